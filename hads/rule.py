@@ -1,0 +1,64 @@
+"""The element rule of an attention call: a band of relative offsets.
+
+Causal attention and local windows are one thing, an interval that `key position - query position` must lie in:
+
+    -left <= k - q <= right        (None is unbounded; causal is right = 0)
+
+Everything a backend needs to know of causality and windows is this pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+def parse_window(window: int | tuple[int | None, int | None] | None, name: str = "local_window_size") -> tuple[int | None, int | None]:
+    """`(left, right)` of a `local_window_size` argument: an int is both sides, None is unbounded."""
+    if window is None:
+        return None, None
+    pair = window if isinstance(window, tuple) else (window, window)
+    if len(pair) != 2 or not all(side is None or (isinstance(side, int) and not isinstance(side, bool)) for side in pair):
+        raise TypeError(f"{name} must be None, an int or a (left, right) tuple of ints or None; got {window!r}")
+    if any(side is not None and side < 0 for side in pair):
+        raise ValueError(f"{name}={window!r} must not be negative (0 keeps the token itself)")
+    return pair
+
+
+class Band(NamedTuple):
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def of(cls, is_causal: bool, window: int | tuple[int | None, int | None] | None) -> Band:
+        left, right = parse_window(window)
+        if is_causal:
+            right = 0 if right is None else min(right, 0)
+        return cls(left, right)
+
+    def __and__(self, other: Band) -> Band:
+        def tighter(a: int | None, b: int | None) -> int | None:
+            return b if a is None else a if b is None else min(a, b)
+
+        return Band(tighter(self.left, other.left), tighter(self.right, other.right))
+
+    def implies(self, other: Band) -> bool:
+        """True where every offset inside this band is inside the other too."""
+        return self & other == self
+
+    def allows(self, offset):
+        """Whether `key position - query position` is inside; works on ints and arrays."""
+        ok = True
+        if self.left is not None:
+            ok = ok & (offset >= -self.left)
+        if self.right is not None:
+            ok = ok & (offset <= self.right)
+        return ok
+
+    def touches(self, low, high):
+        """Whether some offset of the interval [low, high] is inside."""
+        ok = True
+        if self.left is not None:
+            ok = ok & (high >= -self.left)
+        if self.right is not None:
+            ok = ok & (low <= self.right)
+        return ok

@@ -1,0 +1,30 @@
+"""The backend that runs everywhere: list-driven block-sparse attention in plain XLA, beside a dense oracle."""
+
+from __future__ import annotations
+
+from xsake._backend import Call
+from xsake.kernels_xla_ref.block_sparse import Config, Tiling, backward, default_config, forward, search_space
+
+__all__ = [
+    "Config",
+    "Tiling",
+    "backward",
+    "default_blocks",
+    "default_config",
+    "forward",
+    "search_space",
+    "unavailable",
+    "unsupported",
+]
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def unsupported(call: Call) -> str | None:
+    return None
+
+
+def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
+    return 128, 128

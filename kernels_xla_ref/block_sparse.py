@@ -1,0 +1,361 @@
+"""Block-sparse attention in plain XLA, driven by the mask's lists.
+
+The active tiles of all batches and heads form one flat work list. A loop takes `chunk` of them at a time, as one batched
+matrix product, and adds each tile's share to the row it belongs to: time and memory follow the active blocks, whatever the heads'
+densities, and no [T, S] array exists. Arithmetic is float32 (or float64) at highest precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from xsake._backend import Call, vary, varying_axes
+
+NEG_INF = float("-inf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """A tile's rows and columns, which must divide the mask's block, and how many tiles one step takes."""
+
+    q: int
+    kv: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name}={value!r} must be a positive int")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    forward: Tiling
+    backward: Tiling
+
+
+def default_config(call: Call) -> Config:
+    tiling = _default_tiling(call)
+    return Config(forward=tiling, backward=tiling)
+
+
+def search_space(call: Call) -> Sequence[Config]:
+    default = default_config(call)
+    sizes = [
+        dataclasses.replace(default.forward, chunk=max(1, default.forward.chunk * k // 4)) for k in (1, 2, 4, 8, 16)
+    ]
+    return [Config(forward=f, backward=b) for f in sizes for b in sizes] + [default]
+
+
+def _default_tiling(call: Call) -> Tiling:
+    """Tiles of about 128 x 128, and enough of them a step to keep the cores busy while staying in their caches."""
+    q, kv = _tile(call.mask.block_q, call.q_len), _tile(call.mask.block_kv, call.kv_len)
+    return Tiling(q=q, kv=kv, chunk=max(1, min(8 * 128 * 128 // (q * kv), 256)))
+
+
+def _tile(block: int, length: int) -> int:
+    """The largest divisor of the block that is at most 128 and not needlessly longer than the sequence."""
+    limit = min(128, 1 << max(length - 1, 0).bit_length())
+    return max(d for d in range(1, min(block, limit) + 1) if block % d == 0)
+
+
+class _Work(NamedTuple):
+    """Tiles to do, by flat tile number; only the first `total` count. `bias_tile` numbers the tiles of the bias."""
+
+    q_tile: Int[Array, "W"]
+    kv_tile: Int[Array, "W"]
+    total: Int[Array, ""]
+
+
+class _Tiles:
+    """The call cut into tiles: arrays as [number of tiles, rows, ...], and what belongs to the chosen tiles."""
+
+    def __init__(self, call: Call, tiling: Tiling):
+        mask = call.mask
+        if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+            raise ValueError(
+                f"tile {tiling.q} x {tiling.kv} must divide the mask's block {mask.block_q} x {mask.block_kv}"
+            )
+        self.call, self.tq, self.tkv, self.chunk = call, tiling.q, tiling.kv, tiling.chunk
+        self.split_q, self.split_kv = mask.block_q // tiling.q, mask.block_kv // tiling.kv
+        self.num_q, self.num_kv = mask.num_q_blocks * self.split_q, mask.num_kv_blocks * self.split_kv
+        self.dtype = jnp.promote_types(call.query.dtype, jnp.float32)
+        self.group = call.q_heads // call.kv_heads
+
+    # A head array [B, L, H, D] <-> tiles [B * H * n, t, D]; a token array [B, L] -> tiles [B * n, t].
+
+    def q_tiles(self, x: Float[Array, "B T H X"]) -> Float[Array, "N tq X"]:
+        return self._cut(x, self.num_q, self.tq)
+
+    def kv_tiles(self, x: Float[Array, "B S K X"]) -> Float[Array, "N tkv X"]:
+        return self._cut(x, self.num_kv, self.tkv)
+
+    def _cut(self, x: Array, num: int, tile: int) -> Array:
+        b, length, heads, dim = x.shape
+        x = jnp.pad(x.astype(self.dtype).swapaxes(1, 2), ((0, 0), (0, 0), (0, num * tile - length), (0, 0)))
+        return x.reshape(b * heads * num, tile, dim)
+
+    def uncut(self, tiles: Float[Array, "N t X"], heads: int, length: int) -> Float[Array, "B L h X"]:
+        tiles = tiles.reshape(self.call.batch, heads, -1, tiles.shape[-1])[:, :, :length]
+        return tiles.swapaxes(1, 2)
+
+    def row_tiles(self, x: Float[Array, "B H T"]) -> Float[Array, "N tq"]:
+        return self.q_tiles(x.swapaxes(1, 2)[..., None])[..., 0]
+
+    def work(self) -> _Work:
+        """The mask's lists as one list of tiles: by batch, head, row of tiles, then the row's entries in order."""
+        call, mask = self.call, self.call.mask
+        heads = np.arange(call.q_heads) * mask.heads // call.q_heads
+        batch = np.arange(call.batch) * mask.batch // call.batch
+        ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)[batch[:, None], heads[None, :]]
+        first_row = np.arange(mask.num_q_blocks) * self.split_q
+        rows_here = np.clip(-(-call.q_len // self.tq) - first_row, 0, self.split_q)  # tiles of padding only have no work
+        per_row = (ptr[..., 1:] - ptr[..., :-1]) * self.split_kv
+        amount = (per_row * rows_here).reshape(-1)
+        ends = jnp.cumsum(amount)
+
+        size = call.batch * call.q_heads * mask.capacity * self.split_q * self.split_kv
+        size = -(-size // self.chunk) * self.chunk
+        item = jnp.arange(size, dtype=jnp.int32)
+        row = jnp.repeat(jnp.arange(amount.shape[0], dtype=jnp.int32), amount, total_repeat_length=size)
+        within = item - (ends - amount)[row]
+        entries = jnp.maximum(per_row.reshape(-1)[row], 1)
+        sub_row, entry = within // entries, within % entries
+        head, block_row = row // mask.num_q_blocks, row % mask.num_q_blocks
+        b, h = head // call.q_heads, head % call.q_heads
+        slot = ptr[..., :-1].reshape(-1)[row] + entry // self.split_kv
+        block = mask.kv_indices[jnp.asarray(batch)[b], jnp.asarray(heads)[h], jnp.minimum(slot, mask.capacity - 1)]
+        q_tile = head * self.num_q + block_row * self.split_q + jnp.minimum(sub_row, self.split_q - 1)
+        kv_head = b * call.kv_heads + h // self.group
+        kv_tile = kv_head * self.num_kv + block * self.split_kv + entry % self.split_kv
+        return _Work(q_tile, kv_tile, ends[-1].astype(jnp.int32))
+
+    def take(self, work: _Work, step: Array) -> _Chosen:
+        start = step * self.chunk
+        q_tile = lax.dynamic_slice_in_dim(work.q_tile, start, self.chunk)
+        kv_tile = lax.dynamic_slice_in_dim(work.kv_tile, start, self.chunk)
+        live = start + jnp.arange(self.chunk) < work.total
+        head, i = q_tile // self.num_q, q_tile % self.num_q
+        return _Chosen(q_tile, kv_tile, head // self.call.q_heads, head % self.call.q_heads, i, kv_tile % self.num_kv, live)
+
+    def attends(self) -> Callable[[_Chosen], Array | None]:
+        """The element rule on chosen tiles: bool[chunk, tq, tkv], or None where every element passes."""
+        call, tokens = self.call, _TokenTiles(self)
+        padded = self.num_kv * self.tkv != call.kv_len
+        if not padded and call.band == (None, None) and call.q_segments is None:
+            return lambda chosen: None
+
+        def test(chosen: _Chosen) -> Array:
+            ok = jnp.ones((self.chunk, self.tq, self.tkv), bool)
+            if padded:
+                ok &= (tokens.kv_index(chosen) < call.kv_len)[:, None, :]
+            ok &= call.band.allows(tokens.kv_position(chosen)[:, None, :] - tokens.q_position(chosen)[:, :, None])
+            if call.q_segments is not None:
+                ok &= tokens.q_segment(chosen)[:, :, None] == tokens.kv_segment(chosen)[:, None, :]
+            return ok
+
+        return test
+
+
+class _Chosen(NamedTuple):
+    """The tiles of one step: flat numbers, and batch, head, row of tiles and column of tiles of each."""
+
+    q_tile: Array
+    kv_tile: Array
+    batch: Array
+    head: Array
+    i: Array
+    j: Array
+    live: Array
+
+
+class _TokenTiles:
+    """Indices, positions and segment ids of the tokens of chosen tiles."""
+
+    def __init__(self, tiles: _Tiles):
+        self._t = tiles
+        call = tiles.call
+
+        def cut(x: Array | None, num: int, tile: int) -> Array | None:
+            if x is None:
+                return None
+            return jnp.pad(x, ((0, 0), (0, num * tile - x.shape[1]))).reshape(-1, tile)
+
+        self._q_positions = cut(call.q_positions, tiles.num_q, tiles.tq)
+        self._kv_positions = cut(call.kv_positions, tiles.num_kv, tiles.tkv)
+        self._q_segments = cut(call.q_segments, tiles.num_q, tiles.tq)
+        self._kv_segments = cut(call.kv_segments, tiles.num_kv, tiles.tkv)
+
+    def q_index(self, c: _Chosen) -> Array:
+        return c.i[:, None] * self._t.tq + jnp.arange(self._t.tq)
+
+    def kv_index(self, c: _Chosen) -> Array:
+        return c.j[:, None] * self._t.tkv + jnp.arange(self._t.tkv)
+
+    def q_position(self, c: _Chosen) -> Array:
+        return self.q_index(c) if self._q_positions is None else self._q_positions[c.batch * self._t.num_q + c.i]
+
+    def kv_position(self, c: _Chosen) -> Array:
+        return self.kv_index(c) if self._kv_positions is None else self._kv_positions[c.batch * self._t.num_kv + c.j]
+
+    def q_segment(self, c: _Chosen) -> Array:
+        return self._q_segments[c.batch * self._t.num_q + c.i]
+
+    def kv_segment(self, c: _Chosen) -> Array:
+        return self._kv_segments[c.batch * self._t.num_kv + c.j]
+
+
+class _BiasTiles:
+    """The bias cut into tiles [N, tq or 1, tkv or 1]; a broadcast dimension has one tile of size 1."""
+
+    def __init__(self, tiles: _Tiles, bias: Float[Array, "Bb Hb Tb Sb"]):
+        self.shape = b, h, t, s = bias.shape
+        self._batch, self._heads = b > 1, h > 1
+        self.num_q, self.tq = (tiles.num_q, tiles.tq) if t > 1 else (1, 1)
+        self.num_kv, self.tkv = (tiles.num_kv, tiles.tkv) if s > 1 else (1, 1)
+        x = jnp.pad(bias.astype(tiles.dtype), ((0, 0), (0, 0), (0, self.num_q * self.tq - t), (0, self.num_kv * self.tkv - s)))
+        x = x.reshape(b, h, self.num_q, self.tq, self.num_kv, self.tkv)
+        self.tiles = x.swapaxes(3, 4).reshape(-1, self.tq, self.tkv)
+
+    def number(self, c: _Chosen) -> Array:
+        n = c.batch if self._batch else jnp.zeros_like(c.batch)
+        n = n * self.shape[1] + (c.head if self._heads else 0)
+        n = n * self.num_q + (c.i if self.num_q > 1 else 0)
+        return n * self.num_kv + (c.j if self.num_kv > 1 else 0)
+
+    def reduce(self, d_logits: Float[Array, "C tq tkv"]) -> Array:
+        if self.tq == 1:
+            d_logits = d_logits.sum(1, keepdims=True)
+        return d_logits.sum(2, keepdims=True) if self.tkv == 1 else d_logits
+
+    def uncut(self, tiles: Array) -> Array:
+        b, h, t, s = self.shape
+        x = tiles.reshape(b, h, self.num_q, self.num_kv, self.tq, self.tkv).swapaxes(3, 4)
+        return x.reshape(b, h, self.num_q * self.tq, self.num_kv * self.tkv)[:, :, :t, :s]
+
+
+def _dot(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
+    """total[number[c]] += tiles[c] for the live c. Tiles of one number are summed first, in a fixed order: the same bits
+    every time, also where a scatter runs in parallel."""
+    same = (number[:, None] == number[None, :]) & live[None, :]
+    first = live & ~jnp.any(jnp.tril(same, -1), 1)
+    summed = _dot("gc,cx->gx", same.astype(tiles.dtype), tiles.reshape(tiles.shape[0], -1)).reshape(tiles.shape)
+    where = jnp.where(first, number, total.shape[0])
+    return total.at[where].add(summed, mode="drop", unique_indices=True)
+
+
+def _logits(tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Array, c: _Chosen) -> tuple[Array, Array | None]:
+    """Logits of chosen tiles, -inf where an element does not attend, and the soft cap's derivative."""
+    call = tiles.call
+    x = _dot("cqd,ckd->cqk", q[c.q_tile], k[c.kv_tile])
+    if bias is not None:
+        x = x + bias.tiles[bias.number(c)]
+    slope = None
+    if call.soft_cap is not None:
+        t = jnp.tanh(x / call.soft_cap)
+        x, slope = call.soft_cap * t, 1 - t * t
+    ok = test(c)
+    return (x if ok is None else jnp.where(ok, x, NEG_INF)), slope
+
+
+def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    tiles = _Tiles(call, config.forward)
+    q, k, v = tiles.q_tiles(call.query * call.scale), tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
+    bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
+    test, work = tiles.attends(), tiles.work()
+
+    def step(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, denominator, acc = state
+        c = tiles.take(work, n)
+        x, _ = _logits(tiles, bias, test, q, k, c)
+        before = peak[c.q_tile]
+        peak = peak.at[jnp.where(c.live, c.q_tile, peak.shape[0])].max(x.max(-1), mode="drop")
+        now = peak[c.q_tile]
+        safe = jnp.where(now == NEG_INF, 0.0, now)
+        p = jnp.exp(x - safe[..., None])
+        # Work is in row order, so only the first tile's row can have a share already.
+        row, decay = c.q_tile[0], jnp.exp(before[0] - safe[0])
+        denominator = denominator.at[row].multiply(decay)
+        acc = acc.at[row].multiply(decay[:, None])
+        denominator = _add_tiles(denominator, c.q_tile, c.live, p.sum(-1))
+        acc = _add_tiles(acc, c.q_tile, c.live, _dot("cqk,ckd->cqd", p, v[c.kv_tile]))
+        return peak, denominator, acc
+
+    rows = q.shape[:2]
+    start = (jnp.full(rows, NEG_INF, tiles.dtype), jnp.zeros(rows, tiles.dtype), jnp.zeros((*rows, call.value_dim), tiles.dtype))
+    steps = -(-work.total // tiles.chunk)
+    peak, denominator, acc = lax.fori_loop(0, steps, step, vary(start, varying_axes(call)))
+
+    if call.sink_lse is not None:
+        sink = jnp.broadcast_to(call.sink_lse[:, :, None], (call.batch, call.q_heads, tiles.num_q))
+        sink = sink.reshape(-1, 1).astype(tiles.dtype)
+        top = jnp.maximum(peak, sink)
+        safe = jnp.where(top == NEG_INF, 0.0, top)
+        decay = jnp.exp(peak - safe)
+        denominator = denominator * decay + jnp.exp(sink - safe)
+        acc, peak = acc * decay[..., None], top
+    empty = denominator == 0
+    out = acc / jnp.where(empty, 1.0, denominator)[..., None]
+    lse = jnp.where(empty, NEG_INF, peak + jnp.log(jnp.where(empty, 1.0, denominator)))
+    lse = tiles.uncut(lse[..., None], call.q_heads, call.q_len)[..., 0].swapaxes(1, 2)
+    return tiles.uncut(out, call.q_heads, call.q_len).astype(call.query.dtype), lse
+
+
+def backward(
+    call: Call,
+    config: Config,
+    lse: Float[Array, "B H T"],
+    delta: Float[Array, "B H T"],
+    d_out: Float[Array, "B T H Dv"],
+    *,
+    with_bias: bool,
+) -> tuple[Array, Array, Array, Array | None]:
+    """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
+    tiles = _Tiles(call, config.backward)
+    q, k, v = tiles.q_tiles(call.query * call.scale), tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
+    d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta)
+    row_lse = tiles.row_tiles(jnp.where(lse == NEG_INF, math.inf, lse))
+    bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
+    test, work = tiles.attends(), tiles.work()
+
+    def step(n: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
+        dq, dk, dv, *d_bias = grads
+        c = tiles.take(work, n)
+        x, slope = _logits(tiles, bias, test, q, k, c)
+        p = jnp.exp(x - row_lse[c.q_tile][..., None])
+        do = d_o[c.q_tile]
+        dx = p * (_dot("cqd,ckd->cqk", do, v[c.kv_tile]) - row_delta[c.q_tile][..., None])
+        if slope is not None:
+            dx = dx * slope
+        dv = _add_tiles(dv, c.kv_tile, c.live, _dot("cqk,cqd->ckd", p, do))
+        dq = _add_tiles(dq, c.q_tile, c.live, _dot("cqk,ckd->cqd", dx, k[c.kv_tile]))
+        dk = _add_tiles(dk, c.kv_tile, c.live, _dot("cqk,cqd->ckd", dx, q[c.q_tile]))
+        if with_bias:
+            d_bias = [_add_tiles(d_bias[0], bias.number(c), c.live, bias.reduce(dx))]
+        return dq, dk, dv, *d_bias
+
+    like = (q, k, v, bias.tiles) if with_bias else (q, k, v)
+    start = vary(tuple(jnp.zeros(x.shape, x.dtype) for x in like), varying_axes(call))
+    steps = -(-work.total // tiles.chunk)
+    dq, dk, dv, *d_bias = lax.fori_loop(0, steps, step, start)
+    dtype = call.query.dtype
+    return (
+        (tiles.uncut(dq, call.q_heads, call.q_len) * call.scale).astype(dtype),
+        tiles.uncut(dk, call.kv_heads, call.kv_len).astype(dtype),
+        tiles.uncut(dv, call.kv_heads, call.kv_len).astype(dtype),
+        bias.uncut(d_bias[0]).astype(call.bias.dtype) if with_bias else None,
+    )

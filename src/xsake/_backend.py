@@ -1,0 +1,166 @@
+"""What a backend is given (`Call`) and what it is (`Backend`).
+
+A backend is a module with the names of `Backend`. To add one: write a folder with such a module and name it in
+`_registry.py`; the shared test suite then takes its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.hads.block_mask import BlockMask
+from xsake.hads.rule import Band
+
+_ARRAYS = (
+    "query",
+    "key",
+    "value",
+    "mask",
+    "bias",
+    "q_segments",
+    "kv_segments",
+    "q_positions",
+    "kv_positions",
+    "sink_lse",
+)
+_STATIC = ("band", "scale", "soft_cap")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=_STATIC)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One attention call after validation, with every convenience of the public signature resolved.
+
+    - `mask` always exists. The list of query head h is that of mask head `h * mask.heads // H`.
+    - `band` is the mask's rule and the call's together, on positions where given, on indices otherwise.
+    - Lengths and padding are segment ids: elements attend iff their ids are equal, and padding never is.
+    - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a head whose
+      mask overflowed, so that NaN reaches every output.
+    """
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S K D"]
+    value: Float[Array, "B S K Dv"]
+    mask: BlockMask
+    bias: Float[Array, "Bb Hb Tb Sb"] | None
+    q_segments: Int[Array, "B T"] | None
+    kv_segments: Int[Array, "B S"] | None
+    q_positions: Int[Array, "B T"] | None
+    kv_positions: Int[Array, "B S"] | None
+    sink_lse: Float[Array, "Bs H"] | None
+    band: Band
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def q_heads(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def full_is_exact(self) -> bool:
+        """The mask's full blocks need no element test: nothing of the call excludes an element that the mask's rule allows."""
+        return self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
+
+
+class Backend(Protocol):
+    """The names of a backend module. `Config` is a frozen keyword-only dataclass that validates itself."""
+
+    Config: type
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run in this process, or None."""
+
+    def unsupported(self, call: Call) -> str | None:
+        """Why this backend cannot serve the call, naming the argument, or None."""
+
+    def default_blocks(self, q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
+        """(block_q, block_kv) of the mask that is made when the caller gives none."""
+
+    def default_config(self, call: Call) -> Any:
+        """A configuration that always works, from shapes alone."""
+
+    def search_space(self, call: Call) -> Sequence[Any]:
+        """Configurations worth measuring, the default among them; those that cannot fit are left out."""
+
+    def forward(self, call: Call, config: Any) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+        """Output and natural-log lse (float32, sink included)."""
+
+    def backward(
+        self,
+        call: Call,
+        config: Any,
+        lse: Float[Array, "B H T"],
+        delta: Float[Array, "B H T"],
+        d_out: Float[Array, "B T H Dv"],
+        *,
+        with_bias: bool,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse."""
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which anything in the tree varies: empty outside `jax.shard_map`."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The same values, typed as varying over all of `axes`; its transpose sums over the axes that are added."""
+
+    def cast(x: Array) -> Array:
+        missing = tuple(axes - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpret", default=False)
+
+
+@contextlib.contextmanager
+def interpret(on: bool = True) -> Iterator[None]:
+    """Inside, accelerator backends run on any machine by interpretation: slow, for tests and for debugging kernels.
+
+    It is read while tracing: a function that was compiled outside is not interpreted inside.
+    """
+    token = _interpret.set(on)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    return _interpret.get()

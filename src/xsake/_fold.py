@@ -1,0 +1,42 @@
+"""vmap by folding: a mapped axis becomes part of the batch, so that a kernel sees one larger call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake._backend import Call
+
+# Fields whose batch may stay 1, shared by all.
+_SHAREABLE = ("mask", "bias", "sink_lse")
+
+
+def fold_call(size: int, call: Call, mapped: Call) -> Call:
+    """The call with `size` copies along the batch; `mapped` says which leaves have a leading axis of that size."""
+    batch = call.query.shape[1 if mapped.query else 0]
+
+    def fold_field(name: str) -> Any:
+        share = name in _SHAREABLE
+        return jax.tree.map(
+            lambda x, m: fold(size, batch, x, m, share=share), getattr(call, name), getattr(mapped, name)
+        )
+
+    arrays = ("query", "key", "value", "q_segments", "kv_segments", "q_positions", "kv_positions", *_SHAREABLE)
+    return dataclasses.replace(call, **{name: fold_field(name) for name in arrays})
+
+
+def fold(size: int, batch: int, x: Array, mapped: bool, *, share: bool = False) -> Array:
+    """[size, b, ...] if mapped else [b, ...], with b = 1 or batch, to [size * batch, ...]; unmapped and 1 stays if shared."""
+    if not mapped and share and x.shape[0] == 1:
+        return x
+    inner = x.shape[1:] if not mapped else x.shape[2:]
+    full = jnp.broadcast_to(x if mapped else x[None], (size, batch, *inner))
+    return full.reshape(size * batch, *inner)
+
+
+def unfold(size: int, x: Array) -> Array:
+    return x.reshape(size, -1, *x.shape[1:])

@@ -1,0 +1,213 @@
+"""The one attention operation: validate, choose a backend and a configuration, run it, differentiate it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from xsake import _registry
+from xsake._arguments import build_call, check_inputs
+from xsake._backend import Call, interpret, interpreting, vary, varying_axes
+from xsake._fold import fold, fold_call, unfold
+from xsake.hads.block_mask import BlockMask
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: BlockMask | None = None,
+    *,
+    bias: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Any:
+    """Block-sparse attention; with no mask, dense. Names and layout are those of `jax.nn.dot_product_attention`.
+
+    An element attends iff its block is in the mask, the mask's rule and the call's rules hold, and its segments agree. A query
+    that attends nothing gives 0 (and lse -inf), with gradients 0.
+
+    Args:
+      query: [B, T, H, D]; key: [B, S, K, D]; value: [B, S, K, Dv]. H must be a multiple of K (grouped heads). One dtype.
+      mask: a `BlockMask` for T x S; its batch is 1 or B, its heads are 1, K or H.
+      bias: added to the scaled logits; broadcasts from [B|1, H|1, T|1, S|1].
+      scale: of the logits; D ** -0.5 by default.
+      is_causal: a query sees keys at its own index and before, counted from the top left (as in jax.nn); with positions, by them.
+      local_window_size: keys at most so far away, inclusive: an int for both sides or (left, right), None for no limit.
+      query_seq_lengths, key_value_seq_lengths: i32[B]; tokens at or past the length are padding, whatever they hold.
+      segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
+      positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (a cache, reordered tokens).
+      sinks: [H] or [H, n] raw logits that take part in every row's softmax with no value.
+      logits_soft_cap: c * tanh(logits / c), after the bias.
+      return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
+      implementation: None for the best one that supports the call; a name runs that one or raises, and never falls back.
+      config: that implementation's own `Config`; None for its default.
+
+    Returns:
+      [B, T, H, Dv] in the query's dtype, or (output, lse).
+
+    >>> import jax, xsake
+    >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
+    >>> mask = xsake.patterns.sink_window(256, 256, sink=64, window=64, block_q=64, block_kv=64)
+    >>> xsake.attention(q, k, v, mask).shape
+    (1, 256, 4, 64)
+    """
+    check_inputs(query, key, value)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    names = _registry.candidates(implementation, _registry.platform_of(query))
+    call = build_call(
+        query,
+        key,
+        value,
+        mask,
+        bias=bias,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        default_blocks=_registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
+    )
+    name = _registry.choose(names, call)
+    plan = _Plan(name, _resolve_config(name, call, config), interpreting())
+    out, lse = _attend(plan, vary(call, varying_axes(call)))
+    if call.q_segments is not None:
+        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # and no cotangent of padding gets in
+    return (out, lse.swapaxes(1, 2)) if return_lse else out
+
+
+def _resolve_config(name: str, call: Call, config: Any) -> Any:
+    backend = _registry.get(name)
+    if config is None:
+        return backend.default_config(call)
+    if not isinstance(config, backend.Config):
+        raise TypeError(
+            f"config must be a {backend.Config.__module__}.{backend.Config.__qualname__} for implementation {name!r}; "
+            f"got {type(config).__module__}.{type(config).__qualname__}"
+        )
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What runs a call: everything that is decided while tracing."""
+
+    implementation: str
+    config: Any
+    interpret: bool
+
+    def forward(self, call: Call) -> tuple[Array, Array]:
+        with interpret(self.interpret):
+            return _registry.get(self.implementation).forward(call, self.config)
+
+    def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
+        with interpret(self.interpret):
+            return _registry.get(self.implementation).backward(
+                call, self.config, lse, delta, d_out, with_bias=with_bias
+            )
+
+
+@lru_cache(maxsize=None)
+def _mappable_forward(plan: _Plan) -> Callable:
+    run = custom_vmap(plan.forward)
+
+    @run.def_vmap
+    def _(size: int, mapped: list, call: Call) -> tuple:
+        out, lse = run(fold_call(size, call, mapped[0]))
+        return (unfold(size, out), unfold(size, lse)), (True, True)
+
+    return run
+
+
+@lru_cache(maxsize=None)
+def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
+    def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
+        return plan.backward(call, lse, delta, d_out, with_bias)[: 4 if with_bias else 3]
+
+    run = custom_vmap(backward)
+
+    @run.def_vmap
+    def _(size: int, mapped: list, call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
+        batch = call.query.shape[1 if mapped[0].query else 0]
+        folded = fold_call(size, call, mapped[0])
+        if with_bias:  # each example has its own bias gradient
+            folded = dataclasses.replace(folded, bias=fold(size, batch, call.bias, mapped[0].bias))
+        rest = [fold(size, batch, x, m) for x, m in zip((lse, delta, d_out), mapped[1:], strict=True)]
+        grads = [unfold(size, g) for g in run(folded, *rest)]
+        if with_bias and call.bias.shape[1 if mapped[0].bias else 0] == 1:
+            grads[3] = grads[3].sum(1, keepdims=True)
+        return tuple(grads), (True,) * len(grads)
+
+    return run
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    bias: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, call: Call) -> tuple[Array, Array]:
+    return _mappable_forward(plan)(call)
+
+
+def _attend_fwd(plan: _Plan, primals: Call) -> tuple:
+    call = jax.tree.map(lambda p: p.value, primals)
+    if not call.mask.has_transpose:
+        raise ValueError(
+            "mask was built with transpose=False, for inference only; gradients need its transposed lists: build it with transpose=True"
+        )
+    out, lse = _mappable_forward(plan)(call)
+    wanted = _Wanted(bias=call.bias is not None and primals.bias.perturbed)
+    return (out, lse), (call, out, lse, wanted)
+
+
+def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
+    call, out, lse, wanted = residuals
+    d_out, d_lse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
+    weight = jnp.einsum("bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST)
+    delta = weight - d_lse
+    dq, dk, dv, *d_bias = _mappable_backward(plan, wanted.bias)(call, lse, delta, d_out)
+
+    d_sink = None
+    if call.sink_lse is not None:
+        # A sink is a logit whose value is 0: its weight times -(delta).
+        sink = call.sink_lse[:, :, None]
+        p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
+        d_sink = -(p * delta).sum(-1)
+        if call.sink_lse.shape[0] == 1:
+            d_sink = d_sink.sum(0, keepdims=True)
+        d_sink = d_sink.astype(call.sink_lse.dtype)
+    zeros = jax.tree.map(lambda _: None, call)
+    return (
+        dataclasses.replace(
+            zeros, query=dq, key=dk, value=dv, bias=d_bias[0] if wanted.bias else None, sink_lse=d_sink
+        ),
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

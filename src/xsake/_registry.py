@@ -1,0 +1,84 @@
+"""Which backends exist, which can run here, and which one serves a call."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any, cast
+
+import jax
+
+from xsake._backend import Backend, Call, interpreting
+
+# name -> (module, platform it needs or None). First that serves wins. Modules are imported only when their platform is here.
+_BACKENDS: dict[str, tuple[str, str | None]] = {
+    "xla": ("xsake.kernels_xla_ref", None),
+}
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("xsake")
+    level = os.environ.get("XSAKE_LOG")
+    if level and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
+    return logger
+
+
+def get(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(_BACKENDS[name][0]))
+
+
+def platform_of(array: Any) -> str:
+    """The platform of a concrete array's device; while tracing, the default one."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices())).platform
+    return jax.default_backend()
+
+
+def unavailable(name: str, platform: str) -> str | None:
+    """Why an implementation cannot run on the platform, or None."""
+    needs = _BACKENDS[name][1]
+    if needs is not None and needs != platform and not interpreting():
+        return f"it needs a {needs.upper()}, and this call runs on {platform} (xsake.interpret() runs it slowly anywhere)"
+    return get(name).unavailable()
+
+
+def implementations() -> dict[str, str | None]:
+    """Every implementation by name: None where it can run in this process, otherwise the reason why not.
+
+    >>> implementations()["xla"] is None
+    True
+    """
+    platform = jax.default_backend()
+    return {name: unavailable(name, platform) for name in _BACKENDS}
+
+
+def check_name(name: str | None) -> None:
+    if name is not None and name not in _BACKENDS:
+        raise ValueError(f"implementation={name!r} is unknown; it must be None or one of {sorted(_BACKENDS)}")
+
+
+def candidates(name: str | None, platform: str) -> list[str]:
+    """The implementations to try, best first: the one asked for, which must be able to run, or all that can."""
+    check_name(name)
+    if name is None:
+        return [n for n in _BACKENDS if unavailable(n, platform) is None]
+    if reason := unavailable(name, platform):
+        raise NotImplementedError(f"implementation={name!r} is not available here: {reason}")
+    return [name]
+
+
+def choose(names: list[str], call: Call) -> str:
+    """The first of `names` that supports the call. One that was asked for by name runs or raises."""
+    reasons = []
+    for name in names:
+        reason = get(name).unsupported(call)
+        if reason is None:
+            _logger().info("attention %s runs on %r%s", call.query.shape, name, "".join(f"; not {r}" for r in reasons))
+            return name
+        reasons.append(f"{name!r}: {reason}")
+    raise NotImplementedError("no implementation supports this call: " + "; ".join(reasons))
