@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from xsake.hads.rule import Band, parse_window
 
-ArrayT = jax.Array | np.ndarray
+ArrayT = Any  # numpy outside jit, jax inside
 Window = int | tuple[int | None, int | None] | None
 
 _ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
@@ -103,7 +102,7 @@ class BlockMask:
             )
         if 0 in blocks.shape:
             raise ValueError(f"blocks must not be empty, got shape {blocks.shape}")
-        xp: ModuleType = jnp if traced else np
+        xp: Any = jnp if traced else np
         allowed, full = grid.allowed_and_full()
         active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed
 
@@ -128,7 +127,8 @@ class BlockMask:
 
         rows = _compress(xp, active, full, capacity)
         columns = _compress(xp, active.swapaxes(-1, -2), full.T, capacity) if transpose else (None,) * 4
-        mask = cls(**dict(zip(_ROWS + _COLUMNS, rows + columns, strict=True)), **dataclasses.asdict(grid), density_hint=density_hint)
+        lists: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + columns, strict=True))
+        mask = cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint)
         if traced:
             return mask
         with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
@@ -160,13 +160,14 @@ class BlockMask:
         """
         grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         traced = isinstance(kv_indices, jax.core.Tracer)
-        xp: ModuleType = jnp if traced else np
-        indices = kv_indices if traced else np.asarray(kv_indices)
+        xp: Any = jnp if traced else np
+        indices: Any = kv_indices if traced else np.asarray(kv_indices)
         if not np.issubdtype(indices.dtype, np.integer):
             raise TypeError(f"kv_indices must be integers, got dtype {indices.dtype}")
         if not 2 <= indices.ndim <= 4 or indices.shape[-2] != grid.num_q:
             raise ValueError(
-                f"kv_indices must be [nQ, M], [H, nQ, M] or [B, H, nQ, M] with nQ={grid.num_q}; got shape {indices.shape}"
+                f"kv_indices must be [nQ, M], [H, nQ, M] or [B, H, nQ, M] with nQ={grid.num_q}; "
+                f"got shape {indices.shape}"
             )
         wrong = (indices < -1) | (indices >= grid.num_kv)
         if not traced and wrong.any():
@@ -178,14 +179,9 @@ class BlockMask:
         column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
         shape = (*indices.shape[:-1], grid.num_kv + 1)
         lead = np.indices(indices.shape, sparse=True)[:-1]
-        if traced:
-            blocks = jnp.zeros(shape, bool).at[(*lead, column)].set(True)[..., :-1]
-        else:
-            blocks = np.zeros(shape, bool)
-            blocks[(*lead, column)] = True
-            blocks = blocks[..., :-1]
+        blocks = _put(xp, xp.zeros(shape, bool), (*lead, column), True)
         mask = cls.from_blocks(
-            blocks,
+            blocks[..., :-1],
             block_q=block_q,
             block_kv=block_kv,
             q_len=q_len,
@@ -258,9 +254,7 @@ class BlockMask:
 
     @property
     def _grid(self) -> _Grid:
-        return _Grid(
-            self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size
-        )
+        return _Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
 
     @property
     def _traced(self) -> bool:
@@ -279,7 +273,7 @@ class BlockMask:
 
     def to_blocks(self) -> ArrayT:
         """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
-        xp: ModuleType = jnp if self._traced else np
+        xp: Any = jnp if self._traced else np
         ptr, indices = xp.asarray(self.kv_row_ptr), xp.asarray(self.kv_indices)
         slots = np.arange(self.capacity)
         # Row of a slot: how many rows end at or before it. Slots past the last entry land in a spare row.
@@ -293,16 +287,11 @@ class BlockMask:
         row = xp.cumsum(count, -1)[..., slots]
         shape = (self.batch, self.heads, self.num_q_blocks + 1, self.num_kv_blocks)
         where = (b[..., None], h[..., None], row, indices)
-        if xp is np:
-            blocks = np.zeros(shape, bool)
-            blocks[where] = True
-        else:
-            blocks = jnp.zeros(shape, bool).at[where].set(True)
-        return blocks[..., :-1, :]
+        return _put(xp, xp.zeros(shape, bool), where, True)[..., :-1, :]
 
     def to_elements(self) -> ArrayT:
         """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests."""
-        xp: ModuleType = jnp if self._traced else np
+        xp: Any = jnp if self._traced else np
         blocks = self.to_blocks()
         elements = xp.repeat(xp.repeat(blocks, self.block_q, -2), self.block_kv, -1)
         elements = elements[..., : self.q_len, : self.kv_len]
@@ -311,7 +300,7 @@ class BlockMask:
 
     def density(self, *, per_head: bool = False) -> Any:
         """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
-        xp: ModuleType = jnp if self._traced else np
+        xp: Any = jnp if self._traced else np
         per = xp.asarray(self.kv_row_ptr)[..., -1] / max(self._grid.num_allowed, 1)
         return per if per_head else per.mean()
 
@@ -396,7 +385,12 @@ class _Grid:
                 raise ValueError(f"{name}={value} must be at least 1")
         pair = parse_window(window)
         return cls(
-            int(block_q), int(block_kv), int(q_len), int(kv_len), bool(is_causal), None if pair == (None, None) else pair
+            int(block_q),
+            int(block_kv),
+            int(q_len),
+            int(kv_len),
+            bool(is_causal),
+            None if pair == (None, None) else pair,
         )
 
     @property
@@ -431,7 +425,7 @@ def _count_allowed(grid: _Grid) -> int:
     return int(grid.allowed_and_full()[0].sum())
 
 
-def _compress(xp: ModuleType, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
+def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
     """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
     b, h, num_rows, num_columns = active.shape
     count = active.sum(-1, dtype=np.int32)
@@ -447,18 +441,21 @@ def _compress(xp: ModuleType, active: ArrayT, full: np.ndarray, capacity: int) -
     column = np.broadcast_to(np.tile(np.arange(num_columns, dtype=np.int32), num_rows), slot.shape)
     lead = np.ogrid[:b, :h]
     where = (lead[0][..., None], lead[1][..., None], slot)
-    if xp is np:
-        indices = np.zeros((b, h, capacity + 1), np.int32)
-        indices[where] = column
-    else:
-        indices = jnp.zeros((b, h, capacity + 1), jnp.int32).at[where].set(column)
-    indices = indices[..., :-1]
+    indices = _put(xp, xp.zeros((b, h, capacity + 1), np.int32), where, column)[..., :-1]
 
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
     indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)
     order = xp.argsort(-count, axis=-1, stable=True).astype(np.int32)
     return indices, row_ptr, num_full, order
+
+
+def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
+    """The array with `array[where] = value`; a numpy array is changed in place."""
+    if xp is jnp:
+        return array.at[where].set(value)
+    array[where] = value
+    return array
 
 
 def _power_of_two(n: int) -> int:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ VERSION = 1
 
 
 def save(mask: BlockMask, path: str | os.PathLike) -> None:
-    arrays, static = {}, {}
+    arrays: dict[str, Any] = {}
+    static: dict[str, Any] = {}
     for field in dataclasses.fields(mask):
         value = getattr(mask, field.name)
         if isinstance(value, jax.core.Tracer):
@@ -56,7 +58,8 @@ def load(path: str | os.PathLike) -> BlockMask:
             f"{path} has format {header.get('format')!r} version {header.get('version')!r}; "
             f"this xsake reads 'xsake.BlockMask' version {VERSION}"
         )
-    static = header["static"]
+    static: dict[str, Any] = header["static"]
     if static["local_window_size"] is not None:
         static["local_window_size"] = tuple(static["local_window_size"])
-    return BlockMask(**static, **{name: jnp.asarray(value) for name, value in arrays.items()})
+    lists: dict[str, Any] = {name: jnp.asarray(value) for name, value in arrays.items()}
+    return BlockMask(**static, **lists)

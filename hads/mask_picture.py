@@ -21,7 +21,7 @@ def draw(mask: BlockMask) -> str:
         blocks = np.asarray(mask.to_blocks())
     except Exception:  # traced, or a tree of specs: there are no contents to draw
         return repr(mask)
-    pictures = []
+    pictures: list[list[str]] = []
     for b in range(mask.batch):
         for h in range(mask.heads):
             if len(pictures) < MAX_PICTURES:
@@ -60,5 +60,7 @@ def _side_by_side(pictures: list[list[str]]) -> list[str]:
         fit = max(1, int(np.searchsorted(np.cumsum(width), WIDTH, side="right")))
         group, pictures = pictures[:fit], pictures[fit:]
         for i in range(max(map(len, group))):
-            lines.append("".join((p[i] if i < len(p) else "").ljust(w) for p, w in zip(group, width, strict=False)).rstrip())
+            lines.append(
+                "".join((p[i] if i < len(p) else "").ljust(w) for p, w in zip(group, width, strict=False)).rstrip()
+            )
     return lines

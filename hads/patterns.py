@@ -1,14 +1,15 @@
 """Fixed block patterns, each a BlockMask.
 
-A pattern that is one rule (`dense`, `sliding_window`) is exact to the token. A pattern that is an OR of rules (sink + window,
-Longformer, BigBird, ...) chooses whole blocks and carries the causal rule only: a window rule would delete the sink.
+A pattern that is one rule (`dense`, `sliding_window`) is exact to the token. A pattern that is an OR of rules (sink +
+window, Longformer, BigBird, ...) chooses whole blocks and carries the causal rule only: a window rule would delete the
+sink.
 Sizes are in tokens unless the name says blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +21,9 @@ class _Blocks:
     """Block numbers of a grid, to write patterns as boolean expressions of `i` (query block) and `j` (KV block)."""
 
     def __init__(self, q_len: int, kv_len: int, block_q: int, block_kv: int, is_causal: bool):
-        self.size = dict(q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv, is_causal=is_causal)
+        self.size: dict[str, Any] = dict(
+            q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv, is_causal=is_causal
+        )
         # `full` validates the sizes; what it lists is what the rule allows.
         self.allowed = np.asarray(BlockMask.full(**self.size, transpose=False).to_blocks())[0, 0]
         num_q, num_kv = self.allowed.shape
@@ -49,9 +52,7 @@ class _Blocks:
         return self.i * self.block_q < tokens
 
 
-def dense(
-    q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128, is_causal: bool = False
-) -> BlockMask:
+def dense(q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128, is_causal: bool = False) -> BlockMask:
     """Every block (below the diagonal, if causal).
 
     >>> dense(256, 256, is_causal=True).to_blocks()[0, 0].tolist()
@@ -149,7 +150,7 @@ def strided(
     is_causal: bool = True,
     capacity: int | None = None,
 ) -> BlockMask:
-    """Sparse Transformer: the last `stride` tokens, and every `stride`-th block column before them (in blocks of keys)."""
+    """Sparse Transformer: the last `stride` tokens, and one block column in every `stride` tokens before them."""
     _at_least("stride", stride, block_kv)
     g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
     step = -(-stride // block_kv)
@@ -186,13 +187,15 @@ def random(
     is_causal: bool = False,
     capacity: int | None = None,
 ) -> BlockMask:
-    """Exactly `density` of the allowed blocks (to the nearest block) for each head; the diagonal first, so no row is empty."""
+    """Exactly `density` of the allowed blocks, to the nearest block, a head; those on the diagonal come first."""
     if not 0 <= density <= 1:
         raise ValueError(f"{density=} must be between 0 and 1")
     _at_least("heads", heads, 1)
     g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
     wanted = round(density * int(g.allowed.sum()))
-    score = np.random.default_rng(seed).random((heads, *g.allowed.shape)) - np.broadcast_to(g.diagonal(), g.allowed.shape)
+    score = np.random.default_rng(seed).random((heads, *g.allowed.shape)) - np.broadcast_to(
+        g.diagonal(), g.allowed.shape
+    )
     flat = _smallest(score.reshape(heads, -1), g.allowed.reshape(-1), wanted)
     return g.mask(flat.reshape(score.shape), capacity)
 
@@ -210,8 +213,8 @@ def from_function(
 ) -> BlockMask:
     """A mask from your own function, evaluated once, here, on numpy index arrays that broadcast.
 
-    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers, which must be constant
-    in each block after the causal rule; otherwise ValueError. Both may return [..., heads, rows, columns].
+    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers, which must be
+    constant in each block after the causal rule; otherwise ValueError. Both may return [..., heads, rows, columns].
 
     >>> from_function(256, 256, lambda i, j: i == j).to_blocks()[0, 0].tolist()
     [[True, False], [False, True]]
@@ -245,8 +248,9 @@ def _blocks_of_tokens(g: _Blocks, function: Callable) -> np.ndarray:
         mixed = (on > 0) & (on < seen)
         if mixed.any():
             raise ValueError(
-                f"the token function is not constant in block (row {i}, column {int(np.argwhere(mixed)[0][-1])}): it is true "
-                f"for some of its elements only. Use smaller blocks than {g.block_q} x {g.block_kv}, segment_ids, or a window."
+                f"the token function is not constant in block (row {i}, column {int(np.argwhere(mixed)[0][-1])}): it "
+                f"is true for some of its elements only. Use blocks smaller than {g.block_q} x {g.block_kv}, "
+                f"segment_ids or a window."
             )
         rows.append(on > 0)
     return np.stack(rows, -2)

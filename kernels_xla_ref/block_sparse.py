@@ -1,8 +1,8 @@
 """Block-sparse attention in plain XLA, driven by the mask's lists.
 
-The active tiles of all batches and heads form one flat work list. A loop takes `chunk` of them at a time, as one batched
-matrix product, and adds each tile's share to the row it belongs to: time and memory follow the active blocks, whatever the heads'
-densities, and no [T, S] array exists. Arithmetic is float32 (or float64) at highest precision.
+The active tiles of all batches and heads form one flat work list. A loop takes `chunk` of them at a time, as one
+batched matrix product, and adds each tile's share to the row it belongs to: time and memory follow the active blocks,
+whatever the heads' densities, and no [T, S] array exists. Arithmetic is float32 (or float64) at highest precision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -70,10 +69,10 @@ def _tile(block: int, length: int) -> int:
 
 
 class _Work(NamedTuple):
-    """Tiles to do, by flat tile number; only the first `total` count. `bias_tile` numbers the tiles of the bias."""
+    """Tiles to do, by flat tile number; only the first `total` count."""
 
-    q_tile: Int[Array, "W"]
-    kv_tile: Int[Array, "W"]
+    q_tile: Int[Array, " W"]
+    kv_tile: Int[Array, " W"]
     total: Int[Array, ""]
 
 
@@ -119,7 +118,9 @@ class _Tiles:
         batch = np.arange(call.batch) * mask.batch // call.batch
         ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)[batch[:, None], heads[None, :]]
         first_row = np.arange(mask.num_q_blocks) * self.split_q
-        rows_here = np.clip(-(-call.q_len // self.tq) - first_row, 0, self.split_q)  # tiles of padding only have no work
+        rows_here = np.clip(
+            -(-call.q_len // self.tq) - first_row, 0, self.split_q
+        )  # tiles of padding only have no work
         per_row = (ptr[..., 1:] - ptr[..., :-1]) * self.split_kv
         amount = (per_row * rows_here).reshape(-1)
         ends = jnp.cumsum(amount)
@@ -146,7 +147,9 @@ class _Tiles:
         kv_tile = lax.dynamic_slice_in_dim(work.kv_tile, start, self.chunk)
         live = start + jnp.arange(self.chunk) < work.total
         head, i = q_tile // self.num_q, q_tile % self.num_q
-        return _Chosen(q_tile, kv_tile, head // self.call.q_heads, head % self.call.q_heads, i, kv_tile % self.num_kv, live)
+        return _Chosen(
+            q_tile, kv_tile, head // self.call.q_heads, head % self.call.q_heads, i, kv_tile % self.num_kv, live
+        )
 
     def attends(self) -> Callable[[_Chosen], Array | None]:
         """The element rule on chosen tiles: bool[chunk, tq, tkv], or None where every element passes."""
@@ -161,7 +164,7 @@ class _Tiles:
                 ok &= (tokens.kv_index(chosen) < call.kv_len)[:, None, :]
             ok &= call.band.allows(tokens.kv_position(chosen)[:, None, :] - tokens.q_position(chosen)[:, :, None])
             if call.q_segments is not None:
-                ok &= tokens.q_segment(chosen)[:, :, None] == tokens.kv_segment(chosen)[:, None, :]
+                ok &= tokens.same_segment(chosen)
             return ok
 
         return test
@@ -208,11 +211,10 @@ class _TokenTiles:
     def kv_position(self, c: _Chosen) -> Array:
         return self.kv_index(c) if self._kv_positions is None else self._kv_positions[c.batch * self._t.num_kv + c.j]
 
-    def q_segment(self, c: _Chosen) -> Array:
-        return self._q_segments[c.batch * self._t.num_q + c.i]
-
-    def kv_segment(self, c: _Chosen) -> Array:
-        return self._kv_segments[c.batch * self._t.num_kv + c.j]
+    def same_segment(self, c: _Chosen) -> Array:
+        assert self._q_segments is not None and self._kv_segments is not None
+        q, kv = self._q_segments[c.batch * self._t.num_q + c.i], self._kv_segments[c.batch * self._t.num_kv + c.j]
+        return q[:, :, None] == kv[:, None, :]
 
 
 class _BiasTiles:
@@ -223,7 +225,9 @@ class _BiasTiles:
         self._batch, self._heads = b > 1, h > 1
         self.num_q, self.tq = (tiles.num_q, tiles.tq) if t > 1 else (1, 1)
         self.num_kv, self.tkv = (tiles.num_kv, tiles.tkv) if s > 1 else (1, 1)
-        x = jnp.pad(bias.astype(tiles.dtype), ((0, 0), (0, 0), (0, self.num_q * self.tq - t), (0, self.num_kv * self.tkv - s)))
+        x = jnp.pad(
+            bias.astype(tiles.dtype), ((0, 0), (0, 0), (0, self.num_q * self.tq - t), (0, self.num_kv * self.tkv - s))
+        )
         x = x.reshape(b, h, self.num_q, self.tq, self.num_kv, self.tkv)
         self.tiles = x.swapaxes(3, 4).reshape(-1, self.tq, self.tkv)
 
@@ -249,8 +253,10 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
 
 
 def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
-    """total[number[c]] += tiles[c] for the live c. Tiles of one number are summed first, in a fixed order: the same bits
-    every time, also where a scatter runs in parallel."""
+    """total[number[c]] += tiles[c] for the live c.
+
+    Tiles of one number are summed first, in a fixed order: the same bits always, also where a scatter runs in parallel.
+    """
     same = (number[:, None] == number[None, :]) & live[None, :]
     first = live & ~jnp.any(jnp.tril(same, -1), 1)
     summed = _dot("gc,cx->gx", same.astype(tiles.dtype), tiles.reshape(tiles.shape[0], -1)).reshape(tiles.shape)
@@ -258,7 +264,9 @@ def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
     return total.at[where].add(summed, mode="drop", unique_indices=True)
 
 
-def _logits(tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Array, c: _Chosen) -> tuple[Array, Array | None]:
+def _logits(
+    tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Array, c: _Chosen
+) -> tuple[Array, Array | None]:
     """Logits of chosen tiles, -inf where an element does not attend, and the soft cap's derivative."""
     call = tiles.call
     x = _dot("cqd,ckd->cqk", q[c.q_tile], k[c.kv_tile])
@@ -296,7 +304,11 @@ def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float
         return peak, denominator, acc
 
     rows = q.shape[:2]
-    start = (jnp.full(rows, NEG_INF, tiles.dtype), jnp.zeros(rows, tiles.dtype), jnp.zeros((*rows, call.value_dim), tiles.dtype))
+    start = (
+        jnp.full(rows, NEG_INF, tiles.dtype),
+        jnp.zeros(rows, tiles.dtype),
+        jnp.zeros((*rows, call.value_dim), tiles.dtype),
+    )
     steps = -(-work.total // tiles.chunk)
     peak, denominator, acc = lax.fori_loop(0, steps, step, vary(start, varying_axes(call)))
 
@@ -344,18 +356,20 @@ def backward(
         dv = _add_tiles(dv, c.kv_tile, c.live, _dot("cqk,cqd->ckd", p, do))
         dq = _add_tiles(dq, c.q_tile, c.live, _dot("cqk,ckd->cqd", dx, k[c.kv_tile]))
         dk = _add_tiles(dk, c.kv_tile, c.live, _dot("cqk,cqd->ckd", dx, q[c.q_tile]))
-        if with_bias:
+        if bias is not None and with_bias:
             d_bias = [_add_tiles(d_bias[0], bias.number(c), c.live, bias.reduce(dx))]
         return dq, dk, dv, *d_bias
 
-    like = (q, k, v, bias.tiles) if with_bias else (q, k, v)
+    like = (q, k, v, bias.tiles) if bias is not None and with_bias else (q, k, v)
     start = vary(tuple(jnp.zeros(x.shape, x.dtype) for x in like), varying_axes(call))
     steps = -(-work.total // tiles.chunk)
     dq, dk, dv, *d_bias = lax.fori_loop(0, steps, step, start)
+    if bias is not None and call.bias is not None and with_bias:
+        d_bias = [bias.uncut(d_bias[0]).astype(call.bias.dtype)]
     dtype = call.query.dtype
     return (
         (tiles.uncut(dq, call.q_heads, call.q_len) * call.scale).astype(dtype),
         tiles.uncut(dk, call.kv_heads, call.kv_len).astype(dtype),
         tiles.uncut(dv, call.kv_heads, call.kv_len).astype(dtype),
-        bias.uncut(d_bias[0]).astype(call.bias.dtype) if with_bias else None,
+        d_bias[0] if with_bias else None,
     )

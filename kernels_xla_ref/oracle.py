@@ -1,7 +1,7 @@
 """Dense attention with every argument of `xsake.attention`: the meaning of the operation, written to be read.
 
-It builds whole [B, H, T, S] arrays, computes in float32 (float64 for float64 inputs) at highest precision and is differentiated
-by JAX. Nothing here is shared with the code that it checks.
+It builds whole [B, H, T, S] arrays, computes in float32 (float64 for float64 inputs) at highest precision and is
+differentiated by JAX. Nothing here is shared with the code that it checks.
 """
 
 from __future__ import annotations

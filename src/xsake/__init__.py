@@ -29,7 +29,11 @@ def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `import xsake` stays light."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'xsake' has no attribute {name!r}")
-    value = importlib.import_module("xsake.hads.patterns") if name == "patterns" else getattr(importlib.import_module(_PUBLIC[name]), name)
+    value = (
+        importlib.import_module("xsake.hads.patterns")
+        if name == "patterns"
+        else getattr(importlib.import_module(_PUBLIC[name]), name)
+    )
     globals()[name] = value
     return value
 

@@ -52,17 +52,17 @@ def build_call(
     value: Array,
     mask: BlockMask | None,
     *,
-    bias: Any,
-    scale: Any,
-    is_causal: bool,
-    local_window_size: Any,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    segment_ids: Any,
-    positions: Any,
-    sinks: Any,
-    logits_soft_cap: Any,
     default_blocks: tuple[int, int],
+    bias: Any = None,
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: Any = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: Any = None,
 ) -> Call:
     """`check_inputs` has passed; everything else is checked here."""
     batch, q_len, num_q_heads, head_dim = query.shape
@@ -91,7 +91,7 @@ def build_call(
         _check_mask(mask, batch, q_len, kv_len, num_q_heads, num_kv_heads)
     if bias is not None:
         bias = _check_bias(bias, (batch, num_q_heads, q_len, kv_len))
-    if q_seg is not None:
+    if q_seg is not None and kv_seg is not None:
         # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
         query = jnp.where((q_seg >= 0)[:, :, None, None], query, 0)
         key = jnp.where((kv_seg >= 0)[:, :, None, None], key, 0)
@@ -116,7 +116,8 @@ def build_call(
 def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int) -> None:
     if not isinstance(mask, BlockMask):
         raise TypeError(
-            f"mask must be a BlockMask or None, got {type(mask).__name__}; xsake.BlockMask.from_blocks and xsake.patterns make one"
+            f"mask must be a BlockMask or None, got {type(mask).__name__}; "
+            f"xsake.BlockMask.from_blocks and xsake.patterns make one"
         )
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(
@@ -133,7 +134,9 @@ def _check_bias(bias: Any, full: tuple[int, int, int, int]) -> Array:
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
     if bias.ndim != 4 or any(have not in (1, want) for have, want in zip(bias.shape, full, strict=True)):
-        raise ValueError(f"bias must broadcast to [batch, heads, q_len, kv_len]={list(full)}; got shape {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias must broadcast to [batch, heads, q_len, kv_len]={list(full)}; got shape {tuple(bias.shape)}"
+        )
     return bias
 
 
@@ -146,7 +149,9 @@ def _tokens(name: str, given: Any, batch: int, q_len: int, kv_len: int) -> tuple
             raise ValueError(f"{name} must be one array or a (query, key) pair; got {len(given)} entries")
         pair = tuple(jnp.asarray(x) for x in given)
     elif q_len != kv_len:
-        raise ValueError(f"one {name} array serves queries and keys of one length; {q_len=} and {kv_len=} need a (query, key) pair")
+        raise ValueError(
+            f"one {name} array serves queries and keys of one length; {q_len=} and {kv_len=} need a (query, key) pair"
+        )
     else:
         pair = (jnp.asarray(given),) * 2
     for x, length, whose in zip(pair, (q_len, kv_len), ("query", "key"), strict=True):
@@ -154,9 +159,8 @@ def _tokens(name: str, given: Any, batch: int, q_len: int, kv_len: int) -> tuple
             raise TypeError(f"{name} must be integers, got dtype {x.dtype} for the {whose}")
         if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
             raise ValueError(f"{name} of the {whose} must be [{batch} or 1, {length}]; got shape {tuple(x.shape)}")
-    return tuple(
-        jnp.broadcast_to(x.astype(jnp.int32), (batch, n)) for x, n in zip(pair, (q_len, kv_len), strict=True)
-    )
+    q, kv = (jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1])) for x in pair)
+    return q, kv
 
 
 def _lengths(name: str, given: Any, batch: int) -> Array | None:
@@ -174,18 +178,18 @@ def _segments(
     segments: tuple, q_lengths: Array | None, kv_lengths: Array | None, q_len: int, kv_len: int
 ) -> tuple[Array, Array] | tuple[None, None]:
     """Lengths and segment ids as one pair of ids; padding becomes -1 on queries and -2 on keys, which never agree."""
-    if segments == (None, None) and q_lengths is None and kv_lengths is None:
+    if segments[0] is None and q_lengths is None and kv_lengths is None:
         return None, None
 
     def merge(ids: Array | None, lengths: Array | None, length: int, padding: int) -> Array:
-        inside = jnp.arange(length) < (length if lengths is None else lengths[:, None])
-        return jnp.where(inside & (True if ids is None else ids >= 0), 0 if ids is None else ids, padding).astype(jnp.int32)
+        inside = jnp.arange(length)[None] < (length if lengths is None else lengths[:, None])
+        if ids is None:
+            ids = jnp.zeros((1, length), jnp.int32)
+        return jnp.where(inside & (ids >= 0), ids, padding)
 
     batch = next(len(x) for x in (*segments, q_lengths, kv_lengths) if x is not None)
-    return tuple(
-        jnp.broadcast_to(x, (batch, x.shape[-1]))
-        for x in (merge(segments[0], q_lengths, q_len, -1), merge(segments[1], kv_lengths, kv_len, -2))
-    )
+    q, kv = merge(segments[0], q_lengths, q_len, -1), merge(segments[1], kv_lengths, kv_len, -2)
+    return jnp.broadcast_to(q, (batch, q_len)), jnp.broadcast_to(kv, (batch, kv_len))
 
 
 def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
@@ -195,7 +199,9 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating point, got dtype {sinks.dtype}")
     if sinks.ndim not in (1, 2) or sinks.shape[0] != num_q_heads or 0 in sinks.shape:
-        raise ValueError(f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row a query head; got shape {tuple(sinks.shape)}")
+        raise ValueError(
+            f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row a query head; got shape {tuple(sinks.shape)}"
+        )
     sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32)).reshape(num_q_heads, -1)
     return jax.nn.logsumexp(sinks, axis=-1)[None]
 

@@ -43,8 +43,8 @@ class Call:
     - `mask` always exists. The list of query head h is that of mask head `h * mask.heads // H`.
     - `band` is the mask's rule and the call's together, on positions where given, on indices otherwise.
     - Lengths and padding are segment ids: elements attend iff their ids are equal, and padding never is.
-    - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a head whose
-      mask overflowed, so that NaN reaches every output.
+    - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
+      head whose mask overflowed, so that NaN reaches every output.
     """
 
     query: Float[Array, "B T H D"]
@@ -91,7 +91,7 @@ class Call:
 
     @property
     def full_is_exact(self) -> bool:
-        """The mask's full blocks need no element test: nothing of the call excludes an element that the mask's rule allows."""
+        """The mask's full blocks need no element test: the call excludes nothing that the mask's rule allows."""
         return self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
 
 

@@ -30,7 +30,10 @@ def fold_call(size: int, call: Call, mapped: Call) -> Call:
 
 
 def fold(size: int, batch: int, x: Array, mapped: bool, *, share: bool = False) -> Array:
-    """[size, b, ...] if mapped else [b, ...], with b = 1 or batch, to [size * batch, ...]; unmapped and 1 stays if shared."""
+    """[size, b, ...] if mapped, else [b, ...], with b = 1 or batch, to [size * batch, ...].
+
+    With `share`, an unmapped batch of 1 stays as it is.
+    """
     if not mapped and share and x.shape[0] == 1:
         return x
     inner = x.shape[1:] if not mapped else x.shape[2:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -42,23 +42,27 @@ def attention(
 ) -> Any:
     """Block-sparse attention; with no mask, dense. Names and layout are those of `jax.nn.dot_product_attention`.
 
-    An element attends iff its block is in the mask, the mask's rule and the call's rules hold, and its segments agree. A query
-    that attends nothing gives 0 (and lse -inf), with gradients 0.
+    An element attends iff its block is in the mask, the mask's rule and the call's rules hold, and its segments agree.
+    A query that attends nothing gives 0 (and lse -inf), with gradients 0.
 
     Args:
-      query: [B, T, H, D]; key: [B, S, K, D]; value: [B, S, K, Dv]. H must be a multiple of K (grouped heads). One dtype.
+      query: [B, T, H, D]; H must be a multiple of K (grouped heads). All three have one dtype.
+      key: [B, S, K, D].
+      value: [B, S, K, Dv].
       mask: a `BlockMask` for T x S; its batch is 1 or B, its heads are 1, K or H.
       bias: added to the scaled logits; broadcasts from [B|1, H|1, T|1, S|1].
       scale: of the logits; D ** -0.5 by default.
-      is_causal: a query sees keys at its own index and before, counted from the top left (as in jax.nn); with positions, by them.
+      is_causal: a query sees keys at its own index and before, counted from the top left as in jax.nn; with
+        positions, by them.
       local_window_size: keys at most so far away, inclusive: an int for both sides or (left, right), None for no limit.
       query_seq_lengths, key_value_seq_lengths: i32[B]; tokens at or past the length are padding, whatever they hold.
       segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
-      positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (a cache, reordered tokens).
+      positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (for a cache, or
+        for reordered tokens).
       sinks: [H] or [H, n] raw logits that take part in every row's softmax with no value.
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
-      implementation: None for the best one that supports the call; a name runs that one or raises, and never falls back.
+      implementation: None for the best one that supports the call; a name runs that one or raises, never falls back.
       config: that implementation's own `Config`; None for its default.
 
     Returns:
@@ -129,7 +133,7 @@ class _Plan:
             )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mappable_forward(plan: _Plan) -> Callable:
     run = custom_vmap(plan.forward)
 
@@ -141,7 +145,7 @@ def _mappable_forward(plan: _Plan) -> Callable:
     return run
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
         return plan.backward(call, lse, delta, d_out, with_bias)[: 4 if with_bias else 3]
@@ -152,11 +156,11 @@ def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
     def _(size: int, mapped: list, call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
         batch = call.query.shape[1 if mapped[0].query else 0]
         folded = fold_call(size, call, mapped[0])
-        if with_bias:  # each example has its own bias gradient
+        if call.bias is not None and with_bias:  # each example has its own bias gradient
             folded = dataclasses.replace(folded, bias=fold(size, batch, call.bias, mapped[0].bias))
         rest = [fold(size, batch, x, m) for x, m in zip((lse, delta, d_out), mapped[1:], strict=True)]
         grads = [unfold(size, g) for g in run(folded, *rest)]
-        if with_bias and call.bias.shape[1 if mapped[0].bias else 0] == 1:
+        if call.bias is not None and with_bias and call.bias.shape[1 if mapped[0].bias else 0] == 1:
             grads[3] = grads[3].sum(1, keepdims=True)
         return tuple(grads), (True,) * len(grads)
 
@@ -174,11 +178,12 @@ def _attend(plan: _Plan, call: Call) -> tuple[Array, Array]:
     return _mappable_forward(plan)(call)
 
 
-def _attend_fwd(plan: _Plan, primals: Call) -> tuple:
-    call = jax.tree.map(lambda p: p.value, primals)
+def _attend_fwd(plan: _Plan, primals: Any) -> tuple:
+    call: Call = jax.tree.map(lambda p: p.value, primals)
     if not call.mask.has_transpose:
         raise ValueError(
-            "mask was built with transpose=False, for inference only; gradients need its transposed lists: build it with transpose=True"
+            "mask was built with transpose=False, for inference only; gradients need its transposed lists: "
+            "build it with transpose=True"
         )
     out, lse = _mappable_forward(plan)(call)
     wanted = _Wanted(bias=call.bias is not None and primals.bias.perturbed)
@@ -189,7 +194,9 @@ def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]
     call, out, lse, wanted = residuals
     d_out, d_lse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
     d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
-    weight = jnp.einsum("bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST)
+    weight = jnp.einsum(
+        "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
+    )
     delta = weight - d_lse
     dq, dk, dv, *d_bias = _mappable_backward(plan, wanted.bias)(call, lse, delta, d_out)
 

@@ -11,7 +11,7 @@ import jax
 
 from xsake._backend import Backend, Call, interpreting
 
-# name -> (module, platform it needs or None). First that serves wins. Modules are imported only when their platform is here.
+# name -> (module, platform it needs or None), best first. A module is imported only where its platform is.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
     "xla": ("xsake.kernels_xla_ref", None),
 }
@@ -43,7 +43,9 @@ def unavailable(name: str, platform: str) -> str | None:
     """Why an implementation cannot run on the platform, or None."""
     needs = _BACKENDS[name][1]
     if needs is not None and needs != platform and not interpreting():
-        return f"it needs a {needs.upper()}, and this call runs on {platform} (xsake.interpret() runs it slowly anywhere)"
+        return (
+            f"it needs a {needs.upper()}, and this call runs on {platform} (xsake.interpret() runs it slowly anywhere)"
+        )
     return get(name).unavailable()
 
 
@@ -74,7 +76,7 @@ def candidates(name: str | None, platform: str) -> list[str]:
 
 def choose(names: list[str], call: Call) -> str:
     """The first of `names` that supports the call. One that was asked for by name runs or raises."""
-    reasons = []
+    reasons: list[str] = []
     for name in names:
         reason = get(name).unsupported(call)
         if reason is None:

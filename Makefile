@@ -1,0 +1,39 @@
+# Every target sets itself up: a virtual environment in .venv (or .venv-jax-VERSION with JAX=VERSION), then the job.
+JAX ?=
+VENV := .venv$(if $(JAX),-jax-$(JAX))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: test demo lint bench slow wheel clean
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n auto --dist loadgroup
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not tpu"
+
+demo: $(STAMP)
+	$(BIN)/xsake demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m pytest benchmarks -q -p no:xdist -p no:cacheprovider
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf .venv .venv-jax-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	@touch $@

@@ -1,0 +1,54 @@
+"""Timing that can be believed: contestants take turns, and the median speaks with its spread."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median over rounds, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], 1)
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, len(seconds))
+
+
+def race(
+    contestants: Mapping[str, Callable[[], Any]], *, rounds: int = 5, min_seconds: float = 0.1
+) -> dict[str, Timing]:
+    """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
+
+    A round queues enough calls to last `min_seconds` and waits once. The first call (compilation) is not timed.
+    """
+    calls = {}
+    for name, run in contestants.items():
+        jax.block_until_ready(run())
+        calls[name] = max(1, round(min_seconds / _once(run, 1)))
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            seconds[name].append(_once(run, calls[name]))
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+def _once(run: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,75 @@
+"""Named workloads: the shapes and masks that tests, benchmarks and tuning share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.hads.block_mask import BlockMask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    is_causal: bool
+    block: int = 128
+
+    def inputs(self, dtype: jax.typing.DTypeLike, seed: int = 0) -> tuple[Array, Array, Array]:
+        """Random query, key and value."""
+        keys = jax.random.split(jax.random.key(seed), 3)
+        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        return tuple(  # type: ignore[return-value]
+            jax.random.normal(k, (self.batch, self.length, h, self.head_dim), jnp.float32).astype(dtype)
+            for k, h in zip(keys, heads, strict=True)
+        )
+
+    def mask(self, density: float, seed: int = 0) -> BlockMask:
+        """Random blocks at about `density`, the diagonal always on; the heads of a group share theirs.
+
+        The diagonal makes the true density higher than asked for on short sequences: report `mask.density()`.
+        """
+        return self._build(np.full(self.kv_heads, density), seed)
+
+    def uneven_mask(self, low: float = 0.1, high: float = 0.9, seed: int = 0) -> BlockMask:
+        """As `mask`, with densities from `low` to `high` over the heads: what head-adaptive sparsity produces."""
+        return self._build(np.linspace(low, high, self.kv_heads), seed)
+
+    def _build(self, densities: np.ndarray, seed: int) -> BlockMask:
+        n = -(-self.length // self.block)
+        drawn = np.random.default_rng(seed).random((self.q_heads, n, n))[: self.kv_heads]
+        blocks = (drawn < densities[:, None, None]) | np.eye(n, dtype=bool)
+        return BlockMask.from_blocks(
+            np.repeat(blocks, self.q_heads // self.kv_heads, axis=0),
+            block_q=self.block,
+            block_kv=self.block,
+            q_len=self.length,
+            kv_len=self.length,
+            is_causal=self.is_causal,
+        )
+
+    def dense_flops(self) -> float:
+        """Of one forward over the elements that the rule allows; forward and backward together cost 3.5 times that."""
+        share = 0.5 if self.is_causal else 1.0
+        return 4.0 * self.batch * self.q_heads * self.length**2 * self.head_dim * share
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(name="cpu4k", batch=1, q_heads=8, kv_heads=8, length=4096, head_dim=64, is_causal=True),
+        Workload(name="cpu16k", batch=1, q_heads=8, kv_heads=8, length=16384, head_dim=64, is_causal=True),
+        Workload(name="gpt4k", batch=4, q_heads=16, kv_heads=16, length=4096, head_dim=128, is_causal=True),
+        Workload(name="gpt4k_d64", batch=4, q_heads=12, kv_heads=12, length=4096, head_dim=64, is_causal=True),
+        Workload(name="llama32k", batch=1, q_heads=32, kv_heads=8, length=32768, head_dim=128, is_causal=True),
+        Workload(name="full16k", batch=1, q_heads=16, kv_heads=16, length=16384, head_dim=128, is_causal=False),
+    )
+}

@@ -1,0 +1,3 @@
+from xsake._cli import app
+
+app()

@@ -1,0 +1,37 @@
+"""The `xsake` command."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.command()
+def info() -> None:
+    """Devices, versions, which implementation serves what here, and where its tuning comes from."""
+    from xsake import _info
+
+    _info.show()
+
+
+@app.command()
+def demo(
+    length: int = typer.Option(4096, help="Tokens.", min=256),
+    heads: int = typer.Option(8, help="Heads; their densities run from 10% to 90%.", min=2),
+    head_dim: int = typer.Option(64, help="Size of a head.", min=16),
+) -> None:
+    """A mask for each head, sparse attention against dense on this machine: the same numbers, and the time of each."""
+    from xsake import _demo, _info
+
+    _info.show()
+    _demo.show(length=length, heads=heads, head_dim=head_dim)
+
+
+if __name__ == "__main__":
+    app()
