@@ -282,7 +282,7 @@ def _logits(
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     tiles = _Tiles(call, config.forward)
-    q, k, v = tiles.q_tiles(call.query * call.scale), tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
+    q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
     test, work = tiles.attends(), tiles.work()
 
@@ -338,7 +338,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
     tiles = _Tiles(call, config.backward)
-    q, k, v = tiles.q_tiles(call.query * call.scale), tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
+    q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
     d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta)
     row_lse = tiles.row_tiles(jnp.where(lse == NEG_INF, math.inf, lse))
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)

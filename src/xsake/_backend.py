@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax import Array
@@ -95,6 +95,7 @@ class Call:
         return self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
 
 
+@runtime_checkable
 class Backend(Protocol):
     """The names of a backend module. `Config` is a frozen keyword-only dataclass that validates itself."""
 

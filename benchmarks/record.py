@@ -1,0 +1,75 @@
+"""Recorded runs: what was measured, where, with what. Tables and plots are made from these files and nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def environment() -> dict[str, Any]:
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "numpy", "torch", "triton", "libtpu", "nvidia-cudnn-cu13")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "device": device.device_kind if device.platform != "cpu" else _cpu_name(),
+        "platform": device.platform,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": {name: v for name in packages if (v := _version(name))},
+    }
+
+
+def save(name: str, results: Any, where: Path = RESULTS, **extra: Any) -> Path:
+    """Write one run atomically; a run of the same name replaces the last one."""
+    where.mkdir(parents=True, exist_ok=True)
+    path = where / f"{name}.json"
+    text = json.dumps({"environment": environment() | extra, "results": results}, indent=1)
+    handle, temporary = tempfile.mkstemp(dir=where, prefix=name, suffix=".part")
+    with os.fdopen(handle, "w") as file:
+        file.write(text + "\n")
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+    return path
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _commit() -> str:
+    """The commit the run was made from; where there is no git, the one that the caller names."""
+    if given := os.environ.get("XSAKE_COMMIT"):
+        return given
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

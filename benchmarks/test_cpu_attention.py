@@ -1,0 +1,24 @@
+"""Regression gates on a CPU: ratios against jax.nn in the same run, so that the machine's own speed does not matter."""
+
+import jax
+import pytest
+
+from benchmarks.cpu_attention import DIRECTIONS, compare, compiled, sparse
+from xsake.autotune.workloads import WORKLOADS
+
+LEAST = {"forward": 5.0, "forward+backward": 4.0}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sparse_beats_dense(direction: str) -> None:
+    result = compare(WORKLOADS["cpu4k"], 0.43, direction)
+    assert result["speedup"] >= LEAST[direction], result
+    used = result["temporary_bytes"]
+    assert used["xsake"] <= 0.1 * used["jax.nn"], used
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sparse_time(benchmark, direction: str) -> None:
+    workload = WORKLOADS["cpu4k"]
+    run, _ = compiled(sparse(workload.mask(0.43)), direction, workload)
+    benchmark.pedantic(lambda: jax.block_until_ready(run()), rounds=3, warmup_rounds=1)

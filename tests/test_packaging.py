@@ -1,0 +1,73 @@
+"""What ships: every folder is a subpackage of xsake in the wheel, and nothing else is installed."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def folders_with_code() -> set[str]:
+    """Top-level folders that are packages."""
+    return {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
+
+
+def test_every_folder_is_declared_and_linked() -> None:
+    expected = {f"xsake.{name}" for name in folders_with_code()} | {"xsake"}
+    assert set(PACKAGES["packages"]) == expected
+    assert set(PACKAGES["package-dir"]) == expected
+    for name in folders_with_code():
+        link = ROOT / "src" / "xsake" / name
+        assert link.is_symlink() and link.resolve() == ROOT / name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    # From a copy, so that the build leaves nothing in the checkout.
+    source = out / "source"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if files.returncode:
+        pytest.skip("not a git checkout: the list of the project's files is unknown")
+    for name in files.stdout.splitlines():
+        if (ROOT / name).exists() and not (ROOT / name).is_symlink():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(source),
+    ]
+    subprocess.run(build, check=True)
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"xsake"}
+    assert "xsake/py.typed" in names
+    for package in PACKAGES["packages"]:
+        assert f"{package.replace('.', '/')}/__init__.py" in names
+    imports = "; ".join(f"import {package}" for package in PACKAGES["packages"])
+    check = f"{imports}; import xsake; print(xsake.__file__); xsake.attention; xsake.patterns"
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).is_relative_to(tmp_path / "site")
