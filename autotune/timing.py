@@ -29,26 +29,31 @@ class Timing:
 
 
 def race(
-    contestants: Mapping[str, Callable[[], Any]], *, rounds: int = 5, min_seconds: float = 0.1
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 5,
+    min_seconds: float = 0.1,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> dict[str, Timing]:
     """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
 
     A round queues enough calls to last `min_seconds` and waits once. The first call (compilation) is not timed.
+    `wait` blocks until a result is there; another framework's contestants need their own.
     """
     calls = {}
     for name, run in contestants.items():
-        jax.block_until_ready(run())
-        calls[name] = max(1, round(min_seconds / _once(run, 1)))
+        wait(run())
+        calls[name] = max(1, round(min_seconds / _once(run, 1, wait)))
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
-            seconds[name].append(_once(run, calls[name]))
+            seconds[name].append(_once(run, calls[name], wait))
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def _once(run: Callable[[], Any], calls: int) -> float:
+def _once(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any]) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         result = run()
-    jax.block_until_ready(result)
+    wait(result)
     return (time.perf_counter() - start) / calls

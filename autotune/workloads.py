@@ -32,33 +32,41 @@ class Workload:
             for k, h in zip(keys, heads, strict=True)
         )
 
-    def mask(self, density: float, seed: int = 0) -> BlockMask:
+    def mask(
+        self, density: float, *, seed: int = 0, block: int | None = None, capacity: int | None = None
+    ) -> BlockMask:
         """Random blocks at about `density`, the diagonal always on; the heads of a group share theirs.
 
         The diagonal makes the true density higher than asked for on short sequences: report `mask.density()`.
         """
-        return self._build(np.full(self.kv_heads, density), seed)
+        return self._build(np.full(self.kv_heads, density), seed, block or self.block, capacity)
 
-    def uneven_mask(self, low: float = 0.1, high: float = 0.9, seed: int = 0) -> BlockMask:
+    def uneven_mask(self, *, low: float = 0.1, high: float = 0.9) -> BlockMask:
         """As `mask`, with densities from `low` to `high` over the heads: what head-adaptive sparsity produces."""
-        return self._build(np.linspace(low, high, self.kv_heads), seed)
+        return self._build(np.linspace(low, high, self.kv_heads), 0, self.block, None)
 
-    def _build(self, densities: np.ndarray, seed: int) -> BlockMask:
-        n = -(-self.length // self.block)
+    def _build(self, densities: np.ndarray, seed: int, block: int, capacity: int | None) -> BlockMask:
+        n = -(-self.length // block)
         drawn = np.random.default_rng(seed).random((self.q_heads, n, n))[: self.kv_heads]
         blocks = (drawn < densities[:, None, None]) | np.eye(n, dtype=bool)
         return BlockMask.from_blocks(
             np.repeat(blocks, self.q_heads // self.kv_heads, axis=0),
-            block_q=self.block,
-            block_kv=self.block,
+            block_q=block,
+            block_kv=block,
             q_len=self.length,
             kv_len=self.length,
             is_causal=self.is_causal,
+            capacity=capacity,
         )
 
-    def dense_flops(self) -> float:
-        """Of one forward over the elements that the rule allows; forward and backward together cost 3.5 times that."""
+    def flops(self, mask: BlockMask | None = None) -> float:
+        """Of a forward: active blocks only, one on a causal diagonal as half. With the backward, 3.5 times that."""
         share = 0.5 if self.is_causal else 1.0
+        if mask is not None:
+            blocks = np.asarray(mask.to_blocks(), float)
+            if self.is_causal:
+                blocks[..., *np.diag_indices(blocks.shape[-1])] *= 0.5
+            share = float(blocks.mean())
         return 4.0 * self.batch * self.q_heads * self.length**2 * self.head_dim * share
 
 

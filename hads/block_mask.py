@@ -260,13 +260,8 @@ class BlockMask:
     def _traced(self) -> bool:
         return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
 
-    @property
-    def holds_everything(self) -> bool:
-        """All blocks that the rule allows fit the capacity: no contents can overflow it."""
-        return self.capacity >= self._grid.num_allowed
-
     def overflowed(self) -> jax.Array:
-        """bool[b, h]: the blocks did not fit the capacity, which is possible only for a mask built under jit."""
+        """bool[b, h]: the blocks did not fit the capacity, or were out of range; possible for a mask built under jit."""
         return jnp.asarray(self.kv_row_ptr)[..., -1] > self.capacity
 
     # -- views ---------------------------------------------------------------------------------------------------------

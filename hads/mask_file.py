@@ -7,8 +7,9 @@ import json
 import os
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 
 from xsake.hads.block_mask import BlockMask
 
-VERSION = 1
+FORMAT, VERSION = "xsake.BlockMask", 1
 
 
 def save(mask: BlockMask, path: str | os.PathLike) -> None:
@@ -30,7 +31,7 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
             arrays[field.name] = np.asarray(value)
         else:
             static[field.name] = value
-    header = json.dumps({"format": "xsake.BlockMask", "version": VERSION, "static": static})
+    header = json.dumps({"format": FORMAT, "version": VERSION, "static": static})
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
@@ -46,20 +47,32 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
 
 def load(path: str | os.PathLike) -> BlockMask:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(str(file["header"]))
-            arrays = {name: file[name] for name in file.files if name != "header"}
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        with open(path, "rb") as file:
+            arrays = dict(_read(file))
+        header = json.loads(str(arrays.pop("header")))
+        version = header["format"], header["version"]
+    except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a BlockMask file, or is damaged: {error}") from error
-    if header.get("format") != "xsake.BlockMask" or header.get("version") != VERSION:
+    if version != (FORMAT, VERSION):
         raise ValueError(
-            f"{path} has format {header.get('format')!r} version {header.get('version')!r}; "
-            f"this xsake reads 'xsake.BlockMask' version {VERSION}"
+            f"{path} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} version {VERSION}"
         )
     static: dict[str, Any] = header["static"]
+    given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(BlockMask)}
+    if given != wanted:
+        raise ValueError(
+            f"{path} is not a BlockMask file, or is damaged: fields {sorted(given ^ wanted)} are missing or unknown"
+        )
     if static["local_window_size"] is not None:
         static["local_window_size"] = tuple(static["local_window_size"])
     lists: dict[str, Any] = {name: jnp.asarray(value) for name, value in arrays.items()}
     return BlockMask(**static, **lists)
+
+
+def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:
+    archive = np.load(file, allow_pickle=False)
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError("a single array")
+    with archive:
+        for name in archive.files:
+            yield name, archive[name]

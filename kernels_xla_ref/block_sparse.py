@@ -88,7 +88,7 @@ class _Tiles:
         self.call, self.tq, self.tkv, self.chunk = call, tiling.q, tiling.kv, tiling.chunk
         self.split_q, self.split_kv = mask.block_q // tiling.q, mask.block_kv // tiling.kv
         self.num_q, self.num_kv = mask.num_q_blocks * self.split_q, mask.num_kv_blocks * self.split_kv
-        self.dtype = jnp.promote_types(call.query.dtype, jnp.float32)
+        self.dtype = np.promote_types(call.query.dtype, jnp.float32)
         self.group = call.q_heads // call.kv_heads
 
     # A head array [B, L, H, D] <-> tiles [B * H * n, t, D]; a token array [B, L] -> tiles [B * n, t].
@@ -253,15 +253,12 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
 
 
 def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
-    """total[number[c]] += tiles[c] for the live c.
+    """total[number[c]] += tiles[c] for the live c, one by one: the same bits always, and a NaN stays in its tile."""
 
-    Tiles of one number are summed first, in a fixed order: the same bits always, also where a scatter runs in parallel.
-    """
-    same = (number[:, None] == number[None, :]) & live[None, :]
-    first = live & ~jnp.any(jnp.tril(same, -1), 1)
-    summed = _dot("gc,cx->gx", same.astype(tiles.dtype), tiles.reshape(tiles.shape[0], -1)).reshape(tiles.shape)
-    where = jnp.where(first, number, total.shape[0])
-    return total.at[where].add(summed, mode="drop", unique_indices=True)
+    def add(c: Array, total: Array) -> Array:
+        return total.at[number[c]].add(jnp.where(live[c], tiles[c], 0.0))
+
+    return lax.fori_loop(0, tiles.shape[0], add, total)
 
 
 def _logits(

@@ -7,6 +7,7 @@ differentiated by JAX. Nothing here is shared with the code that it checks.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from xsake.hads.block_mask import BlockMask
@@ -32,7 +33,7 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     _, t, h, d = query.shape
     _, s, k_heads, _ = key.shape
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     q = query.astype(dtype)
     k = jnp.repeat(key.astype(dtype), h // k_heads, axis=2)
     v = jnp.repeat(value.astype(dtype), h // k_heads, axis=2)

@@ -202,13 +202,18 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
         raise ValueError(
             f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row a query head; got shape {tuple(sinks.shape)}"
         )
-    sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32)).reshape(num_q_heads, -1)
+    sinks = sinks.astype(np.promote_types(sinks.dtype, jnp.float32)).reshape(num_q_heads, -1)
     return jax.nn.logsumexp(sinks, axis=-1)[None]
 
 
 def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:
-    """NaN for the heads whose mask was built under jit and did not fit its capacity."""
-    if not isinstance(mask.kv_row_ptr, jax.core.Tracer) or mask.holds_everything:
+    """A mask that was built under jit and did not fit: ValueError where that can be seen, else NaN for its heads."""
+    if not isinstance(mask.kv_row_ptr, jax.core.Tracer):
+        if mask.overflowed().any():
+            raise ValueError(
+                f"mask was built under jit with capacity {mask.capacity} and does not fit it, or names blocks out of "
+                f"range: give it a larger capacity"
+            )
         return sink_lse
     heads = np.arange(num_q_heads) * mask.heads // num_q_heads
     base = -math.inf if sink_lse is None else sink_lse

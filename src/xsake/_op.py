@@ -198,7 +198,12 @@ def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]
         "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
     )
     delta = weight - d_lse
-    dq, dk, dv, *d_bias = _mappable_backward(plan, wanted.bias)(call, lse, delta, d_out)
+    # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
+    attends = lse != -jnp.inf
+    if call.q_segments is not None:
+        attends &= (call.q_segments >= 0)[:, None, :]
+    live_delta = jnp.where(attends, delta, 0.0)
+    dq, dk, dv, *d_bias = _mappable_backward(plan, wanted.bias)(call, lse, live_delta, d_out)
 
     d_sink = None
     if call.sink_lse is not None:
