@@ -260,9 +260,10 @@ class BlockMask:
     def _traced(self) -> bool:
         return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
 
-    def overflowed(self) -> jax.Array:
-        """bool[b, h]: the blocks did not fit the capacity, or were out of range; possible for a mask built under jit."""
-        return jnp.asarray(self.kv_row_ptr)[..., -1] > self.capacity
+    def overflowed(self) -> ArrayT:
+        """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
+        xp: Any = jnp if self._traced else np
+        return xp.asarray(self.kv_row_ptr)[..., -1] > self.capacity
 
     # -- views ---------------------------------------------------------------------------------------------------------
 

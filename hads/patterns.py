@@ -38,8 +38,9 @@ class _Blocks:
     def window(self, size: int) -> np.ndarray:
         """Blocks that hold some pair of tokens at most `size` apart (on the past side only, if causal)."""
         _at_least("window", size, 0)
-        low = self.j * self.block_kv - ((self.i + 1) * self.block_q - 1)
-        high = (self.j + 1) * self.block_kv - 1 - self.i * self.block_q
+        q_last = np.minimum((self.i + 1) * self.block_q, self.q_len) - 1
+        kv_last = np.minimum((self.j + 1) * self.block_kv, self.kv_len) - 1
+        low, high = self.j * self.block_kv - q_last, kv_last - self.i * self.block_q
         return Band(size, 0 if self.is_causal else size).touches(low, high)
 
     def diagonal(self) -> np.ndarray:

@@ -129,7 +129,10 @@ class Backend(Protocol):
         *,
         with_bias: bool,
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse."""
+        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse.
+
+        None for the bias leaves its gradient to the operation.
+        """
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

@@ -124,13 +124,24 @@ class _Plan:
 
     def forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
-            return _registry.get(self.implementation).forward(call, self.config)
+            result = _registry.get(self.implementation).forward(call, self.config)
+        return vary(result, varying_axes(call))  # a kernel's own outputs may not say that they vary
 
     def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
+        """Gradients of query, key and value and, if asked for, of the bias."""
+        given = (lse, delta, d_out)
         with interpret(self.interpret):
-            return _registry.get(self.implementation).backward(
-                call, self.config, lse, delta, d_out, with_bias=with_bias
-            )
+            backend = _registry.get(self.implementation)
+            *grads, d_bias = backend.backward(call, self.config, *given, with_bias=with_bias)
+        if with_bias:
+            grads.append(_bias_gradient(call, *given) if d_bias is None else d_bias)
+        return vary(tuple(grads), varying_axes(call))
+
+
+def _bias_gradient(call: Call, *given: Array) -> Array:
+    """By the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
+    xla = _registry.get("xla")
+    return xla.backward(call, xla.default_config(call), *given, with_bias=True)[3]
 
 
 @cache
@@ -148,7 +159,7 @@ def _mappable_forward(plan: _Plan) -> Callable:
 @cache
 def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
-        return plan.backward(call, lse, delta, d_out, with_bias)[: 4 if with_bias else 3]
+        return plan.backward(call, lse, delta, d_out, with_bias)
 
     run = custom_vmap(backward)
 

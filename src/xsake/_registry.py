@@ -13,6 +13,8 @@ from xsake._backend import Backend, Call, interpreting
 
 # name -> (module, platform it needs or None), best first. A module is imported only where its platform is.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
+    "mosaic_gpu": ("xsake.kernels_pallas_gpu.mosaic", "gpu"),
+    "triton": ("xsake.kernels_pallas_gpu.triton", "gpu"),
     "xla": ("xsake.kernels_xla_ref", None),
 }
 
