@@ -1,0 +1,63 @@
+"""What holds for every test: simulated devices, checked annotations, strict dtypes, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Must be set before JAX is imported.
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+_FLAGS = {"xla_force_host_platform_device_count": 8}
+if (
+    _PROFILE == "ci"
+):  # most of the time goes into LLVM; the same HLO is run, and the thorough profile optimises it as users do
+    _FLAGS["xla_backend_optimization_level"] = 0
+for _name, _value in _FLAGS.items():
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
+assert "jax" not in sys.modules, "JAX was imported before the tests could ask for simulated devices"
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+
+# importlib mode puts nothing on the path: `contract` is this folder's only importable name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Annotations are checked here and cost users nothing. Not those of `Call`, in _backend: it is a tree, and JAX builds
+# trees with flags, specs and cotangents where its annotations say arrays.
+_SOURCE = Path(__file__).parents[1] / "src" / "xsake"
+_MODULES = [f"xsake.{p.stem}" for p in sorted(_SOURCE.iterdir()) if p.is_dir() or p.suffix == ".py"]
+_MODULES = [name for name in _MODULES if name not in ("xsake.__init__", "xsake.__pycache__", "xsake._backend")]
+assert not any(name.split(".")[0] == "xsake" for name in sys.modules), (
+    "xsake was imported before its annotations could be checked"
+)
+_HOOK = jaxtyping.install_import_hook(_MODULES, "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+_SLOW_START = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile(
+    "ci", max_examples=15, deadline=None, derandomize=True, suppress_health_check=_SLOW_START
+)
+hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_SLOW_START)
+hypothesis.settings.load_profile(_PROFILE)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `implementation` runs on every one of contract.target.TARGETS."""
+    if "implementation" in metafunc.fixturenames:
+        from contract import target
+
+        metafunc.parametrize("implementation", target.parameters())
+
+
+@pytest.fixture
+def unchecked_annotations() -> Iterator[None]:
+    """As users have it: the package's own checks and messages, not those of the annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

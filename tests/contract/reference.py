@@ -1,0 +1,179 @@
+"""Attention and its gradients in numpy, from the definition, in any precision. Shares no code with the package.
+
+With float64 it is the truth. With a smaller type it is the yardstick: what a plain dense computation in that precision
+makes of the same inputs (float32 logits and sums, and, for half precisions, weights and results rounded to the half
+type).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Results(NamedTuple):
+    """Everything the contract gives. d_<argument> is its gradient, None where the argument is not given."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    d_query: np.ndarray | None = None
+    d_key: np.ndarray | None = None
+    d_value: np.ndarray | None = None
+    d_bias: np.ndarray | None = None
+    d_sinks: np.ndarray | None = None
+
+
+def rule(past: np.ndarray, is_causal: bool, window) -> np.ndarray:
+    """`past` is query position - key position."""
+    left, right = window if isinstance(window, tuple) else (window, window)
+    ok = np.ones(past.shape, bool)
+    if is_causal:
+        ok &= past >= 0
+    if left is not None:
+        ok &= past <= left
+    if right is not None:
+        ok &= -past <= right
+    return ok
+
+
+def _pair(x):
+    return x if isinstance(x, tuple) else (x, x)
+
+
+def attends(case) -> np.ndarray:
+    """bool[B, H, T, S], element by element from the contract's words."""
+    (b, t, h, _), s = case.query.shape, case.key.shape[1]
+    a = case.arguments
+    ok = np.ones((b, h, t, s), bool)
+    q, k = np.arange(t)[None], np.arange(s)[None]
+    if a.get("positions") is not None:
+        q, k = _pair(a["positions"])
+    past = np.asarray(q, np.int64)[:, None, :, None] - np.asarray(k, np.int64)[:, None, None, :]
+    if case.blocks is not None:
+        m = case.blocks
+        rows, columns = np.arange(t) // case.block_q, np.arange(s) // case.block_kv
+        # Constructors drop blocks that hold no element the mask's rule allows by index.
+        by_index = rule(np.arange(t)[:, None] - np.arange(s)[None], case.mask_causal, case.mask_window)
+        starts = np.arange(0, t, case.block_q), np.arange(0, s, case.block_kv)
+        m = m & np.logical_or.reduceat(np.logical_or.reduceat(by_index, starts[0], 0), starts[1], 1)
+        heads = np.arange(h) * m.shape[1] // h
+        ok &= m[:, heads][:, :, rows][:, :, :, columns]
+        ok &= rule(past, case.mask_causal, case.mask_window)
+    ok &= rule(past, a.get("is_causal", False), a.get("local_window_size"))
+    if a.get("query_seq_lengths") is not None:
+        ok &= (np.arange(t) < a["query_seq_lengths"][:, None])[:, None, :, None]
+    if a.get("key_value_seq_lengths") is not None:
+        ok &= (np.arange(s) < a["key_value_seq_lengths"][:, None])[:, None, None, :]
+    if a.get("segment_ids") is not None:
+        sq, sk = _pair(a["segment_ids"])
+        ok &= ((sq[:, :, None] == sk[:, None, :]) & (sq >= 0)[:, :, None] & (sk >= 0)[:, None, :])[:, None]
+    return ok
+
+
+def compute(case, dtype) -> Results:
+    """The whole contract for a case, in `dtype`."""
+    half = np.dtype(dtype).itemsize < 4
+    work = np.dtype(np.float32) if half else np.dtype(dtype)
+
+    def round_(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(work) if half else x
+
+    def heads_first(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x).astype(work).swapaxes(1, 2)
+
+    a = case.arguments
+    q, k, v = heads_first(case.query), heads_first(case.key), heads_first(case.value)
+    (b, h, _, d), kv_heads = q.shape, k.shape[1]
+    k, v = np.repeat(k, h // kv_heads, 1), np.repeat(v, h // kv_heads, 1)
+    scale = work.type(d**-0.5 if a.get("scale") is None else a["scale"])
+    z = (q @ k.swapaxes(-1, -2)) * scale
+    if a.get("bias") is not None:
+        z = z + np.asarray(a["bias"]).astype(work)
+    slope, x = work.type(1), z
+    if a.get("logits_soft_cap") is not None:
+        cap = work.type(a["logits_soft_cap"])
+        tanh = np.tanh(z / cap)
+        x, slope = cap * tanh, 1 - tanh * tanh
+    ok = attends(case)
+    x = np.where(ok, x, -np.inf).astype(work)
+    top = x.max(-1, keepdims=True)
+    sinks = None
+    if a.get("sinks") is not None:
+        sinks = np.asarray(a["sinks"]).astype(work).reshape(h, -1)
+        top = np.maximum(top, sinks.max(-1)[None, :, None, None])
+    top = np.where(np.isfinite(top), top, 0)
+    weight = np.exp(x - top)
+    total = weight.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[None, :, None, :] - top).sum(-1, keepdims=True)
+    empty = total == 0
+    total = np.where(empty, 1, total)
+    p = weight / total
+    out = round_(round_(p) @ v)
+    lse = np.where(empty, -np.inf, top + np.log(total))[..., 0]
+
+    # The weights again, from lse, as all do that do not keep them: its rounding is part of the yardstick.
+    p = np.exp(np.where(ok & ~empty, x - np.where(empty, 0, lse[..., None]), -np.inf).astype(work))
+    d_out = heads_first(case.d_out)
+    d_lse = heads_first(case.d_lse[..., None])
+    d_p = d_out @ v.swapaxes(-1, -2)
+    delta = (d_out * out).sum(-1, keepdims=True) - d_lse
+    d_z = p * (d_p - delta) * slope
+    group = (b, kv_heads, h // kv_heads)
+
+    def over_group(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*group, *x.shape[2:]).sum(2)
+
+    d_bias = None
+    if a.get("bias") is not None:
+        shape = np.shape(a["bias"])
+        d_bias = d_z.sum(tuple(i for i in range(4) if shape[i] == 1), keepdims=True).astype(
+            np.asarray(a["bias"]).dtype if half else work
+        )
+    d_sinks = None
+    if sinks is not None:
+        share = np.exp(sinks[None, :, None, :] - np.where(empty, np.inf, lse[..., None]))
+        d_sinks = -(share * delta).sum((0, 2)).reshape(np.shape(a["sinks"]))
+    return Results(
+        out=out.swapaxes(1, 2),
+        lse=lse.swapaxes(1, 2),
+        d_query=round_(round_(d_z) @ k * scale).swapaxes(1, 2),
+        d_key=round_(over_group(round_(d_z).swapaxes(-1, -2) @ q) * scale).swapaxes(1, 2),
+        d_value=round_(over_group(round_(p).swapaxes(-1, -2) @ d_out)).swapaxes(1, 2),
+        d_bias=d_bias,
+        d_sinks=d_sinks,
+    )
+
+
+def noise(case, exact: Results) -> Results:
+    """A rounding unit of each result: of its own type at its largest value, and of float32 at its largest summand.
+
+    Weights that are computed again from other sums of the same products differ by the float32 rounding of their logits,
+    which large logits turn into a relative error of every weight.
+    """
+    own = {np.dtype(t).itemsize: e for t, e in ((np.float16, 2.0**-10), (np.float32, 2.0**-23), (np.float64, 2.0**-52))}
+    unit = 2.0**-7 if case.query.dtype.name == "bfloat16" else own[case.query.dtype.itemsize]
+    small = min(unit, 2.0**-23)
+
+    def peak(x) -> float:
+        x = np.abs(np.asarray(x).astype(np.float64))
+        return float(x[np.isfinite(x)].max()) if np.isfinite(x).any() else 0.0
+
+    q, k, v, do = (peak(x) for x in (case.query, case.key, case.value, case.d_out))
+    scale = case.arguments.get("scale") or case.query.shape[-1] ** -0.5
+    any_attends = float(attends(case).any())
+    d_z = any_attends * (do * v * case.value.shape[-1] + peak(case.d_lse))
+
+    def of(x, summand: float, rounding: float = unit) -> float | None:
+        return None if x is None else rounding * peak(x) + small * summand
+
+    return Results(
+        out=of(exact.out, 0.0),
+        lse=of(exact.lse, abs(scale) * q * k * case.query.shape[-1] * any_attends, small),
+        d_query=of(exact.d_query, abs(scale) * d_z * k),
+        d_key=of(exact.d_key, abs(scale) * d_z * q),
+        d_value=of(exact.d_value, peak(exact.lse) * peak(exact.d_value)),
+        d_bias=of(exact.d_bias, d_z),
+        d_sinks=of(exact.d_sinks, d_z, small),
+    )

@@ -1,0 +1,92 @@
+"""The implementations that the contract is run on. A new backend is one line of TARGETS."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An implementation and the sizes to test it at.
+
+    Tests speak of small sizes (blocks of 16 and 32 tokens, about 100 tokens); `unit` multiplies them where a kernel
+    needs larger blocks. `configs(block_q, block_kv)` gives two configurations that differ, the second with forward
+    tiles that are not its backward tiles.
+    """
+
+    name: str
+    configs: Callable[[int, int], tuple[Any, Any]]
+    interpret: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    unit: int = 1
+    head_dim: int = 24
+    value_dim: int = 16
+    marks: tuple = dataclasses.field(default=(), compare=False)
+
+    def size(self, tokens: int) -> int:
+        return tokens * self.unit
+
+    def context(self) -> contextlib.AbstractContextManager:
+        if not self.interpret:
+            return contextlib.nullcontext()
+        import xsake
+
+        return xsake.interpret()
+
+
+def _xla_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+    from xsake.kernels_xla_ref import Config, Tiling
+
+    one = Tiling(q=block_q, kv=block_kv, chunk=3)
+    return (
+        Config(forward=one, backward=one),
+        Config(
+            forward=Tiling(q=block_q // 2, kv=block_kv, chunk=5), backward=Tiling(q=block_q, kv=block_kv // 4, chunk=2)
+        ),
+    )
+
+
+def _triton_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+    from xsake.kernels_pallas_gpu.triton import Config
+    from xsake.kernels_pallas_gpu.triton_tiles import Tiling
+
+    def tiling(q: int, kv: int, stages: int) -> Tiling:
+        return Tiling(q=q & -q, kv=kv & -kv, num_warps=4, num_stages=stages)
+
+    one = tiling(block_q, block_kv, 2)
+    return (
+        Config(forward=one, dq=one, dkv=one),
+        Config(forward=tiling(16, block_kv, 1), dq=tiling(block_q, 16, 2), dkv=tiling(16, 16, 3)),
+    )
+
+
+def _mosaic_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+    from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+
+    return (
+        Config(forward=ForwardConfig(), dq=BackwardConfig(), dkv=BackwardConfig()),
+        Config(
+            forward=ForwardConfig(tile_kv=64, stages=3),
+            dq=BackwardConfig(stages=3, inner_stages=2),
+            dkv=BackwardConfig(compute_wgs=1),
+        ),
+    )
+
+
+HALVES = ("bfloat16", "float16")
+GPU = (pytest.mark.gpu,)
+
+TARGETS = [
+    Target("xla", _xla_configs),
+    Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
+    Target("triton", _triton_configs, marks=GPU),
+]
+
+
+def parameters() -> list:
+    return [pytest.param(t, id=t.name + ("-interpret" if t.interpret else ""), marks=t.marks) for t in TARGETS]

@@ -1,0 +1,138 @@
+"""A configuration changes how a call is computed, never what: tiles, search space, determinism."""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import check, make, run
+
+import xsake
+from xsake._arguments import build_call
+from xsake._registry import get
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_forward_and_backward_tiles_are_independent(implementation, which):
+    case = make(
+        implementation, q_len=75, kv_len=107, mask=(2, 4), bias=(1, 0, 0, 0), sinks=(4,), mask_causal=True, density=0.8
+    )
+    config = implementation.configs(case.block_q, case.block_kv)[which]
+    check(case, run(implementation, case, config=config))
+
+
+def _call(implementation, case):
+    names = (
+        "bias",
+        "scale",
+        "is_causal",
+        "local_window_size",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "segment_ids",
+        "positions",
+        "sinks",
+        "logits_soft_cap",
+    )
+    arguments = dict.fromkeys(names) | {"is_causal": False} | case.options | case.arrays
+    return build_call(
+        jnp.asarray(case.query),
+        jnp.asarray(case.key),
+        jnp.asarray(case.value),
+        case.mask(),
+        **arguments,
+        default_blocks=get(implementation.name).default_blocks(
+            case.query.shape[1], case.key.shape[1], case.query.shape[3]
+        ),
+    )
+
+
+def _space(implementation, case):
+    backend, call = get(implementation.name), _call(implementation, case)
+    return list(backend.search_space(call)), backend.default_config(call)
+
+
+def _small(implementation):
+    return make(implementation, q_len=75, batch=1, q_heads=2, kv_heads=1, mask=(1, 2), mask_causal=True, density=0.8)
+
+
+def test_search_space_holds_the_default(implementation):
+    space, default = _space(implementation, _small(implementation))
+    assert default in space
+    assert all(isinstance(c, get(implementation.name).Config) for c in space)
+    assert len({hash(c) for c in space}) > 1
+
+
+def test_configs_of_the_search_space_give_the_same_numbers(implementation):
+    """A spread of them; all of them in the slow test."""
+    case = _small(implementation)
+    space, _ = _space(implementation, case)
+    space = list(dict.fromkeys(space))
+    for config in [space[0], space[len(space) // 2], space[-1]]:
+        check(case, run(implementation, case, config=config))
+
+
+@pytest.mark.slow
+def test_every_config_of_the_search_space_gives_the_same_numbers(implementation):
+    case = _small(implementation)
+    for config in dict.fromkeys(_space(implementation, case)[0]):
+        check(case, run(implementation, case, config=config))
+
+
+def test_config_of_another_implementation_is_refused(implementation):
+    x = jnp.ones((1, 8, 1, 8))
+    with (
+        pytest.raises(
+            TypeError, match=rf"config must be a .*Config for implementation '{implementation.name}'; got builtins.dict"
+        ),
+        implementation.context(),
+    ):
+        xsake.attention(x, x, x, implementation=implementation.name, config={})
+
+
+def test_default_call_chooses_an_implementation(caplog, monkeypatch):
+    monkeypatch.setenv("XSAKE_LOG", "info")
+    x = jnp.ones((1, 8, 1, 8))
+    with caplog.at_level("INFO", logger="xsake"):
+        xsake.attention(x, x, x)
+    assert any(repr(name) in caplog.text for name, reason in xsake.implementations().items() if reason is None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_backward_runs_give_the_same_bits(implementation, dtype):
+    if dtype not in implementation.dtypes:
+        pytest.skip(f"{implementation.name} does not claim {dtype}")
+    case = make(implementation, dtype=dtype, bias=(1, 1, 0, 0), sinks=(4,), density=0.8)
+    inputs, mask = case.inputs, case.mask()
+
+    @jax.jit
+    def grads(inputs):
+        _, vjp = jax.vjp(
+            lambda i: xsake.attention(**i, mask=mask, return_lse=True, implementation=implementation.name), inputs
+        )
+        return vjp((jnp.asarray(case.d_out), jnp.asarray(case.d_lse)))[0]
+
+    with implementation.context():
+        first = jax.tree.map(np.asarray, grads(inputs))
+        for _ in range(3):
+            again = jax.tree.map(np.asarray, grads(inputs))
+            for name in first:
+                assert first[name].tobytes() == again[name].tobytes(), f"d_{name} differs between two runs"
+
+
+def test_backend_has_the_protocol_s_names(implementation):
+    backend = importlib.import_module(get(implementation.name).__name__)
+    for name in (
+        "Config",
+        "unavailable",
+        "unsupported",
+        "default_blocks",
+        "default_config",
+        "search_space",
+        "forward",
+        "backward",
+    ):
+        assert hasattr(backend, name), name

@@ -1,0 +1,214 @@
+"""What went wrong in earlier block-sparse attention systems: right here, forward and all gradients."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import attend, check, check_run, make, run, with_grads
+from contract.reference import attends
+
+import xsake
+
+
+def test_predecessor_any_blocks_per_head(implementation):
+    """Not one contiguous interval a row, and not one for all heads: a different comb for each head."""
+    case = make(implementation, mask=(1, 4), block_q=16, block_kv=16, density=1.0, q_len=120)
+    i, j = np.indices(case.blocks.shape[-2:])
+    blocks = np.stack([(i + j) % 2 == 0, j % 3 == 0, i == j, (i * 5 + j) % 4 == 1])[None]
+    check_run(implementation, case.replace(blocks=blocks))
+
+
+def test_predecessor_a_mask_reaches_every_head(implementation):
+    """The mask of head 0 was used for all."""
+    case = make(implementation, mask=(1, 4), density=0.0)
+    blocks = case.blocks.copy()
+    blocks[0, 3] = True
+    results = check_run(implementation, case.replace(blocks=blocks))
+    assert (results.out[:, :, :3] == 0).all() and (results.out[:, :, 3] != 0).any()
+
+
+def test_predecessor_positions_not_index_causal(implementation):
+    """Causality by index was added on top of positions. Reversed tokens see only what lies after them by index."""
+    n = implementation.size(75)
+    reverse = np.arange(n, dtype=np.int32)[::-1][None].repeat(2, 0)
+    case = make(implementation, q_len=75, mask=(1, 4), density=0.8, is_causal=True, positions=reverse)
+    by_index = np.tri(n, k=-1, dtype=bool)
+    assert attends(case).any() and not (attends(case) & by_index).any()
+    check_run(implementation, case)
+
+
+def test_predecessor_window_follows_positions(implementation):
+    rng = np.random.default_rng(1)
+    n = implementation.size(75)
+    positions = np.stack([rng.permutation(n) for _ in range(2)]).astype(np.int32) * 3
+    case = make(implementation, q_len=75, mask=(1, 4), density=0.8, local_window_size=(17, 40), positions=positions)
+    check_run(implementation, case)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+def test_predecessor_sinks_counted_once(implementation, shape):
+    """They were counted once for each KV block, and had no gradient. Many blocks a row, and large sinks."""
+    case = make(implementation, block_q=16, block_kv=16, mask=(1, 4), density=0.9, sinks=shape)
+    case = case.replace(arguments={"sinks": case.arguments["sinks"] + 2})
+    results = check_run(implementation, case)
+    assert (np.abs(results.d_sinks) > 0).all()
+
+
+@pytest.mark.parametrize("window", [5, (37, 0), (0, 23)])
+def test_predecessor_unaligned_window(implementation, window):
+    check_run(
+        implementation, make(implementation, q_len=123, block_q=32, block_kv=32, mask=None, local_window_size=window)
+    )
+
+
+def test_predecessor_soft_cap_jacobian(implementation):
+    """Logits well into the cap, a scale that is not 1: dQ and dK were wrong by scale * log2(e)."""
+    check_run(
+        implementation, make(implementation, logits_soft_cap=1.0, scale=0.7, spread=1.5, mask_causal=True, density=0.8)
+    )
+
+
+def test_predecessor_key_gradient_and_last_block_s_causality(implementation):
+    """dK was off by scale * log2(e), and the last KV block lost causality."""
+    case = make(
+        implementation, q_len=70, block_q=16, block_kv=16, mask=(1, 4), density=1.0, mask_causal=True, scale=0.31
+    )
+    results = check_run(implementation, case)
+    alone = case.replace(d_out=np.zeros_like(case.d_out), d_lse=np.zeros_like(case.d_lse))
+    alone.d_out[:, : implementation.size(64)] = 1.0  # queries before the last block give its keys nothing
+    results = run(implementation, alone)
+    check(alone, results)
+    last = np.s_[:, implementation.size(64) :]
+    assert (results.d_key[last] == 0).all() and (results.d_value[last] == 0).all()
+
+
+def test_predecessor_forward_tiles_differ_from_backward_tiles(implementation):
+    """They read out of bounds, at lengths that no tile divides."""
+    case = make(implementation, q_len=77, kv_len=101, mask=(1, 4), density=0.7, mask_causal=True)
+    check_run(implementation, case, config=implementation.configs(case.block_q, case.block_kv)[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["chunk_size", "mask_builder", "qkv_layouts", "softmax_aux", "attention_mask", "causal", "dropout"]
+)
+def test_predecessor_no_argument_is_ignored(name):
+    x = jnp.ones((1, 8, 1, 8))
+    with pytest.raises(TypeError, match=name):
+        xsake.attention(x, x, x, **{name: 1})
+
+
+def test_predecessor_empty_rows_are_zero(implementation):
+    """Non-finite on an earlier TPU kernel. Rows that are empty by list, by rule and by length at once."""
+    n = implementation.size(75)
+    case = make(
+        implementation,
+        q_len=75,
+        density=0.4,
+        mask=(2, 4),
+        local_window_size=(None, 0),
+        query_seq_lengths=np.array([n - 9, n], np.int32),
+        key_value_seq_lengths=np.array([n, 20], np.int32),
+    )
+    results = check_run(implementation, case)
+    empty = ~attends(case).any(-1).swapaxes(1, 2)
+    assert empty.any()
+    assert (
+        (results.out[empty] == 0).all()
+        and (results.d_query[empty] == 0).all()
+        and (results.lse[empty] == -np.inf).all()
+    )
+
+
+def test_predecessor_padding_queries_do_not_attend_padding_keys(implementation):
+    n = implementation.size(75)
+    ids = np.full((2, n), -1, np.int32)
+    ids[:, 10:40] = 0
+    results = check_run(implementation, make(implementation, q_len=75, density=1.0, segment_ids=ids))
+    padding = ids < 0
+    assert (
+        (results.out[padding] == 0).all()
+        and (results.lse[padding] == -np.inf).all()
+        and (results.d_key[padding] == 0).all()
+    )
+
+
+def test_predecessor_all_padding(implementation):
+    n = implementation.size(39)
+    results = check_run(implementation, make(implementation, q_len=39, segment_ids=np.full((2, n), -1, np.int32)))
+    assert not results.out.any() and not results.d_value.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(q_len=1, kv_len=129, exact_lengths=True),
+        dict(q_len=63, exact_lengths=True, head_dim=16, value_dim=24),
+        dict(q_len=50, q_heads=1, kv_heads=1, mask=(1, 1), is_causal=True),
+    ],
+    ids=["one query", "odd length, unequal head dims", "one head is not decoding"],
+)
+def test_predecessor_no_dense_fallback_is_needed(implementation, options):
+    check_run(implementation, make(implementation, **options))
+
+
+def test_predecessor_bfloat16_backward(implementation):
+    case = make(implementation, dtype="bfloat16", q_len=75, mask_causal=True, density=0.8)
+    check_run(implementation, case)
+
+
+def _long(implementation, density, length=1024):
+    return make(
+        implementation,
+        batch=1,
+        q_len=length,
+        exact_lengths=True,
+        q_heads=2,
+        kv_heads=2,
+        mask=(1, 2),
+        density=density,
+        block_q=32 // implementation.unit or 32,
+        block_kv=32 // implementation.unit or 32,
+    )
+
+
+def _everything(implementation):
+    return jax.jit(
+        lambda inputs, mask, cotangents: with_grads(lambda x: attend(implementation, x, mask, {}), inputs, cotangents)
+    )
+
+
+def test_predecessor_memory_follows_active_blocks(implementation):
+    """No [T, S] array at any time: temporary memory far below one float32 logit for each pair of tokens."""
+    if implementation.interpret:
+        pytest.skip("an interpreter's memory says nothing")
+    case = _long(implementation, 0.05, 4096)
+    with implementation.context():
+        compiled = _everything(implementation).lower(case.inputs, case.mask(), case.cotangents).compile()
+    dense = 2 * 4096 * 4096 * 4
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 0.3 * dense, (
+        f"{used / 1e6:.1f} MB of temporaries; one [T, S] array a head would be {dense / 1e6:.1f} MB"
+    )
+
+
+def test_predecessor_blocks_are_skipped_not_discarded(implementation):
+    """The same compiled function, forward and backward, on a tenth of the blocks takes a small part of the time."""
+    if implementation.interpret:
+        pytest.skip("an interpreter's time says nothing")
+    function = _everything(implementation)
+    fastest = {}
+    with implementation.context():
+        for density in (0.03, 1.0):
+            case = _long(implementation, density)
+            mask = case.mask(capacity=case.blocks.shape[-1] ** 2, density_hint=0.5)
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                jax.block_until_ready(function(case.inputs, mask, case.cotangents))
+                times.append(time.perf_counter() - start)
+            fastest[density] = min(times[1:])
+    assert fastest[0.03] < 0.5 * fastest[1.0], fastest
