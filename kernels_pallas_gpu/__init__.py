@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs, a module a lowering."""

@@ -1,0 +1,152 @@
+"""The Mosaic GPU backend: Hopper's tensor cores and copy engine, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float
+
+from xsake._backend import Call, interpreting
+from xsake.kernels_pallas_gpu import mosaic_backward_common, mosaic_dkv, mosaic_dq, mosaic_forward
+from xsake.kernels_pallas_gpu.device import compute_capability
+from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
+from xsake.kernels_pallas_gpu.mosaic_common import RowLists
+from xsake.kernels_pallas_gpu.mosaic_forward import ForwardConfig, Pairing
+
+_DTYPES = ("bfloat16", "float16")
+_DIMS = (64, 128, 256)  # of heads; others are padded to the next
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Independent tilings of the forward, the dQ and the dK/dV kernel."""
+
+    forward: ForwardConfig
+    dq: BackwardConfig
+    dkv: BackwardConfig
+
+
+def unavailable() -> str | None:
+    if interpreting():
+        return None
+    capability = compute_capability()
+    if capability is None:
+        return "it needs an NVIDIA GPU"
+    if capability != "9.0":
+        return f"it needs a Hopper GPU (compute capability 9.0); this one has {capability}"
+    return None
+
+
+def unsupported(call: Call) -> str | None:
+    mask = call.mask
+    if call.query.dtype.name not in _DTYPES:
+        return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
+    for name, block in (("block_q", mask.block_q), ("block_kv", mask.block_kv)):
+        if block % 64:
+            return f"mask.{name}={block} must be a multiple of 64"
+    for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
+        if dim > _DIMS[-1]:
+            return f"{name}={dim} must be at most {_DIMS[-1]}"
+    return None
+
+
+def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
+    return 128, 128
+
+
+def default_config(call: Call) -> Config:
+    d, dv = _padded(call.head_dim), _padded(call.value_dim)
+    blocks = call.mask.block_q, call.mask.block_kv
+    return Config(
+        forward=mosaic_forward.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
+        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
+        dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
+    )
+
+
+def search_space(call: Call) -> Sequence[Config]:
+    """The three kernels are tuned one at a time around the default: their times add, and none changes another's."""
+    default = default_config(call)
+    d, dv = _padded(call.head_dim), _padded(call.value_dim)
+    blocks = call.mask.block_q, call.mask.block_kv
+    space = [
+        dataclasses.replace(default, forward=c)
+        for c in mosaic_forward.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
+    ]
+    for kernel in ("dq", "dkv"):
+        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
+        space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
+    return list(dict.fromkeys([default, *space]))
+
+
+def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    q, k, v = _pad_dims(call.query, call.key, call.value)
+    mask = call.mask
+    rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
+    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), sink_lse=call.sink_lse, config=config.forward)
+    return out[..., : call.value_dim], lse
+
+
+def backward(
+    call: Call,
+    config: Config,
+    lse: Float[Array, "B H T"],
+    delta: Float[Array, "B H T"],
+    d_out: Float[Array, "B T H Dv"],
+    *,
+    with_bias: bool,
+) -> tuple[Array, Array, Array, None]:
+    """The bias gradient is left to the operation."""
+    q, k, v = _pad_dims(call.query, call.key, call.value)
+    (d_out,) = _pad_dims(d_out)
+    mask = call.mask
+    rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
+    columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
+    given = (q, k, v, d_out, lse, delta)
+    dq = mosaic_dq.dq(*given, rows, **_arguments(call), config=config.dq)
+    dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), config=config.dkv)
+    return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    return dict(
+        block_q=call.mask.block_q,
+        block_kv=call.mask.block_kv,
+        scale=call.scale,
+        band=call.band,
+        soft_cap=call.soft_cap,
+        full_is_exact=call.full_is_exact,
+        q_segments=call.q_segments,
+        kv_segments=call.kv_segments,
+        q_positions=call.q_positions,
+        kv_positions=call.kv_positions,
+        bias=call.bias,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False,
+    )
+
+
+def _pairing(call: Call) -> Pairing:
+    widest = max(_padded(call.head_dim), _padded(call.value_dim))
+    return Pairing.choose(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
+
+
+def _num_kv_vectors(call: Call) -> int:
+    """Arrays that come with the keys, beside K and V."""
+    return (call.kv_segments is not None) + (call.kv_positions is not None)
+
+
+def _padded(dim: int) -> int:
+    return next(d for d in _DIMS if dim <= d)
+
+
+def _pad_dims(*arrays: Array) -> list[Array]:
+    """Zeros up to the next head dimension that the kernels have; they change no product."""
+    return [
+        jnp.pad(x, ((0, 0),) * 3 + ((0, _padded(x.shape[-1]) - x.shape[-1]),)) if x.shape[-1] not in _DIMS else x
+        for x in arrays
+    ]

@@ -1,0 +1,367 @@
+"""Backward of block-sparse attention on Hopper: dQ over row lists, dK/dV over the transposed lists. No atomics.
+
+Both kernels have one shape. A compute warpgroup holds 64 *resident* rows (queries and dO for dQ, keys and values for
+dK/dV) and walks the list of its mask row; the memory warpgroup reads the same list and streams the other side through
+two rings of shared memory. Both products are laid out with resident rows as the M of a wgmma, so that P and dS feed the
+next one from registers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.hads.rule import Band
+from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
+
+Array = jax.Array
+
+WGMMA = plgpu.Layout.WGMMA
+ALONG_ROWS, ALONG_COLS = WGMMA.reduce(1), WGMMA.reduce(0)
+SMEM_LIMIT = 227 * 1024
+L2_SHARE = 32 * 2**20  # CTAs that run together should find what they stream in part of the L2.
+ROWS = 64  # The M of a wgmma: resident rows of a compute warpgroup.
+PART = 64  # A tile that needs more than a plain softmax is worked on in parts of this width: its extras take registers.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """How one of the two kernels is tiled.
+
+    tile: width of a streamed tile (keys for dQ, queries for dK/dV).
+    stages: depth of the ring that is read first and last in a step (K for dQ, Q for dK/dV).
+    inner_stages: depth of the other ring (V for dQ, dO for dK/dV).
+    compute_wgs: compute warpgroups of a CTA. Where the mask's blocks are narrower than they are together, each walks
+      its own list.
+    split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: where the accumulators of both
+      do not fit in one.
+    """
+
+    tile: int = 64
+    stages: int = 2
+    inner_stages: int = 2
+    compute_wgs: int = 2
+    split: bool | None = None
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+    def __post_init__(self) -> None:
+        if self.tile not in (64, 128):
+            raise ValueError(f"{self.tile=} must be 64 or 128")
+        if min(self.stages, self.inner_stages) < 1:
+            raise ValueError(f"{self.stages=} and {self.inner_stages=} must be positive")
+        if self.compute_wgs not in (1, 2):
+            raise ValueError(f"{self.compute_wgs=} must be 1 or 2")
+        # A CTA of three warpgroups starts with 168 registers a thread; asking for more than it gives back would hang.
+        if self.compute_wgs * self.compute_registers + self.memory_registers > 504:
+            raise ValueError(f"{self.compute_registers=} and {self.memory_registers=} exceed the register file")
+
+
+def smem_bytes(config: BackwardConfig, resident_block: int, d: int, dv: int, split: bool = False) -> int:
+    """Shared memory of either kernel, a little more than what it needs."""
+    tile_wgs = 1 if split else config.compute_wgs
+    rings = tile_wgs if resident_block % (ROWS * tile_wgs) else 1
+    resident = tile_wgs * ROWS * (d + dv) * 2 + (ROWS * config.tile * 4 if split else 0)
+    streamed = config.tile * 2 * (config.stages * d + config.inner_stages * dv)
+    vectors = config.tile * 4 * (3 * config.stages + config.inner_stages)
+    return resident + rings * (streamed + vectors) + 1024
+
+
+def default_dq_config(d: int, dv: int, block_q: int, block_kv: int) -> BackwardConfig:
+    wide = 128 if block_kv % 128 == 0 and max(d, dv) <= 128 else 64
+    return first_fit(
+        block_q,
+        d,
+        dv,
+        [
+            dict(tile=wide, stages=2, inner_stages=2),
+            dict(tile=64, stages=3, inner_stages=3),
+            dict(tile=64, stages=2, inner_stages=2),
+            dict(tile=64, stages=2, inner_stages=1),
+            dict(tile=64, stages=2, inner_stages=2, compute_wgs=1),
+            dict(tile=64, stages=1, inner_stages=1, compute_wgs=1),
+        ],
+    )
+
+
+def default_dkv_config(d: int, dv: int, block_q: int, block_kv: int) -> BackwardConfig:
+    wide = 128 if block_q % 128 == 0 and max(d, dv) <= 64 else 64
+    return first_fit(
+        block_kv,
+        d,
+        dv,
+        [
+            dict(tile=wide, stages=4, inner_stages=4),
+            dict(tile=wide, stages=3, inner_stages=3),
+            dict(tile=64, stages=2, inner_stages=2),
+            dict(tile=64, stages=1, inner_stages=1),
+        ],
+        split=d + dv > 256,
+    )
+
+
+def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int) -> list[BackwardConfig]:
+    """Configurations of "dq" or "dkv" that fit; the heuristic is among them."""
+    resident, streamed = (block_q, block_kv) if kernel == "dq" else (block_kv, block_q)
+    default = (default_dq_config if kernel == "dq" else default_dkv_config)(d, dv, block_q, block_kv)
+    split = kernel == "dkv" and d + dv > 256
+    found = [default]
+    for tile in (64, 128):
+        for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
+            config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages)
+            # Beyond these widths the accumulators spill.
+            accumulators = (d if kernel == "dq" else d + dv) // 2 + tile
+            fits = streamed % tile == 0 and smem_bytes(config, resident, d, dv, split) <= SMEM_LIMIT
+            if fits and (tile == ROWS or (accumulators <= 192 and not split)) and config not in found:
+                found.append(config)
+    return found
+
+
+def first_fit(
+    resident_block: int, d: int, dv: int, candidates: list[dict[str, int]], split: bool = False
+) -> BackwardConfig:
+    for candidate in candidates:
+        config = BackwardConfig(**candidate)
+        if smem_bytes(config, resident_block, d, dv, split) <= SMEM_LIMIT:
+            return config
+    raise NotImplementedError(f"no configuration fits in shared memory for {d=}, {dv=}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogitRule:
+    """The static part of the logits and of the element test."""
+
+    scale: float
+    band: Band
+    soft_cap: float | None
+    has_bias: bool
+
+    @property
+    def by_position(self) -> bool:
+        return self.band != Band()
+
+    @property
+    def folds_lse(self) -> bool:
+        """Whether the logits' accumulator can start at -lse / scale, which saves its registers and a subtraction."""
+        return not self.has_bias and self.soft_cap is None and self.scale > 0
+
+    def row_statistic(self, lse: Array) -> Array:
+        """What `probabilities` wants of lse. An empty row (lse = -inf) gets p = 0 without a test."""
+        if self.folds_lse:
+            return jnp.where(lse == -jnp.inf, -jnp.inf, lse * (-1.0 / self.scale))
+        return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+
+    def probabilities(
+        self, products: Array, lse: Array | None, bias: Array | None, mask: Array | None
+    ) -> tuple[Array, Array]:
+        """p, and p times the derivative of the soft cap: dS is the latter times (dP - delta)."""
+        slope = None
+        if self.folds_lse:
+            p = jnp.exp2(products * (self.scale * LOG2E))
+        else:
+            logits = products * self.scale
+            if bias is not None:
+                logits = logits + bias
+            if self.soft_cap is not None:
+                t = soft_cap_tanh(logits, self.soft_cap)
+                slope = 1.0 - t * t
+                logits = t * self.soft_cap
+            p = jnp.exp2(logits * LOG2E - lse)
+        p = p if mask is None else jnp.where(mask, p, 0.0)
+        return p, p if slope is None else p * slope
+
+    def may_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:
+        """Whether the index rule leaves anything of a tile; None if it always may."""
+        left, right = self.band
+        tests = []
+        if right is not None:
+            tests.append(kv_first <= q_first + (q_count - 1 + right))
+        if left is not None:
+            tests.append(kv_first + (kv_count - 1 + left) >= q_first)
+        return functools.reduce(jnp.logical_and, tests) if tests else None
+
+    def attends(self, shape, q_axis: int, q_pos, kv_pos, q_seg, kv_seg, kv_in_range) -> Array | None:
+        """bool[shape], or None where nothing is tested. Vectors are along their axis of the tile."""
+
+        def over_q(x: Array) -> Array:
+            return lax.broadcast_in_dim(x, shape, [q_axis])
+
+        def over_kv(x: Array) -> Array:
+            return lax.broadcast_in_dim(x, shape, [1 - q_axis])
+
+        left, right = self.band
+        tests = []
+        if right is not None:
+            tests.append(over_q(q_pos + right) >= over_kv(kv_pos))
+        if left is not None:
+            tests.append(over_q(q_pos - left) <= over_kv(kv_pos))
+        if q_seg is not None:
+            tests.append(over_q(q_seg) == over_kv(kv_seg))
+        if kv_in_range is not None:
+            tests.append(over_kv(kv_in_range))
+        return functools.reduce(jnp.logical_and, tests) if tests else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkGrid:
+    """Which resident tile a CTA's ring works on."""
+
+    pairs: int  # (batch, head) pairs
+    section: int  # pairs that run side by side, rank by rank: few enough to share the L2
+    blocks: int  # mask rows of a pair
+    unit: int  # resident rows of a ring
+    units_per_block: int
+    rings: int
+
+    @classmethod
+    def make(cls, pairs: int, length: int, block: int, compute_wgs: int, streamed_bytes: int) -> "WorkGrid":
+        shared = block % (ROWS * compute_wgs) == 0
+        unit = ROWS * compute_wgs if shared else ROWS
+        return cls(
+            pairs=pairs,
+            section=max(1, min(pairs, L2_SHARE // streamed_bytes)),
+            blocks=pl.cdiv(length, block),
+            unit=unit,
+            units_per_block=block // unit,
+            rings=1 if shared else compute_wgs,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return pl.cdiv(self.blocks * self.units_per_block, self.rings)
+
+    @property
+    def ctas(self) -> int:
+        return self.pairs * self.ranks
+
+    def rank_and_pair(self, cta: Any) -> tuple[Any, Any]:
+        section, rest = lax.div(cta, self.section * self.ranks), lax.rem(cta, self.section * self.ranks)
+        size = jnp.minimum(self.section, self.pairs - section * self.section)
+        return lax.div(rest, size), section * self.section + lax.rem(rest, size)
+
+    def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
+        """(first resident row, mask row, whether there is one)."""
+        unit, units = rank * self.rings + ring, self.blocks * self.units_per_block
+        exists: Any = True
+        if units % self.rings:
+            exists, unit = unit < units, jnp.minimum(unit, units - 1)
+        block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
+        return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
+
+
+# Accumulators: wgmma registers, or f32 buffers when interpreted, where wgmma from registers does not exist.
+
+
+def mma(acc: Any, a: Any, b: Any, *, transpose_b: bool = False, interpret: bool) -> None:
+    if not interpret:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
+        return
+    b = b[...].T if transpose_b else b[...]
+    acc[...] = acc[...] + lax.dot_general(a[...], b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def read(acc: Any, *, in_flight: int, interpret: bool) -> Array:
+    return acc[...] if interpret else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
+def opaque(x: Array, *, interpret: bool) -> Array:
+    """The same value, hidden from the compiler, which would hoist what depends on it out of a loop, into registers."""
+    return x if interpret else lax.optimization_barrier(x)
+
+
+def with_zeros(body: Any, buffers: list[Any], shapes: list[tuple[int, int]], *, interpret: bool) -> Any:
+    if not interpret:
+        return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32) for shape in shapes])
+    for buffer in buffers:
+        buffer[...] = jnp.zeros(buffer.shape, jnp.float32)
+    return body(*buffers)
+
+
+def with_values(body: Any, buffers: list[Any], values: list[Array], *, interpret: bool) -> None:
+    """Runs `body(*accumulators)` and waits for every product issued in it."""
+    if not interpret:
+        pl.run_state(lambda refs: body(*refs))(tuple(plgpu.ACC.init(value) for value in values))
+        return
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer[...] = value
+    body(*buffers)
+
+
+def release(barrier: Any, *, interpret: bool) -> None:
+    if interpret:
+        plgpu.commit_smem()  # The simulated products read by ordinary loads.
+    plgpu.barrier_arrive(barrier)
+
+
+def drain(free: Any, ring: int, stages: int, count: Any) -> None:
+    """Observes a ring's last releases: the interpreter requires that no barrier completes unseen."""
+    for i in range(stages):
+
+        @pl.when(i < count)
+        def _(i=i):
+            plgpu.barrier_wait(free.at[ring, lax.rem(count - 1 - i, stages)])
+
+
+def full(shape: tuple[int, int], value: float) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), WGMMA)
+
+
+def pad(x: Array, axis: int, size: int, value: float = 0) -> Array:
+    if x.shape[axis] == size:
+        return x
+    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], constant_values=value)
+
+
+def vectors(size: int, **named: Array | None) -> dict[str, Array]:
+    return {name: pad(x, 1, size) for name, x in named.items() if x is not None}
+
+
+def pad_bias(bias: Array, rows: int, cols: int) -> Array:
+    bias = bias if bias.shape[2] == 1 else pad(bias, 2, rows)
+    return bias if bias.shape[3] == 1 else pad(bias, 3, cols)
+
+
+def load_bias(ref: Any, b: Any, h: Any, row: Any, col: Any, shape: tuple[int, int]) -> Array:
+    lead = (0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h)
+    rows, cols = pl.ds(row, shape[0]), pl.ds(col, shape[1])
+    if ref.shape[2] == 1 and ref.shape[3] == 1:
+        return jnp.full(shape, ref[(*lead, 0, 0)].astype(jnp.float32))
+    if ref.shape[2] == 1:
+        x = plgpu.load(ref.at[(*lead, 0, cols)], layout=ALONG_COLS, optimized=False)
+        return lax.broadcast_in_dim(x.astype(jnp.float32), shape, [1])
+    if ref.shape[3] == 1:
+        x = plgpu.load(ref.at[(*lead, rows, 0)], layout=ALONG_ROWS, optimized=False)
+        return lax.broadcast_in_dim(x.astype(jnp.float32), shape, [0])
+    return plgpu.load(ref.at[(*lead, rows, cols)], layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
+def launch(
+    kernel: Any,
+    name: str,
+    ctas: int,
+    compute_wgs: int,
+    out_type: Any,
+    operands: list[Any],
+    scratch: list[Any],
+    interpret: Any,
+) -> Any:
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=compute_wgs + 1,
+        thread_name="wg",
+        kernel_name=name,
+        interpret=interpret,
+        # No buffer is both read and written by ordinary accesses of a warpgroup: it needs no automatic barriers.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(*operands)

@@ -1,0 +1,309 @@
+"""What the Mosaic GPU forward and backward kernels share.
+
+    RowLists             the block lists of one direction (rows for forward and dQ, columns for dK/dV)
+    ListRefs             the same four as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
+    list_coords          which (batch, head) of the lists serves a query head
+    ElementRule          the element test; `.tile(shape, q_axis=..., ...)` -> bool tile in the WGMMA layout
+    soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
+    matmul, matmul_add   a @ b and acc + a @ b on the tensor core, or by `lax.dot_general` when interpreted
+    swizzled             a bf16/f16 tile buffer in 128-byte-swizzled shared memory
+    row_vector, col_vector   load a 1-D shared-memory vector as a per-row / per-column operand of a WGMMA tile
+    per_row, per_col     broadcast such a vector to the tile
+    pad_to               zero-pad one axis of a small array so that its rows are legal for TMA
+
+Tiles are [rows, columns] of a WGMMA accumulator: queries are rows (q_axis=0) in forward and dQ, columns (q_axis=1)
+in dK/dV.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from xsake.hads.rule import Band
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+# The running maximum starts here and not at -inf, so that a row with no element yet never computes -inf - -inf.
+LOWEST = -1e38
+
+
+class RowLists(NamedTuple):
+    """`indices` i32[b, h, N], `row_ptr` i32[b, h, n + 1], `num_full` i32[b, h, n], `order` i32[b, h, n] or None."""
+
+    indices: jax.Array
+    row_ptr: jax.Array
+    num_full: jax.Array
+    order: jax.Array | None = None
+
+
+class ListRefs(NamedTuple):
+    """`RowLists` inside a kernel: the same arrays as global-memory refs (`order` may be None)."""
+
+    indices: Any
+    row_ptr: Any
+    num_full: Any
+    order: Any = None
+
+    def row(self, batch: Any, head: Any, row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(begin, full_end, end) in `indices`. Clamped: an overflowing capacity must not read out of bounds."""
+        capacity = jnp.int32(self.indices.shape[-1])
+        begin = lax.min(self.row_ptr[batch, head, row], capacity)
+        end = lax.min(self.row_ptr[batch, head, row + 1], capacity)
+        full_end = lax.min(begin + self.num_full[batch, head, row], end)
+        return begin, full_end, end
+
+    def ranked(self, batch: Any, head: Any, rank: Any) -> jax.Array:
+        """The row at a place of the longest-first order."""
+        return rank if self.order is None else self.order[batch, head, rank]
+
+
+def list_coords(lists: Any, batch: Any, head: Any, *, num_q_heads: int, num_kv_heads: int) -> tuple[Any, Any]:
+    """Which list serves query head `head`: lists are one a batch or shared, one a query head, a KV head or shared."""
+    list_batch, list_heads = lists.indices.shape[:2]
+    if list_heads not in (1, num_kv_heads, num_q_heads):
+        raise ValueError(f"{list_heads=} must be 1, {num_kv_heads=} or {num_q_heads=}")
+    b = jnp.int32(0) if list_batch == 1 else batch
+    if list_heads == 1:
+        return b, jnp.int32(0)
+    if list_heads == num_q_heads:
+        return b, head
+    return b, lax.div(head, jnp.int32(num_q_heads // num_kv_heads))
+
+
+def row_layout(q_axis: int = 0) -> Any:
+    """Layout of a vector along the queries of a tile whose query axis is `q_axis`."""
+    return plgpu.Layout.WGMMA.reduce(1 - q_axis)
+
+
+def row_vector(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+
+
+def col_vector(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def per_row(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, tuple(shape), [0])
+
+
+def per_col(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, tuple(shape), [1])
+
+
+def wgmma_full(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
+    """A constant in the accumulator layout: [m, n], or [m] as a row vector."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(tuple(shape), value, dtype), layout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElementRule:
+    """Which elements of a listed block attend. Everything static but the tile's place and its vectors."""
+
+    q_len: int
+    kv_len: int
+    band: Band
+
+    def any_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
+        """Whether any element of a tile may attend, by its indices alone."""
+        left, right = self.band
+        test = kv_start < self.kv_len
+        if right is not None:
+            test &= kv_start <= q_start + (num_queries - 1 + right)
+        if left is not None:
+            test &= kv_start + (num_keys - 1 + left) >= q_start
+        return test
+
+    def tile(
+        self,
+        shape: tuple[int, int],
+        *,
+        q_axis: int,
+        q_start: Any,
+        kv_start: Any,
+        q_positions: jax.Array | None = None,
+        kv_positions: jax.Array | None = None,
+        q_segments: jax.Array | None = None,
+        kv_segments: jax.Array | None = None,
+        kv_valid: Any = None,
+        test_q_len: bool = False,
+    ) -> jax.Array | None:
+        """bool[shape], or None where nothing is tested.
+
+        `q_start`, `kv_start`: index of the tile's first query and key; `kv_start` is a tuple where the tile is made of
+        several equal runs of keys. `kv_valid`: how many of the tile's keys count (all where None). The vectors run
+        along its query or key axis, in the matching reduced WGMMA layout. Queries past `q_len` are tested only on
+        request: a forward or dQ store clips them.
+        """
+        kv_axis = 1 - q_axis
+        kv_starts = kv_start if isinstance(kv_start, tuple) else (kv_start,)
+
+        def iota(axis: int) -> jax.Array:
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+        def kv_index() -> jax.Array:
+            run = shape[kv_axis] // len(kv_starts)
+            index = iota(kv_axis) + kv_starts[0]
+            for i, start in enumerate(kv_starts[1:], 1):
+                index = jnp.where(iota(kv_axis) < i * run, index, iota(kv_axis) + (start - i * run))
+            return index
+
+        def along(x: jax.Array, axis: int) -> jax.Array:
+            return lax.broadcast_in_dim(x, shape, [axis])
+
+        left, right = self.band
+        tests = []
+        if left is not None or right is not None:
+            q_pos = iota(q_axis) + q_start if q_positions is None else along(q_positions, q_axis)
+            kv_pos = kv_index() if kv_positions is None else along(kv_positions, kv_axis)
+            if right is not None:
+                tests.append(q_pos + jnp.int32(right) >= kv_pos)
+            if left is not None:
+                tests.append(q_pos - jnp.int32(left) <= kv_pos)
+        if q_segments is not None and kv_segments is not None:
+            tests.append(along(q_segments, q_axis) == along(kv_segments, kv_axis))
+        if self.kv_len % (shape[kv_axis] // len(kv_starts)):
+            if len(kv_starts) == 1:
+                tests.append(iota(kv_axis) < self.kv_len - kv_starts[0])
+            else:
+                tests.append(kv_index() < self.kv_len)
+        if kv_valid is not None:
+            tests.append(iota(kv_axis) < kv_valid)
+        if test_q_len and self.q_len % shape[q_axis]:
+            tests.append(iota(q_axis) < self.q_len - q_start)
+        if not tests:
+            return None
+        mask = tests[0]
+        for test in tests[1:]:
+            mask = mask & test
+        return mask
+
+
+def soft_cap_tanh(x: jax.Array, cap: float) -> jax.Array:
+    """tanh(x / cap) through exp2: within 1e-7 absolute, where tanh.approx is only good to 5e-4 relative."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * jnp.float32(2.0 * LOG2E / cap)))
+
+
+def _operand(x: Any, transpose: bool) -> jax.Array:
+    is_ref = hasattr(x, "transforms") or "Ref" in type(jax.typeof(x)).__name__
+    value = x[...] if is_ref else x
+    return value.T if transpose else value
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    interpret: bool,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    overlap: Callable[[], None] | None = None,
+) -> jax.Array:
+    """a @ b in f32: `a` in registers or shared memory, `b` in shared memory. `overlap` runs while it is in flight."""
+    if interpret:
+        out = _dot(_operand(a, transpose_a), _operand(b, transpose_b))
+        if overlap is not None:
+            overlap()
+        return out
+    lhs = a.transpose((1, 0)) if transpose_a else a
+    rhs = b.transpose((1, 0)) if transpose_b else b
+
+    def compute(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+        if overlap is not None:
+            overlap()
+        return acc_ref[...]
+
+    return pl.run_scoped(compute, plgpu.ACC((lhs.shape[0], rhs.shape[1]), jnp.float32))
+
+
+def matmul_add(
+    acc: jax.Array,
+    a: Any,
+    b: Any,
+    *,
+    interpret: bool,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    overlap: Callable[[], None] | None = None,
+) -> jax.Array:
+    """acc + a @ b, as `matmul`."""
+    if interpret:
+        out = acc + _dot(_operand(a, transpose_a), _operand(b, transpose_b))
+        if overlap is not None:
+            overlap()
+        return out
+    lhs = a.transpose((1, 0)) if transpose_a else a
+    rhs = b.transpose((1, 0)) if transpose_b else b
+
+    def compute(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+        if overlap is not None:
+            overlap()
+
+    return pl.run_state(compute)(plgpu.ACC.init(acc))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def take_ticket(counter: Any) -> jax.Array:
+    """Adds one to a counter in global memory. One thread of the warpgroup gets its old value: see `tell_ticket`.
+
+    Nothing waits for the value before it is used.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    )
+    def fetch_and_add(_: Any, counter: Any) -> Any:
+        ticket = mgpu_utils.inline_ptx(
+            "{.reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
+            "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}",
+            mgpu_utils.memref_ptr(counter),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
+
+    return fetch_and_add(counter)
+
+
+def tell_ticket(ticket: jax.Array, slot: Any) -> None:
+    """Writes the ticket to shared memory. Others may read it after a barrier."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType()))
+    def store(_: Any, ticket: Any, slot: Any) -> None:
+        mgpu_utils.inline_ptx(
+            "{.reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
+            "@p st.shared.u32 [$0], $1;}",
+            mgpu_utils.memref_ptr(slot),
+            ticket.registers.item(),
+        )
+
+    store(ticket, slot)
+
+
+def swizzled(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory for 16-bit tiles [..., rows, columns]; columns a multiple of 64."""
+    return plgpu.SMEM(tuple(shape), dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def pad_to(x: jax.Array, multiple: int, axis: int = -1) -> jax.Array:
+    axis %= x.ndim
+    extra = -x.shape[axis] % multiple
+    if not extra:
+        return x
+    return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)])

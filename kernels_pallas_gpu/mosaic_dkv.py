@@ -1,0 +1,478 @@
+"""dK and dV over the transposed lists, on Hopper; the heads of a group are summed in the kernel."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.hads.rule import Band
+from xsake.kernels_pallas_gpu.mosaic_backward_common import (
+    ALONG_COLS,
+    ALONG_ROWS,
+    PART,
+    ROWS,
+    WGMMA,
+    BackwardConfig,
+    LogitRule,
+    WorkGrid,
+    default_dkv_config,
+    drain,
+    full,
+    launch,
+    load_bias,
+    mma,
+    opaque,
+    pad,
+    pad_bias,
+    read,
+    release,
+    vectors,
+    with_values,
+    with_zeros,
+)
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
+
+Array = jax.Array
+
+
+def dkv(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    lists: RowLists,
+    *,
+    block_q: int,
+    block_kv: int,
+    scale: float,
+    band: Band,
+    soft_cap: float | None,
+    full_is_exact: bool,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    bias: Array | None = None,
+    config: BackwardConfig | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """dK [B, S, K, D] and dV [B, S, K, Dv], summed over the query heads of a group; `lists` are by KV block."""
+    batch, q_len, q_heads, d = q.shape
+    _, kv_len, kv_heads, dv_dim = v.shape
+    group = q_heads // kv_heads
+    dtype = q.dtype
+    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
+    config = config or default_dkv_config(d, dv_dim, block_q, block_kv)
+    tile, wgs = config.tile, config.compute_wgs
+    if block_q % tile:
+        raise ValueError(f"{block_q=} must be a multiple of {config.tile=}")
+    tiles_per_block = block_q // tile
+    rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
+    # Where both accumulators do not fit in the registers of one warpgroup, two of them share 64 keys: one computes P
+    # and dV, the other dP and dK, and P goes from the first to the second through shared memory.
+    split = d + dv_dim > 256 if config.split is None else config.split
+    if split and (wgs != 2 or tile != ROWS):
+        raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
+    tile_wgs = 1 if split else wgs  # Warpgroups that hold keys of their own.
+    work = WorkGrid.make(batch * kv_heads, kv_len, block_kv, tile_wgs, group * q_len * (d + dv_dim) * 2)
+    simulate = bool(interpret)
+
+    q_size = pl.cdiv(q_len, block_q) * block_q
+    kv_size = pl.cdiv(kv_len, block_kv) * block_kv
+    # Queries past the end are padded as empty rows: p = 0. Keys past the end are dropped by the store.
+    statistic = pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf)
+    neg_delta = pad(-delta, 2, q_size)
+    skips = rule.by_position and q_positions is None
+    q_vectors = vectors(
+        q_size,
+        position=q_positions if rule.by_position else None,
+        segment=q_segments,
+        index=jnp.arange(q_size, dtype=jnp.int32)[None] if skips else None,
+    )
+    kv_vectors = vectors(kv_size, position=kv_positions if rule.by_position else None, segment=kv_segments)
+
+    def kernel(
+        q_ref,
+        k_ref,
+        v_ref,
+        do_ref,
+        statistic_ref,
+        delta_ref,
+        q_vector_refs,
+        kv_vector_refs,
+        list_refs,
+        bias_ref,
+        dk_ref,
+        dv_ref,
+        k_smem,
+        v_smem,
+        q_smem,
+        do_smem,
+        statistic_smem,
+        delta_smem,
+        q_vector_smem,
+        p_smem,
+        simulated,
+        resident,
+        q_ready,
+        do_ready,
+        q_free,
+        do_free,
+        p_ready,
+        p_free,
+        finished,
+    ):
+        wg = lax.axis_index("wg")
+        rank, pair = work.rank_and_pair(lax.axis_index("cta"))
+        b, kv_head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+
+        def coords(g):
+            return list_coords(list_refs, b, kv_head * group + g, num_q_heads=q_heads, num_kv_heads=kv_heads)
+
+        def column_tiles(g, block, exists):
+            """(first entry, tiles of full blocks, tiles) of a mask column in the group's g-th head."""
+            begin, full_end, end = list_refs.row(*coords(g), block)
+            full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
+            if exists is not True:
+                full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
+            return begin, full * tiles_per_block, total * tiles_per_block
+
+        def q_start_of(g, begin, t):
+            block = list_refs.indices[(*coords(g), begin + lax.div(t, tiles_per_block))]
+            return block * block_q + lax.rem(t, tiles_per_block) * tile
+
+        ring = 0 if work.rings == 1 else wg
+
+        def resident_keys():
+            """(index of the first key, mask column, whether there is one)."""
+            kv_start, block, exists = work.place(list_refs, coords(0), rank, ring)
+            return (kv_start if split or work.rings > 1 else kv_start + wg * ROWS), block, exists
+
+        def load_rows(refs, rows):
+            return {name: plgpu.load(r.at[b, rows], layout=ALONG_ROWS, optimized=False) for name, r in refs.items()}
+
+        def per_col(ref, width):
+            return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, width), [1])
+
+        def element_mask(slot, queries, kv_start, kv_rows):
+            q = {name: plgpu.load(r.at[ring, slot, queries], layout=ALONG_COLS) for name, r in q_vector_smem.items()}
+            kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + kv_start
+            return rule.attends(
+                (ROWS, PART),
+                1,
+                q.get("position", q.get("index")),
+                kv_rows.get("position", kv_index),
+                q.get("segment"),
+                kv_rows.get("segment"),
+                None,
+            )
+
+        def walk(block, exists, step):
+            """Calls `step` on every tile of the column; returns how many. `n` counts over the heads of the group."""
+
+            def head(g, n):
+                begin, full_tiles, tiles = column_tiles(g, block, exists)
+                at = functools.partial(step, h=kv_head * group + g, start_of=lambda m: q_start_of(g, begin, m - n))
+                lax.fori_loop(n, n + full_tiles, functools.partial(at, masked=False), None)
+                lax.fori_loop(n + full_tiles, n + tiles, functools.partial(at, masked=True), None)
+                return n + tiles
+
+            return lax.fori_loop(0, group, head, jnp.int32(0))
+
+        def compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            kv_start, block, exists = resident_keys()
+            rows = pl.ds(kv_start, ROWS)
+            k_tile, v_tile = k_smem.at[wg], v_smem.at[wg]
+            plgpu.copy_gmem_to_smem(k_ref.at[b, rows, kv_head], k_tile, resident.at[wg])
+            plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv_head], v_tile, resident.at[wg])
+            kv_rows = load_rows(kv_vector_refs, rows)
+            buffers = [r.at[wg] for r in simulated]
+            plgpu.barrier_wait(resident.at[wg])
+
+            def accumulate(dk_acc, dv_acc):
+                def step(n, _, *, h, start_of, masked):
+                    slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                    tile_start = 0 if bias is None else start_of(n)
+                    plgpu.barrier_wait(q_ready.at[ring, slot])
+                    plgpu.barrier_wait(do_ready.at[ring, inner])
+
+                    def products(s_acc, dp_acc, *, part, width):
+                        queries, start = pl.ds(part * width, width), tile_start + part * width
+                        q_tile, do_tile = q_smem.at[ring, slot, queries], do_smem.at[ring, inner, queries]
+                        # S and dP, transposed
+                        own = opaque(wg, interpret=simulate)
+                        mma(s_acc, k_smem.at[own], q_tile, transpose_b=True, interpret=simulate)
+                        mma(dp_acc, v_smem.at[own], do_tile, transpose_b=True, interpret=simulate)
+                        s = read(s_acc, in_flight=1, interpret=simulate)
+                        # P, while dP is computed
+                        p, weight = rule.probabilities(
+                            s,
+                            None if rule.folds_lse else per_col(statistic_smem.at[ring, slot, queries], width),
+                            None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, width)),
+                            element_mask(slot, queries, kv_start, kv_rows) if masked else None,
+                        )
+                        # dV, while dS is computed
+                        mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
+                        ds = weight * read(dp_acc, in_flight=1, interpret=simulate)
+                        # dK
+                        mma(dk_acc, ds.astype(dtype), q_tile, interpret=simulate)
+                        if not masked and (part + 1) * width == tile:
+                            if not simulate:
+                                plgpu.wgmma_wait(1)
+                            release(do_free.at[ring, inner], interpret=simulate)
+
+                    width = PART if masked or not rule.folds_lse else tile
+                    for part in range(tile // width):
+
+                        def run(part=part):
+                            queries = pl.ds(part * width, width)
+                            start_s = (
+                                per_col(statistic_smem.at[ring, slot, queries], width)
+                                if rule.folds_lse
+                                else full((ROWS, width), 0.0)
+                            )
+                            start_dp = per_col(delta_smem.at[ring, inner, queries], width)
+                            with_values(
+                                functools.partial(products, part=part, width=width),
+                                [r.at[:, pl.ds(0, width)] for r in buffers[2:]],
+                                [start_s, start_dp],
+                                interpret=simulate,
+                            )
+
+                        if skips and masked:
+                            pl.when(
+                                rule.may_attend(q_vector_smem["index"][ring, slot, part * width], kv_start, width, ROWS)
+                            )(run)
+                        else:
+                            run()
+                    if masked:
+                        release(do_free.at[ring, inner], interpret=simulate)
+                    release(q_free.at[ring, slot], interpret=simulate)
+
+                walk(block, exists, step)
+                return read(dk_acc, in_flight=0, interpret=simulate), read(dv_acc, in_flight=0, interpret=simulate)
+
+            dk, dv = with_zeros(accumulate, buffers[:2], [(ROWS, d), (ROWS, dv_dim)], interpret=simulate)
+            k_tile[...] = (dk * scale).astype(dtype)
+            v_tile[...] = dv.astype(dtype)
+            plgpu.commit_smem()
+
+            @pl.when(exists)
+            def _store():
+                plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[b, rows, kv_head])
+                plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[b, rows, kv_head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def value_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            kv_start, block, exists = resident_keys()
+            rows = pl.ds(kv_start, ROWS)
+            k_tile = k_smem.at[0]
+            plgpu.copy_gmem_to_smem(k_ref.at[b, rows, kv_head], k_tile, resident.at[0])
+            kv_rows = load_rows(kv_vector_refs, rows)
+            buffers = [r.at[0] for r in simulated]
+            plgpu.barrier_wait(resident.at[0])
+
+            def accumulate(dv_acc):
+                def step(n, _, *, h, start_of, masked):
+                    slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                    q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
+                    start = 0 if bias is None else start_of(n)
+                    queries = pl.ds(0, tile)
+                    plgpu.barrier_wait(q_ready.at[ring, slot])
+
+                    def statistic():
+                        return per_col(statistic_smem.at[ring, slot], tile)
+
+                    def products(s_acc):
+                        mma(s_acc, k_tile, q_tile, transpose_b=True, interpret=simulate)
+                        p, weight = rule.probabilities(
+                            read(s_acc, in_flight=0, interpret=simulate),
+                            None if rule.folds_lse else statistic(),
+                            None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, tile)),
+                            element_mask(slot, queries, kv_start, kv_rows) if masked else None,
+                        )
+                        release(q_free.at[ring, slot], interpret=simulate)
+
+                        @pl.when(n > 0)
+                        def _():
+                            plgpu.barrier_wait(p_free)
+
+                        p_smem[...] = weight
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(p_ready)
+                        plgpu.barrier_wait(do_ready.at[ring, inner])
+                        mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
+
+                    with_values(
+                        products,
+                        buffers[2:3],
+                        [statistic() if rule.folds_lse else full((ROWS, tile), 0.0)],
+                        interpret=simulate,
+                    )
+                    release(do_free.at[ring, inner], interpret=simulate)
+
+                count = walk(block, exists, step)
+
+                @pl.when(count > 0)
+                def _():
+                    plgpu.barrier_wait(p_free)
+
+                return read(dv_acc, in_flight=0, interpret=simulate)
+
+            dv = with_zeros(accumulate, buffers[1:2], [(ROWS, dv_dim)], interpret=simulate)
+            plgpu.barrier_arrive(finished)
+            plgpu.barrier_wait(finished)
+            v_smem[0] = dv.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(v_smem.at[0], dv_ref.at[b, rows, kv_head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def key_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            kv_start, block, exists = resident_keys()
+            rows = pl.ds(kv_start, ROWS)
+            v_tile = v_smem.at[0]
+            plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv_head], v_tile, resident.at[1])
+            buffers = [r.at[1] for r in simulated]
+            plgpu.barrier_wait(resident.at[1])
+
+            def accumulate(dk_acc):
+                def step(n, _, *, h, start_of, masked):
+                    slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                    q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
+                    plgpu.barrier_wait(do_ready.at[ring, inner])
+
+                    def products(dp_acc):
+                        mma(dp_acc, v_tile, do_tile, transpose_b=True, interpret=simulate)
+                        plgpu.barrier_wait(p_ready)
+                        p = plgpu.load(p_smem, layout=WGMMA)
+                        release(p_free, interpret=simulate)
+                        ds = p * read(dp_acc, in_flight=0, interpret=simulate)
+                        release(do_free.at[ring, inner], interpret=simulate)
+                        plgpu.barrier_wait(q_ready.at[ring, slot])
+                        mma(dk_acc, ds.astype(dtype), q_tile, interpret=simulate)
+
+                    with_values(products, buffers[3:4], [per_col(delta_smem.at[ring, inner], tile)], interpret=simulate)
+                    release(q_free.at[ring, slot], interpret=simulate)
+
+                walk(block, exists, step)
+                return read(dk_acc, in_flight=0, interpret=simulate)
+
+            dk = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
+            plgpu.barrier_arrive(finished)
+            plgpu.barrier_wait(finished)
+            k_smem[0] = (dk * scale).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(k_smem.at[0], dk_ref.at[b, rows, kv_head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        if split:
+            pl.when(wg == 0)(value_warpgroup)
+            pl.when(wg == 1)(key_warpgroup)
+        else:
+            pl.when(wg < wgs)(compute_warpgroup)
+
+        @pl.when(wg == wgs)
+        def _memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            places = [work.place(list_refs, coords(0), rank, ring)[1:] for ring in range(work.rings)]
+
+            def head(g, counts):
+                h = kv_head * group + g
+                spans = [column_tiles(g, block, exists) for block, exists in places]
+
+                def fetch(t, counts):
+                    for ring, (n, (begin, _, tiles)) in enumerate(zip(counts, spans, strict=True)):
+
+                        @pl.when(t < tiles)
+                        def _(ring=ring, n=n, begin=begin):
+                            slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                            queries = pl.ds(q_start_of(g, begin, t), tile)
+                            full, inner_full = q_ready.at[ring, slot], do_ready.at[ring, inner]
+
+                            @pl.when(n >= config.stages)
+                            def _():
+                                plgpu.barrier_wait(q_free.at[ring, slot])
+
+                            plgpu.copy_gmem_to_smem(q_ref.at[b, queries, h], q_smem.at[ring, slot], full)
+                            plgpu.copy_gmem_to_smem(
+                                statistic_ref.at[b, h, queries], statistic_smem.at[ring, slot], full
+                            )
+                            for name, x_ref in q_vector_refs.items():
+                                x = x_ref.at[0 if x_ref.shape[0] == 1 else b, queries]
+                                plgpu.copy_gmem_to_smem(x, q_vector_smem[name].at[ring, slot], full)
+
+                            @pl.when(n >= config.inner_stages)
+                            def _():
+                                plgpu.barrier_wait(do_free.at[ring, inner])
+
+                            plgpu.copy_gmem_to_smem(do_ref.at[b, queries, h], do_smem.at[ring, inner], inner_full)
+                            plgpu.copy_gmem_to_smem(delta_ref.at[b, h, queries], delta_smem.at[ring, inner], inner_full)
+
+                    return tuple(
+                        n + (t < tiles).astype(jnp.int32) for n, (_, _, tiles) in zip(counts, spans, strict=True)
+                    )
+
+                return lax.fori_loop(0, functools.reduce(jnp.maximum, [tiles for _, _, tiles in spans]), fetch, counts)
+
+            counts = lax.fori_loop(0, group, head, (jnp.int32(0),) * work.rings)
+            for ring, count in enumerate(counts if simulate else []):
+                drain(q_free, ring, config.stages, count)
+                drain(do_free, ring, config.inner_stages, count)
+
+    outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
+    arrivals = wgs // work.rings
+    dk, dv = launch(
+        kernel,
+        "block_sparse_dkv",
+        work.ctas,
+        wgs,
+        (jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
+        [
+            q,
+            k,
+            v,
+            dout,
+            statistic,
+            neg_delta,
+            q_vectors,
+            kv_vectors,
+            ListRefs(*lists),
+            None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
+        ],
+        [
+            swizzled((tile_wgs, ROWS, d), dtype),
+            swizzled((tile_wgs, ROWS, dv_dim), dtype),
+            swizzled((*outer, tile, d), dtype),
+            swizzled((*inner, tile, dv_dim), dtype),
+            plgpu.SMEM((*outer, tile), jnp.float32),
+            plgpu.SMEM((*inner, tile), jnp.float32),
+            {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in q_vectors},
+            plgpu.SMEM(
+                (ROWS, tile), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+            )
+            if split
+            else None,
+            [
+                plgpu.SMEM((wgs, *s), jnp.float32)
+                for s in ((ROWS, d), (ROWS, dv_dim), (ROWS, tile), (ROWS, tile))
+                if simulate
+            ],
+            plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=2 + len(q_vectors), num_barriers=outer),
+            plgpu.Barrier(num_arrivals=2, num_barriers=inner),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=inner),
+            *([plgpu.Barrier(), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)] if split else [None] * 3),
+        ],
+        interpret,
+    )
+    return dk[:, :kv_len], dv[:, :kv_len]

@@ -1,0 +1,318 @@
+"""dQ over row lists, on Hopper."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.hads.rule import Band
+from xsake.kernels_pallas_gpu.mosaic_backward_common import (
+    ALONG_COLS,
+    ALONG_ROWS,
+    PART,
+    ROWS,
+    BackwardConfig,
+    LogitRule,
+    WorkGrid,
+    default_dq_config,
+    drain,
+    full,
+    launch,
+    load_bias,
+    mma,
+    opaque,
+    pad,
+    pad_bias,
+    read,
+    release,
+    vectors,
+    with_values,
+    with_zeros,
+)
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
+
+Array = jax.Array
+
+
+def dq(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    lists: RowLists,
+    *,
+    block_q: int,
+    block_kv: int,
+    scale: float,
+    band: Band,
+    soft_cap: float | None,
+    full_is_exact: bool,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    bias: Array | None = None,
+    config: BackwardConfig | None = None,
+    interpret: Any = False,
+) -> Array:
+    """dQ [B, T, H, D]; `lists` are by query block."""
+    batch, q_len, q_heads, d = q.shape
+    _, kv_len, kv_heads, dv_dim = v.shape
+    group = q_heads // kv_heads
+    dtype = q.dtype
+    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
+    config = config or default_dq_config(d, dv_dim, block_q, block_kv)
+    tile, wgs = config.tile, config.compute_wgs
+    if block_kv % tile:
+        raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
+    tiles_per_block = block_kv // tile
+    rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
+    # The heads of a group follow one another, so that they find their K and V in L2.
+    work = WorkGrid.make(batch * q_heads, q_len, block_q, wgs, kv_len * (d + dv_dim) * 2 // group or 1)
+    simulate = bool(interpret)
+
+    q_size = pl.cdiv(q_len, block_q) * block_q
+    kv_size = pl.cdiv(kv_len, block_kv) * block_kv
+    statistics = [pad(rule.row_statistic(lse), 2, q_size), pad(-delta, 2, q_size)]
+    ragged = kv_len % tile != 0
+    skips = rule.by_position and kv_positions is None
+    by_index = ragged or skips
+    q_vectors = vectors(q_size, position=q_positions if rule.by_position else None, segment=q_segments)
+    kv_vectors = vectors(
+        kv_size,
+        position=kv_positions if rule.by_position else None,
+        segment=kv_segments,
+        index=jnp.arange(kv_size, dtype=jnp.int32)[None] if by_index else None,
+    )
+
+    def kernel(
+        q_ref,
+        k_ref,
+        v_ref,
+        do_ref,
+        statistic_refs,
+        q_vector_refs,
+        kv_vector_refs,
+        list_refs,
+        bias_ref,
+        dq_ref,
+        q_smem,
+        do_smem,
+        k_smem,
+        v_smem,
+        kv_vector_smem,
+        simulated,
+        resident,
+        k_ready,
+        v_ready,
+        k_free,
+        v_free,
+    ):
+        wg = lax.axis_index("wg")
+        rank, pair = work.rank_and_pair(lax.axis_index("cta"))
+        b, h = lax.div(pair, q_heads), lax.rem(pair, q_heads)
+        kv_head = lax.div(h, group)
+        coords = list_coords(list_refs, b, h, num_q_heads=q_heads, num_kv_heads=kv_heads)
+
+        def row_tiles(block, exists):
+            """(first entry, tiles of full blocks, tiles) of a mask row."""
+            begin, full_end, end = list_refs.row(*coords, block)
+            full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
+            if exists is not True:
+                full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
+            return begin, full * tiles_per_block, total * tiles_per_block
+
+        def kv_start(begin, t):
+            block = list_refs.indices[(*coords, begin + lax.div(t, tiles_per_block))]
+            return block * block_kv + lax.rem(t, tiles_per_block) * tile
+
+        @pl.when(wg < wgs)
+        def _compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            ring = 0 if work.rings == 1 else wg
+            q_start, block, exists = work.place(list_refs, coords, rank, ring)
+            if work.rings == 1:
+                q_start = q_start + wg * ROWS
+            rows = pl.ds(q_start, ROWS)
+            q_tile, do_tile = q_smem.at[wg], do_smem.at[wg]
+            plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_tile, resident.at[wg])
+            plgpu.copy_gmem_to_smem(do_ref.at[b, rows, h], do_tile, resident.at[wg])
+            statistic, neg_delta = [
+                plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False) for r in statistic_refs
+            ]
+            q_rows = {
+                name: plgpu.load(r.at[b, rows], layout=ALONG_ROWS, optimized=False) for name, r in q_vector_refs.items()
+            }
+            begin, full_tiles, tiles = row_tiles(block, exists)
+
+            def per_row(x, width):
+                return lax.broadcast_in_dim(x, (ROWS, width), [0])
+
+            buffers = [r.at[wg] for r in simulated]
+            plgpu.barrier_wait(resident.at[wg])
+
+            def element_mask(slot, keys):
+                kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
+                q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + q_start
+                return rule.attends(
+                    (ROWS, PART),
+                    0,
+                    q_rows.get("position", q_index),
+                    kv.get("position", kv.get("index")),
+                    q_rows.get("segment"),
+                    kv.get("segment"),
+                    kv["index"] < kv_len if ragged else None,
+                )
+
+            def accumulate(dq_acc):
+                def step(t, _, *, masked):
+                    slot, inner = lax.rem(t, config.stages), lax.rem(t, config.inner_stages)
+                    tile_start = 0 if bias is None else kv_start(begin, t)
+                    plgpu.barrier_wait(k_ready.at[ring, slot])
+                    if masked or config.inner_stages > 1:
+                        plgpu.barrier_wait(v_ready.at[ring, inner])
+
+                    def products(s_acc, dp_acc, *, part, width):
+                        keys, start = pl.ds(part * width, width), tile_start + part * width
+                        k_tile, v_tile = k_smem.at[ring, slot, keys], v_smem.at[ring, inner, keys]
+                        # S and dP
+                        own = opaque(wg, interpret=simulate)
+                        mma(s_acc, q_smem.at[own], k_tile, transpose_b=True, interpret=simulate)
+                        if config.inner_stages == 1 and not masked and part == 0:
+                            plgpu.barrier_wait(v_ready.at[ring, inner])
+                        mma(dp_acc, do_smem.at[own], v_tile, transpose_b=True, interpret=simulate)
+                        s = read(s_acc, in_flight=1, interpret=simulate)
+                        # P, while dP is computed
+                        _, weight = rule.probabilities(
+                            s,
+                            None if rule.folds_lse else per_row(statistic, width),
+                            None if bias is None else load_bias(bias_ref, b, h, q_start, start, (ROWS, width)),
+                            element_mask(slot, keys) if masked else None,
+                        )
+                        # dS
+                        dp = read(dp_acc, in_flight=0, interpret=simulate)
+                        if not masked and (part + 1) * width == tile:
+                            release(v_free.at[ring, inner], interpret=simulate)
+                        # dQ
+                        mma(dq_acc, (weight * dp).astype(dtype), k_tile, interpret=simulate)
+
+                    width = PART if masked or not rule.folds_lse else tile
+                    for part in range(tile // width):
+
+                        def run(part=part):
+                            with_values(
+                                functools.partial(products, part=part, width=width),
+                                [r.at[:, pl.ds(0, width)] for r in buffers[1:]],
+                                [
+                                    per_row(statistic, width) if rule.folds_lse else full((ROWS, width), 0.0),
+                                    per_row(neg_delta, width),
+                                ],
+                                interpret=simulate,
+                            )
+
+                        if skips and masked:
+                            pl.when(
+                                rule.may_attend(q_start, kv_vector_smem["index"][ring, slot, part * width], ROWS, width)
+                            )(run)
+                        else:
+                            run()
+                    if masked:
+                        release(v_free.at[ring, inner], interpret=simulate)
+                    release(k_free.at[ring, slot], interpret=simulate)
+
+                lax.fori_loop(0, full_tiles, functools.partial(step, masked=False), None)
+                lax.fori_loop(full_tiles, tiles, functools.partial(step, masked=True), None)
+                return read(dq_acc, in_flight=0, interpret=simulate)
+
+            grad = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
+            q_tile[...] = (grad * scale).astype(dtype)
+            plgpu.commit_smem()
+
+            @pl.when(exists)
+            def _store():
+                plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[b, rows, h])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(wg == wgs)
+        def _memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            spans = []
+            for ring in range(work.rings):
+                _, block, exists = work.place(list_refs, coords, rank, ring)
+                begin, _, tiles = row_tiles(block, exists)
+                spans.append((begin, tiles))
+
+            @pl.loop(0, functools.reduce(jnp.maximum, [tiles for _, tiles in spans]))
+            def _fetch(t):
+                slot, inner = lax.rem(t, config.stages), lax.rem(t, config.inner_stages)
+                for ring, (begin, tiles) in enumerate(spans):
+
+                    @pl.when(t < tiles)
+                    def _(ring=ring, begin=begin):
+                        start = kv_start(begin, t)
+                        keys = pl.ds(start, tile)
+
+                        @pl.when(t >= config.stages)
+                        def _():
+                            plgpu.barrier_wait(k_free.at[ring, slot])
+
+                        plgpu.copy_gmem_to_smem(
+                            k_ref.at[b, keys, kv_head], k_smem.at[ring, slot], k_ready.at[ring, slot]
+                        )
+                        for name, x_ref in kv_vector_refs.items():
+                            x = x_ref.at[0 if x_ref.shape[0] == 1 else b, keys]
+                            plgpu.copy_gmem_to_smem(x, kv_vector_smem[name].at[ring, slot], k_ready.at[ring, slot])
+
+                        @pl.when(t >= config.inner_stages)
+                        def _():
+                            plgpu.barrier_wait(v_free.at[ring, inner])
+
+                        plgpu.copy_gmem_to_smem(
+                            v_ref.at[b, keys, kv_head], v_smem.at[ring, inner], v_ready.at[ring, inner]
+                        )
+
+            for ring, (_, tiles) in enumerate(spans if simulate else []):
+                drain(k_free, ring, config.stages, tiles)
+                drain(v_free, ring, config.inner_stages, tiles)
+
+    outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
+    arrivals = wgs // work.rings
+    out = launch(
+        kernel,
+        "block_sparse_dq",
+        work.ctas,
+        wgs,
+        jax.ShapeDtypeStruct(q.shape, dtype),
+        [
+            q,
+            k,
+            v,
+            dout,
+            statistics,
+            q_vectors,
+            kv_vectors,
+            ListRefs(*lists),
+            None if bias is None else pad_bias(bias, q_size, kv_size),
+        ],
+        [
+            swizzled((wgs, ROWS, d), dtype),
+            swizzled((wgs, ROWS, dv_dim), dtype),
+            swizzled((*outer, tile, d), dtype),
+            swizzled((*inner, tile, dv_dim), dtype),
+            {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in kv_vectors},
+            [plgpu.SMEM((wgs, *s), jnp.float32) for s in ((ROWS, d), (ROWS, tile), (ROWS, tile)) if simulate],
+            plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=1 + len(kv_vectors), num_barriers=outer),
+            plgpu.Barrier(num_barriers=inner),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=inner),
+        ],
+        interpret,
+    )
+    return out[:, :q_len]

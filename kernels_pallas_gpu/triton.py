@@ -1,0 +1,195 @@
+"""The Pallas-Triton backend: NVIDIA GPUs from compute capability 8.0 on.
+
+JAX has deprecated this lowering, so all that depends on it stays in the triton*.py files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from xsake._backend import Call, interpreting
+from xsake.kernels_pallas_gpu import triton_backward, triton_forward
+from xsake.kernels_pallas_gpu.device import compute_capability
+from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
+
+# Shared memory that one block may opt in to, by compute capability; unknown ones are taken for the smallest.
+_SMALLEST = 101376
+_SHARED_MEMORY = {"8.0": 166912, "8.6": _SMALLEST, "8.7": 166912, "8.9": _SMALLEST, "9.0": 232448, "10.0": 232448}
+_PIPELINED_DOTS = ("9.0", "10.0", "10.3")
+_DTYPES = ("bfloat16", "float16", "float32")
+_MAX_DIM = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Independent tilings of the forward, the dQ and the dK/dV kernel."""
+
+    forward: Tiling
+    dq: Tiling
+    dkv: Tiling
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Tiling):
+                raise TypeError(f"{field.name} must be a Tiling, got {type(value).__name__}")
+
+
+# -- what it serves ----------------------------------------------------------------------------------------------
+
+
+def unavailable() -> str | None:
+    if interpreting():
+        return None
+    capability = compute_capability()
+    if capability is None:
+        return "it needs an NVIDIA GPU"
+    if float(capability) < 8.0:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or above; this one has {capability}"
+    return None
+
+
+def unsupported(call: Call) -> str | None:
+    mask = call.mask
+    if call.query.dtype.name not in _DTYPES:
+        return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
+    if call.bias is not None and call.bias.dtype.name not in _DTYPES:
+        return f"bias.dtype={call.bias.dtype} must be one of {_DTYPES}"
+    for name, block in (("block_q", mask.block_q), ("block_kv", mask.block_kv)):
+        if block % 16:
+            return f"mask.{name}={block} must be a multiple of 16"
+    for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
+        if dim > _MAX_DIM:
+            return f"{name}={dim} must be at most {_MAX_DIM}"
+    return None
+
+
+# -- configurations ----------------------------------------------------------------------------------------------
+
+
+def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
+    return tuple(min(128, padded_dim(length)) for length in (q_len, kv_len))
+
+
+def default_config(call: Call) -> Config:
+    """The first of a list of preferences that fits every GPU."""
+    return Config(**{kernel: _default(call, kernel) for kernel in ("forward", "dq", "dkv")})
+
+
+def search_space(call: Call) -> Sequence[Config]:
+    """The three kernels are tuned one at a time around the default: their times add, and none changes another's."""
+    default = default_config(call)
+    capability = compute_capability()
+    space = [default]
+    for kernel in ("forward", "dq", "dkv"):
+        for q, kv, num_warps, num_stages in itertools.product((128, 64, 32, 16), (128, 64, 32, 16), (4, 8), (1, 2, 3)):
+            tiling = Tiling(q=q, kv=kv, num_warps=num_warps, num_stages=num_stages)
+            if _worth_trying(call, tiling) and _fits(call, kernel, tiling, capability):
+                space.append(dataclasses.replace(default, **{kernel: tiling}))
+    return list(dict.fromkeys(space))
+
+
+def _default(call: Call, kernel: str) -> Tiling:
+    mask, dim = call.mask, max(padded_dim(call.head_dim), padded_dim(call.value_dim))
+    if call.query.dtype == jnp.float32:  # products without tensor cores: registers are what is short
+        preferred = [(16, 16, 8, 1), (16, 16, 4, 1)]
+        if dim <= 128:
+            preferred = [(32, 32, 8, 1), *preferred]
+    elif kernel == "forward":
+        preferred = [(128, 64, 4, 3)] if dim <= 64 else [(128, 64, 8, 2)]
+        preferred += [(64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
+    else:
+        preferred = [(64, 64, 4, 3)] if dim <= 64 else [(64, 64, 8, 2)]
+        preferred += [(32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 4, 2), (16, 16, 4, 1)]
+    if dim > 64 and len(preferred) > 4 and _needs_registers(call):
+        preferred = preferred[1:]
+    for q, kv, num_warps, num_stages in preferred:
+        tiling = Tiling(
+            q=_tile(mask.block_q, q, call.q_len),
+            kv=_tile(mask.block_kv, kv, call.kv_len),
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        if _fits(call, kernel, tiling, None):
+            break
+    return tiling
+
+
+def _needs_registers(call: Call) -> bool:
+    """Bias, soft cap, token arrays and padded head dimensions make the largest tiles spill."""
+    padded = (padded_dim(call.head_dim), padded_dim(call.value_dim)) != (call.head_dim, call.value_dim)
+    given = (call.bias, call.soft_cap, call.q_segments, call.q_positions)
+    return padded or any(x is not None for x in given)
+
+
+def _tile(block: int, limit: int, length: int) -> int:
+    """The largest power of two that divides the block, up to `limit`, and not needlessly longer than the sequence."""
+    return min(block & -block, limit, padded_dim(length))
+
+
+def _worth_trying(call: Call, tiling: Tiling) -> bool:
+    mask = call.mask
+    if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+        return False
+    smallest = 32 if min(mask.block_q & -mask.block_q, mask.block_kv & -mask.block_kv) >= 32 else 16
+    return min(tiling.q, tiling.kv) >= smallest and max(tiling.q, tiling.kv) <= 4 * min(tiling.q, tiling.kv)
+
+
+def _fits(call: Call, kernel: str, tiling: Tiling, capability: str | None) -> bool:
+    """On the GPU of that compute capability; None: on every one."""
+    limits = _SHARED_MEMORY if capability is None else {capability: _SHARED_MEMORY.get(capability, _SMALLEST)}
+    need = {name: _shared_memory(call, kernel, tiling, pipelined_dots=name in _PIPELINED_DOTS) for name in limits}
+    fits = all(need[name] <= limit for name, limit in limits.items())
+    return fits and _registers(call, kernel, tiling) <= 255
+
+
+def _shared_memory(call: Call, kernel: str, tiling: Tiling, *, pipelined_dots: bool) -> int:
+    """Bytes: the operands that stay, the buffers of those that stream past, and room to turn a tile of logits around.
+
+    This is what the compiler was seen to allocate. A matrix product that runs while the next one is issued (from Hopper
+    on) holds one buffer more.
+    """
+    dims = padded_dim(call.head_dim), padded_dim(call.value_dim)
+    q_side = tiling.q * (dims[0] if kernel == "forward" else sum(dims))
+    kv_side = tiling.kv * sum(dims)
+    streaming, staying = (q_side, kv_side) if kernel == "dkv" else (kv_side, q_side)
+    buffers = tiling.num_stages if pipelined_dots else max(1, tiling.num_stages - 1)
+    turned = tiling.q * tiling.kv * {"forward": 0 if tiling.num_warps == 4 else 1, "dq": 1, "dkv": 2}[kernel]
+    vectors = 2 * 4 * tiling.q * tiling.num_stages  # lse and delta
+    return (streaming * buffers + staying + turned) * call.query.dtype.itemsize + vectors
+
+
+def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
+    """32-bit registers a thread: accumulators, tiles of logits, and queries, which the forward keeps there."""
+    dims, logits = (padded_dim(call.head_dim), padded_dim(call.value_dim)), tiling.q * tiling.kv
+    words = {
+        "forward": tiling.q * dims[1] + 3 * logits // 2 + tiling.q * dims[0] * call.query.dtype.itemsize // 4,
+        "dq": tiling.q * dims[0] + 2 * logits,
+        "dkv": tiling.kv * sum(dims) + 2 * logits,
+    }[kernel]
+    return words // (32 * tiling.num_warps) + 40
+
+
+# -- running -----------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    return triton_forward.forward(call, config.forward)
+
+
+def backward(
+    call: Call,
+    config: Config,
+    lse: Float[Array, "B H T"],
+    delta: Float[Array, "B H T"],
+    d_out: Float[Array, "B T H Dv"],
+    *,
+    with_bias: bool,
+) -> tuple[Array, Array, Array, Array | None]:
+    return triton_backward.backward(call, config.dq, config.dkv, lse, delta, d_out, with_bias=with_bias)

@@ -1,0 +1,253 @@
+"""What the Triton kernels share: the call cut into tiles, the walk over the lists, masked loads, logits.
+
+Rules of this lowering that shape the code: every array in a kernel has power-of-two sizes; there is no scalar
+prefetch, so the lists are whole-array inputs read in the body; the device does not clamp an index, so every load that
+can pass an end is masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from xsake._backend import Call, interpreting, varying_axes
+
+LOG2_E = math.log2(math.e)
+NEG_INF = float("-inf")
+
+Refs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """One kernel's tile (its rows and columns must divide the mask's block), its warps and its pipeline's depth."""
+
+    q: int
+    kv: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("q", (16, 32, 64, 128, 256)),
+            ("kv", (16, 32, 64, 128, 256)),
+            ("num_warps", (1, 2, 4, 8, 16)),
+            ("num_stages", tuple(range(1, 9))),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {allowed}")
+
+
+def padded_dim(dim: int) -> int:
+    """A head dimension as the tensor core takes it: a power of two, at least 16."""
+    return max(16, pl.next_power_of_2(dim))
+
+
+class Tiles:
+    """The static facts of a call under one tiling, and the pieces of a kernel that follow from them."""
+
+    def __init__(self, call: Call, tiling: Tiling):
+        mask = call.mask
+        if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+            raise ValueError(
+                f"tile {tiling.q} x {tiling.kv} must divide the mask's block {mask.block_q} x {mask.block_kv}"
+            )
+        self.tiling, self.tq, self.tkv = tiling, tiling.q, tiling.kv
+        self.split_q, self.split_kv = mask.block_q // tiling.q, mask.block_kv // tiling.kv
+        self.num_q, self.num_kv = mask.num_q_blocks * self.split_q, mask.num_kv_blocks * self.split_kv
+        self.batch, self.q_heads, self.kv_heads = call.batch, call.q_heads, call.kv_heads
+        self.group = call.q_heads // call.kv_heads
+        self.q_len, self.kv_len, self.head_dim, self.value_dim = call.q_len, call.kv_len, call.head_dim, call.value_dim
+        self.capacity, self.mask_heads, self.mask_batch = mask.capacity, mask.heads, mask.batch
+        self.q_tail, self.kv_tail = call.q_len % mask.block_q != 0, call.kv_len % mask.block_kv != 0
+        self.band, self.scale, self.soft_cap = call.band, call.scale, call.soft_cap
+        self.has_segments, self.has_positions = call.q_segments is not None, call.q_positions is not None
+        self.full_is_exact = call.full_is_exact
+        self.bias_shape = None if call.bias is None else call.bias.shape
+        self.sink_batch = None if call.sink_lse is None else call.sink_lse.shape[0]
+        self.axes = varying_axes(call)
+
+    # -- calling --------------------------------------------------------------------------------------------------
+
+    def run(self, kernel: Callable, name: str, grid: tuple, inputs: dict, outputs: dict) -> dict[str, Array]:
+        """Runs kernel(refs, outs); `inputs` maps a name to (array, spec) and `outputs` to (shape, dtype, spec)."""
+        varying = jax.sharding.ManualAxisType(varying=self.axes)
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[{n: spec for n, (_, spec) in inputs.items()}],
+            out_specs={n: spec for n, (_, _, spec) in outputs.items()},
+            out_shape={n: jax.ShapeDtypeStruct(s, t, manual_axis_type=varying) for n, (s, t, _) in outputs.items()},
+            compiler_params=plgpu.CompilerParams(num_warps=self.tiling.num_warps, num_stages=self.tiling.num_stages),
+            interpret=interpreting(),
+            name=name,
+        )({n: x for n, (x, _) in inputs.items()})
+
+    # -- the walk over a list -------------------------------------------------------------------------------------
+
+    def walk(
+        self, indices: Callable, split: int, tile: int, start: Array, stop: Array, body: Callable, carry: Any
+    ) -> Any:
+        """body(first token of the tile, carry) for every tile of the list slots [start, stop)."""
+
+        def at(step: Array) -> Array:
+            # The next slot is read one step ahead, so that its latency is hidden; the last step looks past the end.
+            return indices(jnp.minimum(step if split == 1 else lax.div(step, jnp.int32(split)), self.capacity - 1))
+
+        def step(n: Array, state: tuple) -> tuple:
+            block, carry = state
+            after = at(n + 1)
+            tile_number = block if split == 1 else block * split + lax.rem(n, jnp.int32(split))
+            return after, body(tile_number * tile, carry)
+
+        first, last = start * split, stop * split
+        return lax.fori_loop(first, last, step, (at(first), carry))[1]
+
+    def walk_row(
+        self, bounds: tuple, indices: Callable, split: int, tile: int, trivial: bool, body: Callable, carry: Any
+    ) -> Any:
+        """Full blocks without the element test, then the rest with it. `trivial`: no element can fail a test."""
+        start, full, stop = bounds
+        if trivial:
+            return self.walk(indices, split, tile, start, stop, body(False), carry)
+        if self.full_is_exact:
+            carry = self.walk(indices, split, tile, start, full, body(False), carry)
+            start = full
+        return self.walk(indices, split, tile, start, stop, body(True), carry)
+
+    def bounds(self, row_ptr: Callable, num_full: Callable, row: Array, inside: Array) -> tuple[Array, Array, Array]:
+        """Slots (start, end of the full ones, end) of a row, none if not inside; an overflowed list stays in range."""
+        start = jnp.minimum(row_ptr(row), self.capacity)
+        stop = jnp.where(inside, jnp.minimum(row_ptr(row + 1), self.capacity), start)
+        return start, jnp.minimum(start + num_full(row), stop), stop
+
+    @property
+    def untested(self) -> bool:
+        """No rule excludes an element: only the sequences' ends can."""
+        return self.band == (None, None) and not self.has_segments
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def load(self, ref: Any, first: Array, rows: int, length: int | None, dim: int) -> Array:
+        """[rows, padded dim] from `first` on; 0 past `length` (None: the tile is known to be inside) and past `dim`."""
+        width = padded_dim(dim)
+        mask = None
+        if length is not None:
+            mask = jnp.broadcast_to((first + iota(rows) < length)[:, None], (rows, width))
+        if width != dim:
+            columns = jnp.broadcast_to((iota(width) < dim)[None, :], (rows, width))
+            mask = columns if mask is None else mask & columns
+        return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+    def tokens(self, ref: Any, first: Array, count: int, length: int, other: Any) -> Array:
+        """[count] values of tokens, `other` past the end."""
+        return plgpu.load(ref, mask=first + iota(count) < length, other=other)
+
+    def bias_tile(self, at: Callable, first_q: Array, first_kv: Array, masked: bool) -> Array:
+        """A tile's bias in float32, [tq, tkv] or a shape that broadcasts to it; `at(row, column)` indexes the bias."""
+        one_q, one_kv = self.bias_shape[2] == 1, self.bias_shape[3] == 1
+        if one_q and one_kv:
+            return plgpu.load(at(zero(first_q), zero(first_q))).astype(jnp.float32)
+        if one_q:
+            row = self.tokens(at(zero(first_q), pl.ds(first_kv, self.tkv)), first_kv, self.tkv, self.kv_len, 0.0)
+            return row.astype(jnp.float32)[None, :]
+        if one_kv:
+            column = self.tokens(at(pl.ds(first_q, self.tq), zero(first_q)), first_q, self.tq, self.q_len, 0.0)
+            return column.astype(jnp.float32)[:, None]
+        ref = at(pl.ds(first_q, self.tq), pl.ds(first_kv, self.tkv))
+        if not masked:
+            return plgpu.load(ref).astype(jnp.float32)
+        inside = (first_q + iota(self.tq) < self.q_len)[:, None] & (first_kv + iota(self.tkv) < self.kv_len)[None, :]
+        return plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------
+
+    def logits(self, products: Array, bias: Array | None) -> tuple[Array, float, Array | None]:
+        """(x, c, slope): x * c are base-2 logits with c > 0, and slope is the soft cap's derivative.
+
+        Where it can, c holds the scale: multiplying and subtracting the peak is then one instruction.
+        """
+        if bias is None and self.soft_cap is None and self.scale > 0:
+            return products, self.scale * LOG2_E, None
+        x, slope = products * self.scale, None
+        if bias is not None:
+            x = x + bias
+        if self.soft_cap is None:
+            return x, LOG2_E, None
+        t = jnp.tanh(x * (1 / self.soft_cap))
+        x, slope = t * self.soft_cap, 1 - t * t
+        return x, LOG2_E, slope
+
+    def attends(self, q: Token, kv: Token) -> Array:
+        """The element rule; one side's arrays are columns and the other's are rows."""
+        ok = kv.index < self.kv_len if self.kv_tail else None
+        if self.band != (None, None):
+            ok = _both(ok, self.band.allows(kv.position - q.position))
+        if self.has_segments:
+            ok = _both(ok, q.segment == kv.segment)
+        return ok
+
+    def q_tokens(self, refs: Refs, first: Array, axis: int) -> Token:
+        return self._tokens(refs, "q", first, self.tq, self.q_len, axis, -1)
+
+    def kv_tokens(self, refs: Refs, first: Array, axis: int) -> Token:
+        return self._tokens(refs, "kv", first, self.tkv, self.kv_len, axis, -2)
+
+    def _tokens(self, refs: Refs, side: str, first: Array, count: int, length: int, axis: int, outside: int) -> Token:
+        """What the element rule needs of a tile's tokens, along `axis`. Segment ids past the two ends never agree."""
+        here = (pl.ds(first, count),)
+
+        def shaped(x: Array) -> Array:
+            return x[:, None] if axis == 0 else x[None, :]
+
+        index = first + iota(count)
+        position, segment = index, None
+        if self.has_positions:
+            position = self.tokens(refs[f"{side}_positions"].at[here], first, count, length, 0)
+        if self.has_segments:
+            segment = shaped(self.tokens(refs[f"{side}_segments"].at[here], first, count, length, outside))
+        return Token(shaped(index), shaped(position), segment)
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    index: Array
+    position: Array
+    segment: Array | None
+
+
+def _both(a: Array | None, b: Array) -> Array:
+    return b if a is None else a & b
+
+
+def iota(n: int) -> Array:
+    return lax.iota(jnp.int32, n)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    """float32 product; float32 operands are multiplied as float32, not as TF32."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def int_div(a: Array, b: int) -> Array:
+    return a if b == 1 else lax.div(a, jnp.int32(b))
+
+
+def zero(like: Array) -> Array:
+    """0 as a traced value: interpretation does not take a literal as an index of a masked load."""
+    return like * 0
+
+
+def repeat(count: int, body: Callable, carry: Any, like: Array) -> Any:
+    """body(n, carry) for n in range(count), with n traced also where JAX would unroll a loop of one."""
+    return body(zero(like), carry) if count == 1 else lax.fori_loop(0, count, body, carry)

@@ -1,0 +1,56 @@
+"""CUDA without a GPU: lower for it with plain CPU jax; compile to machine code where the compiler is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+# What the compiler asks of a chip: name, compute capability, cores, shared memory a core and a block at most.
+CHIPS = {
+    "sm_80": ("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 166912),
+    "sm_90": ("NVIDIA H100 80GB HBM3", 9, 132, 233472, 232448),
+}
+_TARGET = """
+gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: {per_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
+ l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: {optin}
+ cuda_compute_capability {{ major: {major} }} registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} device_description_str: "{name}"
+"""
+
+
+def _mesh(chip: str) -> AbstractMesh:
+    device = AbstractDevice(device_kind=CHIPS[chip][0], num_cores=None, platform="gpu")
+    return AbstractMesh((), (), abstract_device=device)
+
+
+def lower(function: Callable, *avals: Any, chip: str = "sm_90") -> str:
+    """Raises where a layout is wrong or shared memory does not suffice."""
+    with use_abstract_mesh(_mesh(chip)):
+        return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]:
+    """The assembler's report of a compilation to machine code. `dump` is where MOSAIC_GPU_DUMP_TO points."""
+    from jax.experimental import topologies
+
+    name, major, cores, per_core, optin = CHIPS[chip]
+    target = _TARGET.format(name=name, major=major, cores=cores, per_core=per_core, optin=optin)
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=target)
+    where = SingleDeviceSharding(topology.devices[0])
+    before = set(dump.rglob("*"))
+    with use_abstract_mesh(_mesh(chip)):
+        jax.jit(function, in_shardings=where, out_shardings=where).lower(*avals).compile()
+    reports = [p.read_text() for p in sorted(set(dump.rglob("*")) - before) if "ptxas" in p.name]
+    return [line for text in reports for line in text.splitlines()]
+
+
+def complaints(report: Sequence[str]) -> list[str]:
+    """Lines that speak of spilled registers or of tensor-core products that the assembler serialised."""
+    return [line for line in report if re.search(r"C75\d\d|erializ", line) or re.search(r"[1-9]\d* bytes spill", line)]

@@ -1,0 +1,130 @@
+"""The Mosaic GPU kernels without a GPU: every configuration and every argument lowers for Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.cuda_offline import lower
+
+import xsake
+from xsake._arguments import build_call
+from xsake.kernels_pallas_gpu import mosaic
+
+SHAPES = {
+    "D 128, block 128": dict(),
+    "D 64, block 64, a list a head": dict(head_dim=64, block_q=64, block_kv=64),
+    "D 64, block 64, a list a group": dict(head_dim=64, block_q=64, block_kv=64, kv_heads=2, mask_heads=2),
+    "D 256, block 128": dict(head_dim=256),
+    "D 256, block 64": dict(head_dim=256, block_q=64, block_kv=64),
+    "block 256 x 128": dict(block_q=256, block_kv=128),
+    "block 128 x 64": dict(block_kv=64),
+    "block 64 x 128": dict(block_q=64),
+    "Dv 64": dict(value_dim=64),
+    "head dims that are padded": dict(head_dim=80, value_dim=96),
+    "odd lengths": dict(q_len=333, kv_len=517),
+    "one query": dict(q_len=1, kv_len=300),
+    "float16": dict(dtype=jnp.float16),
+}
+ARGUMENTS = {
+    "segments": dict(segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32))),
+    "positions and window": dict(positions=np.arange(512, dtype=np.int32)[None], local_window_size=(100, 0)),
+    "full bias": dict(bias=np.zeros((2, 4, 512, 512), np.float32)),
+    "row bias": dict(bias=np.zeros((1, 4, 1, 512), np.float32)),
+    "column bias": dict(bias=np.zeros((1, 1, 512, 1), np.float32)),
+    "soft cap and sinks": dict(logits_soft_cap=20.0, sinks=np.zeros(4, np.float32)),
+    "negative scale": dict(scale=-0.1),
+}
+
+
+def make_call(
+    *,
+    head_dim=128,
+    value_dim=None,
+    block_q=128,
+    block_kv=128,
+    q_len=512,
+    kv_len=512,
+    q_heads=4,
+    kv_heads=4,
+    mask_heads=4,
+    dtype=jnp.bfloat16,
+    **arguments,
+):
+    def zeros(length, heads, dim):
+        return jnp.zeros((2, length, heads, dim), dtype)
+
+    blocks = np.ones((mask_heads, -(-q_len // block_q), -(-kv_len // block_kv)), bool)
+    mask = xsake.BlockMask.from_blocks(
+        blocks, block_q=block_q, block_kv=block_kv, q_len=q_len, kv_len=kv_len, is_causal=True
+    )
+    return build_call(
+        zeros(q_len, q_heads, head_dim),
+        zeros(kv_len, kv_heads, head_dim),
+        zeros(kv_len, kv_heads, value_dim or head_dim),
+        mask,
+        default_blocks=(128, 128),
+        **arguments,
+    )
+
+
+def everything(config):
+    def run(call, lse, d_out):
+        out, _ = mosaic.forward(call, config)
+        return out, mosaic.backward(call, config, lse, lse, d_out, with_bias=False)
+
+    return run
+
+
+def lower_all(call, config) -> None:
+    lse = jax.ShapeDtypeStruct((call.batch, call.q_heads, call.q_len), jnp.float32)
+    d_out = jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
+    assert "mosaic_gpu" in lower(everything(config), call, lse, d_out)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_defaults_lower(name):
+    call = make_call(**SHAPES[name])
+    assert mosaic.unsupported(call) is None
+    lower_all(call, mosaic.default_config(call))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_lowers(name):
+    call = make_call(**ARGUMENTS[name])
+    lower_all(call, mosaic.default_config(call))
+
+
+def _pieces(space):
+    """Forward, dQ and dK/dV of a space, each configuration once: a column of them makes one lowering."""
+    columns = [list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in dataclasses.fields(mosaic.Config)]
+    longest = max(map(len, columns))
+    rows = zip(*(column * (longest // len(column) + 1) for column in columns), strict=False)
+    return [mosaic.Config(forward=a, dq=b, dkv=c) for a, b, c in list(rows)[:longest]]
+
+
+@pytest.mark.parametrize("name", ["D 128, block 128", "D 64, block 64, a list a head", "D 256, block 128"])
+def test_every_config_lowers(name):
+    call = make_call(**SHAPES[name])
+    space = mosaic.search_space(call)
+    assert mosaic.default_config(call) in space
+    for config in _pieces(space):
+        lower_all(call, config)
+
+
+def test_unsupported_names_the_argument():
+    assert "dtype" in mosaic.unsupported(make_call(dtype=jnp.float32))
+    assert "block_q=32" in mosaic.unsupported(make_call(block_q=32))
+    assert "head_dim=320" in mosaic.unsupported(make_call(head_dim=320))
+
+
+def test_a_call_by_name_without_the_gpu_raises():
+    q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    if xsake.implementations()["mosaic_gpu"] is None:
+        pytest.skip("this machine has the GPU")
+    with pytest.raises(NotImplementedError, match="mosaic_gpu.*GPU"):
+        xsake.attention(q, q, q, implementation="mosaic_gpu")
