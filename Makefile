@@ -6,13 +6,16 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo lint bench slow wheel clean
+.PHONY: test demo lint bench slow interpret compile-gpu wheel clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not tpu"
+
+interpret: $(STAMP)
+	$(BIN)/python -m pytest -q -n auto -m "interpret and not slow and not gpu and not tpu"
 
 demo: $(STAMP)
 	$(BIN)/xsake demo

@@ -41,9 +41,9 @@ class Workload:
         """
         return self._build(np.full(self.kv_heads, density), seed, block or self.block, capacity)
 
-    def uneven_mask(self, *, low: float = 0.1, high: float = 0.9) -> BlockMask:
+    def uneven_mask(self, *, low: float = 0.1, high: float = 0.9, capacity: int | None = None) -> BlockMask:
         """As `mask`, with densities from `low` to `high` over the heads: what head-adaptive sparsity produces."""
-        return self._build(np.linspace(low, high, self.kv_heads), 0, self.block, None)
+        return self._build(np.linspace(low, high, self.kv_heads), 0, self.block, capacity)
 
     def _build(self, densities: np.ndarray, seed: int, block: int, capacity: int | None) -> BlockMask:
         n = -(-self.length // block)

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from xsake.autotune.workloads import WORKLOADS, Workload
 DIRECTIONS = ("forward", "forward+backward")
 DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)
 LONG_DENSITIES = (*DENSITIES, 0.05)
+SMALL_BLOCK_DENSITIES = (1.0, 0.43, 0.25, 0.1)
 BACKWARD_FLOPS = 3.5
 
 
@@ -51,10 +53,12 @@ def cudnn(workload: Workload) -> Callable:
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=workload.is_causal, implementation="cudnn")
 
 
-def one_shape(make: Callable, asked: float, **kwargs: Any) -> xsake.BlockMask:
-    """The mask with room for every block and no density hint: all densities then run one compiled program."""
-    mask = make(asked, capacity=make(1.0, **kwargs).capacity, **kwargs)
-    return dataclasses.replace(mask, density_hint=None)
+def one_shape(workload: Workload, make: Callable, **kwargs: Any) -> xsake.BlockMask:
+    """The mask with room for every block and no density hint: all masks of a workload then run one compiled program."""
+    block = kwargs.get("block", workload.block)
+    n = -(-workload.length // block)
+    capacity = n * (n + 1) // 2 if workload.is_causal else n * n
+    return dataclasses.replace(make(capacity=capacity, **kwargs), density_hint=None)
 
 
 def used_bytes(run: Callable, *inputs: Any) -> int:
@@ -80,76 +84,79 @@ class Run:
             **extra,
         }
         self.results.append(entry)
-        asked = f"{extra['asked']:.0%}" if "asked" in extra else "dense"
+        asked = f"{extra['asked']:.0%}" if "asked" in extra else f"{extra['density']:.0%}"
         self.console.print(
             f"{workload.name:10} {direction:17} {who:14} {asked:>6} {timing.median * 1e3:9.3f} ms "
             f"{entry['tflops']:7.1f} TFLOP/s"
         )
+        self.save()
+
+    def save(self) -> None:
         if self.out is not None:
             record.save("gpu_attention", self.results, self.out)
 
 
-def measure(run: Run, workload: Workload, direction: str, flex: Any, rounds: int) -> None:
-    q, k, v = workload.inputs(jnp.bfloat16)
-    cotangent = jax.random.normal(jax.random.key(9), q.shape, q.dtype)
-    wait = flex.wait if flex else jax.block_until_ready
+class Bench:
+    """One workload in one direction: its data, its masks and its contestants."""
 
-    dense = in_direction(cudnn(workload), direction, cotangent)
-    ours = in_direction(sparse, direction, cotangent)
-    bytes_used = {"cudnn": used_bytes(dense, q, k, v)}
-    for asked in LONG_DENSITIES if workload.length > 8192 else DENSITIES:
-        mask = one_shape(workload.mask, asked)
-        contestants = {"xsake": lambda mask=mask: ours(q, k, v, mask), "cudnn": lambda: dense(q, k, v)}
-        if flex:
-            contestants["flex"] = flex.contestant(workload, mask, direction)
-        bytes_used["xsake"] = used_bytes(ours, q, k, v, mask)
-        times = race(contestants, rounds=rounds, min_seconds=0.05, wait=wait)
-        for who, timing in times.items():
-            flops = workload.flops(None if who == "cudnn" else mask)
-            extra = {"asked": asked, "density": float(mask.density()), "bytes": bytes_used.get(who)}
-            run.add(workload, direction, who, timing, flops, **extra)
+    def __init__(self, workload: Workload, direction: str):
+        self.workload, self.direction = workload, direction
+        self.inputs = workload.inputs(jnp.bfloat16)
+        cotangent = jax.random.normal(jax.random.key(9), self.inputs[0].shape, self.inputs[0].dtype)
+        self.dense = in_direction(cudnn(workload), direction, cotangent)
+        self.ours = in_direction(sparse, direction, cotangent)
+        densities = LONG_DENSITIES if workload.length > 8192 else DENSITIES
+        self.masks = {d: one_shape(workload, workload.mask, density=d) for d in densities}
+        self.small = {d: one_shape(workload, workload.mask, density=d, block=64) for d in SMALL_BLOCK_DENSITIES}
+        self.uneven = one_shape(workload, workload.uneven_mask)
 
+    def compile(self) -> None:
+        """Ahead of all timing; several of these run side by side."""
+        jax.block_until_ready(self.dense(*self.inputs))
+        for mask in (self.masks[1.0], self.small[1.0]):
+            jax.block_until_ready(self.ours(*self.inputs, mask))
 
-def measure_uneven(run: Run, workload: Workload, direction: str, rounds: int) -> None:
-    """Heads from 10% to 90% against a uniform mask with the same number of active blocks."""
-    q, k, v = workload.inputs(jnp.bfloat16)
-    cotangent = jax.random.normal(jax.random.key(9), q.shape, q.dtype)
-    ours = in_direction(sparse, direction, cotangent)
-    uneven, uniform = workload.uneven_mask(), workload.mask(0.5)
-    contestants = {"uneven": lambda: ours(q, k, v, uneven), "uniform": lambda: ours(q, k, v, uniform)}
-    for who, timing in race(contestants, rounds=rounds, min_seconds=0.05).items():
-        mask = uneven if who == "uneven" else uniform
-        run.add(workload, direction, f"xsake {who}", timing, workload.flops(mask), density=float(mask.density()))
+    def measure(self, run: Run, flex: Any, rounds: int) -> None:
+        w, wait = self.workload, flex.wait if flex else jax.block_until_ready
+        for asked, mask in self.masks.items():
+            contestants: dict[str, Callable] = {
+                "xsake": lambda mask=mask: self.ours(*self.inputs, mask),
+                "cudnn": lambda: self.dense(*self.inputs),
+            }
+            if flex:
+                contestants["flex"] = flex.contestant(w, mask, self.direction)
+            for who, timing in race(contestants, rounds=rounds, min_seconds=0.04, wait=wait).items():
+                flops = w.flops(None if who == "cudnn" else mask)
+                run.add(w, self.direction, who, timing, flops, asked=asked, density=float(mask.density()))
+        for asked, mask in self.small.items():
+            times = race({"xsake": lambda mask=mask: self.ours(*self.inputs, mask)}, rounds=rounds, min_seconds=0.04)
+            extra = {"asked": asked, "density": float(mask.density())}
+            run.add(w, self.direction, "xsake block 64", times["xsake"], w.flops(mask), **extra)
 
+    def measure_uneven(self, run: Run, rounds: int) -> None:
+        """Heads from 10% to 90% against a uniform mask of about as many blocks; compare time a block."""
+        masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
+        contestants = {who: lambda mask=mask: self.ours(*self.inputs, mask) for who, mask in masks.items()}
+        for who, timing in race(contestants, rounds=rounds, min_seconds=0.04).items():
+            flops, density = self.workload.flops(masks[who]), float(masks[who].density())
+            run.add(self.workload, self.direction, who, timing, flops, density=density)
 
-def measure_small_blocks(run: Run, workload: Workload, direction: str, rounds: int) -> None:
-    """Mask blocks of 64."""
-    q, k, v = workload.inputs(jnp.bfloat16)
-    cotangent = jax.random.normal(jax.random.key(9), q.shape, q.dtype)
-    ours = in_direction(sparse, direction, cotangent)
-    for asked in (1.0, 0.43, 0.1):
-        mask = one_shape(workload.mask, asked, block=64)
-        timing = race({"xsake": lambda mask=mask: ours(q, k, v, mask)}, rounds=rounds, min_seconds=0.05)["xsake"]
-        extra = {"asked": asked, "density": float(mask.density())}
-        run.add(workload, direction, "xsake block 64", timing, workload.flops(mask), **extra)
-
-
-def measure_memory(run: Run, workload: Workload) -> None:
-    """Bytes of forward and backward together, against unfused attention in XLA."""
-    q, k, v = workload.inputs(jnp.bfloat16)
-    cotangent = jax.random.normal(jax.random.key(9), q.shape, q.dtype)
-    mask = workload.mask(0.43)
-    unfused = in_direction(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"),
-        DIRECTIONS[1],
-        cotangent,
-    )
-    ours = in_direction(sparse, DIRECTIONS[1], cotangent)
-    used = {"xsake": used_bytes(ours, q, k, v, mask), "xla dense": used_bytes(unfused, q, k, v)}
-    run.results.append(
-        {"workload": workload.name, "direction": DIRECTIONS[1], "implementation": "memory", "bytes": used}
-    )
-    run.console.print(f"{workload.name}: bytes of forward+backward {used}, {used['xsake'] / used['xla dense']:.1%}")
+    def measure_memory(self, run: Run) -> None:
+        """Bytes of forward and backward together, against unfused attention in XLA."""
+        shape = self.inputs[0]
+        unfused = in_direction(
+            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"),
+            self.direction,
+            jnp.ones(shape.shape, shape.dtype),
+        )
+        used = {
+            "xsake": used_bytes(self.ours, *self.inputs, self.masks[0.43]),
+            "xla dense": used_bytes(unfused, *self.inputs),
+        }
+        run.results.append(
+            {"workload": self.workload.name, "direction": self.direction, "implementation": "memory", "bytes": used}
+        )
+        run.console.print(f"{self.workload.name}: bytes {used}, {used['xsake'] / used['xla dense']:.1%}")
 
 
 def summary(results: list[dict[str, Any]]) -> Table:
@@ -192,16 +199,21 @@ def main() -> None:
         except ImportError as error:
             console.print(f"FlexAttention is left out: {error}")
     run = Run(record.RESULTS if args.record else args.out, console)
-    for name in args.only.split(","):
-        for direction in DIRECTIONS:
-            measure(run, WORKLOADS[name], direction, flex, args.rounds)
-            measure_small_blocks(run, WORKLOADS[name], direction, args.rounds)
-            if name in ("llama32k", "full16k"):
-                measure_uneven(run, WORKLOADS[name], direction, args.rounds)
-        if name == "gpt4k":
-            measure_memory(run, WORKLOADS[name])
-    if run.out is not None:
-        record.save("gpu_attention", run.results, run.out)
+    benches = [Bench(WORKLOADS[name], direction) for name in args.only.split(",") for direction in DIRECTIONS]
+    with console.status("compiling"), ThreadPoolExecutor() as pool:
+        compiled = [pool.submit(bench.compile) for bench in benches]
+        if flex:  # in this thread: torch compiles one at a time
+            for bench in benches:
+                flex.contestant(bench.workload, bench.masks[1.0], bench.direction)()
+        for job in compiled:
+            job.result()
+    for bench in benches:
+        bench.measure(run, flex, args.rounds)
+        if bench.workload.length > 8192:
+            bench.measure_uneven(run, args.rounds)
+        if (bench.workload.name, bench.direction) == ("gpt4k", DIRECTIONS[1]):
+            bench.measure_memory(run)
+    run.save()
     console.print(summary(run.results))
 
 

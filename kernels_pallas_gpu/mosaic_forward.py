@@ -25,6 +25,8 @@ from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST, ElementRu
 WG_ROWS = 64
 # Keys that a partial step takes or leaves: a causal or window band often empties half of a tile.
 HALF = 64
+# Columns after which an accumulator's layout repeats: sums over every eighth column stay in a thread.
+LANE_COLUMNS = 8
 SMEM_LIMIT = 232448
 
 
@@ -52,8 +54,9 @@ class Pairing(enum.Enum):
 class ForwardConfig:
     """tile_kv: keys a step; stages: depth of the K/V ring; q_stages: 2 loads the next tile's queries ahead;
     num_ctas: persistent CTAs (0: one a tile); head_group: heads whose tiles are interleaved, so that the long rows of
-    all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs take the next
-    tile from a counter in global memory, "static" deals them out beforehand.
+    all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs take tiles from a
+    counter in global memory, "static" deals them out beforehand; take_turns: one warpgroup multiplies while the other
+    computes its softmax.
     """
 
     tile_kv: int = 128
@@ -62,6 +65,7 @@ class ForwardConfig:
     num_ctas: int = 132
     head_group: int = 0
     schedule: Literal["dynamic", "static"] = "dynamic"
+    take_turns: bool = True
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128):
@@ -124,6 +128,8 @@ def search_space(
         for q_stages in (2, 1)
         for num_ctas in (132, 0)
     ]
+    if pairing in (Pairing.ROWS, Pairing.HEADS):
+        configs.insert(0, dataclasses.replace(first, take_turns=False))
     return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]
 
 
@@ -161,7 +167,7 @@ def forward(
     # Work: an item is a query tile. A worker is whoever walks items: the CTA, or each half of it where they work apart.
     compute_wgs = 1 if pairing is Pairing.ALONE else 2
     workers_a_cta = 2 if pairing is Pairing.APART else 1
-    together = pairing in (Pairing.ROWS, Pairing.HEADS)
+    take_turns = config.take_turns and pairing in (Pairing.ROWS, Pairing.HEADS)
     heads_a_tile = 2 if pairing is Pairing.HEADS else 1
     tile_rows = 2 * WG_ROWS if pairing is Pairing.ROWS else WG_ROWS
     subtiles = block_q // tile_rows
@@ -179,6 +185,8 @@ def forward(
     head_group = config.head_group or _head_group(
         heads, group // heads_a_tile or 1, kv_len * (head_dim + v_head_dim) * 2
     )
+    if heads % head_group:
+        raise ValueError(f"{config.head_group=} must divide the {heads} tiles of heads")
 
     # A step is one tile of keys: `parts` runs of `unit` keys; a listed block is `units_a_block` runs.
     # Tiles of several runs are for the plain rules: with more operands they spill.
@@ -220,6 +228,10 @@ def forward(
     # exp(x) = exp2(x * log2e), with the scale in the same multiplication where nothing comes between.
     plain_logits = bias is None and soft_cap is None and scale > 0
     to_log2 = scale * LOG2E if plain_logits else LOG2E
+
+    # A row's sum is kept as one partial sum a thread and added up once an item, where registers allow and it measured
+    # faster (not at 64, where it cost 7%).
+    lane_sums = bias is None and v_head_dim == 128
 
     def kernel(*refs: Any) -> None:
         refs = list(refs)
@@ -277,11 +289,11 @@ def forward(
             # The two warpgroups pass the tensor core to one another. A turn at it begins when both have said so: each
             # arrives once and waits once a turn. What a warpgroup does between the two holds up nobody.
             def yield_tensor_core() -> None:
-                if together:
+                if take_turns:
                     plgpu.barrier_arrive(tensor_core)
 
             def await_tensor_core() -> None:
-                if together:
+                if take_turns:
                     plgpu.barrier_wait(tensor_core)
 
             def read_item(turn: Any) -> tuple[Any, Any]:
@@ -376,9 +388,13 @@ def forward(
                     alpha = jnp.exp2(m - m_new)
                     p = jnp.exp2(logits * jnp.float32(to_log2) - common.per_row(m_new, shape))
                     acc *= common.per_row(alpha, acc.shape)
-                    total *= alpha
+                    total *= common.per_row(alpha, total.shape) if lane_sums else alpha
                     p16 = p.astype(dtype)
-                    total += p.sum(axis=1)
+                    if lane_sums:
+                        for column in range(0, shape[1], LANE_COLUMNS):
+                            total += lax.slice(p, (0, column), (WG_ROWS, column + LANE_COLUMNS))
+                    else:
+                        total += p.sum(axis=1)
                     # All of it before the wait: what would slip behind it delays the product.
                     acc, total, m_new, p16 = lax.optimization_barrier((acc, total, m_new, p16))
                     yield_tensor_core()
@@ -420,11 +436,13 @@ def forward(
                 carry = (
                     common.wgmma_full((WG_ROWS, v_head_dim), 0.0),
                     common.wgmma_full((WG_ROWS,), LOWEST),
-                    common.wgmma_full((WG_ROWS,), 0.0),
+                    common.wgmma_full((WG_ROWS, LANE_COLUMNS) if lane_sums else (WG_ROWS,), 0.0),
                 )
                 if full_is_exact:
                     carry = lax.fori_loop(0, full_steps, lambda i, c: kv_step(i, c, partial=False), carry)
                 acc, m, total = lax.fori_loop(full_steps, steps, partial_step, carry)
+                if lane_sums:
+                    total = total.sum(axis=1)
                 # The other warpgroup need not wait for this one's output.
                 pl.when(steps > 0)(yield_tensor_core)
                 if separate_out:
@@ -451,12 +469,9 @@ def forward(
                 out_tile[...] = acc.astype(dtype)
                 lse_smem.at[wg][...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_tile, out_ref.at[batch, pl.ds(first_row, WG_ROWS), head], commit_group=False
-                )
-                plgpu.copy_smem_to_gmem(
-                    lse_smem.at[wg], lse_ref.at[batch, head, pl.ds(first_row, WG_ROWS)], commit_group=False
-                )
+                rows = pl.ds(first_row, WG_ROWS)
+                plgpu.copy_smem_to_gmem(out_tile, out_ref.at[batch, rows, head], commit_group=False)
+                plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows], commit_group=False)
                 plgpu.commit_smem_to_gmem_group()
                 if not separate_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -502,17 +517,24 @@ def forward(
             def list_coords(batch: Any, head: Any) -> tuple[Any, Any]:
                 return common.list_coords(lists, batch, head, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
 
-            def look_up(number: Any) -> _Item:
-                """Item `number` of the order: sections of `head_group` heads, in each the longest rows of all first."""
-                exists = number < num_items
+            def place(number: Any) -> tuple[Any, Any, Any, Any]:
+                """(batch, head, rank of the mask row, tile in it): sections of `head_group` heads, the longest rows
+                of all of them first. Past the end: the last item, only ever read ahead.
+                """
                 number = lax.min(number, jnp.int32(num_items - 1))
                 section, rest = _divmod(number, head_group * tiles_a_head)
                 tile, head = _divmod(rest, head_group)
                 batch, head = _divmod(section * head_group + head, head_tiles)
-                head *= heads_a_tile
                 rank, sub = _divmod(tile, subtiles)
+                return batch, head * heads_a_tile, rank, sub
+
+            def read_row(number: Any) -> Any:
+                batch, head, rank, _ = place(number)
+                return list_refs.ranked(*list_coords(batch, head), rank)
+
+            def read_item(number: Any, row: Any) -> _Item:
+                batch, head, _, sub = place(number)
                 b, h = list_coords(batch, head)
-                row = list_refs.ranked(b, h, rank)
                 begin = lax.min(list_refs.row_ptr[b, h, row], capacity)
                 entries = lax.min(list_refs.row_ptr[b, h, row + 1], capacity) - begin
                 full = lax.min(list_refs.num_full[b, h, row], entries) if full_is_exact else jnp.int32(0)
@@ -524,7 +546,7 @@ def forward(
                     begin=begin,
                     units=units,
                     full_steps=lax.div(full * units_a_block, jnp.int32(parts)),
-                    steps=jnp.where(exists, lax.div(units + (parts - 1), jnp.int32(parts)), -1),
+                    steps=jnp.where(number < num_items, lax.div(units + (parts - 1), jnp.int32(parts)), -1),
                 )
 
             def publish(turn: Any, item: _Item) -> None:
@@ -538,20 +560,23 @@ def forward(
                     notes[item_field(turn, which)] = value
                 plgpu.barrier_arrive(stage(item_ready, slot))
 
-            # The number of the next item: asked for early and read late, as global memory takes its time.
-            def ask_next() -> Any:
+            # Global memory takes its time, so everything is read ahead: while an item is loaded, the next one's row and
+            # extent are read, and the number of the one after it is asked for early and read late.
+            def dealt(turn: Any) -> Any:
+                # Odd turns run backwards: with rows sorted by length, every worker gets long and short ones alike.
+                return turn * num_workers + jnp.where(lax.rem(turn, 2) == 0, worker, num_workers - 1 - worker)
+
+            def ask_after_next() -> Any:
                 return common.take_ticket(counter_ref[0]) if dynamic else None
 
-            def read_next(turn: Any, ticket: Any) -> Any:
-                if dynamic:
-                    *at_ring, index = ticket_field(turn)
-                    common.tell_ticket(ticket, notes.at[(*at_ring, pl.ds(index, 1))])
-                    plgpu.barrier_arrive(stage(ticket_ready, 0))
-                    plgpu.barrier_wait(stage(ticket_ready, 0))
-                    return notes[ticket_field(turn)] + num_workers
-                # Odd turns run backwards: with rows sorted by length, every worker gets long and short ones alike.
-                turn = turn + 1
-                return turn * num_workers + jnp.where(lax.rem(turn, 2) == 0, worker, num_workers - 1 - worker)
+            def read_after_next(turn: Any, ticket: Any) -> Any:
+                if not dynamic:
+                    return dealt(turn + 2)
+                *at_ring, index = ticket_field(turn)
+                common.tell_ticket(ticket, notes.at[(*at_ring, pl.ds(index, 1))])
+                plgpu.barrier_arrive(stage(ticket_ready, 0))
+                plgpu.barrier_wait(stage(ticket_ready, 0))
+                return notes[ticket_field(turn)] + 2 * num_workers
 
             def load_queries(turn: Any, item: _Item, consumer: Any) -> None:
                 slot = query_slot(turn, consumer)
@@ -565,8 +590,8 @@ def forward(
                 src = q_ref.at[item.batch, pl.ds(row, WG_ROWS), head]
                 plgpu.copy_gmem_to_smem(src, q_smem.at[slot], q_ready.at[slot])
 
-            def load_item(turn: Any, step0: Any, item: _Item) -> _Item | None:
-                """Returns the next item, where there may be one."""
+            def load_item(turn: Any, step0: Any, item: _Item, next_number: Any = None) -> tuple[_Item, Any] | None:
+                """Returns the next item and the number of the one after it, where there may be any."""
                 kv_head = lax.div(item.head, jnp.int32(group))
                 b, h = list_coords(item.batch, item.head)
 
@@ -610,6 +635,9 @@ def forward(
                     load_keys(step, starts)
                     load_values(step, starts)
 
+                if persistent:
+                    ticket = ask_after_next()
+                    next_row = read_row(next_number)
                 for consumer in consumers:
                     load_queries(turn, item, consumer)
                 if not persistent:
@@ -618,28 +646,25 @@ def forward(
 
                 last = item.steps - 1
                 pl.loop(0, last)(load_step)
-                ticket = ask_next()
                 starts = [run_start(lax.max(last, jnp.int32(0)), part) for part in range(parts)]
                 pl.when(last >= 0)(lambda: load_keys(last, starts))
-                # Between the last keys and the last values is the longest pause.
-                following = look_up(read_next(turn, ticket))
+                following = read_item(next_number, next_row)
                 pl.when(last >= 0)(lambda: load_values(last, starts))
-                return following
+                return following, read_after_next(turn, ticket)
 
-            item = look_up(worker)
+            item = read_item(worker, read_row(worker))
             publish(jnp.int32(0), item)
             turns, steps = jnp.int32(0), jnp.int32(0)
             if persistent:
 
                 def one_turn(carry: Any) -> Any:
-                    turn, step0, *fields = carry
-                    item = _Item(*fields)
-                    following = load_item(turn, step0, item)
+                    turn, step0, item, next_number = carry
+                    following, after_next = load_item(turn, step0, item, next_number)
                     publish(turn + 1, following)
-                    return turn + 1, step0 + item.steps, *following
+                    return turn + 1, step0 + item.steps, following, after_next
 
-                carry = (turns, steps, *item)
-                turns, steps, *_ = lax.while_loop(lambda c: c[2] >= 0, one_turn, carry)
+                carry = (turns, steps, item, dealt(jnp.int32(1)))
+                turns, steps, *_ = lax.while_loop(lambda c: c[2].steps >= 0, one_turn, carry)
             else:
 
                 @pl.loop(0, (item.steps >= 0).astype(jnp.int32))

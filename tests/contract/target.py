@@ -85,6 +85,7 @@ TARGETS = [
     Target("xla", _xla_configs),
     Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
     Target("triton", _triton_configs, marks=GPU),
+    Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
 ]
 
 

@@ -1,0 +1,50 @@
+"""The Mosaic GPU kernels in JAX's interpreter, race detection on: a few small cases here, the shared suite on hardware.
+
+The interpreter models the copy engine and barriers, and takes about a second a block of threads. Tensor-core products
+are plain ones there, and the schedule is the static one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from contract.case import check_run, make
+from contract.target import TARGETS
+
+TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
+SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
+
+CASES = {
+    "causal, block 128": dict(block_q=32, block_kv=32, mask_causal=True, density=1.0),
+    "block 64, a list a head, odd lengths": dict(
+        q_len=150, kv_len=133, exact_lengths=True, block_q=16, block_kv=16, q_heads=2, kv_heads=2, mask=(1, 2)
+    ),
+    "block 64, heads that share a list": dict(q_len=32, block_q=16, block_kv=32, q_heads=2, mask_causal=True),
+    "empty rows": dict(block_q=32, block_kv=32, density=0.0),
+    "window, sinks and soft cap": dict(
+        q_len=32, block_q=32, block_kv=32, density=1.0, mask_window=(40, 3), sinks=(1,), logits_soft_cap=2.0
+    ),
+    "bias and float16": dict(q_len=32, block_q=32, block_kv=16, density=1.0, bias=(1, 1, 0, 0), dtype="float16"),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_smoke(name):
+    check_run(TARGET, make(TARGET, **(SMALL | CASES[name])))
+
+
+@pytest.mark.timeout(240)
+def test_segments_and_positions():
+    length = 128
+    rng = np.random.default_rng(0)
+    case = make(
+        TARGET,
+        **(SMALL | dict(q_len=32, block_q=32, block_kv=32, density=1.0)),
+        is_causal=True,
+        segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
+        positions=rng.permutation(length)[None].astype(np.int32),
+    )
+    check_run(TARGET, case)
