@@ -136,13 +136,12 @@ class ElementRule:
         kv_positions: jax.Array | None = None,
         q_segments: jax.Array | None = None,
         kv_segments: jax.Array | None = None,
-        kv_valid: Any = None,
         test_q_len: bool = False,
     ) -> jax.Array | None:
         """bool[shape], or None where nothing is tested.
 
         `q_start`, `kv_start`: index of the tile's first query and key; `kv_start` is a tuple where the tile is made of
-        several equal runs of keys. `kv_valid`: how many of the tile's keys count (all where None). The vectors run
+        several equal runs of keys. The vectors run
         along its query or key axis, in the matching reduced WGMMA layout. Queries past `q_len` are tested only on
         request: a forward or dQ store clips them.
         """
@@ -178,8 +177,6 @@ class ElementRule:
                 tests.append(iota(kv_axis) < self.kv_len - kv_starts[0])
             else:
                 tests.append(kv_index() < self.kv_len)
-        if kv_valid is not None:
-            tests.append(iota(kv_axis) < kv_valid)
         if test_q_len and self.q_len % shape[q_axis]:
             tests.append(iota(q_axis) < self.q_len - q_start)
         if not tests:
