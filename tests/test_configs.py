@@ -83,7 +83,7 @@ def test_every_config_of_the_search_space_gives_the_same_numbers(implementation)
 
 
 def test_config_of_another_implementation_is_refused(implementation):
-    x = jnp.ones((1, 8, 1, 8))
+    x = jnp.ones((1, 8, 1, 8), implementation.dtypes[0])
     with (
         pytest.raises(
             TypeError, match=rf"config must be a .*Config for implementation '{implementation.name}'; got builtins.dict"

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cuda_offline import lower
-
 import xsake
+from tests.cuda_offline import lower
 from xsake._arguments import build_call
 from xsake.kernels_pallas_gpu import mosaic
 
@@ -126,5 +125,5 @@ def test_a_call_by_name_without_the_gpu_raises():
     q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     if xsake.implementations()["mosaic_gpu"] is None:
         pytest.skip("this machine has the GPU")
-    with pytest.raises(NotImplementedError, match="mosaic_gpu.*GPU"):
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*GPU"):
         xsake.attention(q, q, q, implementation="mosaic_gpu")

@@ -15,6 +15,7 @@ from xsake._backend import Backend, Call, interpreting
 _BACKENDS: dict[str, tuple[str, str | None]] = {
     "mosaic_gpu": ("xsake.kernels_pallas_gpu.mosaic", "gpu"),
     "triton": ("xsake.kernels_pallas_gpu.triton", "gpu"),
+    "mosaic_tpu": ("xsake.kernels_pallas_tpu", "tpu"),
     "xla": ("xsake.kernels_xla_ref", None),
 }
 

@@ -69,12 +69,30 @@ def _mosaic_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
     from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 
     return (
-        Config(forward=ForwardConfig(), dq=BackwardConfig(), dkv=BackwardConfig()),
+        Config(forward=ForwardConfig(tile_kv=64, q_stages=1), dq=BackwardConfig(), dkv=BackwardConfig()),
         Config(
-            forward=ForwardConfig(tile_kv=64, stages=3),
+            forward=ForwardConfig(tile_kv=64, stages=3, q_stages=1),
             dq=BackwardConfig(stages=3, inner_stages=2),
             dkv=BackwardConfig(compute_wgs=1),
         ),
+    )
+
+
+def _tpu_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+    from xsake.kernels_pallas_tpu import Config, Tiling
+
+    lanes = max(1, 128 // block_kv)
+
+    def forward(own: int, wide: int) -> Tiling:
+        return Tiling(own=own, entry=block_kv, wide=wide * lanes, narrow=lanes, compute=512)
+
+    def dkv(wide: int) -> Tiling:
+        return Tiling(own=128, entry=128, wide=wide, narrow=1, compute=128)
+
+    dq = Tiling(own=128, entry=block_kv, wide=lanes, narrow=lanes, compute=128)
+    return (
+        Config(forward=forward(block_q, 1), dq=dq, dkv=dkv(1)),
+        Config(forward=forward(block_q // 2, 2), dq=dq, dkv=dkv(2)),
     )
 
 
@@ -86,6 +104,8 @@ TARGETS = [
     Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
     Target("triton", _triton_configs, marks=GPU),
     Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
+    Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
+    Target("mosaic_tpu", _tpu_configs, interpret=True, marks=(pytest.mark.interpret, pytest.mark.slow)),
 ]
 
 

@@ -1,0 +1,238 @@
+"""Compile the kernels for a TPU that is not here: `python -m xsake.kernels_pallas_tpu.ahead [TOPOLOGY ...]`.
+
+It needs libtpu (pip install "jax[tpu]"), which compiles for any topology without the hardware. Every workload below is
+compiled with its default configuration, forward, dQ and dK/dV: what Mosaic does not accept, or what does not fit VMEM
+or SMEM, fails here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake._backend import Call
+from xsake.hads.block_mask import BlockMask
+from xsake.hads.rule import Band
+from xsake.kernels_pallas_tpu import config as configs
+from xsake.kernels_pallas_tpu import kernel_dkv, kernel_dq, kernel_forward
+
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+KERNELS = ("forward", "dq", "dkv")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Shapes of a call; `options` are the optional arguments that it uses."""
+
+    name: str
+    batch: int = 1
+    q_len: int = 4096
+    kv_len: int = 4096
+    q_heads: int = 2
+    kv_heads: int = 2
+    mask_heads: int = 2
+    head_dim: int = 128
+    value_dim: int = 128
+    block_q: int = 512
+    block_kv: int = 512
+    is_causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    dtype: str = "bfloat16"
+    options: frozenset[str] = frozenset()
+    bias: tuple[int, int, int, int] | None = None
+
+    def call(self, sharding: Any = None) -> Call:
+        """The call, with the shape and type of an array in each array's place."""
+
+        def array(*shape: int, dtype: Any = self.dtype) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        def tokens(option: str, length: int) -> Any:
+            return array(self.batch, length, dtype=jnp.int32) if option in self.options else None
+
+        rows, columns = -(-self.q_len // self.block_q), -(-self.kv_len // self.block_kv)
+        allowed = (
+            rows * columns
+            if not self.is_causal
+            else sum(min(columns, (i + 1) * self.block_q // self.block_kv + 1) for i in range(rows))
+        )
+        lists = {}
+        for prefix, n, order in (("kv", rows, "row_order"), ("q", columns, "col_order")):
+            shape = (1, self.mask_heads)
+            lists[f"{prefix}_indices"] = array(*shape, allowed, dtype=jnp.int32)
+            lists[f"{prefix}_row_ptr"] = array(*shape, n + 1, dtype=jnp.int32)
+            lists[f"{prefix}_num_full"] = lists[order] = array(*shape, n, dtype=jnp.int32)
+        mask = BlockMask(
+            **lists,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            q_len=self.q_len,
+            kv_len=self.kv_len,
+            is_causal=self.is_causal,
+            local_window_size=self.window,
+            density_hint=None,
+        )
+        return Call(
+            query=array(self.batch, self.q_len, self.q_heads, self.head_dim),
+            key=array(self.batch, self.kv_len, self.kv_heads, self.head_dim),
+            value=array(self.batch, self.kv_len, self.kv_heads, self.value_dim),
+            mask=mask,
+            bias=None if self.bias is None else array(*self.bias),
+            q_segments=tokens("segments", self.q_len),
+            kv_segments=tokens("segments", self.kv_len),
+            q_positions=tokens("positions", self.q_len),
+            kv_positions=tokens("positions", self.kv_len),
+            sink_lse=array(1, self.q_heads, dtype=jnp.float32) if "sinks" in self.options else None,
+            band=Band.of(self.is_causal, self.window),
+            scale=self.head_dim**-0.5,
+            soft_cap=30.0 if "cap" in self.options else None,
+        )
+
+
+def _options(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+LONG: dict[str, Any] = dict(q_len=131072, kv_len=131072, q_heads=32, kv_heads=8, mask_heads=32)
+WORKLOADS = (
+    Workload(name="block 512"),
+    Workload(name="block 1024", block_q=1024, block_kv=1024),
+    Workload(name="block 128", block_q=128, block_kv=128),
+    Workload(name="block 64", block_q=64, block_kv=64),
+    Workload(name="block 16", block_q=16, block_kv=16, q_len=1024, kv_len=1024),
+    Workload(name="head_dim 64", head_dim=64, value_dim=64),
+    Workload(name="head_dim 64, block 128", head_dim=64, value_dim=64, block_q=128, block_kv=128),
+    Workload(name="head_dim 256", head_dim=256, value_dim=256),
+    Workload(name="value_dim 80", head_dim=192, value_dim=80),
+    Workload(name="float32", dtype="float32"),
+    Workload(name="float32, block 128", dtype="float32", block_q=128, block_kv=128),
+    Workload(name="length 1000", q_len=1000, kv_len=1000),
+    Workload(name="length 1000, block 128", q_len=1000, kv_len=1000, block_q=128, block_kv=128, is_causal=False),
+    Workload(name="odd blocks", q_len=1000, kv_len=1500, block_q=100, block_kv=72),
+    Workload(name="uneven blocks", q_len=3000, kv_len=3000, block_q=384, block_kv=1408),
+    Workload(name="decode", q_len=1, kv_len=8192, q_heads=8, kv_heads=2, mask_heads=2, block_q=128, is_causal=False),
+    Workload(name="prefill on a cache", q_len=512, kv_len=8192, is_causal=False, options=_options("positions")),
+    Workload(name="group", q_heads=8, kv_heads=2, mask_heads=2, block_q=128, block_kv=128),
+    Workload(name="multi-query", q_heads=8, kv_heads=1, mask_heads=8),
+    Workload(name="window", window=(1024, 0)),
+    Workload(name="segments", batch=2, options=_options("segments")),
+    Workload(name="segments, block 64", block_q=64, block_kv=64, options=_options("segments")),
+    Workload(name="positions, segments", options=_options("segments", "positions"), window=(1024, 0)),
+    Workload(name="sinks, cap", options=_options("sinks", "cap")),
+    Workload(name="bias", bias=(1, 2, 4096, 4096)),
+    Workload(name="bias, block 128", bias=(1, 1, 4096, 4096), block_q=128, block_kv=128),
+    Workload(
+        name="bias of keys, group", bias=(1, 8, 1, 4096), q_heads=8, kv_heads=2, mask_heads=2, block_q=128, block_kv=128
+    ),
+    Workload(name="bias of queries", bias=(1, 2, 4096, 1)),
+    Workload(name="float32 bias, cap", bias=(1, 2, 4096, 4096), dtype="float32", options=_options("cap")),
+    Workload(name="131072 tokens, block 512", **LONG),
+    Workload(name="131072 tokens, block 128", **LONG, block_q=128, block_kv=128),
+)
+CORE = (
+    "block 512",
+    "block 1024",
+    "block 128",
+    "head_dim 64",
+    "float32",
+    "length 1000",
+    "decode",
+    "group",
+    "positions, segments",
+    "sinks, cap",
+    "bias",
+    "131072 tokens, block 512",
+    "131072 tokens, block 128",
+)
+
+
+def lower(workload: Workload, kernel: str, config: Any = None, sharding: Any = None) -> Any:
+    """The lowered kernel of one direction; without a sharding it is lowered for TPU without a compiler for it."""
+    call = workload.call(sharding)
+    config = config or configs.default_config(call)
+    stat = jax.ShapeDtypeStruct((workload.batch, workload.q_heads, workload.q_len), jnp.float32, sharding=sharding)
+    d_out = jax.ShapeDtypeStruct(
+        (workload.batch, workload.q_len, workload.q_heads, workload.value_dim), workload.dtype, sharding=sharding
+    )
+    if kernel == "forward":
+        traced = jax.jit(lambda c: kernel_forward.forward(c, config.forward)).trace(call)
+    elif kernel == "dq":
+        traced = jax.jit(lambda c, *g: kernel_dq.dq(c, config.dq, *g)).trace(call, stat, stat, d_out)
+    else:
+        traced = jax.jit(lambda c, *g: kernel_dkv.dkv(c, config.dkv, *g)).trace(call, stat, stat, d_out)
+    return traced.lower() if sharding is not None else traced.lower(lowering_platforms=("tpu",))
+
+
+def one_device(topology: str) -> Any:
+    """A sharding that places arrays on one device of a topology that need not be here."""
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices[:1]
+    return NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+
+
+def without_hardware() -> None:
+    """Settings under which libtpu loads on a machine that has no TPU; call before anything asks for devices."""
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("topology", nargs="*", default=TOPOLOGIES, help=f"of {TOPOLOGIES} by default")
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
+    parser.add_argument("--core", action="store_true", help=f"only {', '.join(CORE)}")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--kernel", action="append", choices=KERNELS)
+    args = parser.parse_args()
+    if importlib.util.find_spec("libtpu") is None:
+        print('skipped: libtpu is not installed here (pip install "jax[tpu]")')
+        return 0
+    without_hardware()
+    print(f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}")
+    failed = 0
+    for topology in args.topology:
+        sharding, start, count = one_device(topology), time.time(), 0
+        for workload in WORKLOADS:
+            if args.only not in workload.name or (args.core and workload.name not in CORE):
+                continue
+            begin = time.time()
+            for kernel in args.kernel or KERNELS:
+                try:
+                    lower(workload, kernel, sharding=sharding).compile()
+                    count += 1
+                except Exception as error:  # report every failure, not the first alone
+                    failed += 1
+                    print(
+                        f"FAILED {topology} {workload.name!r} {kernel}: {type(error).__name__}: {str(error)[:600]}",
+                        flush=True,
+                    )
+            if args.verbose:
+                print(f"{topology} {workload.name!r}: {time.time() - begin:.1f} s", flush=True)
+        print(f"{topology}: {count} kernels compiled in {time.time() - start:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # libtpu's teardown can crash where there is no TPU, after all the work is done

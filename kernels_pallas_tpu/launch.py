@@ -1,0 +1,152 @@
+"""One way to call a kernel: named operands, the walk's lists and scratch, interpretation, the types of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xsake._backend import Call, interpreting
+from xsake.kernels_pallas_tpu.config import VMEM_LIMIT
+from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.walk import Chunks, Scratch, Stream, Walk, scratch_shapes
+from xsake.kernels_pallas_tpu.work import PER_BLOCK, Work
+
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+# Options of the interpreter: tests ask it to detect races, which takes time.
+interpret_params: dict[str, Any] = {}
+
+
+class Refs:
+    """Operands by name; those that were not given are None."""
+
+    def __init__(self, names: Sequence[str], refs: Sequence[Any]):
+        self._refs = dict(zip(names, refs, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refs.get(name)
+
+
+def grid_places(*sizes: int) -> list[np.ndarray]:
+    """The coordinates of every grid step, in order."""
+    return [x.reshape(-1) for x in np.indices(sizes)]
+
+
+def successor(ids: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+    """The coordinates of the next grid step."""
+    out: list[Array] = []
+    carry: Any = True
+    for i, n in zip(reversed(ids), reversed(sizes), strict=True):
+        up = jnp.where(carry, i + 1, i)
+        carry = up == n
+        out.append(jnp.where(carry, 0, up))
+    return out[::-1]
+
+
+def launch(
+    body: Callable[[Refs, Walk, list[Array], list[Array]], None],
+    *,
+    name: str,
+    call: Call,
+    grid: tuple[int, ...],
+    work: Work,
+    chunks: Chunks,
+    inputs: dict[str, tuple[Array, pl.BlockSpec] | None],
+    streams: dict[str, tuple[Array, Callable[[Any, Any, Array], Any]] | None],
+    outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]],
+    scratch: dict[str, Any],
+    flops: int,
+) -> tuple[Array, ...]:
+    """`streams`: arrays in HBM, [..., *tile], and how (ref, place, tile) picks a tile of the trailing shape."""
+    given = {k: v for k, v in inputs.items() if v is not None}
+    flowing = {k: v for k, v in streams.items() if v is not None}
+    buffers = {}
+    for k, (array, pick) in flowing.items():
+        tile = jax.eval_shape(lambda x, pick=pick: pick(_Shape(x), (0,) * len(grid), 0), array).shape
+        buffers[k + "_buffer"] = pltpu.VMEM((2, chunks.wide, *tile), array.dtype)
+    steps = int(np.prod(grid))
+    names = [
+        "records",
+        "lists",
+        *given,
+        *flowing,
+        *outputs,
+        *scratch,
+        *buffers,
+        "state",
+        "window",
+        "window_sem",
+        "sems",
+    ]
+
+    def record_block(*ids: Array) -> tuple:
+        return (_linear(ids, grid) >> PER_BLOCK.bit_length() - 1, 0, 0)
+
+    def kernel(*all_refs: Any) -> None:
+        refs = Refs(names, all_refs)
+        ids = [pl.program_id(a) for a in range(len(grid))]
+        flows = [_stream(refs, k, pick) for k, (_, pick) in flowing.items()]
+        own = Scratch(refs.state, refs.window, refs.window_sem, refs.sems)
+        walk = Walk(chunks, _linear(ids, grid), steps, refs.records, refs.lists, own, flows)
+        body(refs, walk, ids, successor(ids, grid))
+
+    result = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((1, 1, LANES), record_block, memory_space=pltpu.SMEM),
+            HBM,
+            *(spec for _, spec in given.values()),
+            *(HBM for _ in flowing),
+        ],
+        out_specs=[spec for _, _, spec in outputs.values()],
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(call.query).manual_axis_type)
+            for shape, dtype, _ in outputs.values()
+        ],
+        scratch_shapes=[*scratch.values(), *buffers.values(), *scratch_shapes(work.window, len(flowing))],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=[pltpu.GridDimensionSemantics.ARBITRARY] * len(grid),
+            disable_bounds_checks=True,  # indices are clamped; the checks cost 20 cycles a transfer
+            vmem_limit_bytes=VMEM_LIMIT,
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=flops // 256, bytes_accessed=flops // 256),
+        interpret=pltpu.InterpretParams(**interpret_params) if interpreting() else False,
+        name=name,
+    )(work.records, _in_hbm(work.lists), *(x for x, _ in given.values()), *(_in_hbm(x) for x, _ in flowing.values()))
+    return tuple(result)
+
+
+def _stream(refs: Refs, name: str, pick: Callable[[Any, Any, Any], Any]) -> Stream:
+    source = getattr(refs, name)
+    return Stream(lambda place, tile: pick(source, place, tile), getattr(refs, name + "_buffer"))
+
+
+def _in_hbm(x: Array) -> Array:
+    """XLA likes to place small arrays in VMEM, where a transfer would be a loop of vector copies instead of a DMA."""
+    return x if interpreting() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def _linear(ids: Sequence[Any], sizes: Sequence[int]) -> Any:
+    at: Any = jnp.int32(0)
+    for i, n in zip(ids, sizes, strict=True):
+        at = at * n + i
+    return at
+
+
+class _Shape:
+    """Stands for a ref where only the shape of a picked tile is asked for."""
+
+    def __init__(self, array: Array):
+        self.at = self
+        self._array = array
+
+    def __getitem__(self, index: Any) -> Array:
+        index = tuple(slice(0, i.size) if isinstance(i, pl.Slice) else i for i in index)
+        return self._array[index]

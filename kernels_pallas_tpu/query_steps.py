@@ -1,0 +1,86 @@
+"""What the forward and dQ kernels share: steps that own queries and walk keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from xsake._backend import Call
+from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
+from xsake.kernels_pallas_tpu.config import Tiling
+from xsake.kernels_pallas_tpu.element import NEVER, Pair, Rule, Tokens, lane_index, mark_dead, read_lanes, row_index
+from xsake.kernels_pallas_tpu.launch import Refs, grid_places
+from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.walk import Chunks, Walk
+from xsake.kernels_pallas_tpu.work import lists_and_records
+
+
+class QuerySteps:
+    """Grid (batch, query heads / fold, tiles of queries)."""
+
+    def __init__(self, call: Call, tiling: Tiling, rule: Rule):
+        mask, q, kv, fold = call.mask, rule.q, rule.kv, tiling.fold
+        group = call.q_heads // call.kv_heads
+        if group % fold or (fold > 1 and mask.heads > call.kv_heads):
+            raise ValueError(
+                f"fold={fold} must divide the {group} query heads of a K/V head, which must share one mask list "
+                f"(the mask has {mask.heads} heads)"
+            )
+        self.rule, self.tiling, self.fold = rule, tiling, fold
+        self.grid = (call.batch, call.q_heads // fold, q.tiles)
+        b, h, i = grid_places(*self.grid)
+        self.work = lists_and_records(
+            jnp.asarray(mask.kv_indices),
+            jnp.asarray(mask.kv_row_ptr),
+            jnp.asarray(mask.kv_num_full),
+            rows=q,
+            columns=kv,
+            steps=(b * mask.batch // call.batch, h * fold * mask.heads // call.q_heads, i),
+        )
+        self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, call.full_is_exact, tiling.mixed)
+        self.bias = None if call.bias is None else BiasTiles(call.bias, q, kv, fold, transposed=False)
+        kv_head = lambda place: lax.div(place[1], group // fold) if group > fold else place[1]  # noqa: E731
+        self.pair = Pair("key", "value")
+        self.streams: dict[str, Any] = {
+            **self.pair.streams(
+                kv.cut_heads(call.key), kv.cut_heads(call.value), lambda ref, at, t: ref.at[at[0], kv_head(at), t]
+            ),
+            "kv_tokens": (rule.kv_tokens(call), lambda ref, at, t: ref.at[at[0], t]) if rule.kv_rows else None,
+            "bias": None
+            if self.bias is None
+            else (self.bias.tiles, lambda ref, at, t: ref.at[self.bias.pick(at[0], at[1] * fold, at[2], t)]),
+        }
+        self.q_tokens = None
+        if rule.q_rows:
+            tokens = rule.q_tokens(call)  # on the lanes; a step wants them on the sublanes, in every lane
+            tokens = jnp.broadcast_to(tokens[..., None], (*tokens.shape, LANES))
+            self.q_tokens = (tokens, pl.BlockSpec((1, 1, rule.q_rows, q.tile, LANES), lambda b, h, i: (b, i, 0, 0, 0)))
+
+    def read_bias(self, refs: Refs, slot: Array, first: int, width: int) -> Array | None:
+        if self.bias is None:
+            return None
+        entry = self.tiling.entry
+        x = self.bias.read(refs.bias_buffer, slot, first // entry, first % entry, width)
+        if x.ndim == 3:  # a row a head
+            x = jnp.broadcast_to(x, (self.fold, self.rule.q.tile, width)).reshape(-1, width)
+        return x
+
+    def q_vectors(self, refs: Refs, ids: list[Array]) -> Tokens:
+        def read(r: int) -> Array:
+            x = refs.q_tokens[0, 0, r][:, :1]
+            return jnp.concatenate([x] * self.fold) if self.fold > 1 else x
+
+        return self.rule.q_vectors(lambda axis, fill: row_index(axis, ids[2], self.fold, fill), read)
+
+    def kv_vectors(self, refs: Refs, walk: Walk, slot: Array, position: Array, count: int) -> Tokens:
+        at = [position + e for e in range(count)]
+        live = [walk.live(p) for p in at]
+
+        tokens = self.rule.kv_vectors(
+            lambda axis, fill: lane_index(axis, [walk.tile(p) for p in at], live, fill),
+            lambda r: read_lanes(refs.kv_tokens_buffer, slot, r, 0, count * self.tiling.entry),
+        )
+        return tokens._replace(kv=mark_dead(tokens.kv, live, NEVER)) if self.rule.positions else tokens

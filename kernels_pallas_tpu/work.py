@@ -1,0 +1,65 @@
+"""What a kernel is to do, prepared in XLA from the mask's lists: a record a grid step, and one long list in HBM.
+
+A grid step owns one row of tiles (or column, for dK/dV) of one head. Its record says where its part of the list
+begins, how many tiles it has and how many of them need no element test; the successor's record follows in the same
+words, so that a step can start its successor's transfers. Records are tiny and are pipelined through SMEM; lists stay
+in HBM and each step's part comes by DMA, so SMEM use depends on the longest row alone, not on heads, batch or the
+number of active blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from xsake.kernels_pallas_tpu.tiles import LANES, Axis, round_up
+
+WORDS = 8  # a record: start, tiles, full tiles, and the same of the next step
+PER_BLOCK = LANES // WORDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """16 records are a row of 128 words. `window`: rows of `lists` that hold any step's part."""
+
+    records: Int[Array, "R 1 128"]
+    lists: Int[Array, "L 1 128"]
+    window: int
+
+
+def lists_and_records(
+    indices: Int[Array, "b h N"],
+    row_ptr: Int[Array, "b h R1"],
+    num_full: Int[Array, "b h R"],
+    *,
+    rows: Axis,
+    columns: Axis,
+    steps: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> Work:
+    """`steps`: mask batch, mask head and tile of rows of every grid step, in the grid's order."""
+    _, h, capacity = indices.shape
+    ptr = jnp.minimum(row_ptr, capacity)
+    mask_b, mask_h, tile = steps
+    row = tile // rows.split
+    list_number = mask_b * h + mask_h
+    first, last = ptr[mask_b, mask_h, row], ptr[mask_b, mask_h, row + 1]
+    count = (last - first) * columns.split
+    missing = columns.blocks * columns.split - columns.tiles
+    if missing:  # of the block that the end of the sequence cuts, which is a row's last, only the tiles inside are work
+        cut = indices[mask_b, mask_h, jnp.maximum(last - 1, 0)] == columns.blocks - 1
+        count = jnp.where(cut & (last > first), count - missing, count)
+    full = jnp.minimum(num_full[mask_b, mask_h, row], last - first) * columns.split
+    record = jnp.stack([list_number * capacity + first, count, full], -1).astype(jnp.int32)
+    after = jnp.concatenate([record[1:], jnp.zeros((1, 3), jnp.int32)])
+    words = jnp.concatenate([record, after, jnp.zeros((len(tile), WORDS - 6), jnp.int32)], -1)
+    words = jnp.pad(words, ((0, -len(tile) % PER_BLOCK), (0, 0))).reshape(-1, 1, LANES)
+
+    window = -(-(columns.blocks + LANES - 1) // LANES)
+    # A bad index would make a DMA leave its array: clamp here, where it is cheap.
+    flat = jnp.clip(indices, 0, columns.blocks - 1).reshape(-1).astype(jnp.int32)
+    size = round_up(flat.size, LANES) + window * LANES
+    return Work(words, jnp.pad(flat, (0, size - flat.size)).reshape(-1, 1, LANES), window)

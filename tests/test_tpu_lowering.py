@@ -1,0 +1,83 @@
+"""The TPU kernels without a TPU: every default configuration, and every one worth trying, lowers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xsake.kernels_pallas_tpu import ahead, config
+
+BY_NAME = {w.name: w for w in ahead.WORKLOADS}
+QUICK = ("block 512", "block 128", "decode", "131072 tokens, block 512", "131072 tokens, block 128", "odd blocks")
+
+
+@pytest.mark.parametrize("kernel", ahead.KERNELS)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME])
+def test_default_configuration_lowers(name, kernel):
+    assert "tpu_custom_call" in ahead.lower(BY_NAME[name], kernel).as_text()
+
+
+def _changes(workload):
+    """(kernel, configuration): each in the direction in which it differs from the default."""
+    call = workload.call()
+    default = config.default_config(call)
+    for other in config.search_space(call):
+        for kernel in ahead.KERNELS:
+            if getattr(other, kernel) != getattr(default, kernel):
+                yield kernel, other
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "group",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("block 512", "block 1024", "block 128", "float32", "segments")
+        ),
+    ],
+)
+def test_search_space_lowers(name):
+    workload = BY_NAME[name]
+    changes = list(_changes(workload))
+    assert changes
+    for kernel, other in changes:
+        ahead.lower(workload, kernel, other)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_search_space_holds_the_default_and_fits(name):
+    call = BY_NAME[name].call()
+    space = config.search_space(call)
+    assert space[0] == config.default_config(call)
+    assert len(set(space)) == len(space)
+    for other in space:
+        for kernel in ahead.KERNELS:
+            assert config.fits(call, kernel, getattr(other, kernel))
+
+
+def test_short_blocks_are_gathered():
+    """One block of 128 a chunk is bound by latency, 8 times slower: no chunk is narrower than 512 tokens."""
+    for name in ("block 128", "block 64", "131072 tokens, block 128"):
+        chosen = config.default_config(BY_NAME[name].call())
+        for kernel in ahead.KERNELS:
+            tiling = getattr(chosen, kernel)
+            assert tiling.entry * tiling.narrow >= 512
+            assert tiling.entry * tiling.wide >= 2048
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("topology", ahead.TOPOLOGIES)
+def test_compiles_ahead_of_time(topology):
+    python = os.environ.get("XSAKE_TPU_PYTHON")
+    if python is None and importlib.util.find_spec("libtpu") is None:
+        pytest.skip('libtpu is not installed (pip install "jax[tpu]"), and XSAKE_TPU_PYTHON names no other interpreter')
+    command = [python or sys.executable, "-m", "xsake.kernels_pallas_tpu.ahead", "--core", topology]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "kernels compiled" in run.stdout
