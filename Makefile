@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo lint bench slow interpret compile-gpu wheel clean
+.PHONY: test demo lint bench slow interpret compile-gpu compile-tpu wheel clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -16,6 +16,17 @@ slow: $(STAMP)
 
 interpret: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto -m "interpret and not slow and not gpu and not tpu"
+
+# Compilers of chips that are not here. Theirs are large wheels of their own: each has an environment of its own.
+compile-gpu: JAX_NOW = $(shell $(BIN)/python -c 'import jax; print(jax.__version__)')
+compile-gpu: $(STAMP)
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet -e '.[dev]' jax==$(JAX_NOW) jaxlib==$(JAX_NOW) nvidia-cuda-nvcc nvidia-nvvm
+	.venv-cuda/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$(JAX_NOW) jax-cuda13-pjrt==$(JAX_NOW)
+	.venv-cuda/bin/python -m pytest -q -rs -m compile tests/test_compile_gpu.py
+
+compile-tpu: $(STAMP)
+	PYTHONPATH=src $${XSAKE_TPU_PYTHON:-$(BIN)/python} -m xsake.kernels_pallas_tpu.ahead v5e:2x2 v6e:2x2 tpu7x:2x2x1
 
 demo: $(STAMP)
 	$(BIN)/xsake demo
@@ -32,7 +43,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
+	rm -rf .venv .venv-jax-* .venv-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }

@@ -47,7 +47,7 @@ def compare(workload: Workload, density: float, direction: str, rounds: int = 5)
     mask = workload.mask(density)
     ours, our_bytes = compiled(sparse(mask), direction, workload)
     theirs, their_bytes = compiled(dense, direction, workload)
-    times = race({"xsake": ours, "jax.nn": theirs}, rounds=rounds)
+    times = race({"xsake": ours, "jax.nn": theirs}, rounds=rounds, min_seconds=0.5)
     return {
         "workload": workload.name,
         "direction": direction,

@@ -1,6 +1,6 @@
 """Errors of output and gradients against float64: ours and cuDNN's, dense causal, in one run.
 
-    python -m benchmarks.gpu_accuracy --out DIR
+python -m benchmarks.gpu_accuracy --out DIR
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def main() -> None:
                     rms = float(np.sqrt(np.mean(error**2) / np.mean(want**2)))
                     entry = {"dtype": jnp.dtype(dtype).name, "head_dim": head_dim, "implementation": who}
                     results.append(entry | {"of": name, "rms": rms, "max": float(np.abs(error).max())})
-    for ours, peer in zip(
-        *([r for r in results if r["implementation"] == w] for w in ("xsake", "cudnn")), strict=True
-    ):
+    for ours, peer in zip(*([r for r in results if r["implementation"] == w] for w in ("xsake", "cudnn")), strict=True):
         print(ours["dtype"], ours["head_dim"], ours["of"], f"{ours['rms']:.2e} {peer['rms']:.2e}", end=" ")
         print(f"rms {ours['rms'] / peer['rms']:.2f} max {ours['max'] / peer['max']:.2f}")
     record.save("gpu_accuracy", results, args.out)

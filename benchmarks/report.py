@@ -37,6 +37,84 @@ def cpu_attention() -> str:
     return "\n".join([*rows, "", _source(run, "cpu_attention")])
 
 
+def gpu_attention() -> str:
+    """Throughput on active blocks, over cuDNN's dense throughput and over FlexAttention at the same mask."""
+    run = record.load("gpu_attention")
+    by = {(r["workload"], r["direction"], r["implementation"], r.get("asked")): r for r in run["results"]}
+    densities = sorted({key[3] for key in by if key[2] == "xsake"}, reverse=True)
+    rows = [
+        f"| workload, direction | {' | '.join(f'{d:.0%}' for d in densities)} |",
+        f"| --- |{' --- |' * len(densities)}",
+    ]
+    for workload, direction in dict.fromkeys((key[0], key[1]) for key in by):
+        cells = []
+        for d in densities:
+            ours = by.get((workload, direction, "xsake", d))
+            if ours is None:
+                cells.append("")
+                continue
+            dense, flex = by[workload, direction, "cudnn", d], by[workload, direction, "flex", d]
+            over = f"{ours['tflops'] / dense['tflops']:.2f}, {ours['tflops'] / flex['tflops']:.2f}"
+            cells.append(f"{ours['tflops']:.0f} ({over})")
+        rows.append(f"| {workload}, {direction} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", *_gpu_facts(by), "", _source(run, "gpu_attention")])
+
+
+def _gpu_facts(by: dict) -> list[str]:
+    latency = {d: by["gpt4k", d, "xsake", 0.43]["seconds"]["median"] for d in ("forward", "forward+backward")}
+    dense = {d: by["gpt4k", d, "cudnn", 0.43]["seconds"]["median"] for d in latency}
+    saved = ", ".join(f"{d} {1 - latency[d] / dense[d]:.0%}" for d in latency)
+    memory = by["gpt4k", "forward+backward", "memory", None]["bytes"]
+    uneven = []
+    for (workload, direction, who, _), r in by.items():
+        if who == "xsake uneven":
+            uneven.append(r["tflops"] / by[workload, direction, "xsake uniform", None]["tflops"])
+    small = [
+        r["tflops"] / by[w, d, "xsake", asked]["tflops"]
+        for (w, d, who, asked), r in by.items()
+        if who == "xsake block 64"
+    ]
+    errors = record.load("gpu_accuracy")["results"]
+    ours, peer = ([r["rms"] for r in errors if r["implementation"] == w] for w in ("xsake", "cudnn"))
+    return [
+        f'- At 4096 tokens and "43%", latency below cuDNN\'s dense attention by: {saved}.',
+        f"- Memory of forward+backward there: {memory['xsake'] / memory['xla dense']:.0%} of unfused attention in XLA.",
+        f"- Heads from 10% to 90%: {min(uneven):.2f} to {max(uneven):.2f} of the throughput of a uniform mask.",
+        f"- Mask blocks of 64: {min(small):.2f} to {max(small):.2f} of the throughput with blocks of 128.",
+        f"- Error against float64, output and gradients, over cuDNN's: at most "
+        f"{max(a / b for a, b in zip(ours, peer, strict=True)):.2f}.",
+    ]
+
+
+def tpu_schedule() -> str:
+    """Cycles of the compiler's schedules; splash at the mask's block, or at 512 where the mask's block is smaller."""
+    run = record.load("tpu_schedule")
+    schedules = [r for r in run["results"]["schedules"] if r["head_dim"] == 128]
+    rows = ["| kernel, mask block | v5e | v6e |", "| --- | --- | --- |"]
+    for kernel, block in dict.fromkeys((r["kernel"], r["block"]) for r in schedules if r["whose"] == "ours"):
+        cells = []
+        for chip in ("v5e:2x2", "v6e:2x2"):
+            of = {
+                (r["whose"], r["block"]): r["loops"][0]
+                for r in schedules
+                if (r["kernel"], r["topology"]) == (kernel, chip)
+            }
+            ours, splash = of["ours", block], of.get(("splash", max(block, 512)))
+            peer = f", splash {splash['inner']:.0f}" if splash else ""
+            cells.append(f"{ours['inner']:.0f} ({ours['loop']:.0f} with its copies{peer})")
+        rows.append(f"| {kernel}, {block} | {' | '.join(cells)} |")
+    worst = {k: max(t[k] for t in run["results"]["totals"]) for k in ("over_uniform_strict", "over_splash_strict")}
+    facts = (
+        f"Heads from 10% to 90%, estimated whole: at most {worst['over_uniform_strict']:.2f} of a uniform mask's "
+        f"cycles and {worst['over_splash_strict']:.2f} of splash's with the same masks at block 512."
+    )
+    e = run["environment"]
+    source = (
+        f"From `benchmarks/results/tpu_schedule.json`: libtpu {e['versions']['libtpu']}, jax {e['versions']['jax']}."
+    )
+    return "\n".join([*rows, "", facts, source])
+
+
 def _source(run: dict, name: str) -> str:
     e = run["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k in ("jax", "torch"))
@@ -50,7 +128,11 @@ def _ms(t: dict) -> str:
     return f"{t['median'] * 1e3:.0f} ms ({t['low'] * 1e3:.0f}-{t['high'] * 1e3:.0f})"
 
 
-PARTS: dict[str, Callable[[], str]] = {"cpu_attention": cpu_attention}
+PARTS: dict[str, Callable[[], str]] = {
+    "cpu_attention": cpu_attention,
+    "gpu_attention": gpu_attention,
+    "tpu_schedule": tpu_schedule,
+}
 
 
 def rendered(text: str) -> str:

@@ -44,8 +44,7 @@ class Config:
 
 
 def default_config(call: Call) -> Config:
-    tiling = _default_tiling(call)
-    return Config(forward=tiling, backward=tiling)
+    return Config(forward=_default_tiling(call, 16), backward=_default_tiling(call, 4))
 
 
 def search_space(call: Call) -> Sequence[Config]:
@@ -56,10 +55,10 @@ def search_space(call: Call) -> Sequence[Config]:
     return [Config(forward=f, backward=b) for f in sizes for b in sizes] + [default]
 
 
-def _default_tiling(call: Call) -> Tiling:
-    """Tiles of about 128 x 128, and enough of them a step to keep the cores busy while staying in their caches."""
+def _default_tiling(call: Call, tiles: int) -> Tiling:
+    """Tiles of about 128 x 128, and so many a step that the cores are busy and their caches suffice (measured)."""
     q, kv = _tile(call.mask.block_q, call.q_len), _tile(call.mask.block_kv, call.kv_len)
-    return Tiling(q=q, kv=kv, chunk=max(1, min(8 * 128 * 128 // (q * kv), 256)))
+    return Tiling(q=q, kv=kv, chunk=max(1, min(tiles * 128 * 128 // (q * kv), 256)))
 
 
 def _tile(block: int, length: int) -> int:

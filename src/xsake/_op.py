@@ -141,7 +141,9 @@ class _Plan:
 def _bias_gradient(call: Call, *given: Array) -> Array:
     """By the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
     xla = _registry.get("xla")
-    return xla.backward(call, xla.default_config(call), *given, with_bias=True)[3]
+    *_, d_bias = xla.backward(call, xla.default_config(call), *given, with_bias=True)
+    assert d_bias is not None
+    return d_bias
 
 
 @cache
