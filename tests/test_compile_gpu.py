@@ -5,16 +5,17 @@ Needs the CUDA plugin of jax's own version, ptxas and libdevice, and nothing els
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MISSING = [name for name in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13") if importlib.util.find_spec(name) is None]
+WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+MISSING = sorted(set(WHEELS) - {d.metadata["Name"] for d in metadata.distributions()})
 
 pytestmark = [
     pytest.mark.compile,
