@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from functools import cache
 from typing import Any, cast
 
 import jax
@@ -71,10 +72,20 @@ def candidates(name: str | None, platform: str) -> list[str]:
     """The implementations to try, best first: the one asked for, which must be able to run, or all that can."""
     check_name(name)
     if name is None:
-        return [n for n in _BACKENDS if unavailable(n, platform) is None]
+        reasons = {n: unavailable(n, platform) for n in _BACKENDS}
+        able = [n for n, reason in reasons.items() if reason is None]
+        missed = [f"{n!r}: {reason}" for n, reason in reasons.items() if reason and _BACKENDS[n][1] == platform]
+        if able == ["xla"] and missed:
+            _say_once(f"no kernel serves this {platform.upper()}, so plain XLA does: " + "; ".join(missed))
+        return able
     if reason := unavailable(name, platform):
         raise NotImplementedError(f"implementation={name!r} is not available here: {reason}")
     return [name]
+
+
+@cache
+def _say_once(message: str) -> None:
+    _logger().warning(message)
 
 
 def choose(names: list[str], call: Call) -> str:
