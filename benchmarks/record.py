@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
     packages = ("jax", "jaxlib", "numpy", "torch", "triton", "libtpu", "nvidia-cudnn-cu13")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
         "commit": _commit(),
         "device": device.device_kind if device.platform != "cpu" else _cpu_name(),
         "platform": device.platform,
