@@ -12,11 +12,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from xsake._backend import Call, interpreting
-from xsake.kernels_pallas_gpu import mosaic_backward_common, mosaic_dkv, mosaic_dq, mosaic_forward
+from xsake.kernels_pallas_gpu import (
+    mosaic_backward_common,
+    mosaic_dkv,
+    mosaic_dq,
+    mosaic_forward,
+    mosaic_forward_config,
+)
 from xsake.kernels_pallas_gpu.device import compute_capability
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
-from xsake.kernels_pallas_gpu.mosaic_forward import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # of heads; others are padded to the next
@@ -63,7 +69,7 @@ def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = call.mask.block_q, call.mask.block_kv
     return Config(
-        forward=mosaic_forward.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
+        forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
     )
@@ -76,7 +82,7 @@ def search_space(call: Call) -> Sequence[Config]:
     blocks = call.mask.block_q, call.mask.block_kv
     space = [
         dataclasses.replace(default, forward=c)
-        for c in mosaic_forward.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
+        for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
     ]
     for kernel in ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)

@@ -19,7 +19,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     BackwardConfig,
     LogitRule,
     WorkGrid,
-    default_dkv_config,
     drain,
     full,
     launch,
@@ -59,7 +58,7 @@ def dkv(
     q_positions: Array | None = None,
     kv_positions: Array | None = None,
     bias: Array | None = None,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """dK [B, S, K, D] and dV [B, S, K, Dv], summed over the query heads of a group; `lists` are by KV block."""
@@ -68,7 +67,6 @@ def dkv(
     group = q_heads // kv_heads
     dtype = q.dtype
     q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
-    config = config or default_dkv_config(d, dv_dim, block_q, block_kv)
     tile, wgs = config.tile, config.compute_wgs
     if block_q % tile:
         raise ValueError(f"{block_q=} must be a multiple of {config.tile=}")

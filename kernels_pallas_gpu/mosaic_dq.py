@@ -18,7 +18,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     BackwardConfig,
     LogitRule,
     WorkGrid,
-    default_dq_config,
     drain,
     full,
     launch,
@@ -58,7 +57,7 @@ def dq(
     q_positions: Array | None = None,
     kv_positions: Array | None = None,
     bias: Array | None = None,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig,
     interpret: Any = False,
 ) -> Array:
     """dQ [B, T, H, D]; `lists` are by query block."""
@@ -67,7 +66,6 @@ def dq(
     group = q_heads // kv_heads
     dtype = q.dtype
     q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
-    config = config or default_dq_config(d, dv_dim, block_q, block_kv)
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")

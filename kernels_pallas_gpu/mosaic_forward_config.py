@@ -1,0 +1,113 @@
+"""How the Hopper forward is tiled and scheduled: its configuration, the heuristic and the search space."""
+
+import dataclasses
+import enum
+from typing import Literal
+
+from jax.experimental import pallas as pl
+
+WG_ROWS = 64  # query rows of a compute warpgroup
+SMEM_LIMIT = 232448
+
+
+class Pairing(enum.Enum):
+    """What the two compute warpgroups of a CTA work on."""
+
+    ROWS = "two halves of a 128-row tile"
+    HEADS = "the same 64 rows of two heads that share lists, keys and values"
+    APART = "unrelated 64-row tiles, each with a memory warpgroup and a ring"
+    ALONE = "64-row tiles, with one compute warpgroup only: where two rings do not fit"
+
+    @classmethod
+    def choose(
+        cls, block_q: int, list_heads: int, num_q_heads: int, num_kv_heads: int, widest_head_dim: int
+    ) -> "Pairing":
+        if block_q % (2 * WG_ROWS) == 0:
+            return cls.ROWS
+        group = num_q_heads // num_kv_heads
+        if group % 2 == 0 and list_heads in (1, num_kv_heads):
+            return cls.HEADS
+        return cls.APART if widest_head_dim <= 128 else cls.ALONE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """tile_kv: keys a step; stages: depth of the K/V ring; q_stages: 2 loads the next tile's queries ahead;
+    num_ctas: persistent CTAs (0: one a tile); head_group: heads whose tiles are interleaved, so that the long rows of
+    all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs take tiles from a
+    counter in global memory, "static" deals them out beforehand; take_turns: one warpgroup multiplies while the other
+    computes its softmax.
+    """
+
+    tile_kv: int = 128
+    stages: int = 2
+    q_stages: int = 2
+    num_ctas: int = 132
+    head_group: int = 0
+    schedule: Literal["dynamic", "static"] = "dynamic"
+    take_turns: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tile_kv not in (64, 128):
+            raise ValueError(f"{self.tile_kv=} must be 64 or 128")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2")
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"{self.q_stages=} must be 1 or 2")
+        if self.schedule not in ("dynamic", "static"):
+            raise ValueError(f"{self.schedule=} must be 'dynamic' or 'static'")
+        if self.num_ctas < 0 or self.head_group < 0:
+            raise ValueError(f"{self.num_ctas=} and {self.head_group=} must not be negative")
+
+    def smem_bytes(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> int:
+        compute_wgs, rings = 1 if pairing is Pairing.ALONE else 2, 2 if pairing is Pairing.APART else 1
+        q = self.q_stages * compute_wgs * WG_ROWS * head_dim * 2
+        out = compute_wgs * WG_ROWS * v_head_dim * 2 if self.separate_out(head_dim, v_head_dim) else 0
+        ring = rings * self.stages * self.tile_kv
+        # Every buffer begins at a multiple of 1024 bytes; lse, notes, barriers.
+        return (
+            q + out + ring * (head_dim + v_head_dim) * 2 + num_kv_vectors * pl.cdiv(ring * 4, 1024) * 1024 + 2048 + 512
+        )
+
+    def separate_out(self, head_dim: int, v_head_dim: int) -> bool:
+        """A staging buffer of its own for the output, or the query's."""
+        return self.q_stages == 2 or head_dim != v_head_dim
+
+    def fits(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> bool:
+        # A 64 x 256 accumulator leaves no registers for 128-wide logits.
+        if v_head_dim > 128 and self.tile_kv > 64:
+            return False
+        return self.smem_bytes(head_dim, v_head_dim, pairing, num_kv_vectors) <= SMEM_LIMIT
+
+
+def heuristic(
+    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0
+) -> ForwardConfig:
+    """The widest tile, then queries ahead, then the deepest ring: the first that fits."""
+    queries_ahead = (2, 1) if v_head_dim <= 128 else (1,)
+    for tile_kv in (128, 64):
+        for q_stages in queries_ahead:
+            for stages in (4, 3, 2):
+                # With 64 x 256 accumulators the state of a persistent loop does not fit in registers.
+                config = ForwardConfig(
+                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else 132
+                )
+                if config.fits(head_dim, v_head_dim, pairing, num_kv_vectors):
+                    return config
+    raise NotImplementedError(f"no forward tile for {head_dim=}, {v_head_dim=}")
+
+
+def search_space(
+    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0
+) -> list[ForwardConfig]:
+    first = heuristic(head_dim, v_head_dim, pairing, num_kv_vectors)
+    configs = [
+        ForwardConfig(tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=num_ctas)
+        for tile_kv in (128, 64)
+        for stages in (4, 3, 2)
+        for q_stages in (2, 1)
+        for num_ctas in (132, 0)
+    ]
+    if pairing in (Pairing.ROWS, Pairing.HEADS):
+        configs.insert(0, dataclasses.replace(first, take_turns=False))
+    return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]
