@@ -61,3 +61,12 @@ def unchecked_annotations() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A target's known failures are expected ones. Not strict: rounding differs between machines."""
+    for item in items:
+        target = getattr(item, "callspec", None) and item.callspec.params.get("implementation")
+        reason = dict(target.known).get(item.originalname) if target else None
+        if reason:
+            item.add_marker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=False))
