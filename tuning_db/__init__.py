@@ -1,0 +1,1 @@
+"""Tuned configurations, one JSON file a device kind, and their reader."""
