@@ -27,7 +27,7 @@ Window = int | tuple[int | None, int | None] | None
 
 _ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
 _COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
-_STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint")
+_STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint", "complete")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_ROWS + _COLUMNS, meta_fields=_STATIC)
@@ -57,6 +57,7 @@ class BlockMask:
     is_causal: bool
     local_window_size: tuple[int | None, int | None] | None
     density_hint: float | None
+    complete: bool  # known to list every block; False where only the contents can tell (see `overflowed`)
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,8 @@ class BlockMask:
         rows = _compress(xp, active, full, capacity)
         columns = _compress(xp, active.swapaxes(-1, -2), full.T, capacity) if transpose else (None,) * 4
         lists: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + columns, strict=True))
-        mask = cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint)
+        complete = not traced or capacity >= num_allowed
+        mask = cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
         if traced:
             return mask
         with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
@@ -195,7 +197,8 @@ class BlockMask:
         if not traced:
             return mask
         bad = wrong.any().astype(jnp.int32)
-        return dataclasses.replace(mask, kv_row_ptr=mask.kv_row_ptr.at[..., -1].add(bad * (mask.capacity + 1)))
+        row_ptr = mask.kv_row_ptr.at[..., -1].add(bad * (mask.capacity + 1))
+        return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
 
     @classmethod
     def full(

@@ -17,7 +17,7 @@ import numpy as np
 
 from xsake.hads.block_mask import BlockMask
 
-FORMAT, VERSION = "xsake.BlockMask", 1
+FORMAT, VERSION = "xsake.BlockMask", 2
 
 
 def save(mask: BlockMask, path: str | os.PathLike) -> None:

@@ -81,6 +81,7 @@ class Workload:
             is_causal=self.is_causal,
             local_window_size=self.window,
             density_hint=None,
+            complete=True,
         )
         return Call(
             query=array(self.batch, self.q_len, self.q_heads, self.head_dim),

@@ -587,3 +587,14 @@ def test_density_hint_can_be_given_and_is_unknown_under_jit():
         jax.jit(lambda x: BlockMask.from_blocks(x, **sizes, density_hint=0.5))(np.ones((2, 2), bool)).density_hint
         == 0.5
     )
+
+
+def test_only_masks_that_may_not_fit_are_checked_in_the_call():
+    sizes = dict(block_q=64, block_kv=64, q_len=128, kv_len=128)
+    ones = np.ones((2, 2), bool)
+    assert BlockMask.from_blocks(ones, **sizes).complete
+    assert BlockMask.from_blocks(ones, **sizes, capacity=4).complete
+    assert jax.jit(lambda x: BlockMask.from_blocks(x, **sizes))(ones).complete  # room for all
+    assert not jax.jit(lambda x: BlockMask.from_blocks(x, **sizes, capacity=3))(ones).complete
+    indices = np.array([[0, 1], [0, 9]])
+    assert not jax.jit(lambda x: BlockMask.from_indices(x, **sizes))(indices).complete  # one is out of range

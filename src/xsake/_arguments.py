@@ -208,6 +208,8 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
 
 def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:
     """A mask that was built under jit and did not fit: ValueError where that can be seen, else NaN for its heads."""
+    if mask.complete:
+        return sink_lse
     if not isinstance(mask.kv_row_ptr, jax.core.Tracer):
         if mask.overflowed().any():
             raise ValueError(
