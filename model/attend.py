@@ -1,0 +1,76 @@
+"""How the layers of one forward attend: with which mask, to what, on which devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from xsake import BlockMask
+from xsake.model.cache import KVCache
+
+MaskFn = Callable[[int, Array, Array], BlockMask | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attend:
+    """Causal attention, by a function that takes the arguments of `xsake.attention`.
+
+    It is given only those that are needed, so that `jax.nn.dot_product_attention` serves where there is no mask, no
+    filled cache and no segment.
+    """
+
+    attention_fn: Callable[..., Any]
+    mask_fn: MaskFn | None = None
+    segment_ids: Any = None
+    mesh: Mesh | None = None
+
+    def __call__(
+        self, layer: int, cache: KVCache | None, query: Array, key: Array, value: Array
+    ) -> tuple[Array, KVCache | None]:
+        options: dict[str, Any] = {}
+        if cache is not None:
+            empty, positions = not cache.filled, cache.slots(query.shape[1])
+            cache = cache.write(layer, key, value)
+            if not empty:
+                key, value = cache.keys[layer], cache.values[layer]
+                slots = jnp.arange(cache.capacity, dtype=jnp.int32)
+                options["positions"] = (positions, jnp.broadcast_to(slots, (len(key), cache.capacity)))
+        if self.segment_ids is not None:
+            options["segment_ids"] = self.segment_ids
+        mask = None if self.mask_fn is None else self.mask_fn(layer, query, key)
+        if mask is not None:
+            if "positions" in options and mask.is_causal:
+                raise ValueError(
+                    f"layer {layer}'s mask counts causality from query 0, but these {query.shape[1]} queries follow "
+                    "the tokens of a filled cache; build it with is_causal=False (the model is causal by position)"
+                )
+            options["mask"] = mask
+        if self.mesh is None:
+            out = self.attention_fn(query, key, value, is_causal=True, **options)
+        else:
+            out = self._sharded(self.mesh, query, key, value, options)
+        return out, cache
+
+    def _sharded(self, mesh: Mesh, query: Array, key: Array, value: Array, options: dict[str, Any]) -> Array:
+        """Each device attends for its sequences (axis "data") and its heads (axis "model"), with no communication."""
+        data, model = (name if name in mesh.axis_names else None for name in ("data", "model"))
+        for axis, size, what in ((data, query.shape[0], "sequences"), (model, key.shape[2], "KV heads")):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(f"{size} {what} cannot be divided over the mesh's {axis}={mesh.shape[axis]}")
+        heads, tokens = PartitionSpec(data, None, model, None), PartitionSpec(data, None)
+        specs = {
+            name: x.partition_spec(data, model) if name == "mask" else jax.tree.map(lambda _: tokens, x)
+            for name, x in options.items()
+        }
+        return jax.shard_map(
+            lambda q, k, v, options: self.attention_fn(q, k, v, is_causal=True, **options),
+            mesh=mesh,
+            in_specs=(heads, heads, heads, specs),
+            out_specs=heads,
+        )(query, key, value, options)

@@ -1,0 +1,66 @@
+"""Keys and values of the tokens that a model has already seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.model.config import ModelConfig
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "length"), meta_fields=("filled",))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """A slot for each token of each sequence; token n of a sequence is in slot n.
+
+    Sequences may have different lengths: each is written at its own. What lies past a sequence's length is never
+    attended to, and the next tokens overwrite it. `filled` is known while tracing: into an empty cache a prompt attends
+    to itself alone, as without a cache, so that prefill costs the same and takes the same masks.
+
+    >>> from xsake.model import PRESETS
+    >>> KVCache.empty(PRESETS["tiny"], batch=2, capacity=100).capacity
+    100
+    """
+
+    keys: Any  # a [B, capacity, kv_heads, head_dim] for each layer
+    values: Any
+    length: Any  # i32[B]
+    filled: bool = False
+
+    @classmethod
+    def empty(cls, config: ModelConfig, *, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> KVCache:
+        """Room for `capacity` tokens of each of `batch` sequences; `dtype` must be the model's."""
+        if batch < 1:
+            raise ValueError(f"{batch=} must be at least 1")
+        if not 1 <= capacity <= config.context:
+            raise ValueError(f"{capacity=} must be between 1 and the model's context of {config.context} tokens")
+        shape = (batch, capacity, config.kv_heads, config.head_dim)
+        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
+        return cls(keys=keys, values=values, length=jnp.zeros(batch, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[1]
+
+    def slots(self, tokens: int) -> Array:
+        """i32[B, tokens]: where the next tokens go, which is also their position."""
+        return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+
+    def write(self, layer: int, key: Array, value: Array) -> KVCache:
+        """With one layer's keys and values [B, T, K, D] of the next tokens. Past the capacity they are dropped."""
+        rows = jnp.arange(len(key))[:, None], self.slots(key.shape[1])
+
+        def put(layers: tuple, new: Array) -> tuple:
+            changed = layers[layer].at[rows].set(new.astype(layers[layer].dtype), mode="drop", unique_indices=True)
+            return (*layers[:layer], changed, *layers[layer + 1 :])
+
+        return dataclasses.replace(self, keys=put(self.keys, key), values=put(self.values, value))
+
+    def advance(self, tokens: int) -> KVCache:
+        """After every layer has written `tokens` new ones."""
+        return dataclasses.replace(self, length=self.length + tokens, filled=True)

@@ -1,0 +1,120 @@
+"""The shape of a model, checked when it is made, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-style decoder: RMSNorm, rotary positions, grouped heads, SwiGLU, tied or untied embeddings.
+
+    Args:
+      vocab_size: rows of the embedding.
+      layers, width: blocks, and the size of the residual stream.
+      q_heads, kv_heads, head_dim: `q_heads` must be a multiple of `kv_heads`; `q_heads * head_dim` need not be `width`.
+      mlp_width: the inner size of SwiGLU.
+      context: the longest sequence that is accepted.
+      rope_base, norm_eps: of the rotary positions and of RMSNorm.
+      tied: whether the embedding is also the output projection.
+
+    >>> config = PRESETS["tiny"]
+    >>> dataclasses.replace(config, layers=4).param_count() > config.param_count()
+    True
+    """
+
+    vocab_size: int
+    layers: int
+    width: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    context: int
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "width", "q_heads", "kv_heads", "head_dim", "mlp_width", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an int of at least 1")
+        for name in ("rope_base", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name}={value!r} must be a finite number above 0")
+        if not isinstance(self.tied, bool):
+            raise ValueError(f"tied={self.tied!r} must be True or False")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of features")
+
+    def param_count(self) -> int:
+        """Every parameter, a tied embedding counted once."""
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.width
+        norms = (2 * self.layers + 1) * self.width
+        return embeddings + self.layers * self._block_weights + norms
+
+    def flops_per_token(self, length: int, attention_density: float = 1.0) -> float:
+        """Arithmetic of a training step for one token of a sequence of `length`: the numerator of MFU.
+
+        Matrix products, forward and backward (3 x forward; what rematerialisation repeats is not counted). Attention
+        counts active work only: causal, with `attention_density` of its blocks.
+        """
+        if length < 1:
+            raise ValueError(f"{length=} must be at least 1")
+        if not 0 <= attention_density <= 1:
+            raise ValueError(f"{attention_density=} must be between 0 and 1")
+        weights = self.layers * self._block_weights + self.vocab_size * self.width
+        keys_seen = attention_density * (length + 1) / 2
+        attention = self.layers * 2 * self.q_heads * self.head_dim * keys_seen
+        return 3 * 2 * (weights + attention)
+
+    @property
+    def _block_weights(self) -> int:
+        attention = 2 * self.width * self.head_dim * (self.q_heads + self.kv_heads)
+        return attention + 3 * self.width * self.mlp_width
+
+
+PRESETS = {
+    "tiny": ModelConfig(
+        vocab_size=512, layers=2, width=64, q_heads=4, kv_heads=2, head_dim=16, mlp_width=192, context=512
+    ),
+    "small": ModelConfig(
+        vocab_size=16384,
+        layers=12,
+        width=512,
+        q_heads=8,
+        kv_heads=4,
+        head_dim=64,
+        mlp_width=1792,
+        context=8192,
+        rope_base=500_000.0,
+    ),
+    # As large as GPT-2 small (124M), but Llama-style like the others: not GPT-2's architecture, nor its weights.
+    "gpt2-124m": ModelConfig(
+        vocab_size=50304,  # GPT-2's 50257, rounded up to a multiple of 64
+        layers=12,
+        width=768,
+        q_heads=12,
+        kv_heads=12,
+        head_dim=64,
+        mlp_width=2048,
+        context=8192,
+        rope_base=500_000.0,
+    ),
+    "smollm2-135m": ModelConfig(
+        vocab_size=49152,
+        layers=30,
+        width=576,
+        q_heads=9,
+        kv_heads=3,
+        head_dim=64,
+        mlp_width=1536,
+        context=8192,
+        rope_base=100_000.0,
+    ),
+}
