@@ -1,0 +1,47 @@
+"""A byte-level BPE tokenizer, trained on your own text: any text round-trips, and there is no unknown token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+LEAST_VOCAB = 257  # every byte, and the end of a text
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE as in GPT-2. The vocabulary may come out smaller than asked for, if the text is small."""
+    if vocab_size < LEAST_VOCAB:
+        raise ValueError(f"{vocab_size=} must be at least {LEAST_VOCAB}: every byte, and {END_OF_TEXT}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer file of the `tokenizers` library that knows where a text ends."""
+    if not path.is_file():
+        raise FileNotFoundError(f"tokenizer {path} does not exist")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer file: {error}") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"the tokenizer {path} has no token {END_OF_TEXT}, which ends a text in the token files")
+    return tokenizer
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """What token files carry, so that those of different tokenizers are never mixed."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]

@@ -1,0 +1,95 @@
+"""Text to token files and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xsake.model.data_build import TOKENIZER_FILE, build, find_texts
+from xsake.model.data_shards import open_shards
+from xsake.model.data_tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
+
+WORDS = "attention blocks query keys sparse window sink mask layer head token value".split()
+
+
+def text(seed: int, words: int = 200) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words)) + f"\n# {seed} é → 漢字\n"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folder = tmp_path / "texts" / "deep"
+    folder.mkdir(parents=True)
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(text(number))
+    return tmp_path / "texts"
+
+
+def decoded(folder, split: str) -> list[str]:
+    """The texts of a split, from its token files alone."""
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    ids = np.concatenate([shard.tokens for shard in open_shards(folder, split)])
+    ends = np.flatnonzero(ids == tokenizer.token_to_id(END_OF_TEXT))
+    assert ends[-1] == len(ids) - 1
+    return [tokenizer.decode(part[part != ids[-1]].tolist()) for part in np.split(ids, ends[:-1] + 1)]
+
+
+def test_every_text_is_in_one_split_once_and_reads_as_before(sources, tmp_path):
+    built = build([sources], tmp_path / "out", vocab_size=320, holdout=0.2, shard_tokens=1000)
+    train, held = (decoded(tmp_path / "out", split) for split in ("train", "held"))
+    assert sorted(train + held) == sorted(text(number) for number in range(40))
+    assert built.texts == {"train": len(train), "held": len(held)} and 1 <= len(held) <= 16
+    shards = open_shards(tmp_path / "out", "train")
+    assert built.vocab_size == 320 == shards[0].vocab_size
+    assert [len(shard.tokens) for shard in shards[:-1]] == [1000] * (len(shards) - 1) and len(shards) > 2
+    assert built.tokens["train"] == sum(len(shard.tokens) for shard in shards)
+    assert shards[0].tokenizer == fingerprint(load_tokenizer(tmp_path / "out" / TOKENIZER_FILE))
+    assert built.bytes_read == sum(path.stat().st_size for path in find_texts([sources])) and built.not_utf8 == 0
+
+
+def test_two_builds_are_the_same(sources, tmp_path):
+    for name in ("one", "two"):
+        build([sources], tmp_path / name, vocab_size=320, holdout=0.1)
+    one, two = (sorted((tmp_path / name).iterdir()) for name in ("one", "two"))
+    assert [p.name for p in one] == [p.name for p in two]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+
+
+def test_with_a_tokenizer_of_ones_own(sources, tmp_path):
+    train_tokenizer([text(1)], 300).save(str(tmp_path / "mine.json"))
+    built = build([sources / "deep" / "03.txt"], tmp_path / "out", tokenizer=tmp_path / "mine.json", holdout=0.0)
+    assert built.vocab_size == 300 and decoded(tmp_path / "out", "train") == [text(3)]
+    assert not list((tmp_path / "out").glob("held-*"))
+
+
+def test_long_texts_and_odd_bytes(tmp_path, monkeypatch):
+    """A text is encoded in pieces; one that spells the end of a text does not end there; other bytes are replaced."""
+    monkeypatch.setattr("xsake.model.data_build._PIECE_CHARACTERS", 100)
+    long = "".join(text(number, 20) for number in range(30)) + f"not the end: {END_OF_TEXT} {'x' * 300}"
+    (tmp_path / "long.txt").write_text(long)
+    (tmp_path / "odd.txt").write_bytes(b"caf\xe9")
+    built = build([tmp_path / "long.txt", tmp_path / "odd.txt"], tmp_path / "out", vocab_size=300, holdout=0.0)
+    assert decoded(tmp_path / "out", "train") == [long, "caf\ufffd"]
+    assert built.not_utf8 == 1
+
+
+def test_wrong_calls(sources, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing is neither a file nor a folder"):
+        build([tmp_path / "nothing"], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no file"):
+        build([tmp_path / "empty"], tmp_path / "out")
+    with pytest.raises(FileExistsError, match="nothing was overwritten"):
+        build([sources], tmp_path / "empty")
+    with pytest.raises(ValueError, match="vocab_size=100 must be at least 257"):
+        build([sources], tmp_path / "out", vocab_size=100)
+    with pytest.raises(ValueError, match="holdout=1.0"):
+        build([sources], tmp_path / "out", holdout=1.0)
+    with pytest.raises(ValueError, match="shard_tokens=0"):
+        build([sources], tmp_path / "out", shard_tokens=0)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad.json is no tokenizer file"):
+        build([sources], tmp_path / "out", tokenizer=tmp_path / "bad.json")
+    with pytest.raises(FileNotFoundError, match=r"none.json does not exist"):
+        build([sources], tmp_path / "out", tokenizer=tmp_path / "none.json")
+    assert not (tmp_path / "out").exists()
