@@ -90,6 +90,28 @@ def search_space(call: Call) -> Sequence[Config]:
     return list(dict.fromkeys([default, *space]))
 
 
+def misfit(call: Call, config: Config) -> str | None:
+    d, dv, mask, pairing = _padded(call.head_dim), _padded(call.value_dim), call.mask, _pairing(call)
+    heads = call.batch * call.q_heads // (2 if pairing is Pairing.HEADS else 1)
+    if heads % (config.forward.head_group or 1):
+        return f"forward: head_group={config.forward.head_group} does not divide {heads} tiles of heads"
+    if not config.forward.fits(d, dv, pairing, _num_kv_vectors(call)):
+        return "forward: it needs more shared memory or registers than there are"
+    for name, part, resident, streamed in (
+        ("dq", config.dq, mask.block_q, mask.block_kv),
+        ("dkv", config.dkv, mask.block_kv, mask.block_q),
+    ):
+        if streamed % part.tile:
+            return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
+        split = name == "dkv" and (d + dv > 256 if part.split is None else part.split)
+        if split and (part.compute_wgs != 2 or part.tile != 64):
+            return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
+        need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
+        if need > mosaic_backward_common.SMEM_LIMIT:
+            return f"{name}: it needs {need} bytes of shared memory; {mosaic_backward_common.SMEM_LIMIT} are the limit"
+    return None
+
+
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask

@@ -95,6 +95,17 @@ def search_space(call: Call) -> Sequence[Config]:
     return list(dict.fromkeys(space))
 
 
+def misfit(call: Call, config: Config) -> str | None:
+    mask, capability = call.mask, compute_capability()
+    for kernel in ("forward", "dq", "dkv"):
+        tiling = getattr(config, kernel)
+        if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+            return f"{kernel}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
+        if not _fits(call, kernel, tiling, capability):
+            return f"{kernel}: it needs more shared memory or registers than there are"
+    return None
+
+
 def _default(call: Call, kernel: str) -> Tiling:
     mask, dim = call.mask, max(padded_dim(call.head_dim), padded_dim(call.value_dim))
     if call.query.dtype == jnp.float32:  # products without tensor cores: registers are what is short

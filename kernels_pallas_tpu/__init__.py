@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from xsake._backend import Call
-from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, search_space
+from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, misfit, search_space
 
 __all__ = [
     "Config",
@@ -18,6 +18,7 @@ __all__ = [
     "default_blocks",
     "default_config",
     "forward",
+    "misfit",
     "search_space",
     "unavailable",
     "unsupported",

@@ -221,6 +221,20 @@ def search_space(call: Call) -> Sequence[Config]:
     return out
 
 
+def misfit(call: Call, config: Config) -> str | None:
+    for name, axes in (("forward", forward_axes), ("dq", dq_axes), ("dkv", dkv_axes)):
+        tiling = getattr(config, name)
+        try:
+            axes(call, tiling)
+        except ValueError as error:
+            return f"{name}: {error}"
+        if _fold(call) % tiling.fold:
+            return f"{name}: fold={tiling.fold} must divide {_fold(call)}, the heads that may share a step"
+        if not fits(call, name, tiling):
+            return f"{name}: it needs {vmem_bytes(call, name, tiling)} bytes of VMEM; {VMEM_LIMIT} are the limit"
+    return None
+
+
 VMEM_LIMIT = 48 * 2**20  # what a kernel may take: v5e and v6e have 128 MiB, v5p and tpu7x 64
 
 

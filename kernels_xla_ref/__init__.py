@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xsake._backend import Call
-from xsake.kernels_xla_ref.block_sparse import Config, Tiling, backward, default_config, forward, search_space
+from xsake.kernels_xla_ref.block_sparse import Config, Tiling, backward, default_config, forward, misfit, search_space
 
 __all__ = [
     "Config",
@@ -12,6 +12,7 @@ __all__ = [
     "default_blocks",
     "default_config",
     "forward",
+    "misfit",
     "search_space",
     "unavailable",
     "unsupported",

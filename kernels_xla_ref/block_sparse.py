@@ -55,6 +55,14 @@ def search_space(call: Call) -> Sequence[Config]:
     return [Config(forward=f, backward=b) for f in sizes for b in sizes] + [default]
 
 
+def misfit(call: Call, config: Config) -> str | None:
+    mask = call.mask
+    for name, tiling in (("forward", config.forward), ("backward", config.backward)):
+        if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+            return f"{name}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
+    return None
+
+
 def _default_tiling(call: Call, tiles: int) -> Tiling:
     """Tiles of about 128 x 128, and so many a step that the cores are busy and their caches suffice (measured)."""
     q, kv = _tile(call.mask.block_q, call.q_len), _tile(call.mask.block_kv, call.kv_len)

@@ -59,11 +59,15 @@ def _small(implementation):
     return make(implementation, q_len=75, batch=1, q_heads=2, kv_heads=1, mask=(1, 2), mask_causal=True, density=0.8)
 
 
-def test_search_space_holds_the_default(implementation):
-    space, default = _space(implementation, _small(implementation))
+def test_search_space_holds_the_default_and_fits_the_call(implementation):
+    case = _small(implementation)
+    space, default = _space(implementation, case)
     assert default in space
     assert all(isinstance(c, get(implementation.name).Config) for c in space)
     assert len({hash(c) for c in space}) > 1
+    call = _call(implementation, case)
+    with implementation.context():
+        assert [get(implementation.name).misfit(call, c) for c in space] == [None] * len(space)
 
 
 def test_configs_of_the_search_space_give_the_same_numbers(implementation):
@@ -132,6 +136,7 @@ def test_backend_has_the_protocol_s_names(implementation):
         "default_blocks",
         "default_config",
         "search_space",
+        "misfit",
         "forward",
         "backward",
     ):

@@ -1,1 +1,22 @@
-"""Tuned configurations, one JSON file a device kind, and their reader."""
+"""Tuned configurations, one JSON file a device kind, and their reader. `xsake.autotune` writes them."""
+
+from xsake.tuning_db.database import SCHEMA_VERSION, Database, Entry, UnknownSchema, UnreadableDatabase, file_name
+from xsake.tuning_db.key import Key
+from xsake.tuning_db.lookup import SHIPPED, Found, find, heuristics_only, overlay, user_directory, warn_once
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "SHIPPED",
+    "Database",
+    "Entry",
+    "Found",
+    "Key",
+    "UnknownSchema",
+    "UnreadableDatabase",
+    "file_name",
+    "find",
+    "heuristics_only",
+    "overlay",
+    "user_directory",
+    "warn_once",
+]

@@ -97,7 +97,11 @@ class Call:
 
 @runtime_checkable
 class Backend(Protocol):
-    """The names of a backend module. `Config` is a frozen keyword-only dataclass that validates itself."""
+    """The names of a backend module.
+
+    `Config` is a frozen keyword-only dataclass with a field for each direction that is tuned by itself (such as
+    forward, dq and dkv), and each of these is such a dataclass too. They validate themselves.
+    """
 
     Config: type
 
@@ -114,7 +118,13 @@ class Backend(Protocol):
         """A configuration that always works, from shapes alone."""
 
     def search_space(self, call: Call) -> Sequence[Any]:
-        """Configurations worth measuring, the default among them; those that cannot fit are left out."""
+        """Configurations worth measuring, the default among them; those that cannot fit are left out.
+
+        Directions may be varied one at a time: a tuner takes each direction's own values and tunes it alone.
+        """
+
+    def misfit(self, call: Call, config: Any) -> str | None:
+        """Why a configuration that was made for another call cannot serve this one, or None."""
 
     def forward(self, call: Call, config: Any) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
         """Output and natural-log lse (float32, sink included)."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from xsake import _registry
+from xsake import _registry, _tuned, tuning_db
 from xsake._arguments import build_call
 
 
@@ -33,7 +33,7 @@ def show(console: Console | None = None) -> None:
     console.print(table)
 
     serves = Table(
-        "call", "implementation", "configuration", title="What would serve a call here", title_justify="left"
+        "call", "implementation", "configuration", "tuned", title="What would serve a call here", title_justify="left"
     )
     for label, dtype, head_dim in (
         ("bfloat16, head_dim 128", jnp.bfloat16, 128),
@@ -41,7 +41,11 @@ def show(console: Console | None = None) -> None:
     ):
         serves.add_row(label, *_serving(dtype, head_dim))
     console.print(serves)
-    console.print("tuning: each implementation's built-in heuristic; pass config= to attention to override it")
+    kind = tuning_db.file_name(devices[0].device_kind)
+    for whose, folder in (("your own", tuning_db.user_directory()), ("shipped", tuning_db.SHIPPED)):
+        there = "" if (folder / kind).exists() else " (not there)"
+        console.print(f"tuning: {whose} in {folder / kind}{there}", soft_wrap=True)
+    console.print("`xsake autotune` tunes for this device; config= of attention overrides what was tuned")
 
 
 def _version(name: str) -> str:
@@ -51,16 +55,18 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, str]:
-    """Name and configuration for a causal call of 4096 tokens, from shapes alone."""
-    chosen: list[tuple[str, str]] = []
+def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, str, str]:
+    """Name, configuration and its origin for a causal call of 4096 tokens, from shapes alone."""
+    chosen: list[tuple[str, str, str]] = []
 
     def trace(x: jax.Array) -> jax.Array:
         names = _registry.candidates(None, jax.default_backend())
         blocks = _registry.get(names[0]).default_blocks(4096, 4096, head_dim)
         call = build_call(x, x, x, None, is_causal=True, default_blocks=blocks)
         name = _registry.choose(names, call)
-        chosen.append((name, str(_registry.get(name).default_config(call))))
+        choice = _tuned.choose(name, call)
+        origins = [f"{direction}: {found or 'heuristic'}" for direction, found in choice.found.items()]
+        chosen.append((name, str(choice.config), "\n".join(origins)))
         return x
 
     jax.eval_shape(trace, jax.ShapeDtypeStruct((1, 4096, 8, head_dim), dtype))

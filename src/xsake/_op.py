@@ -13,7 +13,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from xsake import _registry
+from xsake import _registry, _tuned
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call, interpret, interpreting, vary, varying_axes
 from xsake._fold import fold, fold_call, unfold
@@ -63,7 +63,8 @@ def attention(
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
       implementation: None for the best one that supports the call; a name runs that one or raises, never falls back.
-      config: that implementation's own `Config`; None for its default.
+      config: that implementation's own `Config`; None for what was tuned for such calls on this device
+        (`xsake.tuning_db`), or else its heuristic.
 
     Returns:
       [B, T, H, Dv] in the query's dtype, or (output, lse).
@@ -103,9 +104,10 @@ def attention(
 
 
 def _resolve_config(name: str, call: Call, config: Any) -> Any:
-    backend = _registry.get(name)
+    _tuned.announce(name, call)
     if config is None:
-        return backend.default_config(call)
+        return _tuned.choose(name, call).config
+    backend = _registry.get(name)
     if not isinstance(config, backend.Config):
         raise TypeError(
             f"config must be a {backend.Config.__module__}.{backend.Config.__qualname__} for implementation {name!r}; "

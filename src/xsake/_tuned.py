@@ -1,0 +1,142 @@
+"""The configuration of a call that gives none: tuned where something was tuned for it, otherwise the heuristic."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import hashlib
+import inspect
+import logging
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xsake import _registry, tuning_db
+from xsake._backend import Backend, Call
+from xsake.tuning_db import Found, Key
+
+_log = logging.getLogger("xsake")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A configuration, and for each of its directions the entry it came from (None: the heuristic)."""
+
+    config: Any
+    found: dict[str, Found | None]
+
+
+def choose(name: str, call: Call) -> Choice:
+    """Looks at the databases; happens while tracing, never in a compiled call."""
+    backend = _registry.get(name)
+    config, found = backend.default_config(call), {}
+    for direction in directions(backend):
+        entry = tuning_db.find(device_kind(call.query), key_of(name, call, direction))
+        tuned = _with_part(backend, call, config, direction, entry) if entry else None
+        found[direction] = entry if tuned else None
+        config = tuned or config
+        if entry and tuned:
+            _tell(name, direction, entry)
+    return Choice(config, found)
+
+
+def _with_part(backend: Backend, call: Call, config: Any, direction: str, found: Found) -> Any | None:
+    """The configuration with one direction as stored, or None, said once, if it does not suit backend or call."""
+    try:
+        tuned = dataclasses.replace(config, **{direction: make_part(backend, direction, found.entry.config)})
+        problem = backend.misfit(call, tuned)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem is None:
+        return tuned
+    tuning_db.warn_once(f"tuned configuration ignored ({found}), {found.entry.key}: {problem}")
+    return None
+
+
+def _tell(name: str, direction: str, found: Found) -> None:
+    if not found.exact:
+        _log.info("attention %s on %r: tuned configuration of the nearest entry (%s)", direction, name, found)
+    if found.entry.about.get("kernel") != kernel_hash(name):
+        _tell_stale(name, found.origin)
+
+
+@cache
+def _tell_stale(name: str, origin: str) -> None:
+    """Said once: a changed kernel makes all of its entries stale at once, and they are still the best guess."""
+    _log.info(
+        "%s tuning entries for %r are stale: its kernels changed since (xsake autotune renews them)", origin, name
+    )
+
+
+def directions(backend: Backend) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(backend.Config))
+
+
+def make_part(backend: Backend, direction: str, values: Any) -> Any:
+    """One direction's configuration from stored values. Every field must be there: a default may have changed since."""
+    part = typing.get_type_hints(backend.Config)[direction]
+    names = [field.name for field in dataclasses.fields(part)]
+    if sorted(values) != sorted(names):
+        raise ValueError(f"{part.__name__} has the fields {names}, the entry has {sorted(values)}")
+    return part(**values)
+
+
+def key_of(name: str, call: Call, direction: str) -> Key:
+    return Key.of(
+        implementation=name,
+        direction=direction,
+        dtype=call.query.dtype.name,
+        head_dim=call.head_dim,
+        value_dim=call.value_dim,
+        group=call.q_heads // call.kv_heads,
+        block_q=call.mask.block_q,
+        block_kv=call.mask.block_kv,
+        causal=call.band.right == 0,
+        q_len=call.q_len,
+        kv_len=call.kv_len,
+        heads=call.batch * call.q_heads,
+        density=call.mask.density_hint,
+    )
+
+
+def device_kind(array: Any) -> str:
+    """Of a concrete array's device; while tracing, of the default one."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices())).device_kind
+    return jax.local_devices()[0].device_kind
+
+
+@cache
+def kernel_hash(name: str) -> str:
+    """Of the sources that an implementation is made of: those named after its module, or its whole folder."""
+    file = Path(inspect.getfile(typing.cast(Any, _registry.get(name))))
+    pattern = "*.py" if file.stem == "__init__" else f"{file.stem}*.py"
+    sources = b"".join(path.read_bytes() for path in sorted(file.parent.glob(pattern)))
+    return hashlib.sha256(sources).hexdigest()[:16]
+
+
+# -- who listens -----------------------------------------------------------------------------------------------------
+
+_listeners: contextvars.ContextVar[tuple[Callable[[str, Call], None], ...]] = contextvars.ContextVar(
+    "xsake_calls", default=()
+)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[str, Call], None]) -> Iterator[None]:
+    """Inside, the listener hears of every call that is traced: its implementation and the call."""
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
+
+
+def announce(name: str, call: Call) -> None:
+    for listener in _listeners.get():
+        listener(name, call)

@@ -1,0 +1,149 @@
+"""One file of tuned configurations: its format, and the two ways to look something up in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xsake.tuning_db.key import Key, places_near
+
+SCHEMA_VERSION = 1
+SOURCES = ("measured", "schedule")
+
+_KEY_TYPES: dict[str, tuple[type, ...]] = {
+    "operation": (str,),
+    "implementation": (str,),
+    "direction": (str,),
+    "dtype": (str,),
+    "causal": (bool,),
+    "density": (int, float, type(None)),
+}
+
+
+class UnreadableDatabase(ValueError):
+    """The file is no tuning database: damaged, cut short or empty."""
+
+
+class UnknownSchema(UnreadableDatabase):
+    """The file was written by another version of this format, and its meaning is not guessed at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One direction's configuration with every field given, and how it was found.
+
+    `about` holds the rest of the line: kernel hash, source, date, timings, trials, seed, errors, environment.
+    """
+
+    key: Key
+    config: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, given: Any) -> Entry:
+        if not isinstance(given, dict) or not isinstance(given.get("key"), dict):
+            raise UnreadableDatabase("an entry must be an object with a key")
+        key, config, source = given["key"], given.get("config"), given.get("source")
+        names = [f.name for f in dataclasses.fields(Key)]
+        if sorted(key) != sorted(names):
+            raise UnreadableDatabase(f"a key must have the fields {names}, got {sorted(key)}")
+        for name, value in key.items():
+            kinds = _KEY_TYPES.get(name, (int,))
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise UnreadableDatabase(
+                    f"key.{name}={value!r} must be of type {' or '.join(k.__name__ for k in kinds)}"
+                )
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                raise UnreadableDatabase(f"key.{name}={value!r} must be above 0")
+        if not isinstance(config, dict) or not config:
+            raise UnreadableDatabase(f"config must be an object with every field of the configuration, got {config!r}")
+        if source not in SOURCES:
+            raise UnreadableDatabase(f"source={source!r} must be one of {SOURCES}")
+        return cls(Key(**key), config, {k: v for k, v in given.items() if k not in ("key", "config")})
+
+    def json(self) -> dict[str, Any]:
+        return {"key": dataclasses.asdict(self.key), "config": dict(self.config), **self.about}
+
+
+class Database:
+    """The entries for one kind of device."""
+
+    def __init__(
+        self, device_kind: str, entries: Iterable[Entry] = (), environments: Mapping[str, Any] | None = None
+    ) -> None:
+        self.device_kind = device_kind
+        self.environments = dict(environments or {})
+        self._families: dict[tuple, dict[tuple, Entry]] = {}
+        for entry in entries:
+            self._families.setdefault(entry.key.family, {})[entry.key.place] = entry
+
+    def __len__(self) -> int:
+        return sum(len(places) for places in self._families.values())
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Sorted by key: a file that is written twice is the same twice."""
+        every = (entry for places in self._families.values() for entry in places.values())
+        return sorted(every, key=lambda e: [(x is not None, x) for x in dataclasses.astuple(e.key)])
+
+    def exact(self, key: Key) -> Entry | None:
+        return self._families.get(key.family, {}).get(key.place)
+
+    def nearest(self, key: Key) -> Entry | None:
+        """Of the same family, within `REACH`: near in sequence length, then in density and heads."""
+        places = self._families.get(key.family)
+        if not places:
+            return None
+        return next((places[place] for place in places_near(key.place) if place in places), None)
+
+    # -- the file --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str) -> Database:
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise UnreadableDatabase(f"it is not JSON: {error}") from error
+        if not isinstance(given, dict) or "schema_version" not in given:
+            raise UnreadableDatabase("it has no schema_version")
+        if given["schema_version"] != SCHEMA_VERSION:
+            raise UnknownSchema(
+                f"its schema_version is {given['schema_version']!r}, and this version of xsake knows {SCHEMA_VERSION}"
+            )
+        kind, environments, entries = (given.get(k) for k in ("device_kind", "environments", "entries"))
+        if not isinstance(kind, str) or not isinstance(environments, dict) or not isinstance(entries, list):
+            raise UnreadableDatabase("it must have a device_kind, environments and entries")
+        return cls(kind, map(Entry.parse, entries), environments)
+
+    @classmethod
+    def read(cls, path: Path) -> Database:
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise UnreadableDatabase(f"it is not text: {error}") from error
+
+    def dump(self) -> str:
+        """Readable, sorted, an entry a line; only the environments that entries speak of."""
+        used = {e.about.get("environment") for e in self.entries}
+        lines = ",\n".join(json.dumps(e.json()) for e in self.entries)
+        environments = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(value)}"
+            for name, value in sorted(self.environments.items())
+            if name in used
+        )
+        return (
+            f'{{"schema_version": {SCHEMA_VERSION},\n"device_kind": {json.dumps(self.device_kind)},\n'
+            f'"environments": {{\n{environments}\n}},\n"entries": [\n{lines}\n]}}\n'
+        )
+
+
+def file_name(device_kind: str) -> str:
+    """
+    >>> file_name("NVIDIA H200")
+    'nvidia_h200.json'
+    """
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"

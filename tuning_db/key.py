@@ -1,0 +1,103 @@
+"""What a tuned configuration is for, and which of them is near another."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+REACH = 3.0  # octaves: a configuration that was tuned farther away is no better than the heuristic
+UNKNOWN_DENSITY = 0.5  # what a mask of unknown density is taken for when nothing was tuned for it
+
+# Sequence lengths, heads and density may differ between a call and the entry that serves it; the rest may not.
+_BUCKETS = ("q_len", "kv_len", "heads", "density")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """One direction of one operation on calls of about one size.
+
+    `direction` is a field of the implementation's Config. `q_len`, `kv_len` and `heads` (batch times query heads) are
+    powers of two; `density` is a bucket of half an octave, or None where the mask does not say.
+
+    >>> key = Key.of(implementation="xla", direction="forward", dtype="float32", head_dim=64, value_dim=64, group=1,
+    ...              block_q=128, block_kv=128, causal=True, q_len=5000, kv_len=5000, heads=8, density=0.5)
+    >>> key.q_len, key.density
+    (4096, 0.5)
+    """
+
+    operation: str = "attention"
+    implementation: str
+    direction: str
+    dtype: str
+    head_dim: int
+    value_dim: int
+    group: int
+    block_q: int
+    block_kv: int
+    causal: bool
+    q_len: int
+    kv_len: int
+    heads: int
+    density: float | None
+
+    @classmethod
+    def of(cls, *, q_len: int, kv_len: int, heads: int, density: float | None, **same: Any) -> Key:
+        """A key for exact sizes: they are put in their buckets."""
+        return cls(
+            **same,
+            q_len=_power_of_two(q_len),
+            kv_len=_power_of_two(kv_len),
+            heads=_power_of_two(heads),
+            density=None if density is None else round(2 ** (_half_octaves(density) / 2), 4),
+        )
+
+    @property
+    def family(self) -> tuple:
+        """What must be equal."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _BUCKETS)
+
+    @property
+    def place(self) -> tuple[int, int, int, int | None]:
+        """Where in its family: octaves of both lengths and of the heads, half octaves of density."""
+        q, kv, heads = (round(math.log2(n)) for n in (self.q_len, self.kv_len, self.heads))
+        return q, kv, heads, None if self.density is None else _half_octaves(self.density)
+
+    def __str__(self) -> str:
+        density = "any density" if self.density is None else f"density {self.density:g}"
+        lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        return (
+            f"{self.operation} {self.direction} on {self.implementation}: {self.dtype}, {lengths} tokens, {density}, "
+            f"{self.heads} heads of {dims} in groups of {self.group}, blocks {self.block_q} x {self.block_kv}"
+            f"{', causal' if self.causal else ''}"
+        )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << round(math.log2(size))
+
+
+def _half_octaves(density: float) -> int:
+    return round(2 * math.log2(max(density, 2**-10)))
+
+
+def places_near(place: tuple[int, int, int, int | None]) -> itertools.chain[tuple]:
+    """Places of a family, nearest first, as far as `REACH`; for an unknown density those without one first."""
+    q, kv, heads, density = place
+    middle = _half_octaves(UNKNOWN_DENSITY) if density is None else density
+    known = ((q + a, kv + b, heads + c, middle + d) for a, b, c, d in _OFFSETS)
+    unknown = ((q + a, kv + b, heads + c, None) for a, b, c, d in _OFFSETS if d == 0)
+    return itertools.chain(unknown, known) if density is None else itertools.chain(known, unknown)
+
+
+def _offsets() -> list[tuple[int, int, int, int]]:
+    """The longer of the two lengths' steps counts, an octave of heads half as much as one of length or density."""
+    steps, halves = range(-int(REACH), int(REACH) + 1), range(-int(2 * REACH), int(2 * REACH) + 1)
+    every = itertools.product(steps, steps, halves, halves)
+    far = {o: max(abs(o[0]), abs(o[1])) + abs(o[2]) / 2 + abs(o[3]) / 2 for o in every}
+    return sorted((o for o in far if far[o] <= REACH), key=lambda o: (far[o], o))
+
+
+_OFFSETS = _offsets()

@@ -1,0 +1,130 @@
+"""Which entry serves a call: overlay, then the user's file, then the shipped one, each exact before near."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from xsake.tuning_db.database import Database, Entry, UnreadableDatabase, file_name
+from xsake.tuning_db.key import Key
+
+SHIPPED = Path(__file__).parent
+
+_log = logging.getLogger("xsake")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An entry and where it came from: "overlay", "user" or "shipped"."""
+
+    entry: Entry
+    origin: str
+    exact: bool
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"{self.origin}, exact"
+        key = self.entry.key
+        density = "any density" if key.density is None else f"density {key.density:g}"
+        return f"{self.origin}, nearest: {key.q_len} x {key.kv_len} tokens, {key.heads} heads, {density}"
+
+
+def user_directory() -> Path:
+    """Where a user's own results are: $XSAKE_TUNING_DIR, or xsake/tuning in the XDG data directory."""
+    if given := os.environ.get("XSAKE_TUNING_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "xsake" / "tuning"
+
+
+def find(device_kind: str, key: Key) -> Found | None:
+    """The entry for a call, or None for the heuristic."""
+    overlays = _overlays.get()
+    for database in overlays:
+        if database is None:
+            return None
+        for exact, entry in ((True, database.exact(key)), (False, database.nearest(key))):
+            if entry is not None:
+                return Found(entry, "overlay", exact)
+    files = [("user", user_directory()), ("shipped", SHIPPED)]
+    databases = [(origin, _current(folder / file_name(device_kind))) for origin, folder in files]
+    for exact in (True, False):
+        for origin, database in databases:
+            if database is None:
+                continue
+            entry = database.exact(key) if exact else database.nearest(key)
+            if entry is not None:
+                return Found(entry, origin, exact)
+    return None
+
+
+# -- files, read once ----------------------------------------------------------------------------------------------
+
+_read: dict[Path, tuple[tuple, Database | None]] = {}
+
+
+def _current(path: Path) -> Database | None:
+    """The file's contents, read again only after it was replaced."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    if path not in _read or _read[path][0] != stamp:
+        _read[path] = (stamp, _load(path))
+    return _read[path][1]
+
+
+def _load(path: Path) -> Database | None:
+    try:
+        return Database.read(path)
+    except (OSError, UnreadableDatabase) as error:
+        warn_once(f"the tuning database {path} is ignored: {error}")
+        return None
+
+
+@cache
+def warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+# -- overlays ------------------------------------------------------------------------------------------------------
+
+_overlays: contextvars.ContextVar[tuple[Database | None, ...]] = contextvars.ContextVar("xsake_tuning", default=())
+
+
+@contextlib.contextmanager
+def overlay(source: str | os.PathLike | Database) -> Iterator[Database]:
+    """Inside, entries of this database (or its file) come before the user's and the shipped ones; the innermost first.
+
+    It is read while tracing: a function that was compiled outside is not changed inside.
+
+    >>> from xsake import tuning_db
+    >>> with tuning_db.overlay(tuning_db.Database("cpu")) as trial:
+    ...     len(trial)
+    0
+    """
+    database = source if isinstance(source, Database) else Database.read(Path(source))
+    with _pushed(database):
+        yield database
+
+
+@contextlib.contextmanager
+def heuristics_only() -> Iterator[None]:
+    """Inside, no database is looked at: what a machine without entries would do. Read while tracing, as `overlay`."""
+    with _pushed(None):
+        yield
+
+
+@contextlib.contextmanager
+def _pushed(database: Database | None) -> Iterator[None]:
+    token = _overlays.set((database, *_overlays.get()))
+    try:
+        yield
+    finally:
+        _overlays.reset(token)
