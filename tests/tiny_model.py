@@ -1,0 +1,40 @@
+"""A small model with weights far from their start, for the tests: there attention and norms are not nearly uniform."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from xsake.model import PRESETS, Transformer
+
+TINY = PRESETS["tiny"]
+LENGTH = 40
+TOKENS = np.random.default_rng(0).integers(TINY.vocab_size, size=(2, LENGTH)).astype(np.int32)
+
+
+def build(**options: Any) -> Transformer:
+    options = dict(config=TINY, rngs=nnx.Rngs(0), dtype=jnp.float32) | options
+    model = Transformer(options.pop("config"), **options)
+    state, rng = nnx.state(model), np.random.default_rng(1)
+    nnx.update(model, jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), state))
+    return model
+
+
+def run(model: Transformer, tokens: Any, cache: Any = None, **options: Any) -> Any:
+    """The model's forward, compiled, and compiled once where there are no options."""
+    graph, state = nnx.split(model)
+    if not options:
+        return _run(graph, state, jnp.asarray(tokens), cache)
+    return jax.jit(lambda state, tokens, cache: nnx.merge(graph, state)(tokens, cache=cache, **options))(
+        state, jnp.asarray(tokens), cache
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array, cache: Any) -> Any:
+    return nnx.merge(graph, state)(tokens, cache=cache)
