@@ -1,1 +1,18 @@
-"""Workloads and how to time them."""
+"""Workloads, timing, and the tuner that fills `xsake.tuning_db`. Light: what needs Optuna is imported when used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xsake.autotune.calls import record_calls
+
+__all__ = ["record_calls"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "record_calls":
+        from xsake.autotune.calls import record_calls
+
+        return record_calls
+    raise AttributeError(f"module 'xsake.autotune' has no attribute {name!r}")

@@ -22,14 +22,21 @@ class Workload:
     head_dim: int
     is_causal: bool
     block: int = 128
+    kv_length: int | None = None  # None: those of the queries, and likewise below
+    value_dim: int | None = None
+    block_kv: int | None = None
 
     def inputs(self, dtype: jax.typing.DTypeLike, seed: int = 0) -> tuple[Array, Array, Array]:
         """Random query, key and value."""
-        keys = jax.random.split(jax.random.key(seed), 3)
-        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        kv_length = self.kv_length or self.length
+        shapes = (
+            (self.length, self.q_heads, self.head_dim),
+            (kv_length, self.kv_heads, self.head_dim),
+            (kv_length, self.kv_heads, self.value_dim or self.head_dim),
+        )
         return tuple(  # type: ignore[return-value]
-            jax.random.normal(k, (self.batch, self.length, h, self.head_dim), jnp.float32).astype(dtype)
-            for k, h in zip(keys, heads, strict=True)
+            jax.random.normal(key, (self.batch, *shape), jnp.float32).astype(dtype)
+            for key, shape in zip(jax.random.split(jax.random.key(seed), 3), shapes, strict=True)
         )
 
     def mask(
@@ -39,22 +46,25 @@ class Workload:
 
         The diagonal makes the true density higher than asked for on short sequences: report `mask.density()`.
         """
-        return self._build(np.full(self.kv_heads, density), seed, block or self.block, capacity)
+        at = self if block is None else dataclasses.replace(self, block=block, block_kv=None)
+        return at._build(np.full(self.kv_heads, density), seed, capacity)
 
     def uneven_mask(self, *, low: float = 0.1, high: float = 0.9, capacity: int | None = None) -> BlockMask:
         """As `mask`, with densities from `low` to `high` over the heads: what head-adaptive sparsity produces."""
-        return self._build(np.linspace(low, high, self.kv_heads), 0, self.block, capacity)
+        return self._build(np.linspace(low, high, self.kv_heads), 0, capacity)
 
-    def _build(self, densities: np.ndarray, seed: int, block: int, capacity: int | None) -> BlockMask:
-        n = -(-self.length // block)
-        drawn = np.random.default_rng(seed).random((self.q_heads, n, n))[: self.kv_heads]
-        blocks = (drawn < densities[:, None, None]) | np.eye(n, dtype=bool)
+    def _build(self, densities: np.ndarray, seed: int, capacity: int | None) -> BlockMask:
+        kv_length, block_kv = self.kv_length or self.length, self.block_kv or self.block
+        num_q, num_kv = -(-self.length // self.block), -(-kv_length // block_kv)
+        drawn = np.random.default_rng(seed).random((self.q_heads, num_q, num_kv))[: self.kv_heads]
+        diagonal = np.minimum(np.arange(num_q) * self.block // block_kv, num_kv - 1)
+        blocks = (drawn < densities[:, None, None]) | (np.arange(num_kv) == diagonal[:, None])
         return BlockMask.from_blocks(
             np.repeat(blocks, self.q_heads // self.kv_heads, axis=0),
-            block_q=block,
-            block_kv=block,
+            block_q=self.block,
+            block_kv=block_kv,
             q_len=self.length,
-            kv_len=self.length,
+            kv_len=kv_length,
             is_causal=self.is_causal,
             capacity=capacity,
         )

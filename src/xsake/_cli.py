@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from xsake.autotune.cli import autotune
+from xsake.autotune.tuning_cli import app as tuning
+
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
     no_args_is_help=True,
@@ -31,6 +34,10 @@ def demo(
 
     _info.show()
     _demo.show(length=length, heads=heads, head_dim=head_dim)
+
+
+app.command()(autotune)
+app.add_typer(tuning, name="tuning")
 
 
 if __name__ == "__main__":

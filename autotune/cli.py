@@ -1,0 +1,87 @@
+"""`xsake autotune` and `xsake tuning`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def _duration(text: str) -> float:
+    """
+    >>> _duration("3m")
+    180.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if not found or float(found[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is no duration; write 90s, 5m or 1h")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _densities(text: str) -> list[float]:
+    try:
+        densities = [float(x) for x in text.split(",")]
+    except ValueError:
+        densities = [0.0]
+    if not all(0 < x <= 1 for x in densities):
+        raise typer.BadParameter(f"--densities {text!r} must be numbers above 0 and at most 1, with commas")
+    return densities
+
+
+def _blocks(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise typer.BadParameter(f"--blocks {text!r} must be whole numbers with commas")
+    return [int(x) for x in text.split(",")]
+
+
+def autotune(
+    workloads: Annotated[str, typer.Option(help="Named workloads, with commas; this device's set by default.")] = "",
+    from_call: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shapes instead: BxTxHxD[,kv=SxK][,dv=DV][,block=128][,causal][,density=0.25][,dtype=bfloat16]."
+        ),
+    ] = None,
+    calls: Annotated[Path | None, typer.Option(help="A recording of your program's own calls instead.")] = None,
+    densities: Annotated[str, typer.Option(help="Densities of the masks.")] = "1,0.5,0.43,0.25,0.1",
+    blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; this device's set by default.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; this device's usual by default.")] = "",
+    implementation: Annotated[str, typer.Option(help="A backend; the one that serves the calls by default.")] = "",
+    budget: Annotated[str, typer.Option(help="Time in all, such as 90s, 5m or 1h.")] = "5m",
+    trials: Annotated[int, typer.Option(help="At most so many configurations a study.", min=1)] = 1000,
+    out: Annotated[Path | None, typer.Option(help="Folder of the database; the user's own by default.")] = None,
+    storage: Annotated[
+        str, typer.Option(help="Optuna storage: a journal file or a URL (sqlite:///, postgresql://).")
+    ] = "",
+    report: Annotated[Path | None, typer.Option(help="Folder for a report with plots.")] = None,
+    limit: Annotated[str, typer.Option(help="After this long a configuration counts as hanging.")] = "60s",
+    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    isolate: Annotated[bool, typer.Option(help="Measure in a process of its own, which may hang or crash.")] = True,
+) -> None:
+    """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
+    try:
+        from xsake.autotune import command
+        from xsake.autotune.tuner import Settings
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
+    try:
+        command.run(
+            workloads=workloads.split(",") if workloads else None,
+            from_call=from_call or [],
+            calls=calls,
+            densities=_densities(densities),
+            blocks=_blocks(blocks) if blocks else None,
+            dtype=dtype or None,
+            implementation=implementation or None,
+            settings=Settings(budget=_duration(budget), trials=trials, limit=_duration(limit), seed=seed),
+            out=out,
+            storage=storage or None,
+            report_folder=report,
+            isolate=isolate,
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,61 @@
+"""What `xsake autotune` does, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+from rich.console import Console
+
+from xsake import tuning_db
+from xsake.autotune import problem, report
+from xsake.autotune.bench import Bench
+from xsake.autotune.calls import read_calls
+from xsake.autotune.isolation import Here, Worker
+from xsake.autotune.problem import Problem
+from xsake.autotune.progress import Bar
+from xsake.autotune.storage import open_storage
+from xsake.autotune.tuner import Settings, Tuner
+
+
+def run(
+    *,
+    workloads: list[str] | None,
+    from_call: list[str],
+    calls: Path | None,
+    densities: list[float],
+    blocks: list[int] | None,
+    dtype: str | None,
+    implementation: str | None,
+    settings: Settings,
+    out: Path | None,
+    storage: str | None,
+    report_folder: Path | None,
+    isolate: bool,
+) -> None:
+    console = Console()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder = out or tuning_db.user_directory()
+
+    def problems(platform: str) -> list[Problem]:
+        names, default_blocks, default_dtype = problem.DEFAULT_SETS[platform]
+        precision = dtype or default_dtype
+        if calls is not None:
+            return read_calls(calls)
+        if from_call:
+            return [problem.from_call(text, precision, densities, implementation) for text in from_call]
+        return problem.named(
+            workloads or list(names), blocks or list(default_blocks), densities, precision, implementation
+        )
+
+    worker = (Worker if isolate else Here)(Bench)
+    try:
+        with Bar(console, settings.budget) as bar:
+            tuner = Tuner(worker, open_storage(storage or folder / "studies.journal"), folder, settings, bar)
+            console.print(f"{tuner.facts.device_kind}: results go to {tuner.path}", soft_wrap=True)
+            tuner.tune(problems(tuner.facts.platform))
+    finally:
+        worker.close()
+    report.show(tuner.results, console)
+    if report_folder is not None:
+        console.print(f"report: {report.write(tuner.results, tuner.facts, report_folder)}", soft_wrap=True)

@@ -1,0 +1,115 @@
+"""What is tuned: workloads in one precision, and what a study needs to know of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from xsake.autotune.workloads import WORKLOADS, Workload
+from xsake.tuning_db import Key
+
+Part = dict[str, Any]  # one direction's configuration, field by field
+
+DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)
+# By platform: names of workloads, mask blocks and precision of the default set.
+DEFAULT_SETS = {
+    "cpu": (("cpu4k",), (128,), "float32"),
+    "gpu": (("gpt4k", "gpt4k_d64", "llama32k", "full16k"), (128, 64), "bfloat16"),
+    "tpu": (("gpt4k", "gpt4k_d64", "llama32k", "full16k"), (512, 128), "bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A workload with the block of its masks, to be tuned at several densities (None: for masks that do not say)."""
+
+    workload: Workload
+    dtype: str
+    densities: tuple[float | None, ...]
+    implementation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """One entry to be: a direction at the densities of one bucket, the heuristic's choice and all that are feasible."""
+
+    key: Key
+    densities: tuple[float | None, ...]
+    true_densities: tuple[float, ...]
+    default: Part
+    parts: tuple[Part, ...]
+    kernel: str
+
+
+def label(part: Part) -> str:
+    return json.dumps(part, sort_keys=True)
+
+
+def named(
+    names: list[str], blocks: list[int], densities: list[float], dtype: str, implementation: str | None
+) -> list[Problem]:
+    """Problems of the shared workloads."""
+    unknown = [n for n in names if n not in WORKLOADS]
+    if unknown:
+        raise ValueError(f"workloads {unknown} are unknown; there are {sorted(WORKLOADS)}")
+    return [
+        Problem(
+            workload=dataclasses.replace(WORKLOADS[name], block=block),
+            dtype=dtype,
+            densities=tuple(densities),
+            implementation=implementation,
+        )
+        for name in names
+        for block in blocks
+    ]
+
+
+_CALL = "BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"
+
+
+def from_call(text: str, dtype: str, densities: list[float], implementation: str | None) -> Problem:
+    """A problem from shapes on the command line.
+
+    >>> p = from_call("1x4096x8x64,kv=4096x2,causal,density=0.25", "float32", [1.0], None)
+    >>> p.workload.kv_heads, p.workload.is_causal, p.densities
+    (2, True, (0.25,))
+    """
+    shape, *options = text.replace(" ", "").split(",")
+    given = dict(option.partition("=")[::2] for option in options)
+    unknown = sorted(set(given) - {"kv", "dv", "block", "causal", "density", "dtype"})
+    if unknown:
+        raise ValueError(f"call {text!r}: unknown {unknown}; it must be {_CALL}")
+
+    def sizes(name: str, value: str, counts: tuple[int, ...]) -> list[int]:
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value) or value.count("x") + 1 not in counts:
+            raise ValueError(f"call {text!r}: {name} {value!r} is not right; it must be {_CALL}")
+        return [int(n) for n in value.split("x")]
+
+    batch, length, q_heads, head_dim = sizes("the query's shape", shape, (4,))
+    kv_length, kv_heads = sizes("kv", given["kv"], (2,)) if "kv" in given else (length, q_heads)
+    if q_heads % kv_heads:
+        raise ValueError(f"call {text!r}: {q_heads=} must be divisible by {kv_heads=}")
+    block = sizes("block", given.get("block", "128"), (1, 2))
+    density = float(given["density"]) if "density" in given else None
+    if density is not None and not 0 < density <= 1:
+        raise ValueError(f"call {text!r}: {density=} must be above 0 and at most 1")
+    return Problem(
+        workload=Workload(
+            name=shape,
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            is_causal="causal" in given,
+            block=block[0],
+            kv_length=kv_length if kv_length != length else None,
+            value_dim=sizes("dv", given["dv"], (1,))[0] if "dv" in given else None,
+            block_kv=block[-1] if block[-1] != block[0] else None,
+        ),
+        dtype=given.get("dtype", dtype),
+        densities=tuple(densities) if density is None else (density,),
+        implementation=implementation,
+    )

@@ -1,0 +1,59 @@
+"""The tuner's view of the worker: one open problem, whatever happens to the process that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xsake.autotune.bench import Verdict
+from xsake.autotune.isolation import Caller, Died, Failed, Hung
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
+
+_COMPILE = 2.0  # times the limit of a race: compiling takes longer than running
+
+
+class Referee:
+    """Opens a problem, and again in every new worker. `limit`: seconds for a race, after which it counts as hanging."""
+
+    def __init__(self, worker: Caller, problem: Problem, limit: float):
+        self._worker, self._problem, self._limit = worker, problem, limit
+        self.plans: list[StudyPlan] = self._open()
+
+    def _open(self) -> list[StudyPlan]:
+        plans = self._worker.call("open", self._problem, limit=4 * self._limit)
+        self._opened = self._worker.restarts
+        return plans
+
+    def _ask(self, method: str, *arguments: Any, limit: float) -> Any:
+        if self._worker.restarts != self._opened:
+            self._open()
+        return self._worker.call(method, *arguments, limit=limit)
+
+    def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:
+        """What went wrong, by label; those that are not there are ready."""
+        limit = _COMPILE * self._limit
+        try:
+            told = self._ask("compile", direction, list(parts), limit=limit)
+        except (Died, Hung) as failure:
+            if len(parts) == 1:
+                return {label(parts[0]): str(failure)}
+            # One of them brought the process down: who it was shows one by one.
+            return {name: why for part in parts for name, why in self.compile(direction, [part]).items()}
+        except Failed as failure:
+            return {label(part): str(failure) for part in parts}
+        return {label(part): why for part, why in zip(parts, told, strict=True) if why}
+
+    def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[list[float]]:
+        """One round: seconds a call, for each density of the plan and each part. Raises `Failed`."""
+        limit = (1 + _COMPILE) * self._limit  # a new worker has compiled nothing
+        return [self._ask("race", plan.key.direction, d, list(parts), limit=limit) for d in plan.densities]
+
+    def verify(self, plan: StudyPlan, part: Part) -> Verdict:
+        """At all densities of the plan; the largest errors. Raises `Failed`."""
+        limit = 4 * (1 + _COMPILE) * self._limit
+        verdicts = [self._ask("verify", plan.key.direction, d, part, limit=limit) for d in plan.densities]
+        worst = {
+            name: max((v.errors[name] for v in verdicts), key=lambda e: e["max"] / e["allowed_max"])
+            for name in verdicts[0].errors
+        }
+        return Verdict(worst, next((v.problem for v in verdicts if v.problem), None))

@@ -1,0 +1,222 @@
+"""The loop: problems in turn, a direction's studies side by side, within a budget; every result is written at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import optuna
+
+from xsake import tuning_db
+from xsake.autotune import environment, writer
+from xsake.autotune.isolation import Caller, Failed
+from xsake.autotune.pace import FINALISTS, Pace
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.referee import Referee
+from xsake.autotune.result import Measured, Result, geometric_mean
+from xsake.autotune.study import Candidate, Study, Tried
+from xsake.autotune.timing import Timing
+
+_HINTS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """budget: seconds in all; trials: at most so many a study; rounds, final_rounds: of a trial's race and of the last;
+    batch: configurations compiled side by side; limit: seconds after which a race counts as hanging.
+    """
+
+    budget: float = math.inf
+    trials: int = 1000
+    rounds: int = 5
+    final_rounds: int = 9
+    batch: int = max(4, (os.cpu_count() or 1) - 2)
+    limit: float = 60.0
+    seed: int = 0
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Who hears how it goes."""
+
+    def doing(self, what: str, share: float) -> None:
+        """`share`: of the whole work, what is behind."""
+
+    def done(self, result: Result) -> None: ...
+
+
+class Tuner:
+    """Needs a worker that holds the device; writes to the file of that device's kind in `folder`."""
+
+    def __init__(
+        self,
+        worker: Caller,
+        storage: optuna.storages.BaseStorage,
+        folder: Path,
+        settings: Settings,
+        observer: Observer,
+    ):
+        self._worker, self._storage, self._settings, self._observer = worker, storage, settings, observer
+        self._end = time.monotonic() + settings.budget
+        self.facts: environment.Facts = worker.call("facts", limit=4 * settings.limit)
+        self.path = folder / tuning_db.file_name(self.facts.device_kind)
+        writer.check_writable(self.path)
+        self.results: list[Result] = []
+
+    def tune(self, problems: Sequence[Problem]) -> None:
+        """Time is shared evenly by problems and their directions; what one does not use, the next ones have."""
+        for number, problem in enumerate(problems):
+            if time.monotonic() >= self._end:
+                break
+            self._observer.doing(f"{problem.workload.name}, block {problem.workload.block}", number / len(problems))
+            referee = Referee(self._worker, problem, self._settings.limit)
+            directions = list(dict.fromkeys(plan.key.direction for plan in referee.plans))
+            for i, direction in enumerate(directions):
+                behind = number + i / len(directions)
+                self._observer.doing(
+                    f"{problem.workload.name}, block {problem.workload.block}, {direction}", behind / len(problems)
+                )
+                left = self._end - time.monotonic()
+                end = time.monotonic() + left / (len(problems) - behind) / len(directions)
+                plans = [plan for plan in referee.plans if plan.key.direction == direction]
+                self._tune_direction(problem, referee, plans, end)
+        self._observer.doing("done", 1.0)
+
+    # -- one direction of one problem ------------------------------------------------------------------------------
+
+    def _tune_direction(self, problem: Problem, referee: Referee, plans: list[StudyPlan], end: float) -> None:
+        conditions = environment.conditions(self.facts.platform)
+        studies = [Study(self._storage, self.facts.device_kind, plan, self._settings.seed) for plan in plans]
+        for study in studies:
+            for hint in self._hints(study.plan):
+                study.enqueue(hint)
+        pace = Pace(end, self._settings.final_rounds)
+        while candidates := self._batch(studies, pace):
+            parts = {label(c.part): c.part for _, c in candidates}
+            with pace.batch():
+                broken = referee.compile(plans[0].key.direction, list(parts.values()))
+                for study, candidate in candidates:
+                    if pace.is_over():
+                        study.abandon(candidate)
+                    else:
+                        self._try(study, candidate, referee, broken.get(label(candidate.part)), pace)
+        for study in studies:
+            result = self._finish(problem, study, referee, pace)
+            if result.config is not None:
+                entry = result.entry(
+                    seed=self._settings.seed, environment=self.facts.environment_id, conditions=conditions
+                )
+                known = {self.facts.environment_id: self.facts.environment}
+                writer.merge(self.path, self.facts.device_kind, [entry], known)
+            self.results.append(result)
+            self._observer.done(result)
+
+    def _hints(self, plan: StudyPlan) -> list[Part]:
+        """What won elsewhere: in the databases, and in this run, the latest first."""
+        hints = [dict(found.entry.config)] if (found := tuning_db.find(self.facts.device_kind, plan.key)) else []
+        like = (plan.key.implementation, plan.key.direction)
+        for result in reversed(self.results):
+            key = result.plan.key
+            if result.config is not None and (key.implementation, key.direction) == like:
+                hints.append(result.config)
+        feasible = {label(part) for part in plan.parts}
+        return list({label(h): h for h in hints if label(h) in feasible}.values())[:_HINTS]
+
+    def _batch(self, studies: list[Study], pace: Pace) -> list[tuple[Study, Candidate]]:
+        """Configurations to compile together. What one density's study asks for, the others try too: it is compiled."""
+        if not pace.allows_batch():
+            return []
+        asked: list[tuple[Study, Candidate]] = []
+        parts: dict[str, Part] = {}
+        room = {study.name: self._settings.trials - len(study.tried) for study in studies}
+
+        def ask(study: Study) -> bool:
+            candidate = study.ask() if room[study.name] > 0 else None
+            if candidate is None:
+                return False
+            room[study.name] -= 1
+            parts[label(candidate.part)] = candidate.part
+            asked.append((study, candidate))
+            return True
+
+        asking = list(studies)
+        while asking and len(parts) < self._settings.batch:
+            asking = [study for study in asking if len(parts) < self._settings.batch and ask(study)]
+        for study in studies:
+            mine = {label(c.part) for s, c in asked if s is study}
+            for part in [part for name, part in parts.items() if name not in mine]:
+                study.enqueue(part)
+                ask(study)
+        order = {name: i for i, name in enumerate(parts)}
+        return sorted(asked, key=lambda pair: order[label(pair[1].part)])
+
+    def _try(self, study: Study, candidate: Candidate, referee: Referee, broken: str | None, pace: Pace) -> None:
+        if broken is not None:
+            return study.stop(candidate, "failed", broken)
+        plan, part = study.plan, candidate.part
+        best = next(iter(study.best), Tried(plan.default, "complete", 1.0, None))
+        assert best.value is not None
+        try:
+            ratios: list[float] = []
+            for step in range(self._settings.rounds):
+                with pace.race(plan, 2):
+                    seconds = referee.race(plan, [part, best.part])
+                ratios.append(geometric_mean([mine / theirs for mine, theirs in seconds]))
+                value = 1.0 if part == plan.default else best.value * statistics.median(ratios)
+                if study.too_slow(candidate, value, step):
+                    return study.stop(
+                        candidate, "slower", f"{value:.2f} of the heuristic's time after {step + 1} rounds"
+                    )
+            new_best = value < best.value or part == plan.default
+            if new_best and (problem := referee.verify(plan, part).problem):
+                return study.stop(candidate, "wrong", problem)
+        except Failed as failure:
+            return study.stop(candidate, "failed", str(failure))
+        study.complete(candidate, value)
+
+    # -- the last race ---------------------------------------------------------------------------------------------
+
+    def _finish(self, problem: Problem, study: Study, referee: Referee, pace: Pace) -> Result:
+        """The fastest that is right; the heuristic unless another beats it in three rounds of four."""
+        plan, tried = study.plan, study.tried
+        if not any(t.part == plan.default and t.state == "complete" for t in tried):
+            why = next((t.reason for t in tried if t.part == plan.default), "there was no time for it")
+            return Result(plan=plan, tried=tried, failure=f"the heuristic's configuration has no time: {why}")
+        finalists = [plan.default, *[t.part for t in study.best if t.part != plan.default][:FINALISTS]]
+        try:
+            rounds = [referee.race(plan, finalists) for _ in range(pace.final_rounds(plan))]
+            for i in self._ranking(rounds):
+                verdict = referee.verify(plan, finalists[i])
+                if verdict.problem is None:
+                    break
+                tried.append(Tried(finalists[i], "wrong", None, verdict.problem))
+            else:
+                return Result(plan=plan, tried=tried, failure="every finalist is wrong")
+        except Failed as failure:
+            return Result(plan=plan, tried=tried, failure=f"the last race failed: {failure}")
+        measured = [
+            Measured(
+                workload=problem.workload.name,
+                density=density,
+                default=Timing.of([seconds[d][0] for seconds in rounds]),
+                tuned=Timing.of([seconds[d][i] for seconds in rounds]),
+            )
+            for d, density in enumerate(plan.true_densities)
+        ]
+        return Result(plan=plan, tried=tried, config=finalists[i], measured=measured, errors=verdict.errors)
+
+    @staticmethod
+    def _ranking(rounds: list[list[list[float]]]) -> list[int]:
+        """Finalists, fastest first, down to the heuristic (0): round by round over its time, so that drift cancels."""
+
+        def ratios(i: int) -> Timing:
+            return Timing.of([geometric_mean([mine[i] / mine[0] for mine in seconds]) for seconds in rounds])
+
+        faster = [i for i in range(1, len(rounds[0][0])) if ratios(i).high < 1]
+        return [*sorted(faster, key=lambda i: ratios(i).median), 0]

@@ -1,0 +1,162 @@
+"""`xsake tuning`: look at tuning databases and look after them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from xsake import tuning_db
+from xsake.tuning_db import Database, Entry, UnreadableDatabase
+
+app = typer.Typer(help="Look at tuning databases and look after them.", no_args_is_help=True)
+
+_File = Annotated[Path, typer.Argument(help="A database file.")]
+_Files = Annotated[
+    list[Path] | None, typer.Argument(help="Database files; the user's and the shipped ones by default.")
+]
+
+
+def _read(path: Path) -> Database:
+    try:
+        return Database.read(path)
+    except (OSError, UnreadableDatabase) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+
+
+def _given(files: list[Path] | None) -> list[Path]:
+    if files:
+        return files
+    folders = (tuning_db.user_directory(), tuning_db.SHIPPED)
+    return [path for folder in folders for path in sorted(folder.glob("*.json")) if path.name != "schema.json"]
+
+
+@app.command()
+def show(files: _Files = None) -> None:
+    """What is in a database: an entry a row."""
+    console = Console()
+    for path in _given(files):
+        database = _read(path)
+        table = Table(
+            "direction",
+            "call",
+            "density",
+            "configuration",
+            "speed-up",
+            "source",
+            title=f"{database.device_kind}: {path}",
+        )
+        for entry in database.entries:
+            key = entry.key
+            call = (
+                f"{key.implementation} {key.dtype} {key.q_len}x{key.kv_len} {key.heads} heads/{key.group} "
+                f"D{key.head_dim}/{key.value_dim} blocks {key.block_q}x{key.block_kv}{' causal' if key.causal else ''}"
+            )
+            speedup = entry.about.get("speedup")
+            table.add_row(
+                key.direction,
+                call,
+                "any" if key.density is None else f"{key.density:.1%}",
+                _short(entry),
+                "" if speedup is None else f"{speedup:.2f}x",
+                entry.about["source"],
+            )
+        console.print(table)
+
+
+def _short(entry: Entry) -> str:
+    return ", ".join(f"{name}={value}" for name, value in entry.config.items())
+
+
+@app.command()
+def diff(old: _File, new: _File) -> None:
+    """Entries that only one of two databases has, and those whose configuration differs."""
+    first, second = _read(old), _read(new)
+    console = Console(soft_wrap=True, highlight=False)
+    ours, theirs = ({e.key: e for e in database.entries} for database in (first, second))
+    for key in sorted({*ours, *theirs}, key=str):
+        if key not in theirs:
+            console.print(f"- {key}: {_short(ours[key])}", markup=False)
+        elif key not in ours:
+            console.print(f"+ {key}: {_short(theirs[key])}", markup=False)
+        elif ours[key].config != theirs[key].config:
+            console.print(f"~ {key}: {_short(ours[key])} -> {_short(theirs[key])}", markup=False)
+
+
+@app.command()
+def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Databases to take entries from.")]) -> None:
+    """Put the entries of databases into one file: a measured one before an estimated one, then the later one."""
+    from xsake.autotune import writer
+
+    for path in sources:
+        database = _read(path)
+        try:
+            result = writer.merge(into, database.device_kind, database.entries, database.environments)
+        except writer.CannotWrite as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(f"{into}: {len(result)} entries after {path}")
+
+
+@app.command()
+def prune(
+    file: _File, dry_run: Annotated[bool, typer.Option(help="Say what would go, and change nothing.")] = False
+) -> None:
+    """Drop entries whose kernels changed since they were tuned."""
+    import xsake
+    from xsake import _tuned
+    from xsake.autotune import writer
+
+    database = _read(file)
+
+    def stale(entry: Entry) -> bool:
+        name = entry.key.implementation
+        return name not in xsake.implementations() or entry.about.get("kernel") != _tuned.kernel_hash(name)
+
+    kept = [entry for entry in database.entries if not stale(entry)]
+    if not dry_run:
+        writer.write(file, Database(database.device_kind, kept, database.environments))
+    typer.echo(
+        f"{file}: {len(database) - len(kept)} stale entries {'found' if dry_run else 'dropped'}, {len(kept)} kept"
+    )
+
+
+@app.command()
+def validate(files: _Files = None) -> None:
+    """Check databases against the format; exit code 1 if one does not hold."""
+    failed = False
+    for path in _given(files):
+        problems = problems_of(path)
+        failed |= bool(problems)
+        typer.echo(f"{path}: {'; '.join(problems) if problems else 'valid'}")
+    raise typer.Exit(code=int(failed))
+
+
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with a file: by the reader, by its JSON Schema where jsonschema is installed, and by its order."""
+    try:
+        database = Database.read(path)
+    except (OSError, UnreadableDatabase) as error:
+        return [str(error)]
+    text = path.read_text()
+    problems = []
+    try:
+        import jsonschema
+    except ModuleNotFoundError:
+        pass
+    else:
+        schema = json.loads((tuning_db.SHIPPED / "schema.json").read_text())
+        validator = jsonschema.Draft202012Validator(schema)
+        problems += [
+            f"{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in validator.iter_errors(json.loads(text))
+        ]
+    if database.dump() != text:
+        problems.append("entries are not sorted one a line, or there are two for one key")
+    if path.name != tuning_db.file_name(database.device_kind):
+        problems.append(
+            f"it is for {database.device_kind!r} and must be named {tuning_db.file_name(database.device_kind)}"
+        )
+    return problems

@@ -1,0 +1,101 @@
+"""The database's writer: entries merged into a file under a lock, and the file replaced whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from xsake.tuning_db import Database, Entry, UnknownSchema, UnreadableDatabase
+
+_PATIENCE = 30.0  # seconds for another writer to finish
+
+
+class CannotWrite(OSError):
+    """The file is as it was, and the new entries are not in it."""
+
+
+def check_writable(path: Path) -> None:
+    """Raises what a later `merge` would: better before the tuning than after it."""
+    with _locked(path):
+        _existing(path, "", set_aside=False)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        os.close(handle)
+        os.unlink(temporary)
+
+
+def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: Mapping[str, Any]) -> Database:
+    """Put entries into the file; of two for one key the better source stays, then the later one.
+
+    A file that cannot be read is set aside first. One of another schema is never touched.
+    """
+    with _locked(path):
+        old = _existing(path, device_kind, set_aside=True)
+        if old.device_kind != device_kind:
+            raise CannotWrite(f"{path} is for {old.device_kind!r}, and the entries are for {device_kind!r}")
+        return write(path, merged(old, Database(device_kind, entries, environments)))
+
+
+def merged(old: Database, new: Database) -> Database:
+    kept = [entry for entry in new.entries if _outranks(entry, old.exact(entry.key))]
+    return Database(old.device_kind, [*old.entries, *kept], old.environments | new.environments)
+
+
+def _outranks(new: Entry, old: Entry | None) -> bool:
+    def rank(entry: Entry) -> tuple:
+        return entry.about.get("source") == "measured", entry.about.get("date", "")
+
+    return old is None or rank(new) >= rank(old)
+
+
+def write(path: Path, database: Database) -> Database:
+    """Atomically: a reader sees the old file or the new one, whatever happens to the writer."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(database.dump())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise CannotWrite(f"{path} could not be written and is as it was: {error}") from error
+    return database
+
+
+def _existing(path: Path, device_kind: str, *, set_aside: bool) -> Database:
+    if not path.exists():
+        return Database(device_kind)
+    try:
+        return Database.read(path)
+    except UnknownSchema as error:
+        raise CannotWrite(f"{path} is left alone: {error}") from error
+    except UnreadableDatabase:
+        if set_aside:
+            path.rename(path.with_name(f"{path.name}.unreadable-{time.time_ns()}"))
+        return Database(device_kind)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_PATIENCE):
+            yield
+    except Timeout as error:
+        raise CannotWrite(f"{path} is locked by another writer for more than {_PATIENCE:g} s") from error
+    except CannotWrite:
+        raise
+    except OSError as error:
+        raise CannotWrite(f"{path} cannot be written: {error}") from error

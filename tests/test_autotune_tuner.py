@@ -1,0 +1,260 @@
+"""The tuning loop on fake hands: what it finds, what it survives, what it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tuning_fakes
+from tuning_fakes import PROBLEM, part
+
+from xsake.autotune.isolation import Died, Here, Hung, Raised, Worker
+from xsake.autotune.progress import line
+from xsake.autotune.storage import open_storage
+from xsake.autotune.study import Study
+from xsake.autotune.tuner import Settings, Tuner
+from xsake.tuning_db import Database
+
+
+class Quiet:
+    def doing(self, what: str, share: float) -> None:
+        assert 0 <= share <= 1
+
+    def done(self, result) -> None:
+        assert line(result)
+
+
+def tune(hands, folder: Path, *, isolate: bool = False, problems=(PROBLEM,), **settings) -> Tuner:
+    worker = (Worker if isolate else Here)(hands)
+    try:
+        storage = open_storage(folder / "studies.journal")
+        tuner = Tuner(worker, storage, folder, Settings(**settings), Quiet())
+        tuner.tune(list(problems))
+    finally:
+        worker.close()
+    return tuner
+
+
+def tried(result) -> dict[tuple, str]:
+    return {(t.part["tile"], t.part["how"]): t.state for t in result.tried}
+
+
+def test_the_fastest_is_found_and_written(tmp_path):
+    tuner = tune(tuning_fakes.Hands, tmp_path)
+    assert [r.config for r in tuner.results] == [part(2)] * 2, "one study a density"
+    assert [r.speedup for r in tuner.results] == [pytest.approx(2.0)] * 2
+    first = tuner.results[0]
+    assert tried(first) == {(4, "well"): "complete", (8, "well"): "slower", (2, "well"): "complete"} | {
+        (n, "well"): tried(first)[n, "well"] for n in (3, 5)
+    }
+    assert first.tried[0].part == tuning_fakes.DEFAULT and first.tried[0].value == 1.0, "the heuristic is trial 0"
+    database = Database.read(tmp_path / "fake_9000.json")
+    entry = database.exact(first.plan.key)
+    assert entry.config == part(2)
+    assert entry.about["speedup"] == pytest.approx(2.0) and entry.about["source"] == "measured"
+    assert entry.about["measured"][0]["default"] == {"median": 4000.0, "low": 4000.0, "high": 4000.0, "rounds": 9}
+    assert database.environments == {entry.about["environment"]: tuning_fakes.ENVIRONMENT}
+
+
+def test_trials_cap(tmp_path):
+    tuner = tune(tuning_fakes.Hands, tmp_path, trials=2)
+    assert [len(r.tried) for r in tuner.results] == [2, 2]
+
+
+def test_every_trouble_is_survived_and_recorded(tmp_path):
+    tuner = tune(tuning_fakes.Troubled, tmp_path, isolate=True, limit=0.4, problems=[_one_density()])
+    (result,) = tuner.results
+    assert result.config == part(2), "the fastest that is right"
+    assert tried(result) == {
+        (4, "well"): "complete",
+        (2, "well"): "complete",
+        (9, "well"): "slower",
+        (1, "wrong"): "wrong",
+        (1, "hangs"): "failed",
+        (1, "dies"): "failed",
+        (1, "raises"): "failed",
+        (1, "does not compile"): "failed",
+        (1, "crashes the compiler"): "failed",
+    }
+    reasons = {t.part["how"]: t.reason for t in result.tried if t.reason}
+    assert "max error 0.5" in reasons["wrong"]
+    assert "did not end within" in reasons["hangs"]
+    assert "exit code 7" in reasons["dies"]
+    assert "RuntimeError: out of memory" in reasons["raises"]
+    assert "ValueError: no such tile" in reasons["does not compile"]
+    assert "exit code -11" in reasons["crashes the compiler"]
+    entry = Database.read(tuner.path).exact(result.plan.key)
+    assert entry.about["trials"] == {"complete": 2, "slower": 1, "wrong": 1, "failed": 5}
+
+
+def _one_density():
+    return dataclasses.replace(PROBLEM, densities=(1.0,))
+
+
+def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
+    tuner = tune(tuning_fakes.BadHeuristic, tmp_path)
+    assert [r.config for r in tuner.results] == [None, None]
+    assert "out of memory" in tuner.results[0].failure
+    assert not tuner.path.exists()
+
+
+def test_a_second_run_resumes(tmp_path):
+    first = tune(tuning_fakes.Hands, tmp_path, trials=2)
+    second = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in second.results] == [5, 5]
+    assert [t.part for t in second.results[0].tried[:2]] == [t.part for t in first.results[0].tried]
+
+
+def test_budget_is_kept_and_shared(tmp_path):
+    start = time.monotonic()
+    problems = [
+        dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, name=str(n))) for n in range(3)
+    ]
+    tuner = tune(tuning_fakes.Slow, tmp_path, problems=problems, budget=2.0, rounds=3)
+    assert time.monotonic() - start < 3.5
+    assert len(tuner.results) >= 4 and all(r.config is not None for r in tuner.results[:2])
+
+
+def test_winners_are_hints_for_the_next_problem(tmp_path):
+    class Two(tuning_fakes.Hands):
+        def open(self, problem):
+            key = dict(q_len=problem.workload.length, kv_len=problem.workload.length)
+            return [dataclasses.replace(p, key=dataclasses.replace(p.key, **key)) for p in super().open(problem)]
+
+    other = dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, length=4096))
+    tuner = tune(Two, tmp_path, problems=[PROBLEM, other])
+    assert tuner.results[2].tried[1].part == part(2), "right after the heuristic"
+
+
+def test_an_unwritable_folder_is_told_before_the_tuning(tmp_path):
+    (tmp_path / "fake_9000.json").write_text(json.dumps({"schema_version": 99}))
+    with pytest.raises(OSError, match="left alone: its schema_version is 99"):
+        tune(tuning_fakes.Hands, tmp_path)
+
+
+# -- processes that are killed, and processes that work together -----------------------------------------------------
+
+_TUNE = """
+import sys, pathlib
+sys.path.insert(0, {tests!r})
+import tuning_fakes, test_autotune_tuner as t
+if __name__ == "__main__":
+    t.tune(tuning_fakes.Slow, pathlib.Path({folder!r}), isolate={isolate})
+"""
+
+
+def _start(folder: Path, *, isolate: bool = False) -> subprocess.Popen:
+    script = folder / f"tune{time.monotonic_ns()}.py"
+    script.write_text(_TUNE.format(tests=str(Path(__file__).parent), folder=str(folder), isolate=isolate))
+    return subprocess.Popen([sys.executable, str(script)], env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    source = Path(__file__).resolve().parents[1] / "src"
+    return os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def _wait_for(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _studies(folder: Path) -> list[Study]:
+    storage = open_storage(folder / "studies.journal")
+    return [Study(storage, "Fake 9000", plan, 0) for plan in tuning_fakes.Hands().open(PROBLEM)]
+
+
+def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path):
+    journal = tmp_path / "studies.journal"
+    process = _start(tmp_path, isolate=True)
+    _wait_for(lambda: journal.exists() and journal.read_text().count('"end"') >= 3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    told = journal.read_text().count('"end"')
+    kept = sum(len(study.tried) for study in _studies(tmp_path))
+    assert told - 1 <= kept <= told, "a trial may be told of and not yet closed"
+    tuner = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in tuner.results] == [5, 5] and tuner.results[0].config == part(2)
+    labels = [(t.part["tile"]) for t in tuner.results[0].tried]
+    assert len(set(labels)) == 5, "nothing is tried twice"
+
+
+def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
+    tune(tuning_fakes.Hands, tmp_path, trials=2)
+    with (tmp_path / "studies.journal").open("a") as file:
+        file.write('{"op_code": 4, "worker_')
+    tuner = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in tuner.results] == [5, 5]
+
+
+def test_two_processes_share_a_study(tmp_path):
+    processes = [_start(tmp_path) for _ in range(2)]
+    assert [p.wait(60) for p in processes] == [0, 0]
+    for study in _studies(tmp_path):
+        assert len(study.tried) >= 5 and not study.untried
+        assert study.best[0].part == part(2)
+        by = {t.user_attrs["by"] for t in study._study.trials if "by" in t.user_attrs}
+        assert len(by) == 2, "both had a share"
+    assert len(Database.read(tmp_path / "fake_9000.json")) == 2
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker():
+    worker = Worker(tuning_fakes.Hands)
+    yield worker
+    worker.close()
+
+
+def test_a_worker_is_replaced_after_a_failure(worker):
+    assert worker.call("race", "forward", 1.0, [part(2)], limit=60.0) == [0.002]
+    with pytest.raises(Hung, match=r"race did not end within 0.2 s"):
+        worker.call("race", "forward", 1.0, [part(2, "hangs")], limit=0.2)
+    assert worker.restarts == 1
+    with pytest.raises(Died, match="exit code 7"):
+        worker.call("race", "forward", 1.0, [part(2, "dies")], limit=60.0)
+    assert worker.restarts == 2
+    with pytest.raises(Raised, match="out of memory"):
+        worker.call("race", "forward", 1.0, [part(2, "raises")], limit=60.0)
+    assert worker.restarts == 2, "an ordinary error needs no new process"
+    assert worker.call("race", "forward", 1.0, [part(2)], limit=60.0) == [0.002]
+
+
+def test_a_hanging_worker_ends_with_its_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import tuning_fakes
+from xsake.autotune.isolation import Worker
+if __name__ == "__main__":
+    worker = Worker(tuning_fakes.Hands)
+    worker.call("facts", limit=60.0)
+    print(worker._process.pid, flush=True)
+    worker.call("race", "forward", 1.0, [tuning_fakes.part(1, "hangs")], limit=600.0)
+"""
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=_environment())
+    pid = int(parent.stdout.readline())
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _wait_for(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+
+
+def test_no_child_is_left():
+    assert not multiprocessing.active_children()

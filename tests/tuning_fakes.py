@@ -1,0 +1,119 @@
+"""Hands for the tuner that need no device: every configuration does what its `how` says. Importable in a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from xsake.autotune.bench import Verdict
+from xsake.autotune.environment import Facts
+from xsake.autotune.problem import Part, Problem, StudyPlan
+from xsake.autotune.workloads import Workload
+from xsake.tuning_db import Key
+
+ENVIRONMENT = {"versions": {"xsake": "0", "jax": "0", "jaxlib": "0"}, "python": "3", "machine": "fake", "cores": 2}
+KEY = dict(
+    implementation="xla",
+    direction="forward",
+    dtype="float32",
+    head_dim=16,
+    value_dim=16,
+    group=1,
+    block_q=32,
+    block_kv=32,
+    causal=True,
+    q_len=128,
+    kv_len=128,
+    heads=2,
+)
+DEFAULT = {"tile": 4, "how": "well"}
+
+
+def part(tile: int, how: str = "well") -> Part:
+    return {"tile": tile, "how": how}
+
+
+class Hands:
+    """The time of a configuration is its tile; the heuristic's is 4."""
+
+    parts = (DEFAULT, part(8), part(2), part(3), part(5))
+    directions = ("forward",)
+    slowness = 0.0  # seconds that a race really takes
+
+    def healthy(self) -> bool:
+        return True
+
+    def facts(self) -> Facts:
+        return Facts("Fake 9000", "cpu", ENVIRONMENT)
+
+    def open(self, problem: Problem) -> list[StudyPlan]:
+        return [
+            StudyPlan(
+                key=Key.of(**KEY | {"direction": direction}, density=density),
+                densities=(density,),
+                true_densities=(density,),
+                default=DEFAULT,
+                parts=self.parts,
+                kernel="0" * 16,
+            )
+            for direction in self.directions
+            for density in problem.densities
+        ]
+
+    def compile(self, direction: str, parts: list[Part]) -> list[str | None]:
+        for p in parts:
+            if p["how"] == "crashes the compiler":
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return ["ValueError: no such tile" if p["how"] == "does not compile" else None for p in parts]
+
+    def race(self, direction: str, density: float, parts: list[Part]) -> list[float]:
+        time.sleep(self.slowness)
+        for p in parts:
+            if p["how"] == "hangs":
+                time.sleep(1000)
+            if p["how"] == "dies":
+                os._exit(7)
+            if p["how"] == "raises":
+                raise RuntimeError("out of memory\nwhile allocating")
+        return [p["tile"] * 1e-3 for p in parts]
+
+    def verify(self, direction: str, density: float, part: Part) -> Verdict:
+        errors = {"out": {"max": 1e-7, "rms": 1e-8, "allowed_max": 1e-6}}
+        return Verdict(errors, "out: max error 0.5 (allowed 1e-06)" if part["how"] == "wrong" else None)
+
+
+class Troubled(Hands):
+    """Fast ones that are no good, among good ones."""
+
+    parts = (
+        DEFAULT,
+        part(1, "wrong"),
+        part(1, "hangs"),
+        part(1, "dies"),
+        part(1, "raises"),
+        part(1, "does not compile"),
+        part(1, "crashes the compiler"),
+        part(2),
+        part(9),
+    )
+
+
+class Slow(Hands):
+    slowness = 0.05
+
+
+class BadHeuristic(Hands):
+    parts = (DEFAULT | {"how": "raises"}, part(2))
+
+    def open(self, problem: Problem) -> list[StudyPlan]:
+        import dataclasses
+
+        return [dataclasses.replace(plan, default=self.parts[0]) for plan in super().open(problem)]
+
+
+PROBLEM = Problem(
+    workload=Workload(name="fake", batch=1, q_heads=2, kv_heads=2, length=128, head_dim=16, is_causal=True, block=32),
+    dtype="float32",
+    densities=(1.0, 0.5),
+)
