@@ -9,7 +9,7 @@ from xsake.model.data_build import TOKENIZER_FILE, build, find_texts
 from xsake.model.data_shards import open_shards
 from xsake.model.data_tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
 
-WORDS = "attention blocks query keys sparse window sink mask layer head token value".split()
+WORDS = ["attention", "blocks", "query", "keys", "sparse", "window", "sink", "mask", "layer", "head", "token", "value"]
 
 
 def text(seed: int, words: int = 200) -> str:
@@ -83,7 +83,7 @@ def test_wrong_calls(sources, tmp_path):
         build([sources], tmp_path / "empty")
     with pytest.raises(ValueError, match="vocab_size=100 must be at least 257"):
         build([sources], tmp_path / "out", vocab_size=100)
-    with pytest.raises(ValueError, match="holdout=1.0"):
+    with pytest.raises(ValueError, match=r"holdout=1.0 must be"):
         build([sources], tmp_path / "out", holdout=1.0)
     with pytest.raises(ValueError, match="shard_tokens=0"):
         build([sources], tmp_path / "out", shard_tokens=0)

@@ -1,0 +1,59 @@
+"""What a person sees of a training run: a bar with loss, speed and time left, or lines where there is no terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_LINES = 20  # in a run without a terminal
+
+
+class TrainingProgress:
+    """A bar on a terminal, some lines elsewhere, and nothing with `quiet`."""
+
+    def __init__(self, steps: int, *, start: int, quiet: bool = False):
+        self._console = Console(quiet=quiet)
+        self._steps = steps
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[about]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=start, about="")
+
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        about = describe(metrics)
+        self._bar.update(self._task, completed=step, about=about)
+        if self._bar.disable and step % max(1, self._steps // _LINES) == 0:
+            self.say(f"step {step}/{self._steps} {about}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """Loss, tokens/s and, where it is known, MFU.
+
+    >>> describe({"loss": 2.5, "tokens_per_second": 12345.6, "mfu": None})
+    'loss 2.500  12,346 tokens/s'
+    """
+    parts = [f"loss {metrics['loss']:.3f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
+    if metrics["mfu"] is not None:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    return "  ".join(parts)

@@ -1,0 +1,58 @@
+"""The run file: one JSON object a line for everything that happened, each step once, also after kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; one that a kill cut off is not an event."""
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+class RunFile:
+    """Appends events to a run's file, after taking out those that the checkpoint of `step` knows nothing of."""
+
+    def __init__(self, path: Path, *, step: int):
+        self._path = path
+        events = read_events(path)
+        kept = [event for event in events if event["step"] <= step] if step else []
+        if len(kept) < len(events) or (path.exists() and not path.read_bytes().endswith(b"\n")):
+            part = path.with_suffix(".part")
+            with open(part, "w") as file:
+                file.writelines(json.dumps(event) + "\n" for event in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        self._file: TextIO = open(path, "a")  # noqa: SIM115 (open for the life of the run)
+        if step:
+            self.write("resumed", step)
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """`step` is the number of steps taken when it happened."""
+        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """On disk, so that a checkpoint never knows of a step that the file does not."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,152 @@
+"""The training loop: carried on where it stopped, whatever stopped it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xsake.model.checkpoints import Checkpoints
+from xsake.model.run_file import read_events
+from xsake.model.train_config import TrainConfig
+from xsake.model.train_report import METRICS_FILE, Report
+from xsake.model.trainer import Recalibrate, Trainer
+
+CHECKPOINTS_FOLDER = "checkpoints"
+_AHEAD = 2  # steps in flight: metrics are read this late, so that the device never waits for the host
+
+
+def train(
+    config: TrainConfig,
+    *,
+    data: Path,
+    run: Path,
+    mesh: tuple[int, int] = (1, 1),
+    fsdp: bool = False,
+    checkpoint_every: int = 500,
+    keep: int = 3,
+    eval_every: int = 0,
+    eval_batches: int = 8,
+    recalibrate: Recalibrate | None = None,
+    wandb: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Train, or carry on a run that was stopped: the same call again, and the same losses as if it never had been.
+
+    Args:
+      config: everything that decides the numbers. A run folder of another configuration is refused.
+      data: a folder made by `xsake data build`.
+      run: the folder of the run: `metrics.jsonl` (one event a line) and `checkpoints/`.
+      mesh: devices over ("data", "model"); a run may be carried on with another mesh.
+      fsdp: split weights and optimiser over "data" too.
+      checkpoint_every, keep: steps between checkpoints, and how many of the last are kept. The last step has one.
+      eval_every, eval_batches: steps between evaluations on so many held-out batches, also after the last step; 0 for
+        none.
+      recalibrate: `recalibrate(step, model, tokens) -> mask_fn`, called before the first step and then every
+        `config.recalibrate_every` steps with the inputs [B, T] of the step to come.
+      wandb: also log to Weights & Biases.
+      quiet: no progress.
+
+    Returns:
+      The path of the run file.
+    """
+    for name, value in (("checkpoint_every", checkpoint_every), ("eval_batches", eval_batches)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    trainer = Trainer(config, data=data, mesh=mesh, fsdp=fsdp, recalibrate=recalibrate)
+    held = trainer.held_out() if eval_every else None
+    metrics_file = run / METRICS_FILE
+    with Checkpoints(run / CHECKPOINTS_FOLDER, keep=keep) as checkpoints:
+        done = checkpoints.latest() or 0
+        _check_same_run(run, checkpoints.describe(done) if done else _started(metrics_file), trainer.description)
+        if done == config.steps:
+            return metrics_file
+        report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, wandb=wandb)
+        with report:
+            if done:
+                trainer.restore(checkpoints, done)
+            else:
+                trainer.begin()
+            clock = _Clock(trainer, report)
+            while trainer.taken < config.steps:
+                clock.add(trainer.step())
+                last = trainer.taken == config.steps
+                if held is not None and (last or trainer.taken % eval_every == 0):
+                    clock.drain()
+                    report.event("eval", trainer.taken, loss=trainer.evaluate(held, eval_batches))
+                    clock.restart()
+                if not last and _due(trainer.taken, config.recalibrate_every) and trainer.recalibrate():
+                    clock.drain()
+                    report.event("recalibrate", trainer.taken)
+                    clock.restart()
+                if last or trainer.taken % checkpoint_every == 0:
+                    clock.drain()
+                    report.sync()  # the checkpoint must not know of a step that the run file does not
+                    trainer.save(checkpoints)
+                    clock.restart()
+    return metrics_file
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class _Clock:
+    """Reads the metrics of steps some steps late, and times them by when they arrive."""
+
+    def __init__(self, trainer: Trainer, report: Report):
+        self._trainer, self._report = trainer, report
+        self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self.restart()
+
+    def restart(self) -> None:
+        """After something that was no step."""
+        self._last = time.perf_counter()
+
+    def add(self, metrics: Any) -> None:
+        self._pending.append((self._trainer.taken, metrics))
+        if len(self._pending) > _AHEAD:
+            self._read()
+
+    def drain(self) -> None:
+        while self._pending:
+            self._read()
+
+    def _read(self) -> None:
+        step, metrics = self._pending.popleft()
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
+        seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
+        if not math.isfinite(values["loss"]):
+            raise FloatingPointError(
+                f"the loss is {values['loss']} at step {step}; earlier checkpoints are kept. A lower learning rate or "
+                f"a longer warm-up may help"
+            )
+        self._report.step(step, values | self._trainer.speed(seconds))
+
+
+def _started(metrics_file: Path) -> dict[str, Any] | None:
+    """What the run in this folder is, if one began and had no checkpoint yet."""
+    for event in read_events(metrics_file)[:1]:
+        if event.get("event") == "start":
+            return {"config": event["config"], "data": event["data"]}
+    return None
+
+
+def _check_same_run(run: Path, previous: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+    if previous is None or previous == wanted:
+        return
+    before, now = _flat(previous), _flat(wanted)
+    names = sorted(name for name in before | now if before.get(name) != now.get(name))
+    changes = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+    raise ValueError(f"{run} holds a run of another configuration: {changes}. Nothing was changed; give another folder")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

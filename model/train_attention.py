@@ -1,0 +1,83 @@
+"""What `--attention` means: which function attends, and with which mask.
+
+A mask function is a callable that is also a pytree, so that it is an argument of the compiled step: new numbers in it,
+after a recalibration, compile nothing, and a checkpoint can hold them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+import xsake
+from xsake import BlockMask, patterns
+from xsake.model.attend import MaskFn
+from xsake.model.train_config import TrainConfig
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("mask",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class FixedMask:
+    """One mask for every layer."""
+
+    mask: BlockMask
+
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+        return self.mask
+
+
+def _sink_window(length: int, block: int, size: int) -> BlockMask:
+    return patterns.sink_window(length, length, sink=block, window=size * block, block_q=block, block_kv=block)
+
+
+def _sliding_window(length: int, block: int, size: int) -> BlockMask:
+    return patterns.sink_window(length, length, sink=0, window=size * block, block_q=block, block_kv=block)
+
+
+def _big_bird(length: int, block: int, size: int) -> BlockMask:
+    sizes: dict[str, Any] = dict(block_q=block, block_kv=block, window=block, num_global=block)
+    return patterns.big_bird(length, length, num_random_blocks=size, seed=0, **sizes)
+
+
+# Each grows denser with `size`, from 0 to the number of blocks in a row.
+_FAMILIES: dict[str, Callable[[int, int, int], BlockMask]] = {
+    "sink_window": _sink_window,
+    "sliding_window": _sliding_window,
+    "big_bird": _big_bird,
+}
+ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)
+
+
+def fixed_pattern(name: str, *, length: int, block: int, density: float) -> BlockMask:
+    """The pattern's mask whose share of active causal blocks is nearest to `density`.
+
+    >>> float(fixed_pattern("sink_window", length=1024, block=64, density=0.43).density().round(2))
+    0.43
+    """
+    if name == "random":
+        return patterns.random(length, length, density=density, seed=0, block_q=block, block_kv=block, is_causal=True)
+    make = partial(_FAMILIES[name], length, block)
+    sizes = range(-(-length // block) + 1)
+    above = min(bisect.bisect_left(sizes, density, key=lambda size: float(make(size).density())), len(sizes) - 1)
+    nearest = (make(size) for size in sizes[max(above - 1, 0) : above + 1])
+    return min(nearest, key=lambda mask: abs(float(mask.density()) - density))
+
+
+def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None, float]:
+    """(attention_fn, mask_fn, density) of a configuration; "hads" gets its mask function from recalibration."""
+    if config.attention not in ATTENTION:
+        raise ValueError(f"attention={config.attention!r} must be one of {', '.join(ATTENTION)}")
+    if config.attention in ("dense", "cudnn") and config.density != 1:
+        raise ValueError(f"attention={config.attention!r} is dense: density={config.density} must be 1")
+    if config.attention == "cudnn":
+        return partial(jax.nn.dot_product_attention, implementation="cudnn"), None, 1.0
+    if config.attention in ("dense", "hads"):
+        return xsake.attention, None, config.density
+    mask = fixed_pattern(config.attention, length=config.length, block=config.block, density=config.density)
+    return xsake.attention, FixedMask(mask), float(mask.density())

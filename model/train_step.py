@@ -1,0 +1,149 @@
+"""One training step as a compiled program: loss, gradients, update; and its state, placed on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xsake.model.attend import MaskFn
+from xsake.model.sharding import BATCH, parameter_shardings
+from xsake.model.train_config import TrainConfig
+from xsake.model.train_loss import next_token_loss, output_weight
+from xsake.model.train_optimizer import learning_rate, make_optimizer
+from xsake.model.transformer import Transformer
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "optimizer"), meta_fields=())
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that changes from step to step: steps taken, float32 weights by name, and the optimiser's state."""
+
+    step: Any
+    params: Any
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """The step and its relatives for one configuration on one mesh."""
+
+    config: TrainConfig
+    mesh: Mesh
+    attention_fn: Callable[..., Any]
+    fsdp: bool = False
+
+    @cached_property
+    def _abstract(self) -> tuple[Any, Any]:
+        return nnx.split(nnx.eval_shape(self._new_model), nnx.Param)
+
+    def _new_model(self) -> Transformer:
+        return Transformer(
+            self.config.model,
+            rngs=nnx.Rngs(self.config.seed),
+            dtype=jnp.dtype(self.config.dtype),
+            attention_fn=self.attention_fn,
+        )
+
+    def model(self, params: Any) -> Transformer:
+        """The module with these weights."""
+        definition, names = self._abstract
+        state = jax.tree.map(lambda x: x, names)  # a copy: replacing writes into it
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(definition, state)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.config)
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        params = nnx.to_pure_dict(self._abstract[1])
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        placed = parameter_shardings(params, self.mesh, fsdp=self.fsdp)
+        optimizer = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda _, where: where,
+            jax.eval_shape(self.optimizer.init, params),
+            placed,
+            transform_non_params=lambda _: everywhere,
+        )
+        return TrainState(step=everywhere, params=placed, optimizer=optimizer)
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, BATCH)
+
+    def _init(self) -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(self._new_model(), nnx.Param))
+        return TrainState(step=jnp.int32(0), params=params, optimizer=self.optimizer.init(params))
+
+    def init(self) -> TrainState:
+        """The state before the first step; its numbers do not depend on the mesh."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and places of the state, without its numbers."""
+
+        def place(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(place, jax.eval_shape(self._init), self.state_shardings)
+
+    def _loss(self, params: Any, mask_fn: MaskFn | None, tokens: Array) -> Array:
+        """Of [B, T + 1] tokens: each is predicted from those before it."""
+        model = self.model(params)
+        states = model.hidden(
+            tokens[:, :-1],
+            mask_fn=mask_fn,
+            mesh=self.mesh if self.mesh.size > 1 else None,
+            remat=self.config.remat,
+        )
+        return next_token_loss(states, output_weight(model), tokens[:, 1:], self.config.loss_chunk)
+
+    def _gradients(self, params: Any, mask_fn: MaskFn | None, batch: Array) -> tuple[Array, Any]:
+        """Mean loss and gradients over the microbatches [m, B / m, T + 1]."""
+        gradients_of = jax.value_and_grad(self._loss)
+        if len(batch) == 1:
+            return gradients_of(params, mask_fn, batch[0])
+
+        def add(total: Any, tokens: Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradients_of(params, mask_fn, tokens)), None
+
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+        total, _ = jax.lax.scan(add, zero, batch)
+        return jax.tree.map(lambda x: x / len(batch), total)
+
+    @cached_property
+    def step(self) -> Any:
+        """(state, mask_fn, batch) -> (state, metrics), compiled; the old state's memory becomes the new one's."""
+
+        def train_step(state: TrainState, mask_fn: MaskFn | None, batch: Array) -> tuple[TrainState, dict[str, Array]]:
+            loss, gradients = self._gradients(state.params, mask_fn, batch)
+            with jax.numpy_dtype_promotion("standard"):  # optax multiplies its int32 counter with floats
+                updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+                rate = jnp.asarray(learning_rate(self.config)(state.step), jnp.float32)
+            params = optax.apply_updates(state.params, updates)
+            norm = optax.tree_utils.tree_norm(gradients)
+            metrics = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+            return TrainState(step=state.step + 1, params=params, optimizer=optimizer), metrics
+
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(train_step, donate_argnums=0, out_shardings=(self.state_shardings, everywhere))
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(params, mask_fn, batch) -> mean loss, compiled."""
+
+        def evaluate_step(params: Any, mask_fn: MaskFn | None, batch: Array) -> Array:
+            return jax.lax.map(lambda tokens: self._loss(params, mask_fn, tokens), batch).mean()
+
+        return jax.jit(evaluate_step, out_shardings=NamedSharding(self.mesh, PartitionSpec()))

@@ -1,0 +1,141 @@
+"""A model in training: it takes steps, evaluates, recalibrates its masks, and can be put away and taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xsake.model.attend import MaskFn
+from xsake.model.checkpoints import Checkpoints
+from xsake.model.data_batches import Batches
+from xsake.model.data_shards import Shard, open_shards
+from xsake.model.mfu import utilisation
+from xsake.model.sharding import make_mesh
+from xsake.model.train_attention import attention_of
+from xsake.model.train_config import TrainConfig
+from xsake.model.train_step import Program, TrainState
+from xsake.model.transformer import Transformer
+
+Recalibrate = Callable[[int, Transformer, Array], MaskFn]
+
+
+class Trainer:
+    """Everything of a run that computes. `xsake.model.train.train` says what the arguments are.
+
+    A state must be there before the first step: `begin()` makes a new one, `restore()` takes one from a checkpoint.
+    """
+
+    state: TrainState
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        data: Path,
+        mesh: tuple[int, int] = (1, 1),
+        fsdp: bool = False,
+        recalibrate: Recalibrate | None = None,
+    ):
+        attention_fn, self.mask_fn, self.density = attention_of(config)
+        if config.attention == "hads" and recalibrate is None:
+            raise ValueError('attention="hads" needs a recalibrate callback, which makes its masks')
+        self.config, self._recalibrate = config, recalibrate
+        devices = make_mesh(*mesh)
+        if config.batch // config.microbatches % mesh[0]:
+            raise ValueError(
+                f"batch={config.batch} in microbatches={config.microbatches} cannot be divided over the mesh's "
+                f"data={mesh[0]}"
+            )
+        if config.model.kv_heads % mesh[1]:
+            raise ValueError(f"kv_heads={config.model.kv_heads} cannot be divided over the mesh's model={mesh[1]}")
+        self.program = Program(config=config, mesh=devices, attention_fn=attention_fn, fsdp=fsdp)
+        self._data = data
+        shards = open_shards(data, "train")
+        _check_vocabulary(shards, config)
+        self._batches = Batches(shards, length=config.length, batch=config.batch, seed=config.seed)
+        #: What a run is: a checkpoint of another one is not taken up.
+        self.description: dict[str, Any] = {
+            "config": config.to_json(),
+            "data": {"tokenizer": shards[0].tokenizer, "tokens": sum(len(shard.tokens) for shard in shards)},
+        }
+
+    @property
+    def taken(self) -> int:
+        """Steps taken."""
+        return self._taken
+
+    def begin(self) -> None:
+        self.state, self._taken = self.program.init(), 0
+        self.recalibrate()
+
+    def restore(self, checkpoints: Checkpoints, step: int) -> None:
+        """Take up the run where the checkpoint left it, on this mesh, whatever the checkpoint's was."""
+        self.state, self._taken = checkpoints.restore(step, "state", self.program.abstract_state()), step
+        if self.recalibrate() and jax.tree.leaves(self.mask_fn):
+            # The callback knows how its masks are built, the checkpoint which numbers they had.
+            everywhere = NamedSharding(self.program.mesh, PartitionSpec())
+            leaves = checkpoints.restore_leaves(step, "mask", everywhere)
+            self.mask_fn = jax.tree.unflatten(jax.tree.structure(self.mask_fn), leaves)
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        trees: dict[str, Any] = {"state": self.state}
+        if self._recalibrate is not None and jax.tree.leaves(self.mask_fn):
+            trees["mask"] = jax.tree.leaves(self.mask_fn)
+        checkpoints.save(self._taken, trees, self.description)
+
+    def step(self) -> dict[str, Array]:
+        """Start the next step; its metrics arrive when they are read."""
+        self.state, metrics = self.program.step(self.state, self.mask_fn, self._next_batch())
+        self._taken += 1
+        return metrics
+
+    def recalibrate(self) -> bool:
+        """Ask the callback, if there is one, for the masks of the steps to come."""
+        if self._recalibrate is None:
+            return False
+        tokens = self._next_batch()[0, :, :-1]
+        mask_fn = self._recalibrate(self._taken, self.program.model(self.state.params), tokens)
+        is_tree = not jax.tree_util.all_leaves([mask_fn])
+        self.mask_fn = mask_fn if is_tree else jax.tree_util.Partial(mask_fn)
+        return True
+
+    def held_out(self) -> Batches:
+        """The held-out batches, in order. Raises where there are too few tokens for one."""
+        shards = open_shards(self._data, "held")
+        _check_vocabulary(shards, self.config)
+        return Batches(shards, length=self.config.length, batch=self.config.batch, seed=None)
+
+    def evaluate(self, held: Batches, batches: int) -> float:
+        """Mean loss over the first so many batches."""
+        losses = [
+            self.program.evaluate(self.state.params, self.mask_fn, self._place(held, number))
+            for number in range(min(batches, held.in_an_epoch))
+        ]
+        return sum(float(loss) for loss in losses) / len(losses)
+
+    def speed(self, seconds: float) -> dict[str, float | None]:
+        """Tokens a second and utilisation of a step that took so long."""
+        rate = self.config.tokens_a_step / seconds
+        device = self.program.mesh.devices.flat[0]
+        flops = self.config.model.flops_per_token(self.config.length, self.density)
+        mfu = utilisation(flops, rate, device.device_kind, self.program.mesh.size)
+        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu}
+
+    def _next_batch(self) -> Array:
+        return self._place(self._batches, self._taken)
+
+    def _place(self, batches: Batches, number: int) -> Array:
+        return batches.on_devices(number, self.program.batch_sharding, self.config.microbatches)
+
+
+def _check_vocabulary(shards: list[Shard], config: TrainConfig) -> None:
+    if shards[0].vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"{shards[0].path.parent} has a vocabulary of {shards[0].vocab_size} tokens, which does not fit the "
+            f"model's vocab_size={config.model.vocab_size}"
+        )

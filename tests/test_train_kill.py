@@ -1,0 +1,78 @@
+"""kill -9 for real, at several moments: the losses are those of a run that nobody killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training import losses, make_config, make_data
+
+from xsake.model.run_file import read_events
+from xsake.model.train import train
+
+STEPS = {"steps": 40, "warmup": 2}
+
+
+def start(data: Path, run: Path, compiled_once: dict[str, str]) -> subprocess.Popen:
+    given = {"data": str(data), "run": str(run), "join": None, "mesh": [1, 1]}
+    script = Path(__file__).parent / "train_process.py"
+    paths = [str(Path(__file__).parents[1] / "src"), str(script.parent)]
+    return subprocess.Popen(
+        [sys.executable, str(script), json.dumps(given | {"changes": STEPS, "checkpoint_every": 3})],
+        env=os.environ | compiled_once | {"PYTHONPATH": os.pathsep.join(paths)},
+        stderr=subprocess.PIPE,
+    )
+
+
+def kill_when(process: subprocess.Popen, ready) -> None:
+    """As soon as `ready()`, with a signal that cannot be caught."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
+    data, run = make_data(tmp_path / "data"), tmp_path / "run"
+    file, checkpoints = run / "metrics.jsonl", run / "checkpoints"
+    whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
+
+    def steps() -> int:
+        return max((event["step"] for event in read_events(file)), default=0)
+
+    def saved() -> set[str]:
+        return {path.name for path in checkpoints.glob("*")}
+
+    kill_when(start(data, run, compiled_once), lambda: steps() >= 1)  # maybe before the first checkpoint
+    before = saved()
+    # While one is being written: its folder has appeared, and is not whole yet.
+    kill_when(start(data, run, compiled_once), lambda: saved() - before)
+    reached = steps()
+    assert 0 < reached < 40
+    assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole
+    resumed = [event["step"] for event in read_events(file) if event["event"] == "resumed"]
+    assert all(step % 3 == 0 for step in resumed) and len(resumed) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("milliseconds", [0, 7, 20, 45, 80, 150])
+def test_killed_at_any_moment(tmp_path, compiled_once, milliseconds):
+    data, run = make_data(tmp_path / "data"), tmp_path / "run"
+    whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
+    for _ in range(3):
+        process = start(data, run, compiled_once)
+        lines = len(read_events(run / "metrics.jsonl"))
+        kill_when(process, lambda lines=lines: len(read_events(run / "metrics.jsonl")) > lines)
+        time.sleep(milliseconds / 1000)
+    assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole

@@ -1,0 +1,239 @@
+"""Runs of the trainer on one device: they learn, they are what they say, and they are carried on bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from training import MODEL, events, losses, make_config, make_data
+
+from xsake import patterns
+from xsake.model.run_file import RunFile, read_events
+from xsake.model.train import train
+from xsake.model.train_attention import FixedMask
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data") / "tokens")
+
+
+def test_overfits_a_small_text(data, tmp_path):
+    """bfloat16 and rematerialised, as one would train: from the loss of guessing to almost none."""
+    config = make_config(steps=60, dtype="bfloat16", remat=True, warmup=5)
+    file = train(config, data=data, run=tmp_path / "run", eval_every=30, quiet=True)
+    curve = losses(file)
+    assert abs(curve[0] - np.log(128)) < 0.5 and curve[-1] < 0.5
+    evaluations = [event["loss"] for event in events(file, "eval")]
+    assert len(evaluations) == 2 and evaluations[-1] < 0.5  # it is the same text
+    (start,) = events(file, "start")
+    assert start["config"]["attention"] == "sink_window" and start["data"]["tokens"] == 6000
+    last = events(file)[-1]
+    assert last["tokens_per_second"] > 0 and last["mfu"] is None and last["learning_rate"] < 2e-3
+
+
+def test_every_block_is_dense(data, tmp_path):
+    """The same curve with a mask of 100% as with none, to rounding."""
+    sparse, dense = (
+        losses(train(make_config(attention=name, density=1.0), data=data, run=tmp_path / name, quiet=True))
+        for name in ("sink_window", "dense")
+    )
+    np.testing.assert_allclose(sparse[0], dense[0], rtol=1e-6)
+    np.testing.assert_allclose(sparse, dense, rtol=1e-5)  # Adam's first steps are signs: they amplify rounding
+    half = losses(train(make_config(), data=data, run=tmp_path / "half", quiet=True))
+    assert max(abs(a - b) for a, b in zip(half, dense, strict=True)) > 1e-4  # so that the masks are in use
+
+
+def test_microbatches_give_the_same_steps(data, tmp_path):
+    whole, parts = (
+        losses(train(make_config(microbatches=m), data=data, run=tmp_path / str(m), quiet=True)) for m in (1, 2)
+    )
+    np.testing.assert_allclose(whole, parts, rtol=1e-5)
+
+
+def test_stopped_and_carried_on_bit_for_bit(data, tmp_path, monkeypatch):
+    """Stopped after a checkpoint, with steps in the run file that it does not know, and a line cut off."""
+    config = make_config()
+    whole = losses(train(config, data=data, run=tmp_path / "whole", checkpoint_every=2, quiet=True))
+
+    class Stop(Exception):
+        pass
+
+    write = RunFile.write
+
+    def stop_at_5(self, event, step, **values):
+        if step == 5:
+            self._file.write('{"event": "step", "st')
+            self._file.flush()
+            raise Stop
+        write(self, event, step, **values)
+
+    run = tmp_path / "stopped"
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(RunFile, "write", stop_at_5)
+        train(config, data=data, run=run, checkpoint_every=2, quiet=True)
+    file = train(config, data=data, run=run, checkpoint_every=2, quiet=True)
+    assert losses(file) == whole
+    assert [event["step"] for event in events(file, "resumed")] == [4]
+    assert all(line.startswith("{") and json.loads(line) for line in file.read_text().splitlines())
+    before = file.read_bytes()
+    assert train(config, data=data, run=run, quiet=True) == file and file.read_bytes() == before  # it is finished
+
+
+def test_only_the_last_checkpoints_are_kept(data, tmp_path):
+    train(make_config(), data=data, run=tmp_path, checkpoint_every=1, keep=2, quiet=True)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5", "6"]
+
+
+def test_recalibration_is_called_logged_and_resumed(data, tmp_path):
+    """The masks that a callback made before the stop are those after it, though the callback would make others."""
+    config = make_config(attention="hads", recalibrate_every=2)
+    calls = []
+
+    def recalibrate(step, model, tokens):
+        calls.append(step)
+        assert model.config == MODEL and tokens.shape == (4, 64)
+        mask = patterns.random(
+            64, 64, density=0.6, seed=len(calls), block_q=16, block_kv=16, is_causal=True, capacity=10
+        )
+        return FixedMask(dataclasses.replace(mask, density_hint=None))
+
+    options = dict(data=data, checkpoint_every=3, quiet=True)
+    whole = train(config, run=tmp_path / "whole", recalibrate=recalibrate, **options)
+    assert calls == [0, 2, 4] and [event["step"] for event in events(whole, "recalibrate")] == [2, 4]
+
+    calls.clear()
+
+    def stops_at_4(step, model, tokens):
+        if step == 4:
+            raise KeyboardInterrupt
+        return recalibrate(step, model, tokens)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, run=tmp_path / "stopped", recalibrate=stops_at_4, **options)
+    assert calls == [0, 2]
+    calls += [-1] * 5  # from here on the callback makes other masks
+    resumed = train(config, run=tmp_path / "stopped", recalibrate=recalibrate, **options)
+    assert calls[-2:] == [3, 4]
+    assert losses(resumed)[:4] == losses(whole)[:4]  # step 4 ran with the masks of the checkpoint
+    assert losses(resumed)[4:] != losses(whole)[4:]
+
+
+def test_a_plain_function_may_be_a_mask_function(data, tmp_path):
+    config = make_config(attention="hads")
+    mask = patterns.causal(64, 64, block_q=16, block_kv=16)
+    file = train(config, data=data, run=tmp_path, quiet=True, recalibrate=lambda *_: lambda layer, query, key: mask)
+    dense = train(make_config(attention="dense", density=1.0), data=data, run=tmp_path / "d", quiet=True)
+    np.testing.assert_allclose(losses(file)[0], losses(dense)[0], rtol=1e-6)
+
+
+def test_weights_and_biases(data, tmp_path, monkeypatch):
+    """A stand-in with the two names that are used; and the message where it is not installed."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+        train(make_config(), data=data, run=tmp_path / "run", wandb=True, quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+    logged = {}
+
+    class Session:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            logged["closed"] = True
+
+    fake = types.SimpleNamespace(
+        init=lambda **about: logged.update(about) or Session(), log=lambda values, step: logged.update({step: values})
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    file = train(make_config(), data=data, run=tmp_path / "run", wandb=True, quiet=True)
+    assert logged["name"] == "run" and logged["closed"]
+    assert [logged[step]["step/loss"] for step in range(1, 7)] == losses(file)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path):
+    config = make_config(learning_rate=1e30, clip=1e30, warmup=0)
+    with pytest.raises(FloatingPointError, match=r"at step \d; earlier checkpoints are kept"):
+        train(config, data=data, run=tmp_path, quiet=True)
+
+
+def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):
+    run = tmp_path / "run"
+    train(make_config(), data=data, run=run, quiet=True)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def refused(error, message, *, data=data, run=run, config=None, **options):
+        with pytest.raises(error, match=message):
+            train(config or make_config(), data=data, run=run, quiet=True, **options)
+
+    refused(ValueError, r"another configuration: config.seed was 0 and is 1", config=make_config(seed=1))
+    wider = dataclasses.replace(MODEL, mlp_width=64)
+    refused(ValueError, r"config.model.mlp_width was 192 and is 64", config=make_config(model=wider))
+    other = make_data(tmp_path / "other", vocab_size=100)
+    refused(ValueError, "does not fit the model's vocab_size=64", config=make_config(model=_vocabulary(64)))
+    (other / "train-00001.tokens").write_bytes((other / "train-00000.tokens").read_bytes()[:-7])
+    refused(ValueError, r"train-00001.tokens is truncated", data=other)
+    refused(FileNotFoundError, "no train-", data=tmp_path / "nowhere")
+    refused(ValueError, "data=16 x model=1 needs 16 devices, and there are 8", mesh=(16, 1))
+    refused(ValueError, "data=0", mesh=(0, 1))
+    refused(ValueError, "batch=4 in microbatches=1 cannot be divided over the mesh's data=8", mesh=(8, 1))
+    refused(ValueError, "kv_heads=2 cannot be divided over the mesh's model=4", mesh=(2, 4))
+    refused(ValueError, "needs a recalibrate callback", config=make_config(attention="hads"))
+    refused(ValueError, "checkpoint_every=0", checkpoint_every=0)
+    refused(ValueError, "keep=0", keep=0)
+    refused(ValueError, "fewer than one batch of 40", config=make_config(batch=40), eval_every=1)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_began_without_a_checkpoint_is_refused_to_another(data, tmp_path):
+    run = tmp_path / "run"
+    train(make_config(), data=data, run=run, quiet=True)
+    for path in (run / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)  # as if it had been killed before the first
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"config.seed was 0 and is 1"):
+        train(make_config(seed=1), data=data, run=run, quiet=True)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    again = losses(train(make_config(), data=data, run=run, quiet=True))
+    assert again == [json.loads(line)["loss"] for line in before.splitlines() if b'"step", ' in line]
+
+
+def _vocabulary(size):
+    return dataclasses.replace(MODEL, vocab_size=size)
+
+
+def test_the_run_file_drops_what_a_checkpoint_does_not_know(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with RunFile(path, step=0) as file:
+        file.write("start", 0)
+        for step in (1, 2, 3):
+            file.write("step", step, loss=step / 3)
+    with open(path, "a") as file:
+        file.write('{"event": "st')
+    with RunFile(path, step=2) as file:
+        file.write("step", 3, loss=9.0)
+    assert [(event["event"], event["step"]) for event in read_events(path)] == [
+        ("start", 0),
+        ("step", 1),
+        ("step", 2),
+        ("resumed", 2),
+        ("step", 3),
+    ]
+    assert read_events(path)[2]["loss"] == 2 / 3 and read_events(tmp_path / "none") == []
+    with RunFile(path, step=0):  # nothing was checkpointed: from the beginning
+        assert read_events(path) == []
+
+
+def test_progress_is_printed_where_there_is_no_terminal(data, tmp_path, capsys):
+    train(make_config(), data=data, run=tmp_path, eval_every=6)
+    printed = capsys.readouterr().out
+    assert "step 6/6 loss" in printed and "tokens/s" in printed and "eval" in printed
+    assert "MFU" not in printed or jax.devices()[0].platform != "cpu"
