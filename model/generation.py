@@ -1,0 +1,148 @@
+"""Tokens that follow a prompt: the prompt in one forward, sparse if masks say so, then a token at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from xsake.model.attend import MaskFn
+from xsake.model.cache import KVCache
+from xsake.model.sampling import Sampler
+from xsake.model.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    stop: Collection[int] = (),
+    seed: int = 0,
+    mask_fn: MaskFn | None = None,
+) -> list[list[int]]:
+    """Continues prompts of any lengths; returns each one's new tokens, up to and without a stop token.
+
+    Args:
+      model: its cache and arithmetic have the model's `dtype`.
+      prompts: token numbers; none may be empty.
+      max_new_tokens: the longest prompt and these must fit the model's context.
+      sampler: greedy by default.
+      stop: tokens that end a sequence.
+      seed: for a sampler that draws.
+      mask_fn: masks for the prompt, as in `Transformer.hidden`; tokens that follow see everything.
+
+    Lengths are rounded up to multiples of 64 where that changes nothing, so that other prompts rarely compile anew;
+    with a `mask_fn` the prompt's own is kept.
+
+    >>> from flax import nnx
+    >>> from xsake.model import PRESETS, Transformer, generate
+    >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
+    >>> [len(new) for new in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+    [5, 5]
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, mask_fn=mask_fn):
+        for row, token in enumerate(tokens.tolist()):
+            done[row] = done[row] or token in stop
+            if not done[row]:
+                new[row].append(token)
+        if all(done):
+            break
+    return new
+
+
+def stream(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    mask_fn: MaskFn | None = None,
+) -> Iterator[np.ndarray]:
+    """`generate`, as it happens: after each step the next token of every sequence, i32[B], with no regard to stops."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not prompts or min(lengths) == 0:
+        raise ValueError("prompts must not be empty: a model continues at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if max(lengths) + max_new_tokens > model.config.context:
+        raise ValueError(
+            f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of "
+            f"{model.config.context}"
+        )
+    if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
+        raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
+    context = model.config.context
+    padded = np.zeros((len(prompts), _round_up(max(lengths), context) if mask_fn is None else max(lengths)), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return _steps(
+        model,
+        padded,
+        np.array(lengths, np.int32),
+        _round_up(max(lengths) + max_new_tokens, context),
+        jax.random.split(jax.random.key(seed), max_new_tokens),
+        sampler or Sampler(),
+        mask_fn,
+    )
+
+
+def _round_up(length: int, most: int) -> int:
+    return min(-(-length // 64) * 64, most)
+
+
+def _steps(
+    model: Transformer,
+    padded: np.ndarray,
+    lengths: np.ndarray,
+    capacity: int,
+    keys: Array,
+    sampler: Sampler,
+    mask_fn: MaskFn | None,
+) -> Iterator[np.ndarray]:
+    graph, weights = nnx.split(model)
+    if mask_fn is not None and jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
+        mask_fn = jax.tree_util.Partial(mask_fn)
+    tokens, cache = _prefill(graph, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
+    yield np.asarray(tokens)
+    for key in keys[1:]:
+        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
+        yield np.asarray(tokens)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(
+    graph: nnx.GraphDef,
+    sampler: Sampler,
+    capacity: int,
+    weights: Any,
+    padded: Array,
+    lengths: Array,
+    key: Array,
+    mask_fn: Any,
+) -> tuple[Array, KVCache]:
+    model: Transformer = nnx.merge(graph, weights)
+    cache = KVCache.empty(model.config, batch=len(padded), capacity=capacity, dtype=model.dtype)
+    states, cache = model.hidden(padded, cache=cache, mask_fn=mask_fn)
+    last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
+    return sampler(model.logits(last)[:, 0], key), dataclasses.replace(cache, length=lengths)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _decode(
+    graph: nnx.GraphDef, sampler: Sampler, weights: Any, tokens: Array, cache: KVCache, key: Array
+) -> tuple[Array, KVCache]:
+    model: Transformer = nnx.merge(graph, weights)
+    logits, cache = model(tokens[:, None], cache=cache)
+    return sampler(logits[:, 0], key), cache

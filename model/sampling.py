@@ -1,0 +1,53 @@
+"""The next token from its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Greedy at temperature 0; otherwise drawn, from the likeliest tokens only if asked.
+
+    Args:
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: only so many tokens may be drawn.
+      top_p: only the fewest tokens whose probabilities (within `top_k`) add up to it.
+
+    >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
+    >>> Sampler()(logits, jax.random.key(0)).tolist()
+    [1]
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+    def __call__(self, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> Int[Array, " B"]:
+        if self.temperature == 0:
+            return logits.argmax(-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            falling = jnp.sort(logits, axis=-1, descending=True)
+            share = jax.nn.softmax(falling)
+            before = jnp.cumsum(share, -1) - share  # of the likelier tokens: the likeliest one always stays
+            least = jnp.min(jnp.where(before < self.top_p, falling, jnp.inf), -1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(key, logits).astype(jnp.int32)
