@@ -6,16 +6,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xsake.model.cache import KVCache
     from xsake.model.config import PRESETS, ModelConfig
+    from xsake.model.flax_attention import attention_fn
+    from xsake.model.generation import generate, stream
+    from xsake.model.pretrained import load_pretrained, load_tokenizer
+    from xsake.model.safetensors_file import save_pretrained
+    from xsake.model.sampling import Sampler
+    from xsake.model.tokenizer import Tokenizer
     from xsake.model.transformer import Transformer
 
 _PUBLIC = {
+    "KVCache": "xsake.model.cache",
     "ModelConfig": "xsake.model.config",
     "PRESETS": "xsake.model.config",
+    "Sampler": "xsake.model.sampling",
+    "Tokenizer": "xsake.model.tokenizer",
     "Transformer": "xsake.model.transformer",
+    "attention_fn": "xsake.model.flax_attention",
+    "generate": "xsake.model.generation",
+    "load_pretrained": "xsake.model.pretrained",
+    "load_tokenizer": "xsake.model.pretrained",
+    "save_pretrained": "xsake.model.safetensors_file",
+    "stream": "xsake.model.generation",
 }
 
-__all__ = ["PRESETS", "ModelConfig", "Transformer"]
+__all__ = [
+    "PRESETS",
+    "KVCache",
+    "ModelConfig",
+    "Sampler",
+    "Tokenizer",
+    "Transformer",
+    "attention_fn",
+    "generate",
+    "load_pretrained",
+    "load_tokenizer",
+    "save_pretrained",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,5 +36,5 @@ def run(model: Transformer, tokens: Any, cache: Any = None, **options: Any) -> A
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array, cache: Any) -> Any:
+def _run(graph: nnx.GraphDef, state: Any, tokens: jax.Array, cache: Any) -> Any:
     return nnx.merge(graph, state)(tokens, cache=cache)

@@ -1,0 +1,89 @@
+"""Trained weights: of a published model by its name, of any Llama in a GGUF or safetensors file by its path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+import xsake
+from xsake.model import fetch
+from xsake.model.gguf_file import GGUFFile
+from xsake.model.safetensors_file import SafetensorsFolder
+from xsake.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from xsake.model.tokenizer import Tokenizer
+
+
+def load_pretrained(
+    path_or_name: str | os.PathLike,
+    *,
+    dtype: Any = jnp.bfloat16,
+    param_dtype: Any = jnp.float32,
+    attention_fn: Callable[..., Any] = xsake.attention,
+) -> Transformer:
+    """A `Transformer` with trained weights.
+
+    Args:
+      path_or_name: a name of `xsake.model.fetch.PUBLISHED`, fetched before; a GGUF file; a safetensors file or its
+        folder. The architecture must be Llama's; anything in the file that this model would not use is an error.
+      dtype, param_dtype, attention_fn: the `Transformer`'s.
+    """
+    file = open_model(path_or_name)
+    if missing := sorted(set(file.names.values()) - file.tensor_names):
+        raise ValueError(f"{file.path} lacks {len(missing)} tensors: {_some(missing)}")
+    if unused := sorted(file.tensor_names - set(file.names.values())):
+        raise ValueError(f"{file.path} is not a plain Llama: no use for {len(unused)} of its tensors: {_some(unused)}")
+    graph, state = nnx.split(
+        nnx.eval_shape(
+            lambda: Transformer(
+                file.config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn
+            )
+        )
+    )
+    weights = []
+    for path, variable in nnx.to_flat_state(state):
+        weight = file.read(file.names[path])
+        if path[-1] == "kernel":
+            weight = weight.T
+        if weight.shape != variable.shape:
+            raise ValueError(
+                f"{file.path}: {file.names[path]} gives a parameter of shape {weight.shape}, but by the file's "
+                f"configuration it has {variable.shape}"
+            )
+        weights.append((path, variable.replace(jnp.asarray(weight, param_dtype))))
+    return nnx.merge(graph, nnx.from_flat_state(weights))
+
+
+def load_tokenizer(path_or_name: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of what `load_pretrained` loads."""
+    file = open_model(path_or_name)
+    tokenizer = file.tokenizer()
+    if tokenizer.vocab_size > file.config.vocab_size:
+        raise ValueError(
+            f"{file.path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model only {file.config.vocab_size}"
+        )
+    return tokenizer
+
+
+def open_model(path_or_name: str | os.PathLike) -> GGUFFile | SafetensorsFolder:
+    """A model's file, its configuration read and its weights not yet."""
+    path = Path(path_or_name)
+    if str(path_or_name) in fetch.PUBLISHED:
+        path = fetch.place(str(path_or_name))
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path_or_name} is not here yet: run `xsake model fetch {path_or_name}`, or put its file at {path}"
+            )
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is no file, and no published model ({', '.join(fetch.PUBLISHED)})")
+    return GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

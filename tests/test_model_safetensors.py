@@ -1,0 +1,165 @@
+"""Safetensors in Hugging Face's layout: what is saved is loaded, and anything else is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_model import TINY, TOKENS, build, run
+
+from xsake.model import load_pretrained, load_tokenizer, save_pretrained
+from xsake.model.data_tokenizer import END_OF_TEXT, train_tokenizer
+from xsake.model.pretrained import open_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_pretrained(build(), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    for path in saved.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def configure(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip(tmp_path, tied):
+    model = build(config=dataclasses.replace(TINY, tied=tied, rope_base=3e4))
+    save_pretrained(model, tmp_path / "new")
+    loaded = load_pretrained(tmp_path / "new", dtype=jnp.float32)
+    assert loaded.config == model.config
+    np.testing.assert_array_equal(run(loaded, TOKENS), run(model, TOKENS))
+
+
+def test_names_and_shapes_are_hugging_faces(saved):
+    tensors = load_file(saved / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (TINY.kv_heads * TINY.head_dim, TINY.width)
+    assert tensors["model.layers.0.mlp.down_proj.weight"].shape == (TINY.width, TINY.mlp_width)
+    assert tensors["model.embed_tokens.weight"].shape == (TINY.vocab_size, TINY.width)
+    assert "lm_head.weight" not in tensors
+
+
+def test_several_files_make_one_model(folder):
+    tensors = load_file(folder / "model.safetensors")
+    half = len(tensors) // 2
+    for number, part in enumerate((list(tensors)[:half], list(tensors)[half:])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors")
+    (folder / "model.safetensors").unlink()
+    np.testing.assert_array_equal(load_pretrained(folder).norm.scale[...], build().norm.scale[...])
+
+
+def test_bfloat16_and_what_follows_from_the_rest(folder):
+    """A copy of the tied embedding, and the rotary frequencies that old files hold, are no weights of their own."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert open_model(folder).formats == {"BF16": 21, "F32": 1}
+    up = load_pretrained(folder).blocks[0].mlp.up.kernel
+    assert up.dtype == jnp.float32
+    original = build().blocks[0].mlp.up.kernel[...]
+    np.testing.assert_array_equal(up[...], original.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_theta": ...},
+        {"rope_scaling": None, "rope_theta": 3e4},
+    ],
+)
+def test_rotary_bases_old_and_new(folder, change):
+    configure(folder, **change)
+    assert open_model(folder).config.rope_base == 3e4
+
+
+def test_defaults_of_old_configurations(folder):
+    """No head_dim: width over heads. No KV heads: as many as query heads. No word of tying: not tied."""
+    configure(folder, head_dim=..., num_key_value_heads=..., tie_word_embeddings=...)
+    config = open_model(folder).config
+    assert (config.head_dim, config.kv_heads, config.tied) == (16, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(model_type="mistral"), ValueError, "model_type 'mistral'; only 'llama'"),
+        (dict(rope_scaling={"type": "linear", "factor": 2}), NotImplementedError, "not supported: rope scaling"),
+        (dict(rope_parameters={"rope_type": "llama3"}), NotImplementedError, "not supported: rope scaling"),
+        (
+            dict(attention_bias=True, mlp_bias=True),
+            NotImplementedError,
+            "not supported: attention_bias, mlp_bias",
+        ),
+        (dict(hidden_size=...), ValueError, "lacks hidden_size"),
+        (dict(num_hidden_layers=3), ValueError, r"lacks 9 tensors: model.layers.2.input_layernorm.weight, .*, \.\.\."),
+        (dict(num_hidden_layers=1), ValueError, "no use for 9 of its tensors: model.layers.1"),
+        (dict(intermediate_size=100), ValueError, r"shape \(192, 64\), but .* \(100, 64\)"),
+        (dict(head_dim=15), ValueError, "head_dim=15 must be even"),
+    ],
+)
+def test_other_models_are_refused(folder, change, error, message):
+    configure(folder, **change)
+    with pytest.raises(error, match=message):
+        load_pretrained(folder)
+
+
+def test_broken_folders_are_refused(folder, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+        load_pretrained(empty)
+    with pytest.raises(FileNotFoundError, match=r"nowhere is no file, and no published model \(smollm2\)"):
+        load_pretrained(empty / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
+        load_tokenizer(folder)
+    with pytest.raises(FileExistsError, match="already holds a model"):
+        save_pretrained(build(), folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
+        load_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config.json must be beside the .safetensors file"):
+        load_pretrained(folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cannot be read as a safetensors file; is it cut short"):
+        load_pretrained(folder)
+
+
+def test_the_tokenizer_beside(folder):
+    core = train_tokenizer(["hello hello world"], 280)
+    core.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+    assert tokenizer.stop == set()
+    named = {"eos_token": {"content": END_OF_TEXT}, "chat_template": "{{ messages[0]['content'] }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.stop == {core.token_to_id(END_OF_TEXT)}
+    assert tokenizer.chat([{"role": "user", "content": "hello"}]) == core.encode("hello").ids
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer file"):
+        load_tokenizer(folder)
+    core = train_tokenizer(["hello"], 260)
+    core.add_tokens([f"more{i}" for i in range(300)])
+    core.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"the tokenizer has \d+ tokens, but the model only 512"):
+        load_tokenizer(folder)
