@@ -137,6 +137,7 @@ class ElementRule:
         q_segments: jax.Array | None = None,
         kv_segments: jax.Array | None = None,
         test_q_len: bool = False,
+        test_runs: bool = False,
     ) -> jax.Array | None:
         """bool[shape], or None where nothing is tested.
 
@@ -177,6 +178,8 @@ class ElementRule:
                 tests.append(iota(kv_axis) < self.kv_len - kv_starts[0])
             else:
                 tests.append(kv_index() < self.kv_len)
+        if test_runs:
+            tests.append(kv_index() >= 0)
         if test_q_len and self.q_len % shape[q_axis]:
             tests.append(iota(q_axis) < self.q_len - q_start)
         if not tests:

@@ -23,8 +23,12 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfi
 
 # Keys that a partial step takes or leaves: a causal or window band often empties half of a tile.
 HALF = 64
+# First key of a run that does not exist: before every key.
+MISSING = -(1 << 30)
 # Columns after which an accumulator's layout repeats: sums over every eighth column stay in a thread.
 LANE_COLUMNS = 8
+# Bytes of K and V of the heads whose tiles are interleaved: what a 50 MB L2 cache keeps while others pass through.
+L2_SHARE = 32 << 20
 
 
 def forward(
@@ -75,11 +79,9 @@ def forward(
     rings = (2,) if pairing is Pairing.APART else ()
     persistent = num_items > num_workers
     dynamic = persistent and config.schedule == "dynamic" and not interpret
-    head_group = config.head_group or _head_group(
-        heads, group // heads_a_tile or 1, kv_len * (head_dim + v_head_dim) * 2
-    )
-    if heads % head_group:
-        raise ValueError(f"{config.head_group=} must divide the {heads} tiles of heads")
+    kv_bytes = kv_len * (head_dim + v_head_dim) * 2
+    most = config.head_group or max(1, L2_SHARE // kv_bytes) * (group // heads_a_tile or 1)
+    head_group = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
     # A step is one tile of keys: `parts` runs of `unit` keys; a listed block is `units_a_block` runs.
     # Tiles of several runs are for the plain rules: with more operands they spill.
@@ -91,6 +93,14 @@ def forward(
     # Whether a partial step is tested for keys that nothing of it can attend to.
     testable = plain_rules and (band != Band() or parts > 1 or kv_len % tile_kv != 0)
     separate_out = config.separate_out(head_dim, v_head_dim)
+    # The first logits of the next tile are multiplied while the output of this one is written. Every tile then has a
+    # step at least: one that attends nothing gets a step with no keys. Elsewhere it would spill.
+    ahead = persistent and separate_out and plain_rules and sink_lse is None and head_dim == v_head_dim
+    # Of a compute and of a memory thread. All together must not exceed what the CTA was launched with.
+    if pairing is Pairing.APART:
+        registers = 216, 40
+    else:
+        registers = (240, 24) if ahead else (232, 40)
     padded_q_len = num_rows * block_q
     # A TMA of 8-row swizzled tiles needs lengths of whole tiles (or less than one).
     q, k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (q, k, v))
@@ -157,7 +167,7 @@ def forward(
             return (ring, index) if pairing is Pairing.APART else (index,)
 
         def slot_of(count: Any, depth: int) -> Any:
-            return lax.rem(count, jnp.int32(depth))
+            return count % depth if isinstance(count, int) else lax.rem(count, jnp.int32(depth))
 
         def query_slot(turn: Any, consumer: Any) -> Any:
             return slot_of(turn, q_stages) * compute_wgs + consumer
@@ -174,7 +184,7 @@ def forward(
         @pl.when(wg < compute_wgs)
         def compute_warpgroup() -> None:
             if pairing is not Pairing.ALONE:
-                plgpu.set_max_registers(216 if pairing is Pairing.APART else 232, action="increase")
+                plgpu.set_max_registers(registers[0], action="increase")
             # Where this warpgroup's half of a tile begins.
             row_offset = wg * WG_ROWS if pairing is Pairing.ROWS else 0
             head_offset = wg if pairing is Pairing.HEADS else 0
@@ -193,7 +203,27 @@ def forward(
                 plgpu.barrier_wait(stage(item_ready, slot_of(turn, 2)))
                 return notes[item_field(turn, _STEPS)], notes[item_field(turn, _FULL_STEPS)]
 
-            def one_item(turn: Any, step0: Any, steps: Any, full_steps: Any) -> None:
+            def multiply_first(turn: Any, step0: Any, steps: Any, overlap: Any) -> Any:
+                """A tile's first raw logits and the runs of keys they are of; past the last tile, anything."""
+                q_slot, slot = query_slot(turn, wg), slot_of(step0, stages)
+
+                @pl.when(steps > 0)
+                def _operands() -> None:
+                    plgpu.barrier_wait(q_ready.at[q_slot])
+                    plgpu.barrier_wait(stage(k_ready, slot))
+
+                logits = common.matmul(
+                    q_smem.at[q_slot],
+                    stage(k_smem, slot),
+                    transpose_b=True,
+                    interpret=bool(interpret),
+                    overlap=overlap,
+                )
+                starts = tuple(notes[run_field(slot, part)] for part in range(parts))
+                pl.when(steps > 0)(lambda: release(stage(k_free, slot)))
+                return logits, starts
+
+            def one_item(turn: Any, step0: Any, steps: Any, full_steps: Any, first: Any = None) -> Any:
                 # Read where they are used: what is live during the loops costs registers.
                 def field(which: int) -> Any:
                     return notes[item_field(turn, which)]
@@ -203,7 +233,8 @@ def forward(
 
                 q_slot = query_slot(turn, wg)
                 q_tile = q_smem.at[q_slot]
-                plgpu.barrier_wait(q_ready.at[q_slot])
+                if not ahead:
+                    plgpu.barrier_wait(q_ready.at[q_slot])
 
                 q_vectors = {
                     name: plgpu.load(
@@ -214,9 +245,11 @@ def forward(
                     for name in q_vector_names
                 }
 
-                @pl.when(steps > 0)
-                def _first_keys() -> None:
-                    plgpu.barrier_wait(stage(k_ready, slot_of(step0, stages)))
+                if not ahead:
+
+                    @pl.when(steps > 0)
+                    def _first_keys() -> None:
+                        plgpu.barrier_wait(stage(k_ready, slot_of(step0, stages)))
 
                 def first_wait(step: Any) -> None:
                     # The turn of an item's first step was asked for at the end of the item before.
@@ -240,7 +273,6 @@ def forward(
 
                 def kv_step(step: Any, carry: Any, *, partial: bool, half: Any = None) -> Any:
                     """`half`: only that run of HALF keys of the tile."""
-                    acc, m, total = carry
                     slot = slot_of(step0 + step, stages)
                     keys, values = stage(k_smem, slot), stage(v_smem, slot)
                     starts = None
@@ -257,13 +289,17 @@ def forward(
                     logits = common.matmul(
                         q_tile, keys, transpose_b=True, interpret=bool(interpret), overlap=lambda: first_wait(step)
                     )
-                    shape = logits.shape
                     vectors = dict(q_vectors)
                     if partial:
                         for name in kv_vector_names:
                             vectors[name] = common.col_vector(stage(kv_vectors[name], slot))
                     release(stage(k_free, slot))
 
+                    logits = element_wise(logits, starts, vectors, partial=partial)
+                    return accumulate(step, carry, logits, values)
+
+                def element_wise(logits: Any, starts: Any, vectors: Any, *, partial: bool) -> Any:
+                    shape = logits.shape
                     if not plain_logits:
                         logits = logits * jnp.float32(scale)
                     if bias is not None:
@@ -275,6 +311,12 @@ def forward(
                         mask = rule.tile(shape, q_axis=0, q_start=q_start(), kv_start=starts, **vectors)
                         if mask is not None:
                             logits = jnp.where(mask, logits, -jnp.inf)
+                    return logits
+
+                def accumulate(step: Any, carry: Any, logits: Any, values: Any) -> Any:
+                    acc, m, total = carry
+                    shape = logits.shape
+                    slot = slot_of(step0 + step, stages)
 
                     # Softmax
                     m_new = jnp.maximum(m, logits.max(axis=1) * jnp.float32(to_log2))
@@ -301,6 +343,20 @@ def forward(
                     release(stage(v_free, slot))
                     return acc, m_new, total
 
+                def first_step(carry: Any) -> Any:
+                    """With the logits that were multiplied ahead."""
+                    logits, starts = first
+
+                    def with_rule(_: Any, logits: Any) -> Any:
+                        mask = rule.tile(
+                            logits.shape, q_axis=0, q_start=q_start(), kv_start=starts, test_runs=True, **q_vectors
+                        )
+                        return jnp.where(mask, logits, -jnp.inf)
+
+                    logits = element_wise(logits, None, {}, partial=False)
+                    logits = lax.fori_loop(0, (full_steps == 0).astype(jnp.int32), with_rule, logits)
+                    return accumulate(0, carry, logits, stage(v_smem, slot_of(step0, stages)))
+
                 def partial_step(step: Any, carry: Any) -> Any:
                     if not testable:
                         return kv_step(step, carry, partial=True)
@@ -326,49 +382,66 @@ def forward(
                         0, lax.div(num_live, jnp.int32(len(live))), lambda _, c: kv_step(step, c, partial=True), carry
                     )
 
+                def write(acc: Any, m: Any, total: Any) -> None:
+                    batch, head, first_row = field(_BATCH), field(_HEAD) + head_offset, q_start()
+                    plgpu.barrier_arrive(stage(item_free, slot_of(turn, 2)))
+                    if sink_lse is not None:
+                        sink_batch = batch if sink_lse.shape[0] > 1 else 0
+                        sink = option_refs["sink_lse"][sink_batch, head] * jnp.float32(LOG2E)
+                        sink = lax.broadcast_in_dim(sink, m.shape, [])
+                        m_new = jnp.maximum(m, sink)
+                        alpha = jnp.exp2(m - m_new)
+                        acc *= common.per_row(alpha, acc.shape)
+                        total = total * alpha + jnp.exp2(sink - m_new)
+                        m = m_new
+                    inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+                    acc *= common.per_row(inverse, acc.shape)
+                    # The previous tile's store still reads the staging buffer. The wait also brings the four warps
+                    # together: none may still multiply by the queries, where they are overwritten by the output.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out_tile = out_smem.at[wg] if separate_out else q_tile
+                    out_tile[...] = acc.astype(dtype)
+                    lse_smem.at[wg][...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
+                    plgpu.commit_smem()
+                    rows = pl.ds(first_row, WG_ROWS)
+                    plgpu.copy_smem_to_gmem(out_tile, out_ref.at[batch, rows, head], commit_group=False)
+                    plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows], commit_group=False)
+                    plgpu.commit_smem_to_gmem_group()
+                    if not separate_out:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(q_free.at[q_slot])
+
                 carry = (
                     common.wgmma_full((WG_ROWS, v_head_dim), 0.0),
                     common.wgmma_full((WG_ROWS,), LOWEST),
                     common.wgmma_full((WG_ROWS, LANE_COLUMNS) if lane_sums else (WG_ROWS,), 0.0),
                 )
+                done = jnp.int32(0)
+                if ahead:
+                    carry, done = first_step(carry), jnp.int32(1)
                 if full_is_exact:
-                    carry = lax.fori_loop(0, full_steps, lambda i, c: kv_step(i, c, partial=False), carry)
-                acc, m, total = lax.fori_loop(full_steps, steps, partial_step, carry)
+                    carry = lax.fori_loop(done, full_steps, lambda i, c: kv_step(i, c, partial=False), carry)
+                    done = lax.max(done, full_steps)
+                acc, m, total = lax.fori_loop(done, steps, partial_step, carry)
                 if lane_sums:
                     total = total.sum(axis=1)
                 # The other warpgroup need not wait for this one's output.
-                pl.when(steps > 0)(yield_tensor_core)
+                if ahead:
+                    yield_tensor_core()
+                else:
+                    pl.when(steps > 0)(yield_tensor_core)
                 if separate_out:
                     release(q_free.at[q_slot])
+                if not ahead:
+                    write(acc, m, total)
+                    return None
+                following = read_item(turn + 1)
 
-                # Output
-                batch, head, first_row = field(_BATCH), field(_HEAD) + head_offset, q_start()
-                plgpu.barrier_arrive(stage(item_free, slot_of(turn, 2)))
-                if sink_lse is not None:
-                    sink_batch = batch if sink_lse.shape[0] > 1 else 0
-                    sink = option_refs["sink_lse"][sink_batch, head] * jnp.float32(LOG2E)
-                    sink = lax.broadcast_in_dim(sink, m.shape, [])
-                    m_new = jnp.maximum(m, sink)
-                    alpha = jnp.exp2(m - m_new)
-                    acc *= common.per_row(alpha, acc.shape)
-                    total = total * alpha + jnp.exp2(sink - m_new)
-                    m = m_new
-                inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-                acc *= common.per_row(inverse, acc.shape)
-                # The previous tile's store still reads the staging buffer. The wait also brings the four warps
-                # together: none may still multiply by the queries, where they are overwritten by the output.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_tile = out_smem.at[wg] if separate_out else q_tile
-                out_tile[...] = acc.astype(dtype)
-                lse_smem.at[wg][...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
-                plgpu.commit_smem()
-                rows = pl.ds(first_row, WG_ROWS)
-                plgpu.copy_smem_to_gmem(out_tile, out_ref.at[batch, rows, head], commit_group=False)
-                plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows], commit_group=False)
-                plgpu.commit_smem_to_gmem_group()
-                if not separate_out:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(q_free.at[q_slot])
+                def meanwhile() -> None:
+                    write(acc, m, total)
+                    await_tensor_core()
+
+                return *following, multiply_first(turn + 1, step0 + steps, following[0], meanwhile)
 
             def second_begins_a_turn_later() -> None:
                 yield_tensor_core()
@@ -377,7 +450,16 @@ def forward(
             pl.when(wg == 1)(second_begins_a_turn_later)
             yield_tensor_core()
             steps, full_steps = read_item(jnp.int32(0))
-            if persistent:
+            if ahead:
+
+                def one_turn_ahead(carry: Any) -> Any:
+                    turn, step0, steps, full_steps, first = carry
+                    return turn + 1, step0 + steps, *one_item(turn, step0, steps, full_steps, first)
+
+                zero = jnp.int32(0)
+                first = multiply_first(0, 0, steps, await_tensor_core)
+                lax.while_loop(lambda c: c[2] >= 0, one_turn_ahead, (zero, zero, steps, full_steps, first))
+            elif persistent:
 
                 def one_turn(carry: Any) -> Any:
                     turn, step0, steps, full_steps = carry
@@ -391,7 +473,8 @@ def forward(
                 def _only(turn: Any) -> None:
                     one_item(turn, turn, steps, full_steps)
 
-            await_tensor_core()
+            if not ahead:
+                await_tensor_core()
 
             @pl.when(wg == 0)
             def _last_turn() -> None:
@@ -403,7 +486,7 @@ def forward(
         @pl.when(wg >= compute_wgs)
         def memory_warpgroup() -> None:
             if pairing is not Pairing.ALONE:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(registers[1], action="decrease")
             capacity = jnp.int32(list_refs.indices.shape[-1])
             consumers = (ring,) if pairing is Pairing.APART else range(compute_wgs)
 
@@ -432,14 +515,15 @@ def forward(
                 entries = lax.min(list_refs.row_ptr[b, h, row + 1], capacity) - begin
                 full = lax.min(list_refs.num_full[b, h, row], entries) if full_is_exact else jnp.int32(0)
                 units = entries * units_a_block
+                steps = lax.div(units + (parts - 1), jnp.int32(parts))
                 return _Item(
                     batch=batch,
                     head=head,
                     q_start=row * block_q + sub * tile_rows,
-                    begin=begin,
+                    begin=lax.min(begin, capacity - 1),  # a tile with no keys may begin past the last slot
                     units=units,
                     full_steps=lax.div(full * units_a_block, jnp.int32(parts)),
-                    steps=jnp.where(number < num_items, lax.div(units + (parts - 1), jnp.int32(parts)), -1),
+                    steps=jnp.where(number < num_items, lax.max(steps, jnp.int32(1)) if ahead else steps, -1),
                 )
 
             def publish(turn: Any, item: _Item) -> None:
@@ -490,7 +574,8 @@ def forward(
 
                 def run_start(step: Any, part: int) -> Any:
                     """First key of a run; one past the end repeats the last."""
-                    unit_index = lax.min(step * parts + part, item.units - 1) if parts > 1 else step
+                    last_unit = lax.max(item.units, jnp.int32(1)) - 1 if ahead else item.units - 1
+                    unit_index = lax.min(step * parts + part, last_unit) if parts > 1 else step
                     entry, sub = _divmod(unit_index, units_a_block)
                     return list_refs.indices[b, h, item.begin + entry] * block_kv + sub * unit
 
@@ -508,7 +593,7 @@ def forward(
 
                     for part, start in enumerate(starts):
                         exists = step * parts + part < item.units
-                        notes[run_field(slot, part)] = jnp.where(exists, start, -1) if part else start
+                        notes[run_field(slot, part)] = jnp.where(exists, start, MISSING) if part or ahead else start
                     ready = stage(k_ready, slot)
                     load_runs(k_ref.at[item.batch, :, kv_head], stage(k_smem, slot), ready, starts)
                     for name in kv_vector_names:
@@ -647,12 +732,6 @@ def _divmod(x: Any, n: int) -> tuple[Any, Any]:
     if n == 1:
         return x, jnp.int32(0)
     return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
-
-
-def _head_group(heads: int, group: int, kv_bytes: int) -> int:
-    """Most heads, dividing their number, whose K and V together stay in a third of a 50 MB L2 cache."""
-    limit = max(1, (16 << 20) // kv_bytes) * group
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= limit)
 
 
 def _bias_tile(ref: Any, batch: Any, head: Any, q_start: Any, kv_start: Any, shape: tuple[int, int]) -> jax.Array:

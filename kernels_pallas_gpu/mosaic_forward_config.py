@@ -33,10 +33,10 @@ class Pairing(enum.Enum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
     """tile_kv: keys a step; stages: depth of the K/V ring; q_stages: 2 loads the next tile's queries ahead;
-    num_ctas: persistent CTAs (0: one a tile); head_group: heads whose tiles are interleaved, so that the long rows of
-    all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs take tiles from a
-    counter in global memory, "static" deals them out beforehand; take_turns: one warpgroup multiplies while the other
-    computes its softmax.
+    num_ctas: persistent CTAs (0: one a tile); head_group: at most so many heads have their tiles interleaved, so that
+    the long rows of all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs
+    take tiles from a counter in global memory, "static" deals them out beforehand; take_turns: one warpgroup multiplies
+    while the other computes its softmax.
     """
 
     tile_kv: int = 128
@@ -108,6 +108,7 @@ def search_space(
         for q_stages in (2, 1)
         for num_ctas in (132, 0)
     ]
+    configs[:0] = [dataclasses.replace(first, head_group=n) for n in (4, 16, 64)]
     if pairing in (Pairing.ROWS, Pairing.HEADS):
         configs.insert(0, dataclasses.replace(first, take_turns=False))
     return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]

@@ -29,6 +29,7 @@ MOSAIC = [
     "D 64, block 64, a list a group",
     "block 256 x 128",
     "Dv 64",
+    "soft cap and sinks",
 ]
 
 MOSAIC_SCRIPT = """
@@ -38,9 +39,10 @@ os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTXAS": "1", "J
 sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src")]
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile, complaints
-from tests.test_mosaic_lowering import SHAPES, everything, make_call
+from tests.test_mosaic_lowering import ARGUMENTS, SHAPES, everything, make_call
 from xsake.kernels_pallas_gpu import mosaic
-call = make_call(**SHAPES[sys.argv[1]])
+# Long enough for more tiles than there are CTAs: what runs is the persistent kernel.
+call = make_call(**({"q_len": 8192, "kv_len": 8192} | (SHAPES | ARGUMENTS)[sys.argv[1]]))
 lse = jax.ShapeDtypeStruct((call.batch, call.q_heads, call.q_len), jnp.float32)
 d_out = jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
 report = compile(everything(mosaic.default_config(call)), call, lse, d_out, chip="sm_90", dump=dump)

@@ -13,6 +13,8 @@ import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
 
+from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
 
@@ -34,6 +36,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_smoke(name):
     check_run(TARGET, make(TARGET, **(SMALL | CASES[name])))
+
+
+@pytest.mark.timeout(240)
+def test_one_cta_walks_all_tiles():
+    """Longest first, and one of them with no keys; the next tile's logits are multiplied ahead."""
+    case = make(TARGET, **(SMALL | dict(q_len=96, block_q=32, block_kv=32, density=0.35, seed=1)))
+    counts = case.blocks.sum(-1)
+    assert counts.min() == 0 < counts.max()
+    forward = ForwardConfig(q_stages=2, num_ctas=1)
+    check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
 
 
 @pytest.mark.timeout(240)
