@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo lint bench slow interpret compile-gpu compile-tpu wheel clean
+.PHONY: test demo lint bench slow interpret pretrained compile-gpu compile-tpu wheel clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -16,6 +16,11 @@ slow: $(STAMP)
 
 interpret: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto -m "interpret and not slow and not gpu and not tpu"
+
+# Fetches 93 MB once, into the user's cache.
+pretrained: $(STAMP)
+	$(BIN)/xsake model fetch smollm2
+	$(BIN)/python -m pytest -q -m pretrained
 
 # Compilers of chips that are not here. Theirs are large wheels of their own: each has an environment of its own.
 compile-gpu: JAX_NOW = $(shell $(BIN)/python -c 'import jax; print(jax.__version__)')

