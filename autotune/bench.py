@@ -73,7 +73,11 @@ class Bench:
             is_causal=workload.is_causal,
             transpose=False,
         ).capacity
-        self._masks = {d: workload.mask(UNKNOWN_DENSITY if d is None else d, capacity=room) for d in problem.densities}
+        with ThreadPoolExecutor() as pool:  # seconds each, for long sequences
+            masks = pool.map(
+                lambda d: workload.mask(UNKNOWN_DENSITY if d is None else d, capacity=room), problem.densities
+            )
+            self._masks = dict(zip(problem.densities, masks, strict=True))
         natural = {d: self._call(_trimmed(self._masks[d], known=d is not None)) for d in problem.densities}
         first = natural[problem.densities[0]]
         names = _registry.candidates(problem.implementation, jax.default_backend())

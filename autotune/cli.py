@@ -65,6 +65,7 @@ def autotune(
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
     try:
         from xsake.autotune import command
+        from xsake.autotune.isolation import Failed
         from xsake.autotune.tuner import Settings
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
@@ -83,5 +84,5 @@ def autotune(
             report_folder=report,
             isolate=isolate,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Failed) as error:
         raise typer.BadParameter(str(error)) from error

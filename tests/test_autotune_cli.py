@@ -1,0 +1,184 @@
+"""`xsake autotune` and `xsake tuning`, as a person uses them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+import xsake
+from xsake import _tuned, tuning_db
+from xsake._cli import app
+from xsake.autotune import calls, record_calls
+from xsake.tuning_db import Database, Entry
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XSAKE_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning_db.lookup, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("COLUMNS", "250")
+    return tmp_path
+
+
+def xsake_(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+TINY = ("--budget", "60s", "--trials", 2, "--no-isolate")
+
+
+def test_tuning_from_nothing_to_the_next_call(home):
+    output = xsake_(
+        "autotune", "--from-call", "1x64x2x16,causal,block=32,density=1", *TINY, "--report", home / "report"
+    )
+    assert "results go to" in output and "workload-density pairs" in output
+    database = Database.read(home / "cpu.json")
+    assert {e.key.direction for e in database.entries} == {"forward", "backward"}
+    report = (home / "report" / "report.md").read_text()
+    assert "| 1x64x2x16 | 32 x 32 | forward | 100.0% |" in report
+    assert len(list((home / "report").glob("*.png"))) == 2
+    assert "cpu.json: valid" in xsake_("tuning", "validate", home / "cpu.json")
+    # What was tuned serves the next call: made to differ from the heuristic, so that it shows.
+    marked = [Entry(e.key, dict(e.config) | {"chunk": 7}, e.about) for e in database.entries]
+    (home / "cpu.json").write_text(Database("cpu", marked, database.environments).dump())
+    x, used = jnp.ones((1, 64, 2, 16)), []
+    mask = xsake.patterns.causal(64, 64, block_q=32, block_kv=32)
+    with _tuned.listening(lambda name, call: used.append(_tuned.choose(name, call))):
+        jax.eval_shape(lambda x: xsake.attention(x, x, x, mask), x)
+    assert used[0].config.forward.chunk == used[0].config.backward.chunk == 7
+    assert {str(found) for found in used[0].found.values()} == {"user, exact"}
+    assert f"tuning: your own in {home / 'cpu.json'}" in xsake_("info")
+
+
+def test_info_says_where_a_configuration_comes_from(home):
+    key = dict(dtype="float32", head_dim=64, value_dim=64, group=1, block_q=128, block_kv=128, causal=True)
+    key |= dict(q_len=4096, kv_len=4096, heads=8, density=1.0, implementation="xla", direction="forward")
+    about = {"source": "measured", "kernel": _tuned.kernel_hash("xla")}
+    entry = Entry(tuning_db.Key.of(**key), {"q": 128, "kv": 128, "chunk": 11}, about)
+    (home / "cpu.json").write_text(Database("cpu", [entry]).dump())
+    output = xsake_("info")
+    assert "forward: user, exact" in output and "backward: heuristic" in output and "chunk=11" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--budget", "soon"], "'soon' is no duration; write 90s, 5m or 1h"),
+        (["--densities", "2"], "must be numbers above 0 and at most 1"),
+        (["--blocks", "wide"], "must be whole numbers"),
+        (["--workloads", "gpt5", "--no-isolate"], "are unknown; there are"),
+        (["--from-call", "1x2x3", "--no-isolate"], "BxTxHxD"),
+        (["--calls", "nothing.json", "--no-isolate"], "nothing.json is no recording of calls"),
+        (["--implementation", "abacus", "--no-isolate"], "implementation='abacus' is unknown"),
+    ],
+)
+def test_autotune_refuses_nonsense(home, arguments, told):
+    result = CliRunner().invoke(app, ["autotune", *arguments])
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.replace("│", " ").split())
+
+
+def test_recorded_calls_become_problems(tmp_path):
+    def program(x, k, mask, other):
+        out = xsake.attention(x, x, x, mask)
+        return xsake.attention(out, k, k, other), xsake.attention(x, x, x, dataclasses.replace(mask, density_hint=0.25))
+
+    x, k = jnp.ones((1, 64, 4, 16)), jnp.ones((1, 32, 2, 16))
+    mask = xsake.patterns.causal(64, 64, block_q=32, block_kv=32)
+    other = dataclasses.replace(xsake.BlockMask.full(64, 32, block_q=64, block_kv=32), density_hint=None)
+    with record_calls(tmp_path / "calls.json"):
+        jax.eval_shape(program, x, k, mask, other)
+    jax.eval_shape(lambda x: xsake.attention(x, x, x, mask), x)
+    first, second = calls.read_calls(tmp_path / "calls.json")
+    assert first.densities == (1.0, 0.25) and second.densities == (None,)
+    assert (first.implementation, first.dtype, first.workload.is_causal) == ("xla", "float32", True)
+    w = second.workload
+    assert (w.length, w.kv_length, w.q_heads, w.kv_heads, w.block, w.block_kv) == (64, 32, 4, 2, 64, 32)
+    assert not w.is_causal
+    recorded = json.loads((tmp_path / "calls.json").read_text())
+    assert [c["traced"] for c in recorded["calls"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 2, "calls": []}', '{"version": 1, "calls": [{"batch": 1}]}'])
+def test_a_recording_that_is_none(tmp_path, text):
+    (tmp_path / "calls.json").write_text(text)
+    with pytest.raises(ValueError, match=r"calls.json is no recording of calls"):
+        calls.read_calls(tmp_path / "calls.json")
+
+
+# -- looking after files -----------------------------------------------------------------------------------------------
+
+
+def entry(chunk: int, *, kernel: str = "0" * 16, **changes) -> Entry:
+    key = dict(dtype="float32", head_dim=16, value_dim=16, group=1, block_q=32, block_kv=32, causal=True)
+    key |= dict(q_len=64, kv_len=64, heads=2, density=1.0, implementation="xla", direction="forward")
+    about = {"source": "measured", "kernel": kernel, "date": f"2026-01-{chunk:02}", "speedup": 1.25}
+    return Entry(tuning_db.Key.of(**key | changes), {"q": 32, "kv": 32, "chunk": chunk}, about)
+
+
+@pytest.fixture
+def two(home):
+    a, b = home / "a" / "cpu.json", home / "b" / "cpu.json"
+    for path, entries in ((a, [entry(1), entry(2, q_len=128)]), (b, [entry(3), entry(4, heads=8)])):
+        path.parent.mkdir()
+        path.write_text(Database("cpu", entries).dump())
+    return a, b
+
+
+def test_show(two):
+    output = xsake_("tuning", "show", *two)
+    assert "64x64" in output and "chunk=4" in output and "1.25x" in output
+
+
+def test_show_without_files_shows_those_in_use(home):
+    (home / "cpu.json").write_text(Database("cpu", [entry(9)]).dump())
+    assert "chunk=9" in xsake_("tuning", "show")
+
+
+def test_diff(two):
+    lines = sorted(line[:1] + line.rpartition(":")[2] for line in xsake_("tuning", "diff", *two).splitlines())
+    assert lines == [
+        "+ q=32, kv=32, chunk=4",
+        "- q=32, kv=32, chunk=2",
+        "~ q=32, kv=32, chunk=1 -> q=32, kv=32, chunk=3",
+    ]
+
+
+def test_merge(two, home):
+    xsake_("tuning", "merge", home / "all.json", *two)
+    assert sorted(e.config["chunk"] for e in Database.read(home / "all.json").entries) == [2, 3, 4]
+
+
+def test_prune(home):
+    path = home / "cpu.json"
+    stale, fresh = entry(1), entry(2, q_len=128, kernel=_tuned.kernel_hash("xla"))
+    path.write_text(Database("cpu", [stale, fresh, entry(3, implementation="gone", heads=8)]).dump())
+    assert "2 stale entries found, 1 kept" in xsake_("tuning", "prune", "--dry-run", path)
+    assert len(Database.read(path)) == 3
+    assert "2 stale entries dropped, 1 kept" in xsake_("tuning", "prune", path)
+    assert [e.config["chunk"] for e in Database.read(path).entries] == [2]
+
+
+@pytest.mark.parametrize("command", ["show", "prune", "merge"])
+def test_a_file_that_cannot_be_read_is_named(home, command):
+    (home / "bad.json").write_text("{")
+    result = CliRunner().invoke(
+        app, ["tuning", command, str(home / "bad.json"), *[str(home / "bad.json")] * (command == "merge")]
+    )
+    assert result.exit_code == 2 and "cannot be read" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_validate_tells_what_is_wrong(home):
+    (home / "cpu.json").write_text(Database("cpu", [entry(1)]).dump())
+    result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
+    assert result.exit_code == 1 and "'seed' is a required property" in result.output
+    (home / "cpu.json").write_text("{")
+    result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
+    assert result.exit_code == 1 and "not JSON" in result.output

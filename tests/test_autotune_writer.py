@@ -1,0 +1,188 @@
+"""The database's writer: nothing is lost between two of them, and nothing breaks the file that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xsake.autotune import writer
+from xsake.tuning_db import Database, Entry, Key
+
+KEY = Key.of(
+    implementation="xla",
+    direction="forward",
+    dtype="float32",
+    head_dim=16,
+    value_dim=16,
+    group=1,
+    block_q=32,
+    block_kv=32,
+    causal=True,
+    q_len=128,
+    kv_len=128,
+    heads=2,
+    density=1.0,
+)
+
+
+def entry(chunk: int = 3, *, date: str = "2026-01-01", source: str = "measured", **changes) -> Entry:
+    about = {"source": source, "kernel": "0" * 16, "date": date, "environment": "e"}
+    return Entry(dataclasses.replace(KEY, **changes), {"q": 32, "kv": 32, "chunk": chunk}, about)
+
+
+def merge(path: Path, *entries: Entry) -> Database:
+    return writer.merge(path, "cpu", entries, {"e": {"cores": 2}})
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "deep" / "cpu.json"
+
+
+def leftovers(path: Path) -> list[str]:
+    return [p.name for p in path.parent.glob("*.part")]
+
+
+def test_merge_adds_and_replaces(path):
+    merge(path, entry(1), entry(2, q_len=256))
+    merge(path, entry(3, date="2026-01-02"))
+    database = Database.read(path)
+    assert len(database) == 2 and database.exact(KEY).config["chunk"] == 3
+    assert database.environments == {"e": {"cores": 2}} and not leftovers(path)
+
+
+def test_of_two_entries_the_measured_and_the_later_one_stays(path):
+    merge(path, entry(1, date="2026-05-01"))
+    merge(path, entry(2, date="2026-01-01"))
+    assert Database.read(path).exact(KEY).config["chunk"] == 1
+    merge(path, entry(3, date="2027-01-01", source="schedule"))
+    assert Database.read(path).exact(KEY).config["chunk"] == 1
+
+
+def test_files_of_another_device_are_not_mixed(path):
+    merge(path, entry(1))
+    with pytest.raises(writer.CannotWrite, match="is for 'cpu', and the entries are for 'NVIDIA H200'"):
+        writer.merge(path, "NVIDIA H200", [entry(2)], {})
+    assert len(Database.read(path)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '{"schema_version": 1}'], ids=["empty", "truncated", "null", "bare"])
+def test_an_unreadable_file_is_set_aside(path, text):
+    path.parent.mkdir()
+    path.write_text(text)
+    merge(path, entry(1))
+    assert len(Database.read(path)) == 1
+    (aside,) = path.parent.glob("cpu.json.unreadable-*")
+    assert aside.read_text() == text
+
+
+def test_a_file_of_the_future_is_left_alone(path):
+    path.parent.mkdir()
+    path.write_text('{"schema_version": 2}')
+    for write in (lambda: merge(path, entry(1)), lambda: writer.check_writable(path)):
+        with pytest.raises(writer.CannotWrite, match="left alone: its schema_version is 2"):
+            write()
+    assert path.read_text() == '{"schema_version": 2}'
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(writer.CannotWrite, match="cannot be written"):
+        writer.check_writable(tmp_path / "file" / "cpu.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder(path):
+    merge(path, entry(1))
+    path.parent.chmod(0o555)
+    try:
+        for write in (lambda: merge(path, entry(2)), lambda: writer.check_writable(path)):
+            with pytest.raises(writer.CannotWrite):
+                write()
+    finally:
+        path.parent.chmod(0o755)
+    assert Database.read(path).exact(KEY).config["chunk"] == 1
+
+
+def test_a_read_only_file_system(path, monkeypatch):
+    """As it looks to the writer; root is not refused by permissions."""
+    merge(path, entry(1))
+
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(writer.tempfile, "mkstemp", refuse)
+    for write in (lambda: merge(path, entry(2)), lambda: writer.check_writable(path)):
+        with pytest.raises(writer.CannotWrite, match="Read-only file system"):
+            write()
+    assert Database.read(path).exact(KEY).config["chunk"] == 1
+
+
+# -- in processes of their own ---------------------------------------------------------------------------------------
+
+_HEAD = """
+import sys, pathlib, resource
+sys.path.insert(0, {tests!r})
+from test_autotune_writer import entry, merge
+path = pathlib.Path({path!r})
+"""
+
+
+def run(path: Path, code: str, **options) -> subprocess.Popen:
+    source = Path(__file__).resolve().parents[1] / "src"
+    environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    head = _HEAD.format(tests=str(Path(__file__).parent), path=str(path))
+    return subprocess.Popen([sys.executable, "-c", head + code], env=environment, text=True, **options)
+
+
+def test_two_writers_lose_nothing_in_100_rounds(path):
+    code = "for n in range(100): merge(path, entry(n + 1, heads=2 ** {}, q_len=2 ** (n % 50), kv_len=2 ** (n // 50)))"
+    writers = [run(path, code.format(1 + who)) for who in range(2)]
+    assert [w.wait(120) for w in writers] == [0, 0]
+    assert len(Database.read(path)) == 200
+
+
+def test_kill_9_while_writing_leaves_a_whole_file(path):
+    """Again and again, at any moment."""
+    merge(path, *[entry(n, q_len=2**n) for n in range(1, 40)])
+    size = len(Database.read(path))
+    for attempt in range(4):
+        process = run(
+            path, "print('on', flush=True)\nwhile True: merge(path, entry(7, heads=64))", stdout=subprocess.PIPE
+        )
+        assert process.stdout.readline() == "on\n"
+        time.sleep(0.05 + 0.013 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert len(Database.read(path)) in (size, size + 1)
+    assert len(merge(path, entry(8, heads=64, date="2026-02-02"))) == size + 1, "and the lock is free"
+
+
+def test_a_full_disk_leaves_the_old_file(path):
+    """A limit on the size of files refuses the write half way, as a full disk does."""
+    merge(path, entry(1))
+    before = path.read_bytes()
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+merge(path, *[entry(n, q_len=2 ** n) for n in range(1, 40)])
+"""
+    process = run(path, code, stderr=subprocess.PIPE)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "CannotWrite" in said and "could not be written and is as it was: [Errno 27] File too large" in said
+    assert path.read_bytes() == before and not leftovers(path)
+
+
+def test_written_files_are_json(path):
+    merge(path, entry(1))
+    given = json.loads(path.read_text())
+    assert given["schema_version"] == 1 and given["entries"][0]["config"] == {"q": 32, "kv": 32, "chunk": 1}

@@ -1,0 +1,32 @@
+"""The databases that are shipped: they hold to the schema, and every entry suits its backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from xsake import _registry, _tuned, tuning_db
+from xsake.autotune.tuning_cli import problems_of
+from xsake.tuning_db import Database
+
+FILES = sorted(p for p in Path(tuning_db.SHIPPED).glob("*.json") if p.name != "schema.json")
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(json.loads((tuning_db.SHIPPED / "schema.json").read_text()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_files_hold_to_the_schema(path):
+    assert problems_of(path) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_entries_suit_their_backends(path):
+    for entry in Database.read(path).entries:
+        backend = _registry.get(entry.key.implementation)
+        assert entry.key.direction in _tuned.directions(backend)
+        assert _tuned.make_part(backend, entry.key.direction, entry.config)
