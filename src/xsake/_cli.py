@@ -6,6 +6,8 @@ import typer
 
 from xsake.autotune.cli import autotune
 from xsake.autotune.tuning_cli import app as tuning
+from xsake.model.generate_cli import generate
+from xsake.model.model_cli import app as model
 
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
@@ -38,6 +40,8 @@ def demo(
 
 app.command()(autotune)
 app.add_typer(tuning, name="tuning")
+app.command()(generate)
+app.add_typer(model, name="model")
 
 
 if __name__ == "__main__":
