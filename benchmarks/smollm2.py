@@ -1,0 +1,58 @@
+"""How well SmolLM2 reads once it is loaded here: whether weights, rotary positions and tokenizer are right.
+
+python -m benchmarks.smollm2 [--record]        after `xsake model fetch smollm2`; some minutes on a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+from pydoc_data.topics import topics  # Python's language reference, which comes with Python
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import xsake
+from benchmarks import record
+from xsake.model import Transformer, load_pretrained, load_tokenizer
+
+LENGTH, WINDOWS = 2048, 12
+
+
+@nnx.jit
+def measure(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean surprise of a window in nats, and the largest difference that attention by a full block mask makes."""
+    mask = xsake.patterns.causal(LENGTH, LENGTH, block_q=64, block_kv=64)
+    dense, sparse = model(tokens), model(tokens, mask_fn=lambda *_: mask)
+    chosen = jnp.take_along_axis(dense[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    surprise = jax.nn.logsumexp(dense[:, :-1], -1) - chosen
+    return surprise.mean(), jnp.abs(dense - sparse).max()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/smollm2.json")
+    record_it = parser.parse_args().record
+    model, tokenizer = load_pretrained("smollm2", dtype=jnp.float32), load_tokenizer("smollm2")
+    text = np.array(tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))), np.int32)
+    windows = []
+    for start in np.linspace(0, len(text) - LENGTH, WINDOWS, dtype=int).tolist():
+        surprise, difference = map(float, measure(model, jnp.asarray(text[None, start : start + LENGTH])))
+        windows.append({"start": start, "perplexity": float(np.exp(surprise)), "sparse_difference": difference})
+        print(windows[-1], flush=True)
+    results = {
+        "model": "smollm2",
+        "text": "pydoc_data.topics",
+        "length": LENGTH,
+        "dtype": "float32",
+        "perplexity": float(np.exp(np.mean([np.log(w["perplexity"]) for w in windows]))),
+        "windows": windows,
+    }
+    print(f"perplexity {results['perplexity']:.2f} over {WINDOWS} windows of {LENGTH} tokens")
+    if record_it:
+        print(record.save("smollm2", results))
+
+
+if __name__ == "__main__":
+    main()
