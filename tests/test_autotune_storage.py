@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_postgresql(tmp_path):
         _wait_for(port)
         check_two_processes(f"postgresql+psycopg2://xsake@127.0.0.1:{port}/postgres", tmp_path)
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # SIGTERM would wait for our own connections
         server.wait()
 
 
