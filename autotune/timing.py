@@ -27,6 +27,10 @@ class Timing:
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high, len(seconds))
 
+    def a_call(self, calls: int) -> Timing:
+        """Of one of `calls` that were timed as one."""
+        return Timing(self.median / calls, self.low / calls, self.high / calls, self.rounds)
+
 
 def race(
     contestants: Mapping[str, Callable[[], Any]],

@@ -5,8 +5,9 @@
     python -m benchmarks.gpu_attention --out DIR             write the run, as it grows, to DIR
     python -m benchmarks.gpu_attention --only gpt4k,full16k  some workloads
 
-Throughput counts active blocks only (a block on a causal diagonal as half). Peers: cuDNN through jax.nn (dense), and
-torch FlexAttention (the same masks) where torch is installed.
+Throughput counts active blocks only (a block on a causal diagonal as half). Peers: cuDNN through jax.nn and JAX's own
+Pallas kernels (dense), and torch FlexAttention (the same masks) where torch is installed. Calls that are shorter than
+their launch by Python are chained, eight to a program (torch: to a CUDA graph), for everyone alike.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from xsake.autotune.chain import chain
 from xsake.autotune.timing import Timing, race
 from xsake.autotune.workloads import WORKLOADS, Workload
 
@@ -39,10 +41,19 @@ SMALL_BLOCK_DENSITIES = (1.0, 0.43, 0.25, 0.1)
 BACKWARD_FLOPS = 3.5
 
 
-def in_direction(attend: Callable, direction: str, cotangent: Array) -> Callable:
+def chained_calls(workload: Workload) -> int:
+    return 8 if workload.length <= 8192 else 1
+
+
+def in_direction(attend: Callable, direction: str, cotangent: Array, calls: int = 1) -> Callable:
     if direction == "forward":
-        return jax.jit(attend)
-    return jax.jit(lambda q, k, v, *rest: jax.vjp(lambda *x: attend(*x, *rest), q, k, v)[1](cotangent))
+        return chain(attend, calls)
+
+    def both(q: Array, k: Array, v: Array, cotangent: Array, *rest: Any) -> tuple:
+        return jax.vjp(lambda *x: attend(*x, *rest), q, k, v)[1](cotangent)
+
+    run = chain(both, calls)
+    return lambda q, k, v, *rest: run(q, k, v, cotangent, *rest)
 
 
 def sparse(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
@@ -62,7 +73,7 @@ def one_shape(workload: Workload, make: Callable, **kwargs: Any) -> xsake.BlockM
 
 
 def used_bytes(run: Callable, *inputs: Any) -> int:
-    memory = run.lower(*inputs).compile().memory_analysis()  # type: ignore[attr-defined]
+    memory = jax.jit(run).lower(*inputs).compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
 
 
@@ -102,13 +113,21 @@ class Bench:
     def __init__(self, workload: Workload, direction: str):
         self.workload, self.direction = workload, direction
         self.inputs = workload.inputs(jnp.bfloat16)
-        cotangent = jax.random.normal(jax.random.key(9), self.inputs[0].shape, self.inputs[0].dtype)
-        self.dense = in_direction(cudnn(workload), direction, cotangent)
-        self.ours = in_direction(sparse, direction, cotangent)
+        self.cotangent = jax.random.normal(jax.random.key(9), self.inputs[0].shape, self.inputs[0].dtype)
+        self.calls = chained_calls(workload)
+        self.dense = self.contestant(cudnn(workload))
+        self.ours = self.contestant(sparse)
         densities = LONG_DENSITIES if workload.length > 8192 else DENSITIES
         self.masks = {d: one_shape(workload, workload.mask, density=d) for d in densities}
         self.small = {d: one_shape(workload, workload.mask, density=d, block=64) for d in SMALL_BLOCK_DENSITIES}
         self.uneven = one_shape(workload, workload.uneven_mask)
+
+    def contestant(self, attend: Callable) -> Callable:
+        return in_direction(attend, self.direction, self.cotangent, self.calls)
+
+    def race(self, contestants: dict[str, Callable], rounds: int, wait: Callable = jax.block_until_ready) -> dict:
+        times = race(contestants, rounds=rounds, min_seconds=0.04, wait=wait)
+        return {who: timing.a_call(self.calls) for who, timing in times.items()}
 
     def compile(self) -> None:
         """Ahead of all timing; several of these run side by side."""
@@ -124,33 +143,49 @@ class Bench:
                 "cudnn": lambda: self.dense(*self.inputs),
             }
             if flex:
-                contestants["flex"] = flex.contestant(w, mask, self.direction)
-            for who, timing in race(contestants, rounds=rounds, min_seconds=0.04, wait=wait).items():
+                contestants["flex"] = flex.contestant(w, mask, self.direction, self.calls)
+            if asked == 1.0 and self.direction == "forward":
+                contestants |= self.pallas_peers(run.console)
+            for who, timing in self.race(contestants, rounds, wait).items():
                 flops = w.flops(None if who == "cudnn" else mask)
                 run.add(w, self.direction, who, timing, flops, asked=asked, density=float(mask.density()))
         for asked, mask in self.small.items():
-            times = race({"xsake": lambda mask=mask: self.ours(*self.inputs, mask)}, rounds=rounds, min_seconds=0.04)
+            times = self.race({"xsake": lambda mask=mask: self.ours(*self.inputs, mask)}, rounds)
             extra = {"asked": asked, "density": float(mask.density())}
             run.add(w, self.direction, "xsake block 64", times["xsake"], w.flops(mask), **extra)
+
+    def pallas_peers(self, console: Console) -> dict[str, Callable]:
+        from benchmarks.pallas_peers import contestants
+
+        able: dict[str, Callable] = {}
+        for who, attend in contestants(self.workload).items():
+            peer = self.contestant(attend)
+            try:
+                jax.block_until_ready(peer(*self.inputs))
+            except Exception as error:  # another project's kernel: whatever it raises, the others are measured
+                console.print(f"{who} is left out on {self.workload.name}: {str(error)[:200]}")
+            else:
+                able[who] = lambda peer=peer: peer(*self.inputs)
+        return able
 
     def measure_uneven(self, run: Run, rounds: int) -> None:
         """Heads from 10% to 90% against a uniform mask of about as many blocks; compare time a block."""
         masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
         contestants = {who: lambda mask=mask: self.ours(*self.inputs, mask) for who, mask in masks.items()}
-        for who, timing in race(contestants, rounds=rounds, min_seconds=0.04).items():
+        for who, timing in self.race(contestants, rounds).items():
             flops, density = self.workload.flops(masks[who]), float(masks[who].density())
             run.add(self.workload, self.direction, who, timing, flops, density=density)
 
     def measure_memory(self, run: Run) -> None:
         """Bytes of forward and backward together, against unfused attention in XLA."""
-        shape = self.inputs[0]
         unfused = in_direction(
             lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"),
             self.direction,
-            jnp.ones(shape.shape, shape.dtype),
+            self.cotangent,
         )
+        ours = in_direction(sparse, self.direction, self.cotangent)
         used = {
-            "xsake": used_bytes(self.ours, *self.inputs, self.masks[0.43]),
+            "xsake": used_bytes(ours, *self.inputs, self.masks[0.43]),
             "xla dense": used_bytes(unfused, *self.inputs),
         }
         run.results.append(
@@ -204,7 +239,7 @@ def main() -> None:
         compiled = [pool.submit(bench.compile) for bench in benches]
         if flex:  # in this thread: torch compiles one at a time
             for bench in benches:
-                flex.contestant(bench.workload, bench.masks[1.0], bench.direction)()
+                flex.contestant(bench.workload, bench.masks[1.0], bench.direction, 1)()
         for job in compiled:
             job.result()
     for bench in benches:
