@@ -29,8 +29,8 @@ import jax
 from benchmarks import record
 from xsake.model.config import PRESETS
 from xsake.model.run_file import read_events
-from xsake.model.train import train
 from xsake.model.train_config import TrainConfig
+from xsake.model.train_loop import train
 from xsake.model.trainer import Trainer
 
 PRESET_NAMES = ("small", "gpt2-124m")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from xsake.model.safetensors_file import save_pretrained
     from xsake.model.sampling import Sampler
     from xsake.model.tokenizer import Tokenizer
+    from xsake.model.train_config import TrainConfig
+    from xsake.model.train_loop import train
+    from xsake.model.trained import load_trained
     from xsake.model.transformer import Transformer
 
 _PUBLIC = {
@@ -22,13 +25,16 @@ _PUBLIC = {
     "PRESETS": "xsake.model.config",
     "Sampler": "xsake.model.sampling",
     "Tokenizer": "xsake.model.tokenizer",
+    "TrainConfig": "xsake.model.train_config",
     "Transformer": "xsake.model.transformer",
     "attention_fn": "xsake.model.flax_attention",
     "generate": "xsake.model.generation",
     "load_pretrained": "xsake.model.pretrained",
     "load_tokenizer": "xsake.model.pretrained",
+    "load_trained": "xsake.model.trained",
     "save_pretrained": "xsake.model.safetensors_file",
     "stream": "xsake.model.generation",
+    "train": "xsake.model.train_loop",
 }
 
 __all__ = [
@@ -37,13 +43,16 @@ __all__ = [
     "ModelConfig",
     "Sampler",
     "Tokenizer",
+    "TrainConfig",
     "Transformer",
     "attention_fn",
     "generate",
     "load_pretrained",
     "load_tokenizer",
+    "load_trained",
     "save_pretrained",
     "stream",
+    "train",
 ]
 
 

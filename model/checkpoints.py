@@ -30,8 +30,9 @@ class Checkpoints:
         handlers["about"] = ocp.JsonCheckpointHandler()
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
-    def latest(self) -> int | None:
-        return self._manager.latest_step()
+    def steps(self) -> list[int]:
+        """Of which there is a whole checkpoint, the last one last."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, trees: dict[str, Any], description: dict[str, Any]) -> None:
         """Start writing and return; what is saved may be changed or donated at once."""

@@ -71,5 +71,5 @@ def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ModuleNotFoundError("wandb was asked for and is not installed: pip install wandb") from error
+        raise ValueError("wandb was asked for and is not installed: pip install wandb") from error
     return wandb

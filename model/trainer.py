@@ -25,7 +25,7 @@ Recalibrate = Callable[[int, Transformer, Array], MaskFn]
 
 
 class Trainer:
-    """Everything of a run that computes. `xsake.model.train.train` says what the arguments are.
+    """Everything of a run that computes. `xsake.model.train` says what the arguments are.
 
     A state must be there before the first step: `begin()` makes a new one, `restore()` takes one from a checkpoint.
     """

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from train_process import start
 from training import losses, make_config, make_data
 
 from xsake.model.run_file import read_events
-from xsake.model.train import train
+from xsake.model.train_loop import train
 
 STEPS = {"steps": 40, "warmup": 2}
 
 
-def start(data: Path, run: Path, compiled_once: dict[str, str]) -> subprocess.Popen:
-    given = {"data": str(data), "run": str(run), "join": None, "mesh": [1, 1]}
-    script = Path(__file__).parent / "train_process.py"
-    paths = [str(Path(__file__).parents[1] / "src"), str(script.parent)]
-    return subprocess.Popen(
-        [sys.executable, str(script), json.dumps(given | {"changes": STEPS, "checkpoint_every": 3})],
-        env=os.environ | compiled_once | {"PYTHONPATH": os.pathsep.join(paths)},
-        stderr=subprocess.PIPE,
-    )
-
-
-def kill_when(process: subprocess.Popen, ready) -> None:
-    """As soon as `ready()`, with a signal that cannot be caught."""
+def kill_when(process: subprocess.Popen, ready, wait: float = 0.0) -> None:
+    """So many seconds after `ready()`, with a signal that cannot be caught."""
     deadline = time.monotonic() + 120
     while not ready():
         assert process.poll() is None, process.stderr and process.stderr.read().decode()
         assert time.monotonic() < deadline
         time.sleep(0.002)
+    time.sleep(wait)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert process.stderr is not None
-    process.stderr.close()
+    process.communicate()
 
 
 def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
@@ -54,10 +40,12 @@ def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
     def saved() -> set[str]:
         return {path.name for path in checkpoints.glob("*")}
 
-    kill_when(start(data, run, compiled_once), lambda: steps() >= 1)  # maybe before the first checkpoint
+    kill_when(
+        start(compiled_once, data=data, run=run, changes=STEPS, devices=8), lambda: steps() >= 1
+    )  # maybe before the first checkpoint
     before = saved()
     # While one is being written: its folder has appeared, and is not whole yet.
-    kill_when(start(data, run, compiled_once), lambda: saved() - before)
+    kill_when(start(compiled_once, data=data, run=run, changes=STEPS, devices=8), lambda: saved() - before)
     reached = steps()
     assert 0 < reached < 40
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole
@@ -71,8 +59,7 @@ def test_killed_at_any_moment(tmp_path, compiled_once, milliseconds):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
     whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
     for _ in range(3):
-        process = start(data, run, compiled_once)
         lines = len(read_events(run / "metrics.jsonl"))
-        kill_when(process, lambda lines=lines: len(read_events(run / "metrics.jsonl")) > lines)
-        time.sleep(milliseconds / 1000)
+        process = start(compiled_once, data=data, run=run, changes=STEPS, devices=8)
+        kill_when(process, lambda lines=lines: len(read_events(run / "metrics.jsonl")) > lines, milliseconds / 1000)
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole

@@ -14,8 +14,8 @@ from training import MODEL, events, losses, make_config, make_data
 
 from xsake import patterns
 from xsake.model.run_file import RunFile, read_events
-from xsake.model.train import train
 from xsake.model.train_attention import FixedMask
+from xsake.model.train_loop import train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -23,20 +23,6 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("data") / "tokens")
-
-
-def test_overfits_a_small_text(data, tmp_path):
-    """bfloat16 and rematerialised, as one would train: from the loss of guessing to almost none."""
-    config = make_config(steps=60, dtype="bfloat16", remat=True, warmup=5)
-    file = train(config, data=data, run=tmp_path / "run", eval_every=30, quiet=True)
-    curve = losses(file)
-    assert abs(curve[0] - np.log(128)) < 0.5 and curve[-1] < 0.5
-    evaluations = [event["loss"] for event in events(file, "eval")]
-    assert len(evaluations) == 2 and evaluations[-1] < 0.5  # it is the same text
-    (start,) = events(file, "start")
-    assert start["config"]["attention"] == "sink_window" and start["data"]["tokens"] == 6000
-    last = events(file)[-1]
-    assert last["tokens_per_second"] > 0 and last["mfu"] is None and last["learning_rate"] < 2e-3
 
 
 def test_every_block_is_dense(data, tmp_path):
@@ -137,7 +123,7 @@ def test_a_plain_function_may_be_a_mask_function(data, tmp_path):
 def test_weights_and_biases(data, tmp_path, monkeypatch):
     """A stand-in with the two names that are used; and the message where it is not installed."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+    with pytest.raises(ValueError, match="not installed: pip install wandb"):
         train(make_config(), data=data, run=tmp_path / "run", wandb=True, quiet=True)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -14,7 +14,7 @@ from training import MODEL, losses, make_config, make_data
 
 from xsake.model.config import PRESETS
 from xsake.model.sharding import RULES, make_mesh, parameter_name, parameter_shardings
-from xsake.model.train import train
+from xsake.model.train_loop import train
 from xsake.model.trainer import Trainer
 from xsake.model.transformer import Transformer
 

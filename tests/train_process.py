@@ -6,20 +6,61 @@ python train_process.py '{"data": ..., "run": ..., "join": [address, processes, 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from training import make_config
 
-from xsake.model.distributed import initialize
-from xsake.model.train import train
+def start(
+    compiled_once: dict[str, str],
+    *,
+    data: Path,
+    run: Path,
+    changes: dict[str, Any],
+    devices: int = 1,
+    mesh: tuple[int, int] = (1, 1),
+    join: list[Any] | None = None,
+    checkpoint_every: int = 3,
+) -> subprocess.Popen[bytes]:
+    """Such a process, with so many simulated devices."""
+    given = {"data": str(data), "run": str(run), "changes": changes, "mesh": mesh, "join": join}
+    paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
+    }
+    return subprocess.Popen(
+        [sys.executable, __file__, json.dumps(given | {"checkpoint_every": checkpoint_every})],
+        env=os.environ | compiled_once | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def main() -> None:
+    """Prints the losses that this process saw, as JSON."""
+    from training import make_config
+
+    from xsake.model import train_loop
+    from xsake.model.distributed import initialize
+    from xsake.model.trainer import Trainer
+
     given = json.loads(sys.argv[1])
     if given["join"] is not None:
         initialize(*given["join"])
-    train(
+    seen = []
+
+    class Watched(Trainer):
+        def step(self) -> dict[str, Any]:
+            metrics = super().step()
+            seen.append(metrics["loss"])
+            return metrics
+
+    train_loop.Trainer = Watched
+    train_loop.train(
         make_config(**given["changes"]),
         data=Path(given["data"]),
         run=Path(given["run"]),
@@ -27,6 +68,7 @@ def main() -> None:
         checkpoint_every=given["checkpoint_every"],
         quiet=True,
     )
+    print(json.dumps([float(loss) for loss in seen]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from xsake.model.data_shards import write_shard
 from xsake.model.run_file import read_events
 from xsake.model.train_config import TrainConfig
 
-MODEL: ModelConfig = dataclasses.replace(PRESETS["tiny"], vocab_size=128)
+MODEL: ModelConfig = dataclasses.replace(PRESETS["tiny"], vocab_size=128, layers=1)
 
 
 def make_data(folder: Path, *, vocab_size: int = 128) -> Path:

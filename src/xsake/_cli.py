@@ -6,8 +6,10 @@ import typer
 
 from xsake.autotune.cli import autotune
 from xsake.autotune.tuning_cli import app as tuning
+from xsake.model.data_cli import app as data
 from xsake.model.generate_cli import generate
 from xsake.model.model_cli import app as model
+from xsake.model.train_cli import train
 
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
@@ -42,6 +44,8 @@ app.command()(autotune)
 app.add_typer(tuning, name="tuning")
 app.command()(generate)
 app.add_typer(model, name="model")
+app.add_typer(data, name="data")
+app.command()(train)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def train(
     held = trainer.held_out() if eval_every else None
     metrics_file = run / METRICS_FILE
     with Checkpoints(run / CHECKPOINTS_FOLDER, keep=keep) as checkpoints:
-        done = checkpoints.latest() or 0
+        done = max(checkpoints.steps(), default=0)
         _check_same_run(run, checkpoints.describe(done) if done else _started(metrics_file), trainer.description)
         if done == config.steps:
             return metrics_file

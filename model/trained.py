@@ -1,0 +1,40 @@
+"""The model of a training run, from its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+import xsake
+from xsake.model.checkpoints import Checkpoints
+from xsake.model.sharding import make_mesh
+from xsake.model.train_config import TrainConfig
+from xsake.model.train_loop import CHECKPOINTS_FOLDER
+from xsake.model.train_step import Program
+from xsake.model.transformer import Transformer
+
+
+def load_trained(run: Path, *, step: int | None = None, dtype: Any = jnp.bfloat16) -> Transformer:
+    """The model that `xsake train` left in the folder `run`, after `step` steps (the last ones by default).
+
+    Its weights are float32 and it computes in `dtype`. It attends with `xsake.attention`, densely until a `mask_fn`
+    says otherwise, whatever it was trained with.
+    """
+    folder = run / CHECKPOINTS_FOLDER
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run} holds no training run: there is no folder {CHECKPOINTS_FOLDER}")
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps or (step is not None and step not in steps):
+            asked = "any step" if step is None else f"step {step}"
+            raise FileNotFoundError(f"{run} has no checkpoint of {asked}; it has {steps or 'none'}")
+        step = steps[-1] if step is None else step
+        config = TrainConfig.from_json(checkpoints.describe(step)["config"])
+        program = Program(config=config, mesh=make_mesh(), attention_fn=xsake.attention)
+        params = checkpoints.restore(step, "state", program.abstract_state()).params
+    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0), dtype=dtype))
+    nnx.update(model, nnx.State(params))
+    return model

@@ -1,0 +1,92 @@
+"""`xsake data build`, then `xsake train --preset tiny`: a small text is learnt by heart; what goes wrong is said."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from training import events, losses
+from typer.testing import CliRunner
+
+from xsake._cli import app
+from xsake.model import load_trained
+from xsake.model.data_shards import open_shards
+
+TEXT = """One contract says which blocks attend to which. Kernels execute it, a tuner finds their best configuration on
+the hardware at hand, and a model uses all of it as any user would. Lists are flat per head, because padded rows do not
+scale: one sink column makes a padded transpose as wide as the sequence. An empty row is legal: its output is zero, and
+so are its gradients. Tuning never changes what a mask means. """
+
+
+def xsake(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text(TEXT * 8)
+    code, said = xsake("data", "build", folder / "text.txt", "--out", folder / "data", "--vocab", 400, "--holdout", 0)
+    assert code == 0 and "vocabulary of 400" in said and "tokens from 1 texts" in said
+    return folder / "data"
+
+
+def test_tiny_overfits_a_small_text(data, tmp_path, compiled_once, monkeypatch):
+    """bfloat16, rematerialised, half of the blocks: from the loss of guessing to almost none."""
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    words = ["train", "--preset", "tiny", "--data", data, "--run", run, "--steps", 50, "--length", 64, "--batch", 8]
+    words += ["--learning-rate", 0.01, "--warmup", 5, "--remat"]
+    words += ["--attention", "sink_window", "--density", 0.6, "--block", 16]
+    code, said = xsake(*words)
+    assert code == 0 and "step 50/50 loss" in said and "trained: " in said
+    curve = losses(run / "metrics.jsonl")
+    assert abs(curve[0] - np.log(512)) < 0.5 and curve[-1] < 0.5
+    (start,) = events(run / "metrics.jsonl", "start")
+    assert start["config"]["attention"] == "sink_window" and start["config"]["remat"]
+    last = events(run / "metrics.jsonl")[-1]
+    assert last["tokens_per_second"] > 0 and last["mfu"] is None and last["learning_rate"] < 2e-3
+
+    tokens = np.asarray(open_shards(data, "train")[0].tokens[:65], np.int32)[None]
+    predicted = nnx.jit(lambda model, tokens: model(tokens).argmax(-1))(
+        load_trained(run, dtype=jnp.float32), tokens[:, :-1]
+    )
+    assert (np.asarray(predicted) == tokens[:, 1:]).mean() > 0.8
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; it has \[50\]"):
+        load_trained(run, step=7)
+    with pytest.raises(FileNotFoundError, match="holds no training run"):
+        load_trained(tmp_path)
+
+    assert xsake(*words, "--seed", 1)[0] == 1  # another configuration: refused
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--preset", "huge"], "preset='huge' must be one of tiny, small"),
+        (["--length", "513"], "length=513 is beyond the model's context of 512"),
+        (["--mesh", "4"], "mesh='4' must be two numbers of devices"),
+        (["--mesh", "64x64"], "needs 4096 devices, and there are"),
+        (["--attention", "all"], "attention='all' must be one of"),
+        (["--attention", "hads"], "needs a recalibrate callback"),
+        (["--processes", "2"], "missing: coordinator, process"),
+        (["--eval-every", "1", "--length", "64"], "has no held-*.tokens file"),
+        (["--data", "nowhere"], "nowhere has no train-*.tokens file"),
+    ],
+)
+def test_what_goes_wrong_is_said(data, tmp_path, monkeypatch, words, message):
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    code, said = xsake("train", "--data", data, "--run", tmp_path / "run", *words)
+    assert code == 1 and message in " ".join(said.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_cannot_be_built(data, tmp_path):
+    code, said = xsake("data", "build", tmp_path / "nothing", "--out", tmp_path / "out")
+    assert code == 1 and "is neither a file nor a folder" in said
+    code, said = xsake("data", "build", data / "tokenizer.json", "--out", data)
+    assert code == 1 and "nothing was overwritten" in said

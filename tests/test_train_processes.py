@@ -1,0 +1,36 @@
+"""Two real processes that train together over `jax.distributed`: they agree, and with a process alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import numpy as np
+from train_process import start
+from training import losses, make_config, make_data
+
+from xsake.model.train_loop import train
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_agree(tmp_path, compiled_once):
+    """Each has one device and reads its half of every batch; checkpoints are written by both, the run file by one."""
+    data, run = make_data(tmp_path / "data"), tmp_path / "together"
+    address = f"localhost:{free_port()}"
+    processes = [
+        start(compiled_once, data=data, run=run, changes={}, mesh=(2, 1), join=[address, 2, number])
+        for number in (0, 1)
+    ]
+    ended = [process.communicate(timeout=240) for process in processes]
+    for process, (_, error) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, error.decode()
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    assert first == second == losses(run / "metrics.jsonl")
+    alone = losses(train(make_config(), data=data, run=tmp_path / "alone", quiet=True))
+    np.testing.assert_allclose(first, alone, atol=1e-5, rtol=0)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "6"]
