@@ -158,14 +158,15 @@ class Bench:
         from benchmarks.pallas_peers import contestants
 
         able: dict[str, Callable] = {}
-        for who, attend in contestants(self.workload).items():
+        for who, (attend, dtype) in contestants(self.workload).items():
             peer = self.contestant(attend)
+            inputs = [x.astype(dtype) for x in self.inputs]
             try:
-                jax.block_until_ready(peer(*self.inputs))
+                jax.block_until_ready(peer(*inputs))
             except Exception as error:  # another project's kernel: whatever it raises, the others are measured
                 console.print(f"{who} is left out on {self.workload.name}: {str(error)[:200]}")
             else:
-                able[who] = lambda peer=peer: peer(*self.inputs)
+                able[who] = lambda peer=peer, inputs=inputs: peer(*inputs)
         return able
 
     def measure_uneven(self, run: Run, rounds: int) -> None:

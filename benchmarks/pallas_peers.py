@@ -1,8 +1,12 @@
-"""JAX's own dense attention kernels in Pallas as contestants: forward, with no mask but causality."""
+"""JAX's own dense attention kernels in Pallas as contestants: forward, with no mask but causality.
+
+The one for Hopper gets float16: with bfloat16 jax 0.11 refuses to compile it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +16,8 @@ from jax.experimental.pallas.ops.gpu import attention_mgpu as mosaic
 from xsake.autotune.workloads import Workload
 
 
-def contestants(workload: Workload) -> dict[str, Callable[[Array, Array, Array], Array]]:
+def contestants(workload: Workload) -> dict[str, tuple[Callable[[Array, Array, Array], Array], Any]]:
+    """By name: the function, and the dtype of its arguments."""
     scale = workload.head_dim**-0.5
     group = workload.q_heads // workload.kv_heads
     tiles = mosaic.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=workload.is_causal)
@@ -25,4 +30,4 @@ def contestants(workload: Workload) -> dict[str, Callable[[Array, Array, Array],
         blocks = triton.BlockSizes(block_q=128, block_k=64)
         return triton.mha(q, k, v, None, sm_scale=scale, causal=workload.is_causal, block_sizes=blocks)
 
-    return {"pallas mosaic": pallas_mosaic, "pallas triton": pallas_triton}
+    return {"pallas mosaic": (pallas_mosaic, jnp.float16), "pallas triton": (pallas_triton, jnp.bfloat16)}
