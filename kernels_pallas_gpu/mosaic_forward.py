@@ -27,8 +27,7 @@ HALF = 64
 MISSING = -(1 << 30)
 # Columns after which an accumulator's layout repeats: sums over every eighth column stay in a thread.
 LANE_COLUMNS = 8
-# Bytes of K and V of the heads whose tiles are interleaved: what a 50 MB L2 cache keeps while others pass through.
-L2_SHARE = 32 << 20
+L2_BYTES = 50 << 20
 
 
 def forward(
@@ -80,7 +79,12 @@ def forward(
     persistent = num_items > num_workers
     dynamic = persistent and config.schedule == "dynamic" and not interpret
     kv_bytes = kv_len * (head_dim + v_head_dim) * 2
-    most = config.head_group or max(1, L2_SHARE // kv_bytes) * (group // heads_a_tile or 1)
+    # Heads are interleaved while their K and V stay in the L2 cache: all if all do, otherwise leaving room for what
+    # passes. Warpgroups that work apart read K and V twice as often, and from further away if there is more of it.
+    share = (16 if pairing is Pairing.APART else 32) << 20
+    most = config.head_group or max(1, share // kv_bytes) * (group // heads_a_tile or 1)
+    if not config.head_group and batch_size * num_kv_heads * kv_bytes <= L2_BYTES:
+        most = heads
     head_group = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
     # A step is one tile of keys: `parts` runs of `unit` keys; a listed block is `units_a_block` runs.
