@@ -1,0 +1,30 @@
+"""Regression gates over the shared workloads: ratios within one run, against those of a recorded run."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import gate
+
+KNOWN = gate.recorded()
+pytestmark = pytest.mark.skipif(
+    KNOWN is None,
+    reason=f"no {gate.recorded_name()}.json: run python -m benchmarks.gate --record on this kind of device",
+)
+
+
+@pytest.mark.parametrize("case", gate.cases(), ids=lambda c: c.name)
+def test_gate(benchmark, case: gate.Case) -> None:
+    result = benchmark.pedantic(lambda: gate.measure(case), rounds=1)
+    benchmark.extra_info.update(result)
+    gate.check(result, KNOWN)
+
+
+def test_a_slowed_kernel_does_not_pass() -> None:
+    def slowed(q, k, v, mask):
+        """The same result for twice the work."""
+        return gate.sparse(gate.sparse(q, k, v, mask) * 0 + q, k, v, mask)
+
+    case = gate.cases()[0]
+    with pytest.raises(gate.Regression, match="of dense attention's time"):
+        gate.check(gate.measure(case, slowed), KNOWN)
