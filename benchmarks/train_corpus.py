@@ -1,8 +1,8 @@
 """Plain text out of Debian packages and Python source archives: a corpus that anybody can have.
 
     mkdir packages && cd packages
-    apt-get download linux-doc-6.1 python3.11-doc perl-doc git-doc dict-gcide dict-foldoc     (and, from non-free,
-    apt-get download doc-rfc-std doc-rfc-std-proposed doc-rfc-informational                    the RFCs)
+    apt-get download linux-doc-6.1 python3.11-doc perl-doc git-doc dict-foldoc
+    apt-get download doc-rfc-std doc-rfc-informational          (the RFCs, from Debian's non-free component)
     pip download --no-deps --no-binary :all: sympy==1.13.3 Django==5.1.4 networkx==3.4.2 sqlalchemy==2.0.36
     cd .. && python -m benchmarks.train_corpus packages text
     xsake data build text --out corpus --vocab 16384

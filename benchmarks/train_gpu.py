@@ -9,7 +9,7 @@ DATA is a folder made by `xsake data build`; its files may be packed with xz, an
 Needs neither the `tokenizers` package nor the command line.
 
 Two parts: the time of a step at 8192 tokens, and whole runs of 50 million tokens at 4096. Programs are compiled side by
-side beforehand, into a cache.
+side beforehand.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def unpack(data: Path, work: Path) -> Path:
 
 
 def precompile(trainer: Trainer) -> None:
-    """Into the cache, where the run finds it."""
+    """What the run will need: programs are kept by configuration."""
     program, config = trainer.program, trainer.config
     shape = (config.microbatches, config.batch // config.microbatches, config.length + 1)
     batch = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
@@ -165,7 +165,6 @@ def main() -> None:
     out = record.RESULTS if args.record else args.out
 
     args.work.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(args.work / "compiled"))
     data = unpack(args.data, args.work)
     lengths = (LONG,) if args.skip_training else (LONG, USUAL)
     jobs = [(preset, kind, length) for length in lengths for preset in args.only.split(",") for kind in ATTENTION]

@@ -69,6 +69,10 @@ def fixed_pattern(name: str, *, length: int, block: int, density: float) -> Bloc
     return min(nearest, key=lambda mask: abs(float(mask.density()) - density))
 
 
+def _cudnn(*arrays: Array, **options: Any) -> Array:
+    return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **options)
+
+
 def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None, float]:
     """(attention_fn, mask_fn, density) of a configuration; "hads" gets its mask function from recalibration."""
     if config.attention not in ATTENTION:
@@ -76,7 +80,7 @@ def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None
     if config.attention in ("dense", "cudnn") and config.density != 1:
         raise ValueError(f"attention={config.attention!r} is dense: density={config.density} must be 1")
     if config.attention == "cudnn":
-        return partial(jax.nn.dot_product_attention, implementation="cudnn"), None, 1.0
+        return _cudnn, None, 1.0
     if config.attention in ("dense", "hads"):
         return xsake.attention, None, config.density
     mask = fixed_pattern(config.attention, length=config.length, block=config.block, density=config.density)

@@ -37,6 +37,9 @@ def train(
 ) -> Path:
     """Train, or carry on a run that was stopped: the same call again, and the same losses as if it never had been.
 
+    Bit for bit, as far as XLA itself is: on a GPU it sums the embedding's gradients in any order unless it is told not
+    to, with XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+
     Args:
       config: everything that decides the numbers. A run folder of another configuration is refused.
       data: a folder made by `xsake data build`.

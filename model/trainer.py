@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from xsake.model.train_step import Program, TrainState
 from xsake.model.transformer import Transformer
 
 Recalibrate = Callable[[int, Transformer, Array], MaskFn]
+_program = lru_cache(maxsize=16)(Program)  # a second run of a configuration in one process compiles nothing
 
 
 class Trainer:
@@ -53,7 +55,7 @@ class Trainer:
             )
         if config.model.kv_heads % mesh[1]:
             raise ValueError(f"kv_heads={config.model.kv_heads} cannot be divided over the mesh's model={mesh[1]}")
-        self.program = Program(config=config, mesh=devices, attention_fn=attention_fn, fsdp=fsdp)
+        self.program = _program(config=config, mesh=devices, attention_fn=attention_fn, fsdp=fsdp)
         self._data = data
         shards = open_shards(data, "train")
         _check_vocabulary(shards, config)

@@ -74,7 +74,9 @@ def test_state_is_split_as_the_rules_say(tmp_path, compiled_once):
     """Weights and both of Adam's moments: with fsdp, an eighth of each matrix on every device."""
     trainer = Trainer(make_config(), data=make_data(tmp_path / "data"), mesh=(4, 2), fsdp=True)
     trainer.begin()
+    old = trainer.state
     trainer.step()
+    assert all(x.is_deleted() for x in jax.tree.leaves(old.params))  # its memory is the new state's
     matrices = [x for x in jax.tree.leaves(trainer.state) if x.ndim == 2]
     assert len(matrices) == 3 * (7 * MODEL.layers + 1)
     for x in matrices:
