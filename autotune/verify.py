@@ -157,17 +157,20 @@ def _plain(
     return (out[None], lse.swapaxes(0, 1)[None], d_query[None], *(x[None, :, None] for x in (d_key, d_value)))
 
 
-def _noise(q: np.ndarray, k: np.ndarray, exact: dict[str, np.ndarray]) -> dict[str, float]:
-    """One rounding at the largest value: where the plain computation is right by luck."""
-    unit = float(jnp.finfo(q.dtype).eps)
-    noise = {name: unit * float(np.abs(exact[name]).max()) for name in NAMES}
+def _noise(q: np.ndarray, k: np.ndarray, exact: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """(largest, RMS) error of rounding the exact result once: where the plain computation is right by luck.
+
+    An lse is float32, and small where large products cancel.
+    """
+    unit = float(jnp.finfo(q.dtype).eps) / 2
+    noise = {name: (unit * float(np.abs(x).max()), unit / 2 * _rms(x)) for name, x in exact.items()}
     products = float(np.abs(q.astype(np.float64)).max() * np.abs(k.astype(np.float64)).max()) * q.shape[-1] ** 0.5
-    return noise | {"lse": 2.0**-23 * (float(np.abs(exact["lse"]).max()) + products)}
+    return noise | {"lse": (2.0**-24 * products, 2.0**-25 * products)}
 
 
-def _yardstick(exact: np.ndarray, plain: np.ndarray, noise: float) -> Yardstick:
+def _yardstick(exact: np.ndarray, plain: np.ndarray, noise: tuple[float, float]) -> Yardstick:
     error = np.abs(plain.astype(np.float64) - exact)
-    return Yardstick(exact, FACTOR * max(float(error.max()), noise), FACTOR * max(_rms(error), noise / 2))
+    return Yardstick(exact, FACTOR * max(float(error.max()), noise[0]), FACTOR * max(_rms(error), noise[1]))
 
 
 def _rms(error: np.ndarray) -> float:
