@@ -115,6 +115,33 @@ def tpu_schedule() -> str:
     return "\n".join([*rows, "", facts, source])
 
 
+def train_gpu() -> str:
+    """Runs of so many tokens, and the time of a step at the longer length beside dense attention's."""
+    if not (record.RESULTS / "train_gpu.json").exists():
+        return "Not recorded yet."
+    run = record.load("train_gpu")
+    rows = [
+        "| model, tokens of a sequence | attention | active blocks | a step | tokens/s | MFU | held-out loss |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    dense = {(r["preset"], r["length"]): r for r in run["results"] if r["kind"] == "dense"}
+    for r in sorted(run["results"], key=lambda r: (r["length"], r["preset"] != "small", r["kind"])):
+        ratio = dense[r["preset"], r["length"]]["seconds"]["median"] / r["seconds"]["median"]
+        faster = "" if r["kind"] == "dense" else f", {ratio:.2f}x as fast"
+        loss = f"{r['held_out_loss']:.3f} after {r['tokens'] / 1e6:.0f}M tokens" if "held_out_loss" in r else ""
+        cells = [
+            f"{r['preset']}, {r['length']}",
+            "dense (cuDNN)" if r["kind"] == "dense" else r["config"]["attention"],
+            f"{r['density']:.0%}",
+            f"{_ms(r['seconds'])}{faster}",
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['mfu']:.0%}",
+            loss,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*rows, "", _source(run, "train_gpu")])
+
+
 def _source(run: dict, name: str) -> str:
     e = run["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k in ("jax", "torch"))
@@ -132,6 +159,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "gpu_attention": gpu_attention,
     "tpu_schedule": tpu_schedule,
+    "train_gpu": train_gpu,
 }
 
 
