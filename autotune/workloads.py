@@ -75,9 +75,10 @@ class Workload:
         if mask is not None:
             blocks = np.asarray(mask.to_blocks(), float)
             if self.is_causal:
-                blocks[..., *np.diag_indices(blocks.shape[-1])] *= 0.5
+                blocks[..., *np.diag_indices(min(blocks.shape[-2:]))] *= 0.5
             share = float(blocks.mean())
-        return 4.0 * self.batch * self.q_heads * self.length**2 * self.head_dim * share
+        logits = self.batch * self.q_heads * self.length * (self.kv_length or self.length)
+        return 2.0 * logits * (self.head_dim + (self.value_dim or self.head_dim)) * share
 
 
 WORKLOADS = {

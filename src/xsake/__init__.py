@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xsake import autotune, tuning_db
     from xsake._backend import interpret
     from xsake._op import attention
     from xsake._registry import implementations
@@ -17,24 +18,22 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "BlockMask": "xsake.hads.block_mask",
     "attention": "xsake._op",
+    "autotune": "xsake.autotune",
     "implementations": "xsake._registry",
     "interpret": "xsake._backend",
-    "patterns": "xsake.hads",
+    "patterns": "xsake.hads.patterns",
+    "tuning_db": "xsake.tuning_db",
 }
 
-__all__ = ["BlockMask", "attention", "implementations", "interpret", "patterns"]
+__all__ = ["BlockMask", "attention", "autotune", "implementations", "interpret", "patterns", "tuning_db"]
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `import xsake` stays light."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'xsake' has no attribute {name!r}")
-    value = (
-        importlib.import_module("xsake.hads.patterns")
-        if name == "patterns"
-        else getattr(importlib.import_module(_PUBLIC[name]), name)
-    )
-    globals()[name] = value
+    module = importlib.import_module(_PUBLIC[name])
+    globals()[name] = value = module if _PUBLIC[name].endswith(f".{name}") else getattr(module, name)
     return value
 
 
