@@ -30,7 +30,7 @@ class TrainConfig:
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
       dtype: of activations and matrix products; weights and optimiser are float32.
       remat: keep only what lies between blocks for the backward pass.
-      loss_chunk: tokens whose logits exist at once.
+      loss_chunk: tokens whose logits exist at once on a device.
       seed: of the initial weights and of the order of the data. Randomness is counted from it and the step, so that the
         step in a checkpoint is all the state there is.
     """

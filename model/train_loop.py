@@ -113,22 +113,25 @@ class _Clock:
     def add(self, metrics: Any) -> None:
         self._pending.append((self._trainer.taken, metrics))
         if len(self._pending) > _AHEAD:
-            self._read()
+            self._read(1)
 
     def drain(self) -> None:
-        while self._pending:
-            self._read()
+        self._read(len(self._pending))
 
-    def _read(self) -> None:
-        step, metrics = self._pending.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
-        seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
-        if not math.isfinite(values["loss"]):
-            raise FloatingPointError(
-                f"the loss is {values['loss']} at step {step}; earlier checkpoints are kept. A lower learning rate or "
-                f"a longer warm-up may help"
-            )
-        self._report.step(step, values | self._trainer.speed(seconds))
+    def _read(self, count: int) -> None:
+        """Wait for so many steps; the time since the last reading is theirs in equal parts."""
+        steps = [self._pending.popleft() for _ in range(count)]
+        arrived = jax.device_get([metrics for _, metrics in steps])
+        now = time.perf_counter()
+        seconds, self._last = (now - self._last) / max(count, 1), now
+        for (step, _), metrics in zip(steps, arrived, strict=True):
+            values = {name: float(value) for name, value in metrics.items()}
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(
+                    f"the loss is {values['loss']} at step {step}; earlier checkpoints are kept. A lower learning rate "
+                    f"or a longer warm-up may help"
+                )
+            self._report.step(step, values | self._trainer.speed(seconds))
 
 
 def _started(metrics_file: Path) -> dict[str, Any] | None:

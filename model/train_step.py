@@ -107,7 +107,8 @@ class Program:
             mesh=self.mesh if self.mesh.size > 1 else None,
             remat=self.config.remat,
         )
-        return next_token_loss(states, output_weight(model), tokens[:, 1:], self.config.loss_chunk)
+        chunk = self.config.loss_chunk * self.mesh.shape["data"]
+        return next_token_loss(states, output_weight(model), tokens[:, 1:], chunk)
 
     def _gradients(self, params: Any, mask_fn: MaskFn | None, batch: Array) -> tuple[Array, Any]:
         """Mean loss and gradients over the microbatches [m, B / m, T + 1]."""
