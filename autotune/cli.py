@@ -70,7 +70,7 @@ def autotune(
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
     try:
-        command.run(
+        written = command.run(
             workloads=workloads.split(",") if workloads else None,
             from_call=from_call or [],
             calls=calls,
@@ -86,3 +86,4 @@ def autotune(
         )
     except (ValueError, OSError, Failed) as error:
         raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code=0 if written else 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import optuna
 from rich.console import Console
 
-from xsake import tuning_db
+from xsake import _registry, tuning_db
 from xsake.autotune import problem, report
 from xsake.autotune.bench import Bench
 from xsake.autotune.calls import read_calls
@@ -32,7 +33,9 @@ def run(
     storage: str | None,
     report_folder: Path | None,
     isolate: bool,
-) -> None:
+) -> bool:
+    """Whether anything was written."""
+    _registry.check_name(implementation)
     console = Console()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = out or tuning_db.user_directory()
@@ -53,9 +56,13 @@ def run(
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, open_storage(storage or folder / "studies.journal"), folder, settings, bar)
             console.print(f"{tuner.facts.device_kind}: results go to {tuner.path}", soft_wrap=True)
-            tuner.tune(problems(tuner.facts.platform))
+            with contextlib.suppress(KeyboardInterrupt):  # what was found is written, and told below
+                tuner.tune(problems(tuner.facts.platform))
     finally:
         worker.close()
+    for line in tuner.unopened:
+        console.print(f"not tuned: {line}", markup=False)
     report.show(tuner.results, console)
     if report_folder is not None:
         console.print(f"report: {report.write(tuner.results, tuner.facts, report_folder)}", soft_wrap=True)
+    return any(result.config is not None for result in tuner.results)

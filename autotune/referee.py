@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from xsake.autotune.bench import Verdict
+from xsake.autotune.bench import COMPILERS, Verdict
 from xsake.autotune.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
-_COMPILE = 2.0  # times the limit of a race: compiling takes longer than running
+# Times the limit of a race.
+_OPEN = 4.0
+_COMPILE = 2.0
+_VERIFY = 5.0  # the oracle is dense
 
 
 class Referee:
@@ -20,8 +24,8 @@ class Referee:
         self.plans: list[StudyPlan] = self._open()
 
     def _open(self) -> list[StudyPlan]:
-        plans = self._worker.call("open", self._problem, limit=4 * self._limit)
-        self._opened = self._worker.restarts
+        plans = self._worker.call("open", self._problem, limit=_OPEN * self._limit)
+        self._opened, self._compiled = self._worker.restarts, set[tuple[str, str]]()
         return plans
 
     def _ask(self, method: str, *arguments: Any, limit: float) -> Any:
@@ -31,7 +35,7 @@ class Referee:
 
     def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:
         """What went wrong, by label; those that are not there are ready."""
-        limit = _COMPILE * self._limit
+        limit = _COMPILE * self._limit * math.ceil(len(parts) / COMPILERS)
         try:
             told = self._ask("compile", direction, list(parts), limit=limit)
         except (Died, Hung) as failure:
@@ -41,19 +45,29 @@ class Referee:
             return {name: why for part in parts for name, why in self.compile(direction, [part]).items()}
         except Failed as failure:
             return {label(part): str(failure) for part in parts}
-        return {label(part): why for part, why in zip(parts, told, strict=True) if why}
+        broken = {label(part): why for part, why in zip(parts, told, strict=True) if why}
+        self._compiled |= {(direction, label(part)) for part in parts if label(part) not in broken}
+        return broken
 
     def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[list[float]]:
         """One round: seconds a call, for each density of the plan and each part. Raises `Failed`."""
-        limit = (1 + _COMPILE) * self._limit  # a new worker has compiled nothing
-        return [self._ask("race", plan.key.direction, d, list(parts), limit=limit) for d in plan.densities]
+        self._make_ready(plan.key.direction, parts)
+        return [self._ask("race", plan.key.direction, d, list(parts), limit=self._limit) for d in plan.densities]
 
     def verify(self, plan: StudyPlan, part: Part) -> Verdict:
         """At all densities of the plan; the largest errors. Raises `Failed`."""
-        limit = 4 * (1 + _COMPILE) * self._limit
+        self._make_ready(plan.key.direction, [part])
+        limit = _VERIFY * self._limit
         verdicts = [self._ask("verify", plan.key.direction, d, part, limit=limit) for d in plan.densities]
         worst = {
             name: max((v.errors[name] for v in verdicts), key=lambda e: e["max"] / e["allowed_max"])
             for name in verdicts[0].errors
         }
         return Verdict(worst, next((v.problem for v in verdicts if v.problem), None))
+
+    def _make_ready(self, direction: str, parts: Sequence[Part]) -> None:
+        """A new worker has compiled nothing."""
+        known = self._compiled if self._worker.restarts == self._opened else set()
+        missing = [part for part in parts if (direction, label(part)) not in known]
+        if missing and (broken := self.compile(direction, missing)):
+            raise Failed(next(iter(broken.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ class Space:
         values = {name: {label({name: p[name]}): p[name] for p in parts} for name in first}
         self.choices = {name: list(v.values()) for name, v in values.items() if len(v) > 1}
         self._fixed = {name: first[name] for name in first if name not in self.choices}
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256("".join(sorted(self.parts)).encode()).hexdigest()[:8]
 
     def __contains__(self, part: Part) -> bool:
         return label(part) in self.parts

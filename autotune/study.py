@@ -50,7 +50,7 @@ class Study:
     def __init__(self, storage: optuna.storages.BaseStorage, device_kind: str, plan: StudyPlan, seed: int):
         self.plan, self.space = plan, Space(plan.parts)
         # Other kernels or another space make another study.
-        self.name = f"{device_kind} | {plan.key} | kernel {plan.kernel}"
+        self.name = f"{device_kind} | {plan.key} | kernel {plan.kernel} | space {self.space.hash}"
         self._study = optuna.create_study(
             storage=storage,
             study_name=self.name,
@@ -66,7 +66,7 @@ class Study:
         for trial in self._study.get_trials(states=(TrialState.RUNNING,)):
             host, _, pid = trial.user_attrs.get("by", "").rpartition(":")
             if host == socket.gethostname() and not _alive(int(pid)):
-                self._study.tell(trial.number, state=TrialState.FAIL)
+                self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     # -- what was tried --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import optuna
 
 from xsake import tuning_db
 from xsake.autotune import environment, writer
+from xsake.autotune.bench import COMPILERS
 from xsake.autotune.isolation import Caller, Failed
 from xsake.autotune.pace import FINALISTS, Pace
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
@@ -36,7 +36,7 @@ class Settings:
     trials: int = 1000
     rounds: int = 5
     final_rounds: int = 9
-    batch: int = max(4, (os.cpu_count() or 1) - 2)
+    batch: int = max(4, COMPILERS)
     limit: float = 60.0
     seed: int = 0
 
@@ -68,6 +68,7 @@ class Tuner:
         self.path = folder / tuning_db.file_name(self.facts.device_kind)
         writer.check_writable(self.path)
         self.results: list[Result] = []
+        self.unopened: list[str] = []  # problems that could not even be set up, and why
 
     def tune(self, problems: Sequence[Problem]) -> None:
         """Time is shared evenly by problems and their directions; what one does not use, the next ones have."""
@@ -75,7 +76,11 @@ class Tuner:
             if time.monotonic() >= self._end:
                 break
             self._observer.doing(f"{problem.workload.name}, block {problem.workload.block}", number / len(problems))
-            referee = Referee(self._worker, problem, self._settings.limit)
+            try:
+                referee = Referee(self._worker, problem, self._settings.limit)
+            except Failed as failure:
+                self.unopened.append(f"{problem.workload.name}, block {problem.workload.block}: {failure}")
+                continue
             directions = list(dict.fromkeys(plan.key.direction for plan in referee.plans))
             for i, direction in enumerate(directions):
                 behind = number + i / len(directions)
@@ -160,6 +165,7 @@ class Tuner:
         if broken is not None:
             return study.stop(candidate, "failed", broken)
         plan, part = study.plan, candidate.part
+        is_default = part == plan.default  # all are measured by it: it is never stopped
         best = next(iter(study.best), Tried(plan.default, "complete", 1.0, None))
         assert best.value is not None
         try:
@@ -168,13 +174,12 @@ class Tuner:
                 with pace.race(plan, 2):
                     seconds = referee.race(plan, [part, best.part])
                 ratios.append(geometric_mean([mine / theirs for mine, theirs in seconds]))
-                value = 1.0 if part == plan.default else best.value * statistics.median(ratios)
-                if study.too_slow(candidate, value, step):
+                value = 1.0 if is_default else best.value * statistics.median(ratios)
+                if study.too_slow(candidate, value, step) and not is_default:
                     return study.stop(
                         candidate, "slower", f"{value:.2f} of the heuristic's time after {step + 1} rounds"
                     )
-            new_best = value < best.value or part == plan.default
-            if new_best and (problem := referee.verify(plan, part).problem):
+            if (is_default or value < best.value) and (problem := referee.verify(plan, part).problem):
                 return study.stop(candidate, "wrong", problem)
         except Failed as failure:
             return study.stop(candidate, "failed", str(failure))

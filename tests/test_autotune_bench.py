@@ -126,7 +126,7 @@ def test_planted_configurations_never_win(tmp_path):
 
     worker = Worker(planted.bench)
     try:
-        tuner = Tuner(worker, open_storage(tmp_path / "journal"), tmp_path, Settings(limit=1.0, rounds=2), Quiet())
+        tuner = Tuner(worker, open_storage(tmp_path / "journal"), tmp_path, Settings(limit=4.0, rounds=2), Quiet())
         tuner.tune([problem("planted", densities=(1.0,), batch=1, q_heads=3, kv_heads=3, length=32)])
     finally:
         worker.close()
