@@ -43,12 +43,16 @@ class Program:
 
     @cached_property
     def _abstract(self) -> tuple[Any, Any]:
-        return nnx.split(nnx.eval_shape(self._new_model), nnx.Param)
+        return nnx.split(nnx.eval_shape(self._new_model, self._key), nnx.Param)
 
-    def _new_model(self) -> Transformer:
+    @property
+    def _key(self) -> Array:
+        return jax.random.key(self.config.seed)
+
+    def _new_model(self, key: Array) -> Transformer:
         return Transformer(
             self.config.model,
-            rngs=nnx.Rngs(self.config.seed),
+            rngs=nnx.Rngs(key),
             dtype=jnp.dtype(self.config.dtype),
             attention_fn=self.attention_fn,
         )
@@ -82,13 +86,14 @@ class Program:
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, BATCH)
 
-    def _init(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(self._new_model(), nnx.Param))
+    def _init(self, key: Array) -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(self._new_model(key), nnx.Param))
         return TrainState(step=jnp.int32(0), params=params, optimizer=self.optimizer.init(params))
 
     def init(self) -> TrainState:
         """The state before the first step; its numbers do not depend on the mesh."""
-        return jax.jit(self._init, out_shardings=self.state_shardings)()
+        # The key is an argument: as a constant, XLA would work out all weights while compiling, for minutes.
+        return jax.jit(self._init, out_shardings=self.state_shardings)(self._key)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and places of the state, without its numbers."""
@@ -96,7 +101,7 @@ class Program:
         def place(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        return jax.tree.map(place, jax.eval_shape(self._init), self.state_shardings)
+        return jax.tree.map(place, jax.eval_shape(self._init, self._key), self.state_shardings)
 
     def _loss(self, params: Any, mask_fn: MaskFn | None, tokens: Array) -> Array:
         """Of [B, T + 1] tokens: each is predicted from those before it."""
