@@ -1,0 +1,20 @@
+"""The examples do what they say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import jax
+import numpy as np
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def test_flax_model(capsys):
+    """Flax's attention and ours train alike; a mask that leaves blocks out trains too."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+        flax, dense, sparse = runpy.run_path(str(EXAMPLES / "flax_model.py"))["main"](layers=1, steps=2).values()
+    np.testing.assert_allclose(dense, flax, rtol=1e-4)
+    assert abs(sparse[0] - flax[0]) < 0.2 and sparse != dense
+    assert capsys.readouterr().out.count("loss") == 3
