@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
-from tiny_model import build
+from tiny_model import TINY, build
 from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake.model import generate, load_tokenizer, save_pretrained
 from xsake.model.data_tokenizer import train_tokenizer
+
+MODEL = build(config=dataclasses.replace(TINY, layers=1))
 
 
 def xsake(*words: object, code: int = 0):
@@ -21,7 +25,7 @@ def xsake(*words: object, code: int = 0):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save_pretrained(build(), folder)
+    save_pretrained(MODEL, folder)
     train_tokenizer(["hello hello world"], 260).save(str(folder / "tokenizer.json"))
     return folder
 
@@ -41,13 +45,13 @@ def test_info_of_a_preset():
 
 def test_info_of_a_file(folder):
     output = xsake("model", "info", folder).stdout
-    assert "131,392" in output and "20 F32" in output and "no chat template" in output
+    assert "82,112" in output and "11 F32" in output and "no chat template" in output
 
 
 def test_generate_writes_what_the_model_says(folder):
     """Greedily, and with a prompt that is read sparsely."""
     tokenizer = load_tokenizer(folder)
-    new = generate(build(), [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
+    new = generate(MODEL, [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
     for options in ([], ["--window", 64, "--block", 16]):
         output = xsake("generate", "hello hello", "--model", folder, "--max-new-tokens", 8, *options).stdout
         assert output == "".join(tokenizer.decode_stream(new)) + "\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import TOKENS, build, run
+from tiny_model import TINY, TOKENS, build, run
 
 import xsake
 from xsake.model import Sampler, generate, generation, stream
@@ -91,9 +93,8 @@ def test_steps_arrive_one_by_one(model, greedy):
 
 
 def test_the_context_can_be_used_to_its_end():
-    model = build()
-    prompt = TOKENS[0, :20].tolist() * 25
-    assert len(generate(model, [prompt], max_new_tokens=12)[0]) == 12
+    model = build(config=dataclasses.replace(TINY, layers=1, context=30))
+    assert len(generate(model, [TOKENS[0, :25].tolist()], max_new_tokens=5)[0]) == 5
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_tokens_are_drawn_with_their_probabilities(options, expected):
 
 
 def test_the_seed_decides_the_draw():
-    model = build()
+    model = build(config=dataclasses.replace(TINY, layers=1))
     options = dict(max_new_tokens=8, sampler=Sampler(temperature=1.0))
     once, again, other = (generate(model, PROMPTS[:1], seed=seed, **options) for seed in (1, 1, 2))
     assert once == again != other

@@ -25,6 +25,11 @@ def build(**options: Any) -> Transformer:
     return model
 
 
+def assert_same_weights(found: Transformer, expected: Transformer) -> None:
+    assert found.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
 def run(model: Transformer, tokens: Any, cache: Any = None, **options: Any) -> Any:
     """The model's forward, compiled, and compiled once where there are no options."""
     graph, state = nnx.split(model)
