@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
+from time import monotonic
 
 from xsake.autotune.problem import StudyPlan
 
@@ -21,16 +21,16 @@ class Pace:
         self._batch: float | None = None
 
     def _left(self) -> float:
-        return self._end - time.monotonic()
+        return self._end - monotonic()
 
     def _last_races(self, rounds: int) -> float:
         return sum(self._turn.values(), 0.0) * rounds * (1 + FINALISTS)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        start = time.monotonic()
+        start = monotonic()
         yield
-        self._batch = time.monotonic() - start
+        self._batch = monotonic() - start
 
     def allows_batch(self) -> bool:
         """The first one always; another if about half of it can be done."""
@@ -38,9 +38,9 @@ class Pace:
 
     @contextlib.contextmanager
     def race(self, plan: StudyPlan, contestants: int) -> Iterator[None]:
-        start = time.monotonic()
+        start = monotonic()
         yield
-        self._turn[str(plan.key)] = (time.monotonic() - start) / contestants  # of the first race it is too much
+        self._turn[str(plan.key)] = (monotonic() - start) / contestants  # of the first race it is too much
 
     def is_over(self) -> bool:
         return self._left() <= self._last_races(FEWEST_ROUNDS)

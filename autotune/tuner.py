@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Protocol, runtime_checkable
 
 import optuna
@@ -63,7 +63,7 @@ class Tuner:
         observer: Observer,
     ):
         self._worker, self._storage, self._settings, self._observer = worker, storage, settings, observer
-        self._end = time.monotonic() + settings.budget
+        self._end = monotonic() + settings.budget
         self.facts: environment.Facts = worker.call("facts", limit=4 * settings.limit)
         self.path = folder / tuning_db.file_name(self.facts.device_kind)
         writer.check_writable(self.path)
@@ -73,7 +73,7 @@ class Tuner:
     def tune(self, problems: Sequence[Problem]) -> None:
         """Time is shared evenly by problems and their directions; what one does not use, the next ones have."""
         for number, problem in enumerate(problems):
-            if time.monotonic() >= self._end:
+            if monotonic() >= self._end:
                 break
             self._observer.doing(f"{problem.workload.name}, block {problem.workload.block}", number / len(problems))
             try:
@@ -87,8 +87,8 @@ class Tuner:
                 self._observer.doing(
                     f"{problem.workload.name}, block {problem.workload.block}, {direction}", behind / len(problems)
                 )
-                left = self._end - time.monotonic()
-                end = time.monotonic() + left / (len(problems) - behind) / len(directions)
+                left = self._end - monotonic()
+                end = monotonic() + left / (len(problems) - behind) / len(directions)
                 plans = [plan for plan in referee.plans if plan.key.direction == direction]
                 self._tune_direction(problem, referee, plans, end)
         self._observer.doing("done", 1.0)

@@ -16,6 +16,7 @@ import pytest
 import tuning_fakes
 from tuning_fakes import PROBLEM, part
 
+from xsake.autotune import pace, tuner
 from xsake.autotune.isolation import Died, Here, Hung, Raised, Worker
 from xsake.autotune.progress import line
 from xsake.autotune.storage import open_storage
@@ -36,11 +37,11 @@ def tune(hands, folder: Path, *, isolate: bool = False, problems=(PROBLEM,), **s
     worker = (Worker if isolate else Here)(hands)
     try:
         storage = open_storage(folder / "studies.journal")
-        tuner = Tuner(worker, storage, folder, Settings(**settings), Quiet())
-        tuner.tune(list(problems))
+        made = Tuner(worker, storage, folder, Settings(**settings), Quiet())
+        made.tune(list(problems))
     finally:
         worker.close()
-    return tuner
+    return made
 
 
 def tried(result) -> dict[tuple, str]:
@@ -48,10 +49,10 @@ def tried(result) -> dict[tuple, str]:
 
 
 def test_the_fastest_is_found_and_written(tmp_path):
-    tuner = tune(tuning_fakes.Hands, tmp_path)
-    assert [r.config for r in tuner.results] == [part(2)] * 2, "one study a density"
-    assert [r.speedup for r in tuner.results] == [pytest.approx(2.0)] * 2
-    first = tuner.results[0]
+    done = tune(tuning_fakes.Hands, tmp_path)
+    assert [r.config for r in done.results] == [part(2)] * 2, "one study a density"
+    assert [r.speedup for r in done.results] == [pytest.approx(2.0)] * 2
+    first = done.results[0]
     assert tried(first) == {(4, "well"): "complete", (8, "well"): "slower", (2, "well"): "complete"} | {
         (n, "well"): tried(first)[n, "well"] for n in (3, 5)
     }
@@ -65,13 +66,13 @@ def test_the_fastest_is_found_and_written(tmp_path):
 
 
 def test_trials_cap(tmp_path):
-    tuner = tune(tuning_fakes.Hands, tmp_path, trials=2)
-    assert [len(r.tried) for r in tuner.results] == [2, 2]
+    done = tune(tuning_fakes.Hands, tmp_path, trials=2)
+    assert [len(r.tried) for r in done.results] == [2, 2]
 
 
 def test_every_trouble_is_survived_and_recorded(tmp_path):
-    tuner = tune(tuning_fakes.Troubled, tmp_path, isolate=True, limit=0.4, problems=[_one_density()])
-    (result,) = tuner.results
+    done = tune(tuning_fakes.Troubled, tmp_path, isolate=True, limit=0.4, problems=[_one_density()])
+    (result,) = done.results
     assert result.config == part(2), "the fastest that is right"
     assert tried(result) == {
         (4, "well"): "complete",
@@ -91,7 +92,7 @@ def test_every_trouble_is_survived_and_recorded(tmp_path):
     assert "RuntimeError: out of memory" in reasons["raises"]
     assert "ValueError: no such tile" in reasons["does not compile"]
     assert "exit code -11" in reasons["crashes the compiler"]
-    entry = Database.read(tuner.path).exact(result.plan.key)
+    entry = Database.read(done.path).exact(result.plan.key)
     assert entry.about["trials"] == {"complete": 2, "slower": 1, "wrong": 1, "failed": 5}
 
 
@@ -100,10 +101,10 @@ def _one_density():
 
 
 def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
-    tuner = tune(tuning_fakes.BadHeuristic, tmp_path)
-    assert [r.config for r in tuner.results] == [None, None]
-    assert "out of memory" in tuner.results[0].failure
-    assert not tuner.path.exists()
+    done = tune(tuning_fakes.BadHeuristic, tmp_path)
+    assert [r.config for r in done.results] == [None, None]
+    assert "out of memory" in done.results[0].failure
+    assert not done.path.exists()
 
 
 def test_a_second_run_resumes(tmp_path):
@@ -113,25 +114,58 @@ def test_a_second_run_resumes(tmp_path):
     assert [t.part for t in second.results[0].tried[:2]] == [t.part for t in first.results[0].tried]
 
 
-def test_budget_is_kept_and_shared(tmp_path):
-    start = time.monotonic()
-    problems = [
-        dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, name=str(n))) for n in range(3)
-    ]
-    tuner = tune(tuning_fakes.Slow, tmp_path, problems=problems, budget=2.0, rounds=3)
-    assert time.monotonic() - start < 3.5
-    assert len(tuner.results) >= 4 and all(r.config is not None for r in tuner.results[:2])
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes only in races."""
+    now = [0.0]
+    for module in (tuner, pace):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    real = tuning_fakes.Hands.race
+
+    def race(self, direction, density, parts):
+        now[0] += 0.1 * len(parts)
+        return real(self, direction, density, parts)
+
+    monkeypatch.setattr(tuning_fakes.Hands, "race", race)
+    return now
+
+
+def _three_problems():
+    def named(n: int):
+        return dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, name=str(n)))
+
+    return [named(n) for n in range(3)]
+
+
+@pytest.mark.parametrize(("budget", "trials"), [(1000.0, 5), (25.0, 3), (15.0, 2)])
+def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
+    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=budget, rounds=2, batch=2)
+    assert clock[0] <= budget
+    counts = [len(r.tried) for r in done.results]
+    assert len(counts) == 6 and all(r.config is not None for r in done.results)
+    assert min(counts) >= trials, f"{counts}: every problem has its share"
+
+
+def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
+    done = tune(tuning_fakes.Hands, tmp_path, budget=0.0)
+    assert not done.results and not done.path.exists()
+    done = tune(tuning_fakes.Hands, tmp_path, budget=0.3)
+    assert {r.failure for r in done.results if r.config is None} <= {
+        "the heuristic's configuration has no time: there was no time for it"
+    }
+
+
+class Lengths(tuning_fakes.Hands):
+    """Each problem is its own, by its name."""
+
+    def open(self, problem):
+        length = dict(q_len=1 << int(problem.workload.name or 0), kv_len=128)
+        return [dataclasses.replace(p, key=dataclasses.replace(p.key, **length)) for p in super().open(problem)]
 
 
 def test_winners_are_hints_for_the_next_problem(tmp_path):
-    class Two(tuning_fakes.Hands):
-        def open(self, problem):
-            key = dict(q_len=problem.workload.length, kv_len=problem.workload.length)
-            return [dataclasses.replace(p, key=dataclasses.replace(p.key, **key)) for p in super().open(problem)]
-
-    other = dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, length=4096))
-    tuner = tune(Two, tmp_path, problems=[PROBLEM, other])
-    assert tuner.results[2].tried[1].part == part(2), "right after the heuristic"
+    done = tune(Lengths, tmp_path, problems=_three_problems()[:2])
+    assert done.results[2].tried[1].part == part(2), "right after the heuristic"
 
 
 def test_an_unwritable_folder_is_told_before_the_tuning(tmp_path):
@@ -183,9 +217,9 @@ def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path
     told = journal.read_text().count('"end"')
     kept = sum(len(study.tried) for study in _studies(tmp_path))
     assert told - 1 <= kept <= told, "a trial may be told of and not yet closed"
-    tuner = tune(tuning_fakes.Hands, tmp_path)
-    assert [len(r.tried) for r in tuner.results] == [5, 5] and tuner.results[0].config == part(2)
-    labels = [(t.part["tile"]) for t in tuner.results[0].tried]
+    done = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in done.results] == [5, 5] and done.results[0].config == part(2)
+    labels = [(t.part["tile"]) for t in done.results[0].tried]
     assert len(set(labels)) == 5, "nothing is tried twice"
 
 
@@ -193,8 +227,8 @@ def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
     tune(tuning_fakes.Hands, tmp_path, trials=2)
     with (tmp_path / "studies.journal").open("a") as file:
         file.write('{"op_code": 4, "worker_')
-    tuner = tune(tuning_fakes.Hands, tmp_path)
-    assert [len(r.tried) for r in tuner.results] == [5, 5]
+    done = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in done.results] == [5, 5]
 
 
 def test_two_processes_share_a_study(tmp_path):
@@ -239,6 +273,7 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
 import sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import tuning_fakes
+from xsake.autotune import pace, tuner
 from xsake.autotune.isolation import Worker
 if __name__ == "__main__":
     worker = Worker(tuning_fakes.Hands)
