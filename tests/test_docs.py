@@ -21,6 +21,12 @@ MODULES = [
     "xsake.hads.patterns",
     "xsake.hads.rule",
     "xsake.hads.mask_file",
+    "xsake.model.cache",
+    "xsake.model.config",
+    "xsake.model.flax_attention",
+    "xsake.model.generation",
+    "xsake.model.sampling",
+    "xsake.model.transformer",
 ]
 
 
