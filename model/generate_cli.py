@@ -32,16 +32,17 @@ def generate(
         import jax.numpy as jnp
 
         import xsake
-        from xsake.model import load_pretrained, load_tokenizer, stream
+        from xsake.model import load_pretrained, load_tokenizer, open_model, stream
         from xsake.model.fetch import cache_folder
         from xsake.model.sampling import Sampler
 
         # Compiling takes longer than answering: the next run need not.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        tokenizer = load_tokenizer(model)
+        file = open_model(model)
+        tokenizer = load_tokenizer(file)
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
-        transformer = load_pretrained(model, dtype=dtype, param_dtype=dtype)
+        transformer = load_pretrained(file, dtype=dtype, param_dtype=dtype)
         if raw or tokenizer.template is None:
             if system is not None:
                 raise ValueError("--system needs a model with a chat template, and no --raw")

@@ -52,8 +52,8 @@ def info(
         else:
             from xsake.model.pretrained import load_tokenizer, open_model
 
-            file, tokenizer = open_model(model), load_tokenizer(model)
-            config = file.config
+            file = open_model(model)
+            config, tokenizer = file.config, load_tokenizer(file)
             more = {
                 "file": str(file.path),
                 "tensors": ", ".join(f"{count} {name}" for name, count in file.formats.items()),

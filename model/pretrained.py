@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
 
 
+ModelFile = GGUFFile | SafetensorsFolder
+
+
 def load_pretrained(
-    path_or_name: str | os.PathLike,
+    path_or_name: str | os.PathLike | ModelFile,
     *,
     dtype: Any = jnp.bfloat16,
     param_dtype: Any = jnp.float32,
@@ -31,7 +34,8 @@ def load_pretrained(
 
     Args:
       path_or_name: a name of `xsake.model.fetch.PUBLISHED`, fetched before; a GGUF file; a safetensors file or its
-        folder. The architecture must be Llama's; anything in the file that this model would not use is an error.
+        folder; or one of these opened by `open_model`. The architecture must be Llama's; anything in the file that this
+        model would not use is an error.
       dtype, param_dtype, attention_fn: the `Transformer`'s.
     """
     file = open_model(path_or_name)
@@ -60,7 +64,7 @@ def load_pretrained(
     return nnx.merge(graph, nnx.from_flat_state(weights))
 
 
-def load_tokenizer(path_or_name: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(path_or_name: str | os.PathLike | ModelFile) -> Tokenizer:
     """The tokenizer of what `load_pretrained` loads."""
     file = open_model(path_or_name)
     tokenizer = file.tokenizer()
@@ -71,8 +75,13 @@ def load_tokenizer(path_or_name: str | os.PathLike) -> Tokenizer:
     return tokenizer
 
 
-def open_model(path_or_name: str | os.PathLike) -> GGUFFile | SafetensorsFolder:
-    """A model's file, its configuration read and its weights not yet."""
+def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
+    """A model's file, its configuration read and its weights not yet.
+
+    Opening a GGUF file takes seconds: where both model and tokenizer are loaded, open it once and give them the result.
+    """
+    if isinstance(path_or_name, ModelFile):
+        return path_or_name
     path = Path(path_or_name)
     if str(path_or_name) in fetch.PUBLISHED:
         path = fetch.place(str(path_or_name))

@@ -13,9 +13,8 @@ from flax import nnx
 from gguf import GGMLQuantizationType as Q
 from tiny_model import TINY, assert_same_weights, build
 
-from xsake.model import load_pretrained, load_tokenizer
+from xsake.model import load_pretrained, load_tokenizer, open_model
 from xsake.model.llama_names import gguf_names
-from xsake.model.pretrained import open_model
 
 FIELDS = {
     "llama.block_count": TINY.layers,
@@ -91,7 +90,7 @@ def test_weights_take_the_dtype_that_is_asked_for(tmp_path):
 
 
 def test_the_tokenizer_inside(tmp_path):
-    tokenizer = load_tokenizer(write(tmp_path / "m.gguf"))
+    tokenizer = load_tokenizer(open_model(write(tmp_path / "m.gguf")))
     numbers = tokenizer.encode("hello12</s>")
     assert [tokenizer.core.id_to_token(n) for n in numbers] == ["<s>", "hello", "1", "2", "</s>"]
     assert tokenizer.decode(numbers) == "hello12"

@@ -11,9 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_model import TINY, assert_same_weights, build
 
-from xsake.model import load_pretrained, load_tokenizer, save_pretrained
+from xsake.model import load_pretrained, load_tokenizer, open_model, save_pretrained
 from xsake.model.data_tokenizer import END_OF_TEXT, train_tokenizer
-from xsake.model.pretrained import open_model
 
 
 @pytest.fixture(scope="module")
