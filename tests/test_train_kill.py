@@ -13,6 +13,7 @@ from training import losses, make_config, make_data
 from xsake.model.run_file import read_events
 from xsake.model.train_loop import train
 
+pytestmark = pytest.mark.xdist_group("training")
 STEPS = {"steps": 40, "warmup": 2}
 
 

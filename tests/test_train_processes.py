@@ -6,10 +6,13 @@ import json
 import socket
 
 import numpy as np
+import pytest
 from train_process import start
 from training import losses, make_config, make_data
 
 from xsake.model.train_loop import train
+
+pytestmark = pytest.mark.xdist_group("training")
 
 
 def free_port() -> int:

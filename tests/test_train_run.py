@@ -17,7 +17,8 @@ from xsake.model.run_file import RunFile, read_events
 from xsake.model.train_attention import FixedMask
 from xsake.model.train_loop import train
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+# One worker for all tests of training: it has their programs.
+pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.xdist_group("training")]
 
 
 @pytest.fixture(scope="module")

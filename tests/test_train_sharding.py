@@ -18,6 +18,7 @@ from xsake.model.train_loop import train
 from xsake.model.trainer import Trainer
 from xsake.model.transformer import Transformer
 
+pytestmark = pytest.mark.xdist_group("training")
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
 
