@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def chain(function: Callable, calls: int) -> Callable:
+def chain(function: Callable, calls: int) -> jax.stages.Wrapped:
     """A jitted function of the same arguments that calls `function` `calls` times in turn and returns the last result.
 
     Every call is tied to the one before it, so that none can be merged, moved or dropped; and they are one loop,
