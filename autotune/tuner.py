@@ -171,9 +171,10 @@ class Tuner:
         try:
             ratios: list[float] = []
             for step in range(self._settings.rounds):
-                with pace.race(plan, 2):
-                    seconds = referee.race(plan, [part, best.part])
-                ratios.append(geometric_mean([mine / theirs for mine, theirs in seconds]))
+                contestants = [part] if part == best.part else [part, best.part]
+                with pace.race(plan, len(contestants)):
+                    seconds = referee.race(plan, contestants)
+                ratios.append(geometric_mean([of_all[0] / of_all[-1] for of_all in seconds]))
                 value = 1.0 if is_default else best.value * statistics.median(ratios)
                 if study.too_slow(candidate, value, step) and not is_default:
                     return study.stop(

@@ -46,17 +46,13 @@ class Yardstick:
         )
 
 
-def yardsticks(
-    query: Array, key: Array, value: Array, d_out: Array, mask: BlockMask, group: tuple[int, int]
-) -> dict[str, Yardstick]:
-    """Of the query heads that share KV head `group[1]` in batch entry `group[0]`; every row must attend something."""
-    batch, kv_head = group
+def yardsticks(query: Array, key: Array, value: Array, d_out: Array, mask: BlockMask) -> dict[str, Yardstick]:
+    """Of the last batch entry's last KV head and the query heads that share it; every row must attend something."""
     share = query.shape[2] // key.shape[2]
-    heads = slice(kv_head * share, (kv_head + 1) * share)
-    lists = np.arange(query.shape[2])[heads] * mask.heads // query.shape[2]
-    blocks = np.asarray(mask.to_blocks())[batch % mask.batch][lists]
-    q, do = (np.asarray(x[batch : batch + 1, :, heads]) for x in (query, d_out))
-    k, v = (np.asarray(x[batch : batch + 1, :, kv_head : kv_head + 1]) for x in (key, value))
+    lists = np.arange(query.shape[2])[-share:] * mask.heads // query.shape[2]
+    blocks = np.asarray(mask.to_blocks())[-1][lists]
+    q, do = (np.asarray(x[-1:, :, -share:]) for x in (query, d_out))
+    k, v = (np.asarray(x[-1:, :, -1:]) for x in (key, value))
 
     with jax.enable_x64(True), jax.default_device(_device()):
         exact, plain = (_over_chunks(formula, q, k, v, do, blocks, mask) for formula in (_exact, _plain))
