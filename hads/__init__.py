@@ -1,5 +1,33 @@
-"""The contract (BlockMask) and its producers."""
+"""The contract (BlockMask) and its producers: fixed patterns, and HADS, which gives every head the blocks it needs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from xsake.hads.block_mask import BlockMask, density_bucket
 
-__all__ = ["BlockMask", "density_bucket"]
+if TYPE_CHECKING:
+    from xsake.hads.budgets import head_counts, layer_counts
+    from xsake.hads.profile import HadsProfile
+    from xsake.hads.selection import select
+
+_PUBLIC = {
+    "HadsProfile": "xsake.hads.profile",
+    "head_counts": "xsake.hads.budgets",
+    "layer_counts": "xsake.hads.budgets",
+    "select": "xsake.hads.selection",
+}
+
+__all__ = ["BlockMask", "HadsProfile", "density_bucket", "head_counts", "layer_counts", "select"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used: a mask needs none of it."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'xsake.hads' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,62 @@
+"""The square, causal grid of blocks that HADS chooses from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+DENSE_ROWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalGrid:
+    """`length` tokens in blocks of `block`, queries and keys alike; the last block may be short.
+
+    >>> grid = CausalGrid(1024, 64)
+    >>> grid.side, grid.blocks, grid.forced_blocks
+    (16, 136, 46)
+    """
+
+    length: int
+    block: int
+
+    def __post_init__(self) -> None:
+        for name in ("length", "block"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an int of at least 1")
+
+    @property
+    def side(self) -> int:
+        """Blocks along one side."""
+        return -(-self.length // self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one head that causality allows: what a budget is a share of."""
+        return self.side * (self.side + 1) // 2
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """i32[side]: tokens of each block."""
+        return np.minimum(self.block, self.length - self.block * np.arange(self.side)).astype(np.int32)
+
+    def distance(self) -> np.ndarray:
+        """i32[side, side]: how many blocks back the key block lies; negative where causality forbids it."""
+        i = np.arange(self.side, dtype=np.int32)
+        return i[:, None] - i
+
+    def causal(self) -> np.ndarray:
+        return self.distance() >= 0
+
+    def forced(self) -> np.ndarray:
+        """bool[side, side]: the blocks that are always on: the first (the attention sink), the diagonal, the one before
+        it (a block's first tokens have all their near context there), and everything in the first rows."""
+        i = np.arange(self.side)
+        distance = self.distance()
+        return self.causal() & ((i == 0) | (distance <= 1) | (i[:, None] < DENSE_ROWS))
+
+    @property
+    def forced_blocks(self) -> int:
+        return int(self.forced().sum())

@@ -1,0 +1,83 @@
+"""What a block keeps of its queries and keys: pooled vectors, whose products are the features of a pair of blocks.
+
+The mean logit of a pair of blocks is exactly the product of their means. What pooling loses is the spread of the logits
+inside the pair, on which the block's softmax mass depends; the other features stand for it. With q̄, k̄ the means and
+var the variances over a block, for each feature dimension:
+
+    mean      q̄ k̄ / sqrt(D)
+    keys      ½ (q̄² + var q) var k / D                 second order, from the keys' spread
+    queries   ½ var q k̄² / D                           second order, from the queries' spread
+    bound     (relu(q̄) max k - relu(-q̄) min k) / sqrt(D)   the largest logit that the block could hold
+
+A head's weights multiply them per rotary frequency (dimensions p and p + D/2 turn together and share one), so all four
+are one matrix product of vectors of 5 D numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from xsake.hads.causal_grid import CausalGrid
+
+KINDS = ("mean", "keys", "queries", "bound")
+
+
+class Pooled(NamedTuple):
+    """The two sides of the features, float32; weights are not yet applied."""
+
+    query: Float[Array, "B H n five_D"]
+    key: Float[Array, "B K n five_D"]
+
+
+def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Pooled:
+    """One pass over queries and keys."""
+    q_mean, q_var = _moments(_blocks(query, grid), grid)
+    keys = _blocks(key, grid)
+    k_mean, k_var = _moments(keys, grid)
+    inside = _inside(grid)
+    k_max = jnp.where(inside, keys, -jnp.inf).max(3)
+    k_min = jnp.where(inside, keys, jnp.inf).min(3)
+    d = query.shape[-1]
+    root = d**-0.5
+    return Pooled(
+        jnp.concatenate(
+            [
+                q_mean * root,
+                (jnp.square(q_mean) + q_var) * (0.5 / d),
+                q_var * (0.5 / d),
+                jnp.maximum(q_mean, 0) * root,
+                jnp.minimum(q_mean, 0) * root,
+            ],
+            -1,
+        ),
+        jnp.concatenate([k_mean, k_var, jnp.square(k_mean), k_max, k_min], -1),
+    )
+
+
+def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "*lead five_D"]:
+    """A weight for each of the 5 D products, from one for each kind of feature and rotary pair."""
+    both = jnp.concatenate([weights, weights], -1)  # dimensions p and p + D/2
+    parts = [both[..., kind, :] for kind in (0, 1, 2, 3, 3)]
+    return jnp.concatenate(parts, -1)
+
+
+def _blocks(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B heads n block D"]:
+    b, _, h, d = x.shape
+    x = jnp.pad(x, ((0, 0), (0, grid.side * grid.block - grid.length), (0, 0), (0, 0)))
+    return x.reshape(b, grid.side, grid.block, h, d).transpose(0, 3, 1, 2, 4).astype(jnp.float32)
+
+
+def _moments(x: Float[Array, "B heads n block D"], grid: CausalGrid) -> tuple[Array, Array]:
+    """Mean and variance over a block's tokens. The padding is 0 and counts only in the number of tokens."""
+    tokens = jnp.asarray(grid.sizes, jnp.float32)[:, None]
+    mean = x.sum(3) / tokens
+    return mean, jnp.maximum(jnp.square(x).sum(3) / tokens - jnp.square(mean), 0)
+
+
+def _inside(grid: CausalGrid) -> Array:
+    """bool[n, block, 1]: the token exists."""
+    return (jnp.arange(grid.side * grid.block) < grid.length).reshape(grid.side, grid.block, 1)

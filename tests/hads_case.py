@@ -1,0 +1,96 @@
+"""Random profiles and inputs, and HADS written down densely in numpy: what the tests compare with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xsake.hads.estimate import BUCKETS
+from xsake.hads.profile import HadsProfile
+
+
+def random_profile(
+    seed: int = 0, *, layers: int = 2, q_heads: int = 4, kv_heads: int = 2, head_dim: int = 8, block: int = 16
+) -> HadsProfile:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.standard_normal((layers, q_heads, *shape))).astype(np.float32)
+
+    free = np.array([0.05, 0.2, 0.5], np.float32)
+    head_shares = np.sort(rng.random((3, layers, q_heads)), 0).astype(np.float32)
+    return HadsProfile(
+        features=normal(4, head_dim // 2),
+        distance=normal(len(BUCKETS)),
+        sink=normal(),
+        sensitivity=np.exp(normal()),
+        burstiness=np.abs(normal(scale=0.05)),
+        entropy=rng.random((layers, q_heads)).astype(np.float32),
+        distance_mass=np.abs(normal(len(BUCKETS))),
+        free_shares=free,
+        layer_shares=head_shares.mean(-1),
+        head_shares=head_shares,
+        log_thresholds=np.array([-2.0, -4.0, -6.0], np.float32),
+        model="random",
+        block=block,
+        length=256,
+        sequences=1,
+        kv_heads=kv_heads,
+    )
+
+
+def random_inputs(seed: int, length: int, profile: HadsProfile, batch: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = ((batch, length, heads, profile.head_dim) for heads in (profile.q_heads, profile.kv_heads))
+    query, key = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return query, key
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def dense_weights(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Causal attention weights [B, H, T, T] in float64."""
+    q, k = query.astype(np.float64), np.repeat(key, query.shape[2] // key.shape[2], 2).astype(np.float64)
+    logits = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    t = np.arange(q.shape[1])
+    return softmax(np.where(t[:, None] >= t, logits, -np.inf))
+
+
+def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int) -> np.ndarray:
+    """The estimate of block mass, feature by feature, with a loop over heads and pairs of blocks, in float64."""
+    starts = range(0, query.shape[1], profile.block)
+    d = query.shape[-1]
+    group = query.shape[2] // key.shape[2]
+    logits = np.full((query.shape[0], query.shape[2], len(starts), len(starts)), -np.inf)
+    for b, h, i, j in np.ndindex(*logits.shape):
+        if j > i:
+            continue
+        q = query[b, starts[i] : starts[i] + profile.block, h].astype(np.float64)
+        k = key[b, starts[j] : starts[j] + profile.block, h // group].astype(np.float64)
+        qm, km = q.mean(0), k.mean(0)
+        features = (
+            qm * km / np.sqrt(d),
+            0.5 * (qm**2 + q.var(0)) * k.var(0) / d,
+            0.5 * q.var(0) * km**2 / d,
+            (np.maximum(qm, 0) * k.max(0) - np.maximum(-qm, 0) * k.min(0)) / np.sqrt(d),
+        )
+        weights = profile.features[layer, h].astype(np.float64)
+        logits[b, h, i, j] = sum(w @ (f[: d // 2] + f[d // 2 :]) for w, f in zip(weights, features, strict=True))
+        bucket = max(n for n, start in enumerate(BUCKETS) if start <= i - j)
+        logits[b, h, i, j] += profile.distance[layer, h, bucket] + (profile.sink[layer, h] if j == 0 else 0)
+    return softmax(logits)
+
+
+def forced_blocks(n: int) -> np.ndarray:
+    forced = np.zeros((n, n), bool)
+    for i, j in np.ndindex(n, n):
+        forced[i, j] = j <= i and (j == 0 or j >= i - 1 or i < 4)
+    return forced
+
+
+def loss(mass: np.ndarray, kept: np.ndarray, sensitivity: np.ndarray, burstiness: np.ndarray) -> float:
+    """Sum of ω (δ² + φ δ) over rows and heads [H, n, n]: what HADS makes small."""
+    dropped = (mass * ~kept).sum(-1)
+    return float((sensitivity[:, None] * (dropped**2 + burstiness[:, None] * dropped)).sum())

@@ -1,0 +1,71 @@
+"""Budgets come out to the block."""
+
+from __future__ import annotations
+
+import hads_case as case
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from xsake import hads
+from xsake.hads import budgets
+from xsake.hads.causal_grid import CausalGrid
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(0, 1))
+def test_apportion_is_exact_fair_and_within_its_room(seed: int, parts: int, share: float):
+    rng = np.random.default_rng(seed)
+    room, weights = rng.integers(0, 50, parts), rng.exponential(size=parts) * rng.integers(0, 2, parts)
+    total = round(share * int(room.sum()))
+    got = budgets.apportion(weights, total, room)
+    assert got.sum() == total and (got <= room).all() and (got >= 0).all()
+    ratio = got[(got < room) & (weights > 0)] / weights[(got < room) & (weights > 0)]
+    if len(ratio) > 1:  # those that are not full differ by one unit at most
+        assert np.ptp(ratio) <= 2 / weights[(got < room) & (weights > 0)].min()
+
+
+@given(st.integers(0, 100), st.integers(100, 5000), st.integers(1, 3))
+def test_counts_sum_to_the_budget_between_forced_and_all(seed: int, length: int, heads_each: int):
+    profile = case.random_profile(seed, q_heads=2 * heads_each, kv_heads=2, layers=3)
+    grid = CausalGrid(length, profile.block)
+    least = grid.forced_blocks / grid.blocks
+    for budget in (least, (least + 1) / 2, 1.0):
+        wanted = round(budget * 3 * profile.q_heads * grid.blocks)
+        layers = budgets.layer_counts(profile, budget, length)
+        heads = budgets.head_counts(profile, budget, length)
+        even = budgets.uniform_counts(3, profile.q_heads, budget, grid)
+        assert layers.sum() == heads.sum() == even.sum() == wanted
+        assert np.ptp(even) <= 1
+        assert heads.sum(1).tolist() == layers.tolist()
+        assert (heads >= grid.forced_blocks).all() and (heads <= grid.blocks).all()
+
+
+def test_layers_get_what_the_table_says():
+    profile = case.random_profile()
+    grid = CausalGrid(4096, profile.block)
+    free = profile.layers * profile.q_heads * (grid.blocks - grid.forced_blocks)
+    forced = profile.layers * profile.q_heads * grid.forced_blocks
+    budget = (float(profile.free_shares[1]) * free + forced) / (free + forced)
+    counts = budgets.layer_counts(profile, budget, 4096) - profile.q_heads * grid.forced_blocks
+    np.testing.assert_allclose(
+        counts / counts.sum(), profile.layer_shares[1] / profile.layer_shares[1].sum(), rtol=1e-3
+    )
+
+
+def test_forced_blocks_are_sink_previous_diagonal_and_the_first_rows():
+    for n in (1, 2, 3, 4, 5, 20):
+        grid = CausalGrid(16 * n - 3, 16)
+        assert (grid.forced() == case.forced_blocks(n)).all()
+        assert grid.sizes.sum() == grid.length and grid.blocks == n * (n + 1) // 2
+
+
+def test_a_budget_under_the_forced_share_names_it():
+    with pytest.raises(ValueError, match=r"budget=0.05 is below 0.0913, .* 4096 tokens in blocks of 64"):
+        hads.layer_counts(case.random_profile(block=64), 0.05, 4096)
+
+
+def test_thresholds_fall_with_the_budget():
+    profile = case.random_profile()
+    values = [budgets.threshold(profile, b, 1024) for b in (0.2, 0.4, 0.6, 1.0)]
+    assert values == sorted(values, reverse=True) and values[-1] == 0

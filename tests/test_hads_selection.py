@@ -1,0 +1,222 @@
+"""The estimate, the rule and the exact number of blocks, against dense numpy and brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import hads_case as case
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+import xsake
+from xsake import hads
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.choose import choose
+from xsake.hads.estimate import BUCKETS, block_mass, bucket_of
+from xsake.hads.keep import row_counts
+from xsake.hads.pooled import pool
+
+
+@pytest.mark.parametrize("length", [96, 89])
+def test_estimate_is_the_sum_of_its_features(length: int):
+    profile = case.random_profile()
+    query, key = case.random_inputs(3, length, profile, batch=2)
+    grid = CausalGrid(length, profile.block)
+    got = block_mass(pool(jnp.asarray(query), jnp.asarray(key), grid), profile.estimator(1), grid)
+    np.testing.assert_allclose(got, case.dense_mass(query, key, profile, 1), rtol=1e-3, atol=1e-6)
+
+
+def test_distances_share_buckets_that_double_every_other_step():
+    assert BUCKETS[:10].tolist() == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24]
+    assert bucket_of(np.array([-3, 0, 1, 5, 6, 7, 8, 10**6])).tolist() == [0, 0, 1, 4, 5, 5, 6, len(BUCKETS) - 1]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 60), st.booleans())
+def test_row_counts_are_those_of_a_stable_sort(seed: int, count: int, few_values: bool):
+    rng = np.random.default_rng(seed)
+    gain = rng.random((2, 10, 8)).astype(np.float32)
+    if few_values:
+        gain = np.round(gain * 3) / 3  # ties
+    gain[:, rng.random((10, 8)) < 0.2] = -1.0
+    gain[:, 0, 0] = np.inf
+    gain.sort(-1)
+    count = min(count, int((gain >= 0).sum((1, 2)).min()))
+    got = np.asarray(_row_counts(gain, np.int32(count)))
+    for g, rows in zip(gain, got, strict=True):
+        order = sorted(np.ndindex(10, 8), key=lambda at: (-g[at], -at[0]))[:count]
+        assert rows.tolist() == np.bincount([at[0] for at in order], minlength=10).tolist()
+
+
+def masses(seed: int, heads: int, n: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).exponential(size=(1, heads, n, n)) ** 3 * np.tri(n)
+    return (drawn / drawn.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@jax.jit
+def _choose(mass, sensitivity, burstiness, count):
+    grid = CausalGrid(16 * mass.shape[-1], 16)
+    return choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, count=count)
+
+
+_row_counts = jax.jit(row_counts)
+_select = jax.jit(hads.select, static_argnames=("layer", "mode", "per"))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 6), st.sampled_from([0.0, 0.1]))
+def test_no_other_choice_of_as_many_blocks_is_better(seed: int, extra: int, spread: float):
+    """Every subset is tried: 5 rows of blocks have 2 that are not forced, times 3 heads."""
+    grid = CausalGrid(5 * 16, 16)
+    mass = masses(seed, 3, 5)
+    sensitivity = np.random.default_rng(seed).exponential(size=3).astype(np.float32)
+    burstiness = np.full(3, spread, np.float32)
+    count = 3 * grid.forced_blocks + extra
+    kept = np.asarray(_choose(mass, sensitivity, burstiness, count))[0]
+    assert kept.sum() == count and kept[:, case.forced_blocks(5)].all()
+    free = [at for at in np.ndindex(3, 5, 5) if at[2] <= at[1] and not case.forced_blocks(5)[at[1:]]]
+    best = np.inf
+    for chosen in itertools.combinations(free, extra):
+        other = np.broadcast_to(case.forced_blocks(5), (3, 5, 5)).copy()
+        for at in chosen:
+            other[at] = True
+        best = min(best, case.loss(mass[0], other, sensitivity, burstiness))
+    assert case.loss(mass[0], kept, sensitivity, burstiness) <= best * 1.001 + 1e-6
+
+
+def test_counts_for_each_head_and_thresholds():
+    grid = CausalGrid(20 * 16, 16)
+    mass = jnp.asarray(masses(5, 3, 20))
+    rule = dict(sensitivity=np.ones(3, np.float32), burstiness=np.zeros(3, np.float32))
+    counts = np.array([70, 100, 210], np.int32)
+    assert choose(mass, grid, count=counts, **rule).sum((-2, -1)).tolist() == [counts.tolist()]
+    kept = choose(mass, grid, threshold=1e-3, **rule)
+    for h, i in np.ndindex(3, 20):
+        row = np.asarray(mass)[0, h, i]
+        order = sorted(range(i + 1), key=lambda j, i=i, row=row: (not case.forced_blocks(20)[i, j], -row[j]))
+        dropped = 1.0
+        for j in order:
+            gain = row[j] * (2 * dropped - row[j])
+            dropped -= row[j]
+            if abs(gain - 1e-3) > 1e-5:
+                assert kept[0, h, i, j] == (case.forced_blocks(20)[i, j] or gain >= 1e-3)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([256, 1000]),
+    st.floats(0.4, 1.0),
+    st.sampled_from(["query_head", "kv_head"]),
+)
+def test_density_is_exact_on_every_input(seed: int, length: int, budget: float, per: str):
+    profile = case.random_profile()
+    query, key = case.random_inputs(seed, length, profile, batch=2)
+    heads = profile.q_heads if per == "query_head" else profile.kv_heads
+    wanted = hads.layer_counts(profile, budget, length, heads=heads)
+    n = -(-length // profile.block)
+    assert abs(wanted.sum() - budget * profile.layers * heads * n * (n + 1) / 2) <= 0.5
+    for layer in range(profile.layers):
+        mask = _select(query, key, profile, wanted.astype(np.int32), layer=layer, per=per)
+        assert (mask.heads, mask.is_causal) == (heads, True)
+        blocks = np.asarray(mask.to_blocks())
+        assert blocks.sum((1, 2, 3)).tolist() == [wanted[layer]] * 2
+        assert blocks[:, :, case.forced_blocks(n)].all()
+
+
+def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same():
+    profile = case.random_profile()
+    query, key = map(jnp.asarray, case.random_inputs(7, 250, profile))
+    grid = CausalGrid(250, profile.block)
+    counts = hads.layer_counts(profile, 0.5, 250)
+    mass = jnp.asarray(case.dense_mass(np.asarray(query), np.asarray(key), profile, 1), jnp.float32)
+    rule = dict(sensitivity=profile.sensitivity[1], burstiness=profile.burstiness[1])
+    wanted = np.asarray(choose(mass, grid, count=int(counts[1]), **rule))
+    eager = hads.select(query, key, profile, 0.5, layer=1)
+    run = jax.jit(lambda q, k, p, c: hads.select(q, k, p, c, layer=1))
+    traced = run(query, key, profile, jnp.asarray(counts, jnp.int32))
+    for mask in (eager, traced):
+        differs = (np.asarray(mask.to_blocks()) != wanted).sum()
+        assert differs <= 2  # a tie within rounding may fall either way
+    assert traced.capacity == grid.blocks and not traced.overflowed().any()
+
+
+def test_modes():
+    profile = case.random_profile()
+    query, key = case.random_inputs(8, 256, profile)
+    static = hads.select(query, key, profile, 0.5, layer=0, mode="static")
+    counts = hads.head_counts(profile, 0.5, 256)
+    assert np.asarray(static.to_blocks()).sum((0, 2, 3)).tolist() == counts[0].tolist()
+    assert counts.sum() == hads.layer_counts(profile, 0.5, 256).sum()
+    fewer, more = (hads.select(query, key, profile, b, layer=0, mode="elastic").density() for b in (0.4, 0.9))
+    assert fewer < more
+    assert hads.select(query, key, profile, 1.0, layer=0, mode="elastic").density() == 1
+
+
+def test_new_inputs_profiles_and_counts_do_not_retrace():
+    traces = 0
+
+    @jax.jit
+    def run(query, key, profile, counts):
+        nonlocal traces
+        traces += 1
+        return hads.select(query, key, profile, counts, layer=0)
+
+    for seed, budget in ((0, 0.5), (1, 0.6)):
+        profile = case.random_profile(seed)
+        counts = jnp.asarray(hads.layer_counts(profile, budget, 256), jnp.int32)
+        mask = run(*case.random_inputs(seed, 256, profile), profile, counts)
+        assert int(np.asarray(mask.to_blocks()).sum()) == int(counts[0])
+    assert traces == 1
+
+
+def test_gradients_flow_through_attention_and_take_the_mask_as_constant():
+    profile = case.random_profile()
+    query, key = map(jnp.asarray, case.random_inputs(9, 128, profile))
+    value = jnp.sin(key)
+    fixed = hads.select(query, key, profile, 0.8, layer=0)
+
+    def loss(query, mask=None):
+        mask = hads.select(query, key, profile, 0.8, layer=0) if mask is None else mask
+        return jnp.square(xsake.attention(query, key, value, mask)).sum()
+
+    inside, outside = jax.jit(jax.grad(loss))(query), jax.grad(loss)(query, fixed)
+    assert jnp.abs(outside).max() > 0
+    np.testing.assert_allclose(inside, outside, rtol=1e-4, atol=1e-6)
+
+
+def test_lengths_beyond_calibration_take_the_farthest_distance_seen():
+    """Documented extrapolation: density stays exact."""
+    profile = case.random_profile()
+    length = 8 * profile.length
+    query, key = case.random_inputs(10, length, profile)
+    mask = hads.select(query, key, profile, 0.2, layer=0)
+    assert int(np.asarray(mask.to_blocks()).sum()) == hads.layer_counts(profile, 0.2, length)[0]
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_wrong_calls():
+    profile = case.random_profile()
+    query, key = case.random_inputs(11, 256, profile)
+    with pytest.raises(ValueError, match=r"below 0\.3382, the share of the blocks that are always on at 256 tokens"):
+        hads.select(query, key, profile, 0.1, layer=0)
+    for budget in (0.0, -0.2, 1.5, float("nan"), True):
+        with pytest.raises(ValueError, match="must be a share of the causal blocks"):
+            hads.select(query, key, profile, budget, layer=0)
+    with pytest.raises(ValueError, match=r"profile of 'random' is for .*=\(4, 2, 8\).* have \(4, 4, 8\): calibrate"):
+        hads.select(query, query, profile, 0.5, layer=0)
+    with pytest.raises(ValueError, match="layer=2 must be an int from 0 to 1"):
+        hads.select(query, key, profile, 0.5, layer=2)
+    with pytest.raises(ValueError, match="64 queries and 256 keys"):
+        hads.select(query[:, :64], key, profile, 0.5, layer=0)
+    with pytest.raises(ValueError, match="mode='exakt' must be"):
+        hads.select(query, key, profile, 0.5, layer=0, mode="exakt")
+    with pytest.raises(ValueError, match="per='head' must be"):
+        hads.select(query, key, profile, 0.5, layer=0, per="head")
+    with pytest.raises(ValueError, match="is calibrated for query heads"):
+        hads.select(query, key, profile, 0.5, layer=0, per="kv_head", mode="static")
+    with pytest.raises(ValueError, match=r"integers of shape \(2,\); got int32\(3,\)"):
+        hads.select(query, key, profile, np.zeros(3, np.int32), layer=0)
+    with pytest.raises(ValueError, match="takes its budget as a float"):
+        hads.select(query, key, profile, np.zeros(2, np.int32), layer=0, mode="elastic")

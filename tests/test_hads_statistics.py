@@ -1,0 +1,39 @@
+"""Block statistics against dense attention weights."""
+
+from __future__ import annotations
+
+import hads_case as case
+import jax
+import numpy as np
+import pytest
+
+from xsake.hads.block_statistics import block_statistics
+
+
+@pytest.mark.parametrize(("length", "block"), [(96, 16), (93, 16), (40, 64)])
+def test_statistics_are_those_of_dense_weights(length: int, block: int):
+    query, key = case.random_inputs(1, length, case.random_profile(), batch=2)
+    stats = jax.jit(lambda q, k: block_statistics(q * 2, k, block=block))(query, key)
+    weights = case.dense_weights(query * 2, key)
+    starts = np.arange(0, length, block)
+    by_block = np.add.reduceat(weights, starts, -1)
+    for got, power in ((stats.mass, 1), (stats.square, 2)):
+        sums = np.add.reduceat(by_block**power, starts, -2)
+        wanted = sums / np.minimum(block, length - starts)[:, None]
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-7)
+    entropy = -np.sum(weights * np.log(np.where(weights > 0, weights, 1)), -1)[..., 1:]
+    np.testing.assert_allclose(stats.entropy, (entropy / np.log(np.arange(2, length + 1))).mean(-1), rtol=1e-5)
+
+
+def test_mass_of_a_row_is_one_and_uniform_attention_has_entropy_one():
+    query, key = case.random_inputs(2, 100, case.random_profile())
+    stats = block_statistics(query * 0, key, block=16)
+    np.testing.assert_allclose(stats.mass.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(stats.entropy, 1, rtol=1e-5)
+
+
+def test_no_array_is_as_large_as_the_attention_matrix():
+    length, block = 4096, 64
+    query, key = (jax.ShapeDtypeStruct((1, length, h, 8), np.float32) for h in (2, 1))
+    compiled = jax.jit(lambda q, k: block_statistics(q, k, block=block)).lower(query, key).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * length * length * 4 / 4
