@@ -91,11 +91,8 @@ def search_space(call: Call) -> Sequence[Config]:
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    d, dv, mask, pairing = _padded(call.head_dim), _padded(call.value_dim), call.mask, _pairing(call)
-    heads = call.batch * call.q_heads // (2 if pairing is Pairing.HEADS else 1)
-    if heads % (config.forward.head_group or 1):
-        return f"forward: head_group={config.forward.head_group} does not divide {heads} tiles of heads"
-    if not config.forward.fits(d, dv, pairing, _num_kv_vectors(call)):
+    d, dv, mask = _padded(call.head_dim), _padded(call.value_dim), call.mask
+    if not config.forward.fits(d, dv, _pairing(call), _num_kv_vectors(call)):
         return "forward: it needs more shared memory or registers than there are"
     for name, part, resident, streamed in (
         ("dq", config.dq, mask.block_q, mask.block_kv),
