@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from xsake.autotune.bench import COMPILERS, Verdict
+from xsake.autotune.contest import COMPILERS, Verdict
 from xsake.autotune.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 

@@ -14,7 +14,7 @@ import optuna
 
 from xsake import tuning_db
 from xsake.autotune import environment, writer
-from xsake.autotune.bench import COMPILERS
+from xsake.autotune.contest import COMPILERS
 from xsake.autotune.isolation import Caller, Failed
 from xsake.autotune.pace import FINALISTS, Pace
 from xsake.autotune.problem import Part, Problem, StudyPlan, label

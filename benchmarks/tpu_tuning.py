@@ -24,8 +24,8 @@ import numpy as np
 import xsake
 from benchmarks.tpu_schedule import GRID_STEP, TILE, run_case
 from xsake import tuning_db
-from xsake.autotune import writer
-from xsake.autotune.bench import Bench, Verdict
+from xsake.autotune import environment, writer
+from xsake.autotune.contest import Contest, Verdict
 from xsake.autotune.environment import Facts
 from xsake.autotune.problem import Part, Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
@@ -64,8 +64,8 @@ def cycles(row: dict[str, Any], blocks: np.ndarray, causal: bool, block: int) ->
 def plans(problem: Problem) -> tuple[list[StudyPlan], dict[float, np.ndarray]]:
     """Studies as the tuner would plan them on a TPU, and the masks' blocks."""
     with xsake.interpret():
-        bench = Bench()
-        return bench.open(problem), {d: np.asarray(m.to_blocks())[0] for d, m in bench._masks.items() if d is not None}
+        contest = Contest(problem, round_seconds=0.0)
+    return contest.plans, {d: np.asarray(m.to_blocks())[0] for d, m in contest.masks.items() if d is not None}
 
 
 @cache
@@ -81,9 +81,8 @@ def verified(kernel: str, head_dim: int, block: int, group: int, part: str) -> V
         block=block,
     )
     with xsake.interpret():
-        bench = Bench()
-        bench.open(Problem(workload=workload, dtype="bfloat16", densities=(0.5,), implementation="mosaic_tpu"))
-        return bench.verify(kernel, 0.5, json.loads(part))
+        short = Problem(workload=workload, dtype="bfloat16", densities=(0.5,), implementation="mosaic_tpu")
+        return Contest(short, round_seconds=0.0).verify(kernel, 0.5, json.loads(part))
 
 
 def facts(topology: str) -> Facts:
@@ -91,7 +90,7 @@ def facts(topology: str) -> Facts:
     code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {packages}}}))"
     python = os.environ.get("XSAKE_TPU_PYTHON", sys.executable)
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-    ours = Bench().facts().environment
+    ours = environment.facts().environment
     versions = {"xsake": xsake.__version__} | json.loads(said.splitlines()[-1])
     return Facts(KINDS[topology], "tpu", ours | {"versions": versions})
 

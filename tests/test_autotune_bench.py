@@ -58,10 +58,10 @@ def test_one_program_serves_all_densities():
     plans = bench.open(problem(densities=(1.0, 0.5, 0.2)))
     default = plans[0].default
     assert bench.compile("forward", [default]) == [None]
-    before = dict(bench._programs)
+    before = dict(bench.contest._programs)
     for plan in plans[:3]:
         assert all(s > 0 for s in bench.race("forward", plan.densities[0], [default]))
-    assert bench._programs == before
+    assert bench.contest._programs == before
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from xsake.autotune.bench import Verdict
+from xsake.autotune.contest import Verdict
 from xsake.autotune.environment import Facts
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.workloads import Workload

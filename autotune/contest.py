@@ -1,0 +1,247 @@
+"""One problem on the device: its data and masks, its programs, their races, and whether their results are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake import _registry, _tuned
+from xsake._arguments import build_call
+from xsake._backend import Call
+from xsake.autotune import verify
+from xsake.autotune.chain import chain
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.timing import seconds_a_call
+from xsake.hads.block_mask import BlockMask
+from xsake.tuning_db.key import UNKNOWN_DENSITY
+
+RESULTS = {
+    "forward": ("out", "lse"),
+    "dq": ("d_query",),
+    "dkv": ("d_key", "d_value"),
+    "backward": ("d_query", "d_key", "d_value"),
+}
+_GRADIENTS = RESULTS["backward"]
+COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # side by side
+# Dense attention under this takes an accelerator no longer than Python needs to launch it: calls are chained.
+SHORT_FLOPS = 2e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Errors of each result by name, and what is wrong (None: nothing)."""
+
+    errors: dict[str, dict[str, float]]
+    problem: str | None
+
+
+class Contest:
+    """Single directions of one problem are compiled, raced and verified.
+
+    All densities run one compiled program: their masks have room for every block, and no hint.
+    """
+
+    def __init__(self, problem: Problem, round_seconds: float) -> None:
+        self._round_seconds = round_seconds
+        workload = problem.workload
+        self._inputs = workload.inputs(problem.dtype)
+        short = jax.default_backend() != "cpu" and workload.flops() < SHORT_FLOPS
+        self._chained = 8 if short else 1
+        shape = (*self._inputs[0].shape[:3], self._inputs[2].shape[3])
+        self._d_out = jax.random.normal(jax.random.key(9), shape, jnp.float32).astype(problem.dtype)
+        room = BlockMask.full(
+            workload.length,
+            workload.kv_length or workload.length,
+            block_q=workload.block,
+            block_kv=workload.block_kv or workload.block,
+            is_causal=workload.is_causal,
+            transpose=False,
+        ).capacity
+        with ThreadPoolExecutor() as pool:  # seconds each, for long sequences
+            masks = pool.map(
+                lambda d: workload.mask(UNKNOWN_DENSITY if d is None else d, capacity=room), problem.densities
+            )
+            self.masks = dict(zip(problem.densities, masks, strict=True))
+        natural = {d: self._call(_trimmed(self.masks[d], known=d is not None)) for d in problem.densities}
+        first = natural[problem.densities[0]]
+        names = _registry.candidates(problem.implementation, jax.default_backend())
+        self._name = _registry.choose(names, first)
+        self._backend = _registry.get(self._name)
+        self._config = self._backend.default_config(first)
+        self._calls = {d: self._call(_bare(mask)) for d, mask in self.masks.items()}
+        self._programs: dict[tuple[str, str], Callable] = {}
+        self._repeats: dict[tuple, int] = {}
+        self._statistics: dict[Any, tuple[Array, Array]] = {}
+        self._yardsticks: dict[Any, dict[str, verify.Yardstick]] = {}
+        self._heuristic: dict[tuple, dict[str, Array]] = {}
+        self._verdicts: dict[tuple, Verdict] = {}
+        self._defaults: dict[tuple, Part] = {}
+        self.plans = self._plans(natural)
+
+    def _call(self, mask: BlockMask) -> Call:
+        return build_call(*self._inputs, mask, default_blocks=(mask.block_q, mask.block_kv))
+
+    def _plans(self, natural: dict[Any, Call]) -> list[StudyPlan]:
+        """A study for each direction and bucket of density."""
+        plans = []
+        for direction in _tuned.directions(self._backend):
+            buckets: dict[Any, list] = {}
+            for density, call in natural.items():
+                buckets.setdefault(_tuned.key_of(self._name, call, direction), []).append(density)
+            for key, densities in buckets.items():
+                call = natural[densities[0]]
+                parts = [getattr(config, direction) for config in self._backend.search_space(call)]
+                default = dataclasses.asdict(getattr(self._backend.default_config(call), direction))
+                self._defaults |= {(direction, d): default for d in densities}
+                plans.append(
+                    StudyPlan(
+                        key=key,
+                        densities=tuple(densities),
+                        true_densities=tuple(float(self.masks[d].density()) for d in densities),
+                        default=default,
+                        parts=tuple(dataclasses.asdict(part) for part in dict.fromkeys(parts)),
+                        kernel=_tuned.kernel_hash(self._name),
+                    )
+                )
+        return plans
+
+    # -- compiling -------------------------------------------------------------------------------------------------
+
+    def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
+        """Side by side, ahead of all timing; for each None, or what went wrong."""
+
+        def attempt(part: Part) -> str | None:
+            try:
+                self._program(direction, part)
+            except Exception as error:  # whatever a compiler may raise is the configuration's failure, not ours
+                return f"{type(error).__name__}: {error}"
+            return None
+
+        if direction != "forward":
+            for density in self._calls:
+                self._statistics_of(density)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            return list(pool.map(attempt, parts))
+
+    def _program(self, direction: str, part: Part) -> Callable:
+        key = (direction, label(part))
+        if key not in self._programs:
+            config = dataclasses.replace(self._config, **{direction: _tuned.make_part(self._backend, direction, part)})
+            some = next(iter(self._calls))
+            run = chain(self._function(direction, config), self._chained)
+            lowered = run.lower(*self._arguments(direction, some))  # type: ignore[attr-defined]
+            self._programs[key] = lowered.compile()
+        return self._programs[key]
+
+    def _function(self, direction: str, config: Any) -> Callable:
+        """Gradients that are not asked for are dropped by the compiler, and their kernels with them."""
+        backend = self._backend
+        if direction == "forward":
+            return lambda call: backend.forward(call, config)
+        wanted = [_GRADIENTS.index(name) for name in RESULTS[direction]]
+
+        def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> list[Array | None]:
+            grads = backend.backward(call, config, lse, delta, d_out, with_bias=False)
+            return [grads[i] for i in wanted]
+
+        return backward
+
+    def _arguments(self, direction: str, density: Any) -> tuple:
+        call = self._calls[density]
+        return (call,) if direction == "forward" else (call, *self._statistics_of(density), self._d_out)
+
+    def _statistics_of(self, density: Any) -> tuple[Array, Array]:
+        """lse and delta, by the heuristic's forward."""
+        if density not in self._statistics:
+            out, lse = self._program("forward", dataclasses.asdict(self._config.forward))(self._calls[density])
+            delta = jnp.einsum("bthd,bthd->bht", out, self._d_out, preferred_element_type=jnp.float32)
+            self._statistics[density] = lse, delta
+        return self._statistics[density]
+
+    # -- racing ----------------------------------------------------------------------------------------------------
+
+    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
+        """One round: seconds a call of every contestant, one after the other."""
+        runs = [self._runner(direction, density, part) for part in parts]
+        calls = self._repeats_of(direction, density)
+        return [seconds_a_call(run, calls) / self._chained for run in runs]
+
+    def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
+        program, arguments = self._program(direction, part), self._arguments(direction, density)
+        run = lambda: program(*arguments)  # noqa: E731
+        warm = (direction, density, label(part))
+        if warm not in self._repeats:
+            jax.block_until_ready(run())
+            self._repeats[warm] = 1
+        return run
+
+    def _repeats_of(self, direction: str, density: Any) -> int:
+        """Calls a round: the same for all contestants, by the time of the heuristic."""
+        if (direction, density) not in self._repeats:
+            run = self._runner(direction, density, self._defaults[direction, density])
+            self._repeats[direction, density] = max(1, round(self._round_seconds / seconds_a_call(run, 1)))
+        return self._repeats[direction, density]
+
+    # -- checking --------------------------------------------------------------------------------------------------
+
+    def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
+        """The last group of heads against the oracle, and all heads against the heuristic's results."""
+        key = (direction, density, label(part))
+        if key not in self._verdicts:
+            self._verdicts[key] = self._verify(direction, density, part)
+        return self._verdicts[key]
+
+    def _verify(self, direction: str, density: float | None, part: Part) -> Verdict:
+        results = self._results(direction, density, part)
+        errors: dict[str, dict[str, float]] = {}
+        problems: list[str] = []
+        for name, actual in results.items():
+            yardstick = self._yardsticks_of(density)[name]
+            last = np.asarray(actual[-1:, :, -yardstick.exact.shape[2] :])
+            problems += filter(None, [yardstick.problem(name, last)])
+            errors[name] = yardstick.errors(last)
+            heuristic = self._heuristic_results(direction, density)[name]
+            apart = float(jnp.abs(actual.astype(jnp.float32) - heuristic.astype(jnp.float32)).max())
+            if not apart <= 2 * errors[name]["allowed_max"]:
+                problems.append(f"{name}: up to {apart:.3g} from the heuristic's result in some head")
+        return Verdict(errors, "; ".join(problems) or None)
+
+    def _results(self, direction: str, density: Any, part: Part) -> dict[str, Array]:
+        results = self._program(direction, part)(*self._arguments(direction, density))
+        results = dict(zip(RESULTS[direction], results, strict=True))
+        if "lse" in results:
+            results["lse"] = results["lse"].swapaxes(1, 2)
+        return results
+
+    def _heuristic_results(self, direction: str, density: Any) -> dict[str, Array]:
+        key = (direction, density)
+        if key not in self._heuristic:
+            self._heuristic = {
+                key: self._results(direction, density, self._defaults[key])
+            }  # only the latest: they are large
+        return self._heuristic[key]
+
+    def _yardsticks_of(self, density: Any) -> dict[str, verify.Yardstick]:
+        if density not in self._yardsticks:
+            self._yardsticks[density] = verify.yardsticks(*self._inputs, self._d_out, self.masks[density])
+        return self._yardsticks[density]
+
+
+def _bare(mask: BlockMask) -> BlockMask:
+    return dataclasses.replace(mask, density_hint=None)
+
+
+def _trimmed(mask: BlockMask, *, known: bool) -> BlockMask:
+    """As a user has it: lists of a power of two, and a density hint unless it is not known."""
+    need = int(np.asarray(mask.kv_row_ptr)[..., -1].max())
+    room = min(1 << max(need - 1, 0).bit_length(), mask.capacity)
+    lists = {name: getattr(mask, name)[..., :room] for name in ("kv_indices", "q_indices")}
+    return dataclasses.replace(mask, **lists, density_hint=mask.density_hint if known else None)
