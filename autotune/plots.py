@@ -39,7 +39,7 @@ def _draw(name: str, group: Sequence[Result], path: Path) -> Path | None:
         axis.set_xticks(range(len(values)), values)
         axis.set_xlabel(field)
     axes[0].set_ylabel("time / heuristic's")
-    axes[-1].legend(fontsize=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.suptitle(name)
     figure.savefig(path, dpi=110)
     return path
