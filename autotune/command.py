@@ -41,7 +41,7 @@ def run(
     folder = out or tuning_db.user_directory()
 
     def problems(platform: str) -> list[Problem]:
-        names, default_blocks, default_dtype = problem.DEFAULT_SETS[platform]
+        names, default_blocks, default_dtype = problem.DEFAULT_SETS.get(platform, problem.DEFAULT_SETS["cpu"])
         precision = dtype or default_dtype
         if calls is not None:
             return read_calls(calls)

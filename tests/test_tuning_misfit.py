@@ -1,0 +1,40 @@
+"""A configuration that was tuned for one call and does not suit another: every backend says so before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import pytest
+
+import xsake
+from xsake import _registry
+from xsake._arguments import build_call
+
+CASES = [
+    ("mosaic_gpu", "forward", dict(stages=9), "forward: it needs more shared memory"),
+    ("mosaic_gpu", "dq", dict(tile=128), "dq: tile=128 does not divide the mask's block of 64"),
+    ("mosaic_gpu", "dkv", dict(stages=9, inner_stages=9), "dkv: it needs [0-9]+ bytes of shared memory; 232448 are"),
+    ("mosaic_gpu", "dkv", dict(split=True, compute_wgs=1), "dkv: head dims 128 and 128 need compute_wgs=2 and tile=64"),
+    ("triton", "dq", dict(q=128), "dq: tile 128 x [0-9]+ does not divide block 64 x 64"),
+    ("triton", "forward", dict(num_stages=8), "forward: it needs more shared memory"),
+    ("mosaic_tpu", "forward", dict(own=48), "forward: own=48 must divide"),
+    ("mosaic_tpu", "dq", dict(fold=2), "dq: fold=2 must divide 1, the heads"),
+    ("mosaic_tpu", "dkv", dict(wide=2048, compute=131072), "dkv: it needs [0-9]+ bytes of VMEM"),
+    ("xla", "backward", dict(kv=48), "backward: tile 64 x 48 does not divide block 64 x 64"),
+]
+
+
+@pytest.mark.parametrize(("name", "direction", "change", "told"), CASES, ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
+def test_misfit(name, direction, change, told):
+    x = jnp.ones((1, 256, 4, 128), jnp.bfloat16)
+    mask = xsake.BlockMask.full(256, 256, block_q=64, block_kv=64, is_causal=True)
+    call, backend = build_call(x, x, x, mask, default_blocks=(64, 64)), _registry.get(name)
+    config = backend.default_config(call)
+    assert backend.misfit(call, config) is None
+    odd = dataclasses.replace(config, **{direction: dataclasses.replace(getattr(config, direction), **change)})
+    problem = backend.misfit(call, odd)
+    assert problem is not None
+
+    assert re.match(told, problem), problem
