@@ -53,11 +53,11 @@ def conditions(platform_name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     if platform_name == "gpu":
         values = _nvidia_smi(*_CLOCKS.values())
-        found |= {name: v for name, v in zip(_CLOCKS, values, strict=True) if v is not None}
+        found |= {name: float(v) for name, v in zip(_CLOCKS, values, strict=True) if v and v[0].isdigit()}
     return found
 
 
-def _nvidia_smi(*fields: str) -> list[Any]:
+def _nvidia_smi(*fields: str) -> list[str | None]:
     """Values of the first GPU; None where it does not tell."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:

@@ -12,7 +12,7 @@ import pytest
 
 import xsake
 from xsake import _registry, _tuned
-from xsake.autotune import verify
+from xsake.autotune import environment, verify
 from xsake.autotune.bench import Bench
 from xsake.autotune.isolation import Worker
 from xsake.autotune.problem import Problem, from_call, named
@@ -171,3 +171,15 @@ def test_masks_of_workloads_carry_their_density():
     mask = problem(length=1024).workload.mask(0.25)
     assert mask.density_hint == xsake.hads.block_mask.density_bucket(float(mask.density()))
     assert dataclasses.replace(mask, density_hint=None).density_hint is None
+
+
+def test_conditions_are_what_the_machine_tells(monkeypatch, tmp_path):
+    assert environment.conditions("cpu")["load"] >= 0
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '1980, [N/A], 41, 312.5'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = environment.conditions("gpu")
+    assert found | {"load": 0} == {"load": 0, "sm_mhz": 1980.0, "celsius": 41.0, "watts": 312.5}
+    monkeypatch.setenv("PATH", "")
+    assert list(environment.conditions("gpu")) == ["load"], "without the tool nothing is made up"
