@@ -35,12 +35,11 @@ class Attend:
     ) -> tuple[Array, KVCache | None]:
         options: dict[str, Any] = {}
         if cache is not None:
-            empty, positions = not cache.filled, cache.slots(query.shape[1])
             cache = cache.write(layer, key, value)
-            if not empty:
+            if cache.filled:
                 key, value = cache.keys[layer], cache.values[layer]
                 slots = jnp.arange(cache.capacity, dtype=jnp.int32)
-                options["positions"] = (positions, jnp.broadcast_to(slots, (len(key), cache.capacity)))
+                options["positions"] = (cache.slots(query.shape[1]), jnp.broadcast_to(slots, key.shape[:2]))
         if self.segment_ids is not None:
             options["segment_ids"] = self.segment_ids
         mask = None if self.mask_fn is None else self.mask_fn(layer, query, key)

@@ -19,8 +19,9 @@ class KVCache:
     """A slot for each token of each sequence; token n of a sequence is in slot n.
 
     Sequences may have different lengths: each is written at its own. What lies past a sequence's length is never
-    attended to, and the next tokens overwrite it. `filled` is known while tracing: into an empty cache a prompt attends
-    to itself alone, as without a cache, so that prefill costs the same and takes the same masks.
+    attended to, and the next tokens overwrite it. A token past the capacity is lost, and the model's states for it are
+    NaN. `filled` is known while tracing: into an empty cache a prompt attends to itself alone, as without a cache, so
+    that prefill costs the same and takes the same masks.
 
     >>> from xsake.model import PRESETS
     >>> KVCache.empty(PRESETS["tiny"], batch=2, capacity=100).capacity
@@ -52,7 +53,7 @@ class KVCache:
         return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
 
     def write(self, layer: int, key: Array, value: Array) -> KVCache:
-        """With one layer's keys and values [B, T, K, D] of the next tokens. Past the capacity they are dropped."""
+        """With one layer's keys and values [B, T, K, D] of the next tokens."""
         rows = jnp.arange(len(key))[:, None], self.slots(key.shape[1])
 
         def put(layers: tuple, new: Array) -> tuple:

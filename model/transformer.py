@@ -148,7 +148,7 @@ class Transformer(nnx.Module):
           segment_ids: [B, T] or [1, T]; only tokens of one segment see each other. Not together with a cache.
           mask_fn: `mask_fn(layer, query, key)`, called in the forward with layer number, query [B, T, H, D] and key
             [B, S, K, D], rotary positions applied; it returns the layer's `BlockMask`, or None for dense attention.
-          cache: continues its sequences; the result is then (states, cache).
+          cache: continues its sequences; the result is then (states, cache). Tokens past its capacity are NaN.
           mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model".
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
@@ -175,7 +175,10 @@ class Transformer(nnx.Module):
         for layer, block in enumerate(self.blocks):
             x, cache = _run(block, x, rotation, partial(attend, layer, cache), remat)
         states = self.norm(x)
-        return states if cache is None else (states, cache.advance(length))
+        if cache is None:
+            return states
+        fits = cache.slots(length) < cache.capacity
+        return jnp.where(fits[..., None], states, jnp.nan), cache.advance(length)
 
     def logits(self, states: States) -> Float[Array, "B T vocab"]:
         """Next-token logits of final states, in float32."""

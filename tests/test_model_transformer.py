@@ -225,6 +225,22 @@ def test_cached_sequences_may_differ_in_length(model):
         np.testing.assert_allclose(logits[row, 0], run(model, alone[None])[0, -1], rtol=2e-4, atol=2e-4)
 
 
+def test_a_token_past_the_capacity_is_not_a_number(model):
+    """How full a cache is cannot be known while tracing, so that nothing can be raised."""
+    cache = empty(capacity=21)
+    _, cache = run(model, TOKENS[:, :20], cache=cache)
+    for fits in (True, False):
+        logits, cache = run(model, TOKENS[:, 20:21], cache=cache)
+        assert jnp.isfinite(logits).all() if fits else jnp.isnan(logits).all()
+
+
+def test_a_cache_under_a_mesh(model, logits):
+    mesh = make_mesh(data=2, model=2)
+    _, cache = run(model, TOKENS[:, :-1], cache=empty(), mesh=mesh)
+    last, _ = run(model, TOKENS[:, -1:], cache=cache, mesh=mesh)
+    np.testing.assert_allclose(last[:, 0], logits[:, -1], rtol=2e-4, atol=2e-4)
+
+
 def test_sparse_prefill_then_decoding(model):
     """Prefill takes the masks that a forward without a cache takes."""
     cached, cache = run(model, TOKENS, cache=empty(), mask_fn=sparse)
