@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import pytest
@@ -69,6 +70,12 @@ def test_generate_writes_what_the_model_says(folder):
 def test_mistakes_are_told_in_a_sentence(words, message):
     result = xsake(*words, code=1)
     assert message in result.stderr and "Traceback" not in result.output
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.delitem(sys.modules, "xsake.model.pretrained")
+    assert "flax is not installed" in xsake("model", "info", "smollm2", code=1).stderr
 
 
 def test_a_role_needs_a_chat_template(folder):
