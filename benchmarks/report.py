@@ -142,6 +142,19 @@ def train_gpu() -> str:
     return "\n".join([*rows, "", _source(run, "train_gpu")])
 
 
+def smollm2() -> str:
+    run = record.load("smollm2")
+    r, e = run["results"], run["environment"]
+    worst = max(window["sparse_difference"] for window in r["windows"])
+    return (
+        f"Loaded so, SmolLM2 reads Python's own documentation with a perplexity of {r['perplexity']:.1f} "
+        f"({len(r['windows'])} windows of {r['length']} tokens);\n"
+        f"attention by a mask of every block changes no logit by more than {worst:.0e}. "
+        f"From `benchmarks/results/smollm2.json`:\n"
+        f"{r['dtype']} on {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}."
+    )
+
+
 def _source(run: dict, name: str) -> str:
     e = run["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k in ("jax", "torch"))
@@ -158,6 +171,7 @@ def _ms(t: dict) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "gpu_attention": gpu_attention,
+    "smollm2": smollm2,
     "tpu_schedule": tpu_schedule,
     "train_gpu": train_gpu,
 }
