@@ -77,10 +77,9 @@ def main() -> None:
         return run_all()
     results = profile()
     for r in results:
-        print(
-            f"{r['workload']:10} {r['asked']:4.0%} {r['microseconds']:8.1f} us  "
-            f"tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%  L2 {r['l2_share']:3.0f}% (hits {r['l2_hit_rate']:3.0f}%)"
-        )
+        where = f"{r['workload']:10} {r['asked']:4.0%} {r['microseconds']:8.1f} us"
+        l2 = f"L2 {r['l2_share']:3.0f}% (hits {r['l2_hit_rate']:3.0f}%)"
+        print(f"{where}  tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%  {l2}")
     if out := record.RESULTS if args.record else args.out:
         record.save("gpu_profile", results, out)
 
