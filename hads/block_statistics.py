@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def block_statistics(
     return BlockStatistics(heads(mass), heads(square), heads(entropy).sum(-1) / max(grid.length - 1, 1))
 
 
-def scan_rows(row: Callable[..., tuple], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> tuple:
+def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
     """`row(i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
 
     `more` are arrays like the query, cut the same way. The tail of the last row is 0.

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.gain import block_keys, gains_of_sorted
-from xsake.hads.keep import row_counts
+from xsake.hads.keep import nonnegative_order, row_counts
 
 
 def choose(
@@ -36,9 +36,9 @@ def choose(
         wanted = jnp.asarray(count, jnp.int32)
         if wanted.ndim == 0:
             b, h, n, _ = gain.shape
-            kept = row_counts(gain.reshape(b, h * n, n), wanted).reshape(b, h, n)
+            kept = row_counts(nonnegative_order(gain).reshape(b, h * n, n), wanted).reshape(b, h, n)
         else:
-            kept = row_counts(gain, wanted)
+            kept = row_counts(nonnegative_order(gain), wanted)
     # The gain falls along a row, so that what a row keeps are its heaviest blocks.
     last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
     return (keys >= last) & (kept > 0)[..., None]

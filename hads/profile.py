@@ -69,7 +69,7 @@ class HadsProfile:
     def head_dim(self) -> int:
         return 2 * self.features.shape[-1]
 
-    def estimator(self, layer: int) -> Estimator:
+    def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
         return Estimator(self.features[layer], self.distance[layer], self.sink[layer])
 

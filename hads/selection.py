@@ -94,8 +94,8 @@ def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: i
     )
 
 
-def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: int) -> CausalGrid:
-    """The grid of a layer's inputs; ValueError where they are not the profile's."""
+def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> CausalGrid:
+    """The grid of a layer's inputs; ValueError where they are not the profile's. A traced layer is not checked."""
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [B, T, heads, D]; got shapes {query.shape} and {key.shape}")
     given = query.shape[2], key.shape[2], query.shape[3]
@@ -110,7 +110,7 @@ def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: int) -> Caus
             f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
             "keys (for a filled cache, attend densely)"
         )
-    if not isinstance(layer, int | np.integer) or not 0 <= layer < profile.layers:
+    if isinstance(layer, int | np.integer) and not 0 <= layer < profile.layers:
         raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
     return CausalGrid(query.shape[1], profile.block)
 

@@ -17,7 +17,7 @@ from xsake import hads
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.choose import choose
 from xsake.hads.estimate import BUCKETS, block_mass, bucket_of
-from xsake.hads.keep import row_counts
+from xsake.hads.keep import nonnegative_order, row_counts
 from xsake.hads.pooled import pool
 
 
@@ -62,7 +62,7 @@ def _choose(mass, sensitivity, burstiness, count):
     return choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, count=count)
 
 
-_row_counts = jax.jit(row_counts)
+_row_counts = jax.jit(lambda gain, count: row_counts(nonnegative_order(gain), count))
 _select = jax.jit(hads.select, static_argnames=("layer", "mode", "per"))
 
 
