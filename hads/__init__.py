@@ -9,17 +9,32 @@ from xsake.hads.block_mask import BlockMask, density_bucket
 
 if TYPE_CHECKING:
     from xsake.hads.budgets import head_counts, layer_counts
+    from xsake.hads.calibration import calibrate
+    from xsake.hads.mask_function import HadsMask, recalibration
     from xsake.hads.profile import HadsProfile
     from xsake.hads.selection import select
 
 _PUBLIC = {
+    "HadsMask": "xsake.hads.mask_function",
     "HadsProfile": "xsake.hads.profile",
+    "calibrate": "xsake.hads.calibration",
     "head_counts": "xsake.hads.budgets",
     "layer_counts": "xsake.hads.budgets",
+    "recalibration": "xsake.hads.mask_function",
     "select": "xsake.hads.selection",
 }
 
-__all__ = ["BlockMask", "HadsProfile", "density_bucket", "head_counts", "layer_counts", "select"]
+__all__ = [
+    "BlockMask",
+    "HadsMask",
+    "HadsProfile",
+    "calibrate",
+    "density_bucket",
+    "head_counts",
+    "layer_counts",
+    "recalibration",
+    "select",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,55 @@
+"""HADS as a model's mask function, and as the trainer's recalibration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.hads.block_mask import BlockMask
+from xsake.hads.budgets import layer_counts
+from xsake.hads.profile import HadsProfile
+from xsake.hads.selection import select
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose",))
+@dataclasses.dataclass(frozen=True)
+class HadsMask:
+    """`select` for every layer at an exact budget: `model(tokens, mask_fn=HadsMask.of(profile, 0.2, length))`.
+
+    A pytree of arrays: as an argument of a compiled step, a new profile or budget compiles nothing.
+    """
+
+    profile: HadsProfile
+    counts: Any  # i32[L]
+    transpose: bool = True
+
+    @classmethod
+    def of(cls, profile: HadsProfile, budget: float, length: int, *, transpose: bool = True) -> HadsMask:
+        """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only."""
+        return cls(profile, jnp.asarray(layer_counts(profile, budget, length), jnp.int32), transpose)
+
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+        return select(query, key, self.profile, self.counts, layer=layer, transpose=self.transpose)
+
+
+def recalibration(
+    budget: float, *, block: int = 64, name: str = "in training", steps: int = 150, sequences: int = 4
+) -> Callable[[int, Any, Array], HadsMask]:
+    """A trainer's `recalibrate(step, model, tokens)`: calibrates the model as it is on dense attention, on the first
+    `sequences` of the batch, and gives the masks of the steps to come."""
+    from xsake.hads.calibration import calibrate
+
+    def recalibrate(step: int, model: Any, tokens: Array) -> HadsMask:
+        sample = np.asarray(tokens)[:sequences]
+        profile = calibrate(model, sample, name=name, block=block, sensitivity_sequences=2, steps=steps, seed=step)
+        on_device = jax.tree.map(jnp.asarray, profile)
+        return HadsMask.of(on_device, budget, tokens.shape[1])
+
+    return recalibrate

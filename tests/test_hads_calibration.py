@@ -1,0 +1,161 @@
+"""Calibration: the fit, the sensitivity and the tables against dense numpy, and the whole on a tiny model."""
+
+from __future__ import annotations
+
+import hads_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from xsake import hads
+from xsake.hads import observe
+from xsake.hads.block_statistics import block_statistics
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.estimate import block_mass
+from xsake.hads.fit import fit_estimator
+from xsake.hads.pooled import pool
+from xsake.hads.sensitivity import cost_of_dropping
+from xsake.hads.tables import FREE_SHARES, tabulate
+from xsake.model import PRESETS, Transformer
+
+TOKENS = np.random.default_rng(0).integers(0, 512, (2, 250))
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def profile(model: Transformer) -> hads.HadsProfile:
+    seen: list[tuple[str, int, int]] = []
+    made = hads.calibrate(model, TOKENS, name="tiny", block=16, steps=30, progress=lambda *at: seen.append(at))
+    assert [what for what, *_ in seen] == ["dense attention"] * 2 + ["sensitivity of heads"] * 2 + [
+        "fitting estimators"
+    ] * 3
+    return made
+
+
+def test_fit_finds_weights_that_explain_the_masses():
+    """Masses made by a known estimator are found again."""
+    profile = case.random_profile(block=16)
+    grid = CausalGrid(20 * 16, 16)
+    query, key = map(jnp.asarray, case.random_inputs(0, grid.length, profile, batch=3))
+    pooled = pool(query, key, grid)
+    mass = block_mass(pooled, profile.estimator(0), grid)
+    estimator, left = fit_estimator(pooled, mass, grid, steps=300)
+    assert left < 0.01
+    free = grid.causal() & ~grid.forced()
+    found = np.asarray(block_mass(pooled, estimator, grid))
+    # How the forced blocks share their mass is not asked for.
+    assert np.abs(found - np.asarray(mass))[..., free].mean() < 0.02 * np.asarray(mass)[..., free].mean()
+    assert (
+        estimator.distance[:, 10:] == estimator.distance[:, 9:10]
+    ).all()  # 16 to 23 blocks back is the farthest seen
+    with pytest.raises(ValueError, match="64 tokens are 4 blocks of 16: all are always on"):
+        fit_estimator(pooled, mass, CausalGrid(64, 16))
+
+
+def test_cost_of_dropping_is_that_of_dense_attention():
+    profile = case.random_profile()
+    grid = CausalGrid(90, 16)
+    query, key = case.random_inputs(1, 90, profile, batch=2)
+    rng = np.random.default_rng(2)
+    value = rng.standard_normal(key.shape).astype(np.float32)
+    gradient = rng.standard_normal(query.shape).astype(np.float32)
+    kept = grid.forced() | (rng.random((2, 4, 6, 6)) < 0.3) & grid.causal()
+    layer = observe.Touched(*map(jnp.asarray, (query, key, value, gradient)))
+    error, dropped = cost_of_dropping(layer, jnp.asarray(kept), grid)
+
+    weights = case.dense_weights(query, key)
+    v = np.repeat(value, 2, 2).astype(np.float64)
+    elements = np.repeat(np.repeat(kept, 16, 2), 16, 3)[..., :90, :90]
+    sparse = weights * elements
+    held = sparse.sum(-1, keepdims=True)
+    change = np.einsum("bhts,bshd->bthd", weights - sparse / held, v)
+    felt = (change * gradient).sum(-1)
+    np.testing.assert_allclose(error, (felt**2).sum((0, 1)), rtol=1e-4)
+    np.testing.assert_allclose(dropped, ((1 - held[..., 0]) ** 2).sum((0, 2)), rtol=1e-4)
+
+
+def test_signed_likelihood_has_the_curvature_of_the_divergence():
+    """Mean of (gradient · step)² over draws against twice the KL divergence of a small step."""
+    weight, states = jax.random.normal(jax.random.key(0), (3, 5)), jax.random.normal(jax.random.key(1), (1, 6, 3))
+    step = 0.01 * jax.random.normal(jax.random.key(2), states.shape)
+
+    @jax.jit
+    @jax.vmap
+    def draw(key):
+        likelihood = lambda s: observe._signed_likelihood(lambda x: x @ weight, s, key, 4)  # noqa: E731
+        return jnp.square((jax.grad(likelihood)(states) * step).sum())
+
+    curvature = draw(jax.random.split(jax.random.key(3), 20000)).mean()
+    before, after = (jax.nn.log_softmax(s @ weight) for s in (states, states + step))
+    divergence = (jnp.exp(before) * (before - after)).sum()
+    assert abs(float(curvature / (2 * divergence)) - 1) < 0.05
+
+
+def test_tables_follow_one_threshold_over_all_layers_and_heads():
+    grid = CausalGrid(20 * 16, 16)
+    rng = np.random.default_rng(0)
+    gain = (
+        rng.exponential(size=(3, 2, 20, 20)).astype(np.float32) * np.array([1, 2, 4], np.float32)[:, None, None, None]
+    )
+    gain = np.where(grid.forced(), np.inf, np.where(grid.causal(), gain, -1.0)).astype(np.float32)
+    tables = tabulate([gain], grid)
+    free = np.sort(gain[np.isfinite(gain) & (gain >= 0)])
+    for share, cut, layers, heads in zip(
+        FREE_SHARES, tables.log_thresholds, tables.layer_shares, tables.head_shares, strict=True
+    ):
+        assert abs((free >= np.exp(cut) * 0.9999).mean() - share) < 2 / len(free)
+        assert abs(layers.mean() - share) < 2 / len(free)
+        assert layers[0] <= layers[1] < layers[2]
+        np.testing.assert_allclose(heads.mean(-1), layers, rtol=1e-5)
+
+
+def test_observation_is_what_the_layers_did(model: Transformer):
+    inputs = []
+
+    def attend(query, key, value, **options):
+        inputs.append((query, key))
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    watched = nnx.merge(*nnx.split(model))
+    watched.attention_fn = attend
+    tokens = jnp.asarray(TOKENS[:1])
+    watched.hidden(tokens)
+    seen = observe.observer(model, 16)(tokens)
+    assert len(seen) == len(inputs) == 2
+    for layer, (query, key) in zip(seen, inputs, strict=True):
+        wanted = block_statistics(query, key, block=16)
+        for got, want in zip(layer.statistics, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
+
+
+def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
+    assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim) == (2, 4, 2, 16)
+    assert (profile.model, profile.block, profile.length, profile.sequences) == ("tiny", 16, 250, 2)
+    assert profile.sensitivity.mean() == pytest.approx(1, rel=1e-5)
+    assert (profile.entropy > 0).all() and (profile.entropy <= 1).all()
+    # Random weights attend evenly: a far block of 16 tokens has about 1/16 of the mass on average over 16 rows.
+    assert ((profile.distance_mass > 0.01) & (profile.distance_mass < 0.5)).all()
+
+
+def test_the_model_runs_with_its_profile_and_is_itself_at_full_budget(profile: hads.HadsProfile, model: Transformer):
+    tokens = jnp.asarray(TOKENS)
+    run = nnx.jit(lambda model, mask_fn: model(tokens, mask_fn=mask_fn))
+    dense = nnx.jit(lambda model: model(tokens))(model)
+    for budget, close in ((1.0, True), (0.5, False)):
+        sparse = run(model, hads.HadsMask.of(profile, budget, tokens.shape[1]))
+        assert np.isfinite(sparse).all()
+        assert (np.abs(np.asarray(sparse - dense)).max() < 1e-4) == close
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_wrong_calibrations(model: Transformer):
+    with pytest.raises(ValueError, match="128 tokens have 8 blocks of 16, most of them always on: use at least 144"):
+        hads.calibrate(model, TOKENS[:, :128], name="tiny", block=16)
+    with pytest.raises(ValueError, match="at least one sequence; got 0"):
+        hads.calibrate(model, TOKENS[:0], name="tiny", block=16)
