@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from xsake.hads import methods, ranking, scores
-from xsake.hads.baselines import PRIORITIES, Layer
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.keep import keep_largest
+from xsake.hads.study import methods, ranking, scores
+from xsake.hads.study.baselines import PRIORITIES, Layer
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250

@@ -20,8 +20,10 @@ def folders_with_code() -> set[str]:
 
 def test_every_folder_is_declared_and_linked() -> None:
     expected = {f"xsake.{name}" for name in folders_with_code()} | {"xsake"}
-    assert set(PACKAGES["packages"]) == expected
     assert set(PACKAGES["package-dir"]) == expected
+    inits = (path.relative_to(ROOT) for name in folders_with_code() for path in (ROOT / name).rglob("__init__.py"))
+    nested = {".".join(("xsake", *path.parent.parts)) for path in inits}
+    assert set(PACKAGES["packages"]) == nested | {"xsake"}
     for name in folders_with_code():
         link = ROOT / "src" / "xsake" / name
         assert link.is_symlink() and link.resolve() == ROOT / name

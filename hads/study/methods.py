@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake.hads import ranking, scores
-from xsake.hads.baselines import PRIORITIES, Layer
 from xsake.hads.block_mask import BlockMask
 from xsake.hads.block_statistics import block_statistics
 from xsake.hads.choose import choose
@@ -20,6 +18,8 @@ from xsake.hads.keep import keep_largest
 from xsake.hads.pooled import pool
 from xsake.hads.profile import HadsProfile
 from xsake.hads.selection import check_inputs, share_by_group
+from xsake.hads.study import ranking, scores
+from xsake.hads.study.baselines import PRIORITIES, Layer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("name", "transpose"))

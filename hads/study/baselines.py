@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads import ranking, scores, v1
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.estimate import bucket_of
 from xsake.hads.profile import HadsProfile
+from xsake.hads.study import ranking, scores, v1
 
 Blocks = Float[Array, "B H n n"]
 
@@ -214,7 +214,7 @@ def tca(x: Layer) -> Blocks:
 
 
 def hads_v1(x: Layer) -> Blocks:
-    """HADS-v1: each head's constant number a row from its entropy (`hads.v1`), by mean mass at their distance."""
+    """HADS-v1: each head's constant number a row from its entropy (`hads.study.v1`), by mean mass at their distance."""
     mass = jnp.asarray(x.profile.distance_mass)[x.number][:, bucket_of(x.grid.distance())]
     mass = jnp.where(x.grid.causal(), x.everywhere(mass), -1.0)
     return x.everywhere(_ends(x.grid)) + ranking.scaled_count(mass, x.entropy_ratio)
