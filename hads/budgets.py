@@ -19,7 +19,7 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
     heads = profile.q_heads if heads is None else heads
     free, free_total = _free(budget, grid, profile.layers * heads)
     share = free / max(free_total, 1)
-    shares = _interpolate(share, profile.free_shares, profile.layer_shares)
+    shares = _interpolate(share, np.asarray(profile.free_shares), np.asarray(profile.layer_shares))
     room = np.full(profile.layers, heads * (grid.blocks - grid.forced_blocks))
     return apportion(shares * room, free, room) + heads * grid.forced_blocks
 
@@ -35,7 +35,8 @@ def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
     """i64[L, H]: as `layer_counts`, with each layer's blocks given to its heads as calibration gave them on average."""
     grid = CausalGrid(length, profile.block)
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
-    shares = _interpolate(free / max(free_total, 1), profile.free_shares, profile.head_shares)
+    points, table = np.asarray(profile.free_shares), np.asarray(profile.head_shares)
+    shares = _interpolate(free / max(free_total, 1), points, table)
     room = np.full(profile.q_heads, grid.blocks - grid.forced_blocks)
     by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
     return (
@@ -50,7 +51,9 @@ def threshold(profile: HadsProfile, budget: float, length: int) -> float:
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
     if free == free_total:
         return 0.0
-    return float(np.exp(np.interp(free / free_total, profile.free_shares, profile.log_thresholds)))
+    return float(
+        np.exp(np.interp(free / free_total, np.asarray(profile.free_shares), np.asarray(profile.log_thresholds)))
+    )
 
 
 def apportion(weights: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:

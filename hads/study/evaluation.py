@@ -1,0 +1,120 @@
+"""HADS and its rivals on a model: how far each moves the model from itself with as many blocks in every layer."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.hads.budgets import layer_counts, uniform_counts
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.profile import HadsProfile
+from xsake.hads.study.divergence import Compared, comparer
+from xsake.hads.study.layerwise import Layerwise
+from xsake.hads.study.methods import METHODS, MethodMask
+from xsake.hads.study.records import Records
+
+
+class Text(NamedTuple):
+    """One sequence to read."""
+
+    name: str
+    domain: str
+    tokens: np.ndarray  # i32[T]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()[:16]
+
+
+def evaluate(
+    model: Any,
+    profile: HadsProfile,
+    texts: Sequence[Text],
+    *,
+    methods: Sequence[str],
+    budgets: Sequence[float],
+    records: Records,
+    batch: int = 1,
+    layers: str = "profile",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Run every method at every budget over every text, teacher-forced, and record each sequence's numbers.
+
+    The dense model reads a text once; each method then chooses its masks from the sparse model's own queries and keys.
+    `layers` says how a budget is divided: "profile" by the profile's table, the same for every method, or "uniform".
+    What is recorded already is not run again. Budgets are shares of the model's causal blocks.
+    """
+    if unknown := sorted(set(methods) - set(METHODS)):
+        raise ValueError(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
+    if layers not in ("profile", "uniform"):
+        raise ValueError(f'{layers=} must be "profile" or "uniform"')
+    lengths = {len(text.tokens) for text in texts}
+    if len(lengths) != 1:
+        raise ValueError(f"texts must have one length; got {sorted(lengths)}")
+    length = lengths.pop()
+    counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
+    run, compare = Layerwise(model), comparer(model)
+    total = profile.q_heads * profile.layers * CausalGrid(length, profile.block).blocks
+    work = list(itertools.product(budgets, methods))
+    report = progress or (lambda what, done, of: None)
+
+    for first in range(0, len(texts), batch):
+        some = texts[first : first + batch]
+        left = [
+            (budget, method)
+            for budget, method in work
+            if any((text.name, method, budget, layers) not in records for text in some)
+        ]
+        if not left:
+            continue
+        tokens = jnp.asarray(np.stack([text.tokens for text in some]), jnp.int32)
+        report("dense", first, len(texts))
+        dense, _ = run(tokens)
+        for budget, method in left:
+            report(f"{method} at {budget:.0%}", first, len(texts))
+            on_device = jax.tree.map(jnp.asarray, profile)
+            mask_fn = MethodMask(name=method, profile=on_device, counts=jnp.asarray(counts[budget], jnp.int32))
+            sparse, active = run(tokens, mask_fn)
+            assert active is not None
+            compared = compare(dense, sparse, tokens)
+            density = np.asarray(active).sum(0) / total
+            records.add(
+                _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
+                for n, text in enumerate(some)
+            )
+
+
+def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np.ndarray:
+    if layers == "profile":
+        return layer_counts(profile, budget, length)
+    return uniform_counts(profile.layers, profile.q_heads, budget, CausalGrid(length, profile.block))
+
+
+def _line(text: Text, method: str, budget: float, layers: str, density: float, one: Compared) -> dict[str, Any]:
+    divergence = np.asarray(one.divergence, np.float64)
+    return {
+        "sequence": text.name,
+        "domain": text.domain,
+        "digest": text.digest,
+        "method": method,
+        "budget": budget,
+        "layers": layers,
+        "density": density,
+        "kl": float(divergence.mean()),
+        "kl_p99": float(np.quantile(divergence, 0.99)),
+        "kl_quarters": [float(part.mean()) for part in np.array_split(divergence, 4)],
+        "loss": _mean_loss(one.loss),
+        "sparse_loss": _mean_loss(one.other_loss),
+        "same_token": float(np.asarray(one.same).mean()),
+    }
+
+
+def _mean_loss(loss: Array) -> float:
+    return float(np.asarray(loss, np.float64).sum() / (len(loss) - 1))

@@ -1,0 +1,81 @@
+"""Results as they come, one JSON line each, so that a run that was cut off goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+KEY = ("sequence", "method", "budget", "layers")
+
+
+class Records:
+    """A file of lines; a line is one sequence under one method at one budget. A line cut off at the end is forgotten.
+
+    The first line says what the run was of (model, length, block, ...): a file of another run is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike, about: dict[str, Any]):
+        self.path, self.about = Path(path), about
+        self._lines: dict[tuple, dict[str, Any]] = {}
+        if self.path.exists():
+            head, *lines = _whole_lines(self.path)
+            if head.get("about") != about:
+                raise ValueError(f"{self.path} holds a run of {head.get('about')}, not of {about}: use another file")
+            self._lines = {_key(line): line for line in lines}
+            self._rewrite()  # without a line that was cut off
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._append([{"about": about}])
+
+    def __contains__(self, key: tuple) -> bool:
+        return key in self._lines
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._lines.values())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, lines: Iterable[dict[str, Any]]) -> None:
+        lines = list(lines)
+        self._append(lines)
+        self._lines |= {_key(line): line for line in lines}
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def _rewrite(self) -> None:
+        whole = self.path.with_name(self.path.name + ".part")
+        whole.write_text("".join(json.dumps(line) + "\n" for line in [{"about": self.about}, *self._lines.values()]))
+        os.replace(whole, self.path)
+
+
+def read(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a file of records is about, and its lines."""
+    head, *lines = _whole_lines(Path(path))
+    return head["about"], lines
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().split("\n")
+    parsed = []
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            parsed.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise ValueError(f"{path}, line {number + 1} is damaged: {error}") from error
+    if not parsed or "about" not in parsed[0]:
+        raise ValueError(f"{path} is not a file of records: its first line does not say what it is about")
+    return parsed
+
+
+def _key(line: dict[str, Any]) -> tuple:
+    return tuple(line[name] for name in KEY)

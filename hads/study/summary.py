@@ -1,0 +1,70 @@
+"""What records say: means over sequences, and whether HADS differs from each method."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xsake.hads.study.bootstrap import Difference, holm, paired_difference
+
+
+class Summary(NamedTuple):
+    """One method at one budget over all its sequences."""
+
+    method: str
+    budget: float
+    layers: str
+    sequences: int
+    density: float  # the mean, and below how far any sequence is from the budget
+    off_budget: float
+    kl: float
+    perplexity_gap: float  # of the perplexity over all tokens
+    same_token: float
+    against: Difference | None  # KL of HADS minus this one's; None for HADS itself or without common sequences
+    adjusted: float | None  # probability that HADS is not better, corrected for the number of comparisons
+
+
+def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[Summary]:
+    """One row for each method, budget and division among layers, best KL first within a budget.
+
+    A method is compared with `reference` at the same budget and division, on the sequences that both have read.
+    """
+    groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    for line in lines:
+        groups[line["budget"], line["layers"], line["method"]][line["sequence"]] = line
+    differences: dict[tuple, Difference] = {}
+    for key, mine in groups.items():
+        budget, layers, method = key
+        ours = groups.get((budget, layers, reference), {})
+        both = sorted(set(mine) & set(ours))
+        if method != reference and both:
+            a, b = (np.array([group[name]["kl"] for name in both]) for group in (ours, mine))
+            differences[key] = paired_difference(a, b)
+    adjusted = dict(zip(differences, holm(np.array([d.not_below for d in differences.values()])), strict=True))
+
+    rows = []
+    for key, mine in groups.items():
+        budget, layers, method = key
+        values = list(mine.values())
+        density = np.array([line["density"] for line in values])
+        gap = float(np.mean([line["sparse_loss"] - line["loss"] for line in values]))
+        rows.append(
+            Summary(
+                method,
+                budget,
+                layers,
+                len(values),
+                float(density.mean()),
+                float(np.abs(density / budget - 1).max()),
+                float(np.mean([line["kl"] for line in values])),
+                math.expm1(gap),
+                float(np.mean([line["same_token"] for line in values])),
+                differences.get(key),
+                float(adjusted[key]) if key in adjusted else None,
+            )
+        )
+    return sorted(rows, key=lambda row: (row.layers, row.budget, row.kl))
