@@ -426,27 +426,35 @@ def _count_allowed(grid: _Grid) -> int:
 
 def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
     """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
-    b, h, num_rows, num_columns = active.shape
-    count = active.sum(-1, dtype=np.int32)
-    num_full = (active & full).sum(-1, dtype=np.int32)
-    ends = xp.cumsum(count, -1, dtype=np.int32)
-    row_ptr = xp.concatenate([np.zeros((b, h, 1), np.int32), ends], -1)
+    if xp is jnp:
+        from xsake.hads.compact import compact
 
-    rank_full = xp.cumsum(active & full, -1, dtype=np.int32) - 1
-    rank_partial = xp.cumsum(active & ~full, -1, dtype=np.int32) - 1 + num_full[..., None]
-    slot = row_ptr[..., :-1, None] + xp.where(full, rank_full, rank_partial)
-    # One spare slot swallows inactive blocks and, under jit, what does not fit.
-    slot = xp.where(active, xp.minimum(slot, capacity), capacity).reshape(b, h, -1)
-    column = np.broadcast_to(np.tile(np.arange(num_columns, dtype=np.int32), num_rows), slot.shape)
-    lead = np.ogrid[:b, :h]
-    where = (lead[0][..., None], lead[1][..., None], slot)
-    indices = _put(xp, xp.zeros((b, h, capacity + 1), np.int32), where, column)[..., :-1]
-
+        indices, row_ptr, num_full = compact(active, full, capacity)
+    else:
+        indices, row_ptr, num_full = _compress_concrete(active, full, capacity)
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
     indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)
-    order = xp.argsort(-count, axis=-1, stable=True).astype(np.int32)
+    order = xp.argsort(-xp.diff(row_ptr, axis=-1), axis=-1, stable=True).astype(np.int32)
     return indices, row_ptr, num_full, order
+
+
+def _compress_concrete(active: np.ndarray, full: np.ndarray, capacity: int) -> tuple[np.ndarray, ...]:
+    """(indices, row_ptr, num_full), the slots past the last entry 0."""
+    b, h, num_rows, num_columns = active.shape
+    num_full = (active & full).sum(-1, dtype=np.int32)
+    ends = np.cumsum(active.sum(-1, dtype=np.int32), -1, dtype=np.int32)
+    row_ptr = np.concatenate([np.zeros((b, h, 1), np.int32), ends], -1)
+
+    rank_full = np.cumsum(active & full, -1, dtype=np.int32) - 1
+    rank_partial = np.cumsum(active & ~full, -1, dtype=np.int32) - 1 + num_full[..., None]
+    slot = row_ptr[..., :-1, None] + np.where(full, rank_full, rank_partial)
+    slot = np.where(active, slot, capacity).reshape(b, h, -1)  # one spare slot swallows inactive blocks
+    column = np.broadcast_to(np.tile(np.arange(num_columns, dtype=np.int32), num_rows), slot.shape)
+    lead = np.ogrid[:b, :h]
+    indices = np.zeros((b, h, capacity + 1), np.int32)
+    indices[lead[0][..., None], lead[1][..., None], slot] = column
+    return indices[..., :-1], row_ptr, num_full
 
 
 def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
