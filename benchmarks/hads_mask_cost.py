@@ -1,0 +1,217 @@
+"""What a HADS mask costs, stage by stage, beside the attention that it saves.
+
+    python -m benchmarks.hads_mask_cost                      32k tokens, 32 query heads on 8, head_dim 128, blocks of 64
+    python -m benchmarks.hads_mask_cost --lengths 4096,8192,16384,32768 --record
+    python -m benchmarks.hads_mask_cost --out DIR            write the run to DIR
+
+Contestants take turns. Times of stages are of separate programs, so that their sum is a little above the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+import xsake
+from benchmarks import record
+from xsake.autotune.timing import race
+from xsake.hads import BlockMask, HadsProfile, layer_counts, select
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.choose import choose
+from xsake.hads.estimate import BUCKETS, block_mass
+from xsake.hads.gain import block_keys, gains_of_sorted
+from xsake.hads.keep import nonnegative_order, row_counts
+from xsake.hads.pooled import pool
+from xsake.hads.study.methods import MethodMask
+
+BUDGETS = (0.1, 0.2, 0.43)
+
+
+def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> HadsProfile:
+    """One layer with weights of a usual size; a mask's cost does not depend on them."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.standard_normal((1, q_heads, *shape))).astype(np.float32)
+
+    even = np.linspace(0.1, 0.9, 9, dtype=np.float32)
+    return HadsProfile(
+        features=1 + normal(4, head_dim // 2, scale=0.3),
+        distance=normal(len(BUCKETS)),
+        sink=normal(),
+        sensitivity=np.exp(normal()),
+        burstiness=np.abs(normal(scale=0.03)),
+        entropy=np.abs(normal(scale=0.3)),
+        distance_mass=np.abs(normal(len(BUCKETS))),
+        free_shares=even,
+        layer_shares=even[:, None],
+        head_shares=np.broadcast_to(even[:, None, None], (9, 1, q_heads)).copy(),
+        log_thresholds=-np.arange(9, dtype=np.float32),
+        model="random",
+        block=block,
+        length=4096,
+        sequences=1,
+        kv_heads=kv_heads,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block: int
+
+    def inputs(self) -> tuple[Array, Array, Array]:
+        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        keys = jax.random.split(jax.random.key(0), 3)
+        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        query, key, value = (
+            jax.random.normal(k, (1, self.length, h, self.head_dim), jnp.float32).astype(dtype)
+            for k, h in zip(keys, heads, strict=True)
+        )
+        return query, key, value
+
+    def run(self, rounds: int) -> list[dict[str, Any]]:
+        query, key, value = self.inputs()
+        profile = random_profile(self.q_heads, self.kv_heads, self.head_dim, self.block)
+        grid = CausalGrid(self.length, self.block)
+        device = jax.tree.map(jnp.asarray, profile)
+        budgets = [b for b in BUDGETS if b > grid.forced_blocks / grid.blocks]
+        contestants = self._stages(query, key, value, device, grid)
+        contestants["dense"] = self._dense(query, key, value)
+        for budget in budgets:
+            counts = jnp.asarray(layer_counts(profile, budget, self.length), jnp.int32)
+            contestants |= self._at(budget, counts, query, key, value, device)
+        times = race(contestants, rounds=rounds)
+        return [
+            {"what": name, "seconds": dataclasses.asdict(timing)} | dataclasses.asdict(self)
+            for name, timing in times.items()
+        ]
+
+    def _dense(self, query: Array, key: Array, value: Array) -> Callable[[], Array]:
+        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        run = jax.jit(
+            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        )
+        return lambda: run(query, key, value)
+
+    def _stages(
+        self, query: Array, key: Array, value: Array, profile: HadsProfile, grid: CausalGrid
+    ) -> dict[str, Callable[[], Any]]:
+        """Each stage of a mask, on the output of the one before."""
+        count = jnp.int32(round(0.2 * self.q_heads * grid.blocks))
+        pools = jax.jit(lambda q, k: pool(q, k, grid))
+        estimates = jax.jit(lambda pooled, p: block_mass(pooled, p.estimator(0), grid))
+        keys_of = jax.jit(lambda mass: block_keys(mass, grid, grid.forced()))
+        sorts = jax.jit(lambda keys: jnp.sort(keys, -1))
+        gains = jax.jit(lambda rows, p: gains_of_sorted(rows, p.sensitivity[0], p.burstiness[0]))
+        cuts = jax.jit(lambda gain: row_counts(nonnegative_order(gain).reshape(1, -1, grid.side), count))
+
+        def choice(mass: Array, p: HadsProfile) -> Array:
+            return choose(mass, grid, sensitivity=p.sensitivity[0], burstiness=p.burstiness[0], count=count)
+
+        chooses, lists = jax.jit(choice), jax.jit(self._lists)
+        pooled = pools(query, key)
+        mass = estimates(pooled, profile)
+        keys = keys_of(mass)
+        rows = sorts(keys)
+        gain = gains(rows, profile)
+        blocks = chooses(mass, profile)
+        return {
+            "stage: pool": lambda: pools(query, key),
+            "stage: estimate": lambda: estimates(pooled, profile),
+            "stage: sort rows": lambda: sorts(keys),
+            "stage: gain": lambda: gains(rows, profile),
+            "stage: cut": lambda: cuts(gain),
+            "stage: choose (sort, gain, cut, compare)": lambda: chooses(mass, profile),
+            "stage: lists": lambda: lists(blocks),
+        }
+
+    def _lists(self, blocks: Array) -> BlockMask:
+        return BlockMask.from_blocks(
+            blocks,
+            block_q=self.block,
+            block_kv=self.block,
+            q_len=self.length,
+            kv_len=self.length,
+            is_causal=True,
+            transpose=False,
+        )
+
+    def _at(
+        self, budget: float, counts: Array, query: Array, key: Array, value: Array, profile: HadsProfile
+    ) -> dict[str, Callable[[], Any]]:
+        def hads(q: Array, k: Array, p: HadsProfile, counts: Array) -> BlockMask:
+            return select(q, k, p, counts, layer=0, transpose=False)
+
+        def rival(name: str) -> Callable[..., BlockMask]:
+            return lambda q, k, p, counts: MethodMask(name=name, profile=p, counts=counts)(0, q, k)
+
+        attends = jax.jit(lambda q, k, v, mask: xsake.attention(q, k, v, mask))
+        makers = {
+            "hads": hads,
+            "mean-pooled top-k": rival("mean_top_k"),
+            "XAttention 8": rival("x_attention_8"),
+            "XAttention 16": rival("x_attention_16"),
+        }
+        out: dict[str, Callable[[], Any]] = {}
+        for name, make in makers.items():
+            mask_of = jax.jit(make)
+            both = jax.jit(lambda q, k, v, p, counts, make=make: xsake.attention(q, k, v, make(q, k, p, counts)))
+            mask = mask_of(query, key, profile, counts)
+            out[f"mask: {name} at {budget:.0%}"] = lambda run=mask_of: run(query, key, profile, counts)
+            out[f"mask and attention: {name} at {budget:.0%}"] = lambda run=both: run(
+                query, key, value, profile, counts
+            )
+            if name == "hads":
+                out[f"attention: {name} at {budget:.0%}"] = lambda mask=mask: attends(query, key, value, mask)
+        return out
+
+
+def summary(bench: Bench, results: list[dict[str, Any]]) -> Table:
+    seconds = {r["what"]: r["seconds"]["median"] for r in results}
+    title = (
+        f"{bench.length} tokens, {bench.q_heads}/{bench.kv_heads} heads, head_dim {bench.head_dim}, block {bench.block}"
+    )
+    table = Table("", "ms", "of dense", title=title)
+    for what, value in seconds.items():
+        table.add_row(what, f"{value * 1e3:.3f}", f"{value / seconds['dense']:.1%}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="32768")
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    console, results = Console(width=120), []
+    for length in map(int, args.lengths.split(",")):
+        bench = Bench(length, args.q_heads, args.kv_heads, args.head_dim, args.block)
+        rows = bench.run(args.rounds)
+        results += rows
+        console.print(summary(bench, rows))
+        if args.record or args.out:
+            record.save("hads_mask_cost", results, *([args.out] if args.out else []))
+
+
+if __name__ == "__main__":
+    main()
