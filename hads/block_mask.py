@@ -426,12 +426,14 @@ def _count_allowed(grid: _Grid) -> int:
 
 def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
     """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
+    lists: tuple[ArrayT, ...]
     if xp is jnp:
         from xsake.hads.compact import compact
 
-        indices, row_ptr, num_full = compact(active, full, capacity)
+        lists = compact(active, full, capacity)
     else:
-        indices, row_ptr, num_full = _compress_concrete(active, full, capacity)
+        lists = _compress_concrete(active, full, capacity)
+    indices, row_ptr, num_full = lists
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
     indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)
