@@ -14,12 +14,13 @@ from flax import nnx
 
 from xsake.hads import HadsMask
 from xsake.hads.study.bootstrap import holm, paired_difference
-from xsake.hads.study.divergence import comparer
-from xsake.hads.study.evaluation import Text, evaluate
+from xsake.hads.study.divergence import compare
+from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.layerwise import Layerwise
 from xsake.hads.study.methods import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.hads.study.summary import summarise
+from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(head_dim=16)
@@ -44,13 +45,13 @@ def test_layerwise_is_the_model(model: Transformer):
     ours = HadsMask.of(profile, 0.6, LENGTH, transpose=False)
     sparse, active = run(tokens, MethodMask(name="hads", profile=profile, counts=ours.counts))
     np.testing.assert_allclose(sparse, model.hidden(tokens, mask_fn=ours), rtol=1e-3, atol=1e-4)
-    assert active.tolist() == [[int(count)] * 2 for count in ours.counts]
+    assert active.shape == (2, 2, 4) and active.sum(-1).tolist() == [[int(count)] * 2 for count in ours.counts]
 
 
 def test_comparison_is_that_of_whole_logits(model: Transformer):
     tokens = jnp.asarray(TOKENS)
     states, other = (jax.random.normal(jax.random.key(n), (3, LENGTH, 64)) for n in range(2))
-    got = comparer(model, chunk=128)(states, other, tokens)
+    got = compare(model, states, other, tokens, chunk=128)
     first, second = (np.asarray(jax.nn.log_softmax(model.logits(s)), np.float64) for s in (states, other))
     np.testing.assert_allclose(got.divergence, (np.exp(first) * (first - second)).sum(-1), rtol=1e-3, atol=1e-6)
     for loss, log_p in ((got.loss, first), (got.other_loss, second)):
@@ -58,8 +59,13 @@ def test_comparison_is_that_of_whole_logits(model: Transformer):
         np.testing.assert_allclose(loss[:, :-1], wanted, rtol=1e-4, atol=1e-5)
         assert (loss[:, -1] == 0).all()
     assert (np.asarray(got.same) == (first.argmax(-1) == second.argmax(-1))).all()
+    for right, log_p in ((got.right, first), (got.other_right, second)):
+        assert (np.asarray(right)[:, :-1] == (log_p.argmax(-1)[:, :-1] == TOKENS[:, 1:])).all() and not right[
+            :, -1
+        ].any()
 
 
+@pytest.mark.slow
 def test_evaluation_records_each_sequence_and_goes_on_where_it_stopped(model: Transformer, tmp_path: Path):
     path = tmp_path / "records.jsonl"
     options = dict(methods=["hads", "sink_window"], budgets=[0.6, 1.0], batch=2)

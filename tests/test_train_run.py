@@ -38,6 +38,7 @@ def test_every_block_is_dense(data, tmp_path):
     assert max(abs(a - b) for a, b in zip(half, dense, strict=True)) > 1e-4  # so that the masks are in use
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_same_steps(data, tmp_path):
     whole, parts = (
         losses(train(make_config(microbatches=m), data=data, run=tmp_path / str(m), quiet=True)) for m in (1, 2)
@@ -79,6 +80,7 @@ def test_only_the_last_checkpoints_are_kept(data, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5", "6"]
 
 
+@pytest.mark.slow
 def test_recalibration_is_called_logged_and_resumed(data, tmp_path):
     """The masks that a callback made before the stop are those after it, though the callback would make others."""
     config = make_config(attention="hads", recalibrate_every=2)
