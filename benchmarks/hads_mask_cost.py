@@ -60,8 +60,8 @@ def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> Ha
         model="random",
         block=block,
         length=4096,
-        sequences=1,
         kv_heads=kv_heads,
+        digests=(),
     )
 
 

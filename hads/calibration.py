@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from xsake.hads.choose import choose
 from xsake.hads.estimate import BUCKETS, block_mass, bucket_of
 from xsake.hads.fit import fit_estimator
 from xsake.hads.gain import block_keys, gains_of_sorted
-from xsake.hads.observe import Observation, observer, toucher
+from xsake.hads.observe import Observation, observe, touch
 from xsake.hads.pooled import Pooled
 from xsake.hads.profile import HadsProfile
 from xsake.hads.sensitivity import cost_of_dropping
@@ -64,11 +65,10 @@ def calibrate(
         )
     report = progress or (lambda what, done, of: None)
 
-    observe = observer(model, block)
     seen: list[list[Observation]] = []
     for n in range(count):
         report("dense attention", n, count)
-        seen.append(jax.block_until_ready(observe(jnp.asarray(tokens[n : n + 1], jnp.int32))))
+        seen.append(jax.block_until_ready(observe(model, jnp.asarray(tokens[n : n + 1], jnp.int32), block)))
     layers = [_stack([sequence[layer] for sequence in seen]) for layer in range(len(seen[0]))]
     burstiness = np.stack([_burstiness(layer, grid) for layer in layers])
 
@@ -101,11 +101,16 @@ def calibrate(
         model=name,
         block=block,
         length=length,
-        sequences=count,
         kv_heads=layers[0].pooled.key.shape[1],
+        digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
     )
     profile.check()
     return profile
+
+
+def digest(tokens: np.ndarray) -> str:
+    """A sequence's name that its tokens make."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 def _stack(observations: list[Observation]) -> Observation:
@@ -144,7 +149,6 @@ def _sensitivity(
     report: Progress,
 ) -> np.ndarray:
     """f32[L, H], 1 on average: measured with the blocks that the rule would keep if all heads were alike."""
-    touch = toucher(model)
     layers, heads = burstiness.shape
     budget = min(max(_REFERENCE_BUDGET, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
     wanted = int(uniform_counts(1, heads, budget, grid)[0])
@@ -152,7 +156,7 @@ def _sensitivity(
     errors, drops = np.zeros((layers, heads)), np.zeros((layers, heads))
     for n in range(len(tokens)):
         report("sensitivity of heads", n, len(tokens))
-        touched = touch(jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
+        touched = touch(model, jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
         for number, layer in enumerate(touched):
             mass = seen[n][number].statistics.mass
             kept = choose(mass, grid, sensitivity=equal, burstiness=burstiness[number], count=wanted)

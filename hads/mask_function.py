@@ -49,7 +49,8 @@ def recalibration(
     def recalibrate(step: int, model: Any, tokens: Array) -> HadsMask:
         sample = np.asarray(tokens)[:sequences]
         profile = calibrate(model, sample, name=name, block=block, sensitivity_sequences=2, steps=steps, seed=step)
-        on_device = jax.tree.map(jnp.asarray, profile)
+        # Without the digests, which are not arrays: the next profile must look the same to the compiler.
+        on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
         return HadsMask.of(on_device, budget, tokens.shape[1])
 
     return recalibrate

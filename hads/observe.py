@@ -8,6 +8,7 @@ A model here is an `xsake.model.Transformer` or anything like it: a Flax NNX mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,61 +38,65 @@ class Touched(NamedTuple):
     gradient: Float[Array, "B T H D"]
 
 
-def observer(model: Any, block: int) -> Callable[[Int[Array, "B T"]], list[Observation]]:
-    """A compiled function from tokens to each layer's observation, under dense attention."""
+def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
+    """Each layer's observation, under dense attention. A second model of the same shape compiles nothing."""
     from flax import nnx
 
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def run(state: Any, tokens: Array) -> list[Observation]:
-        watched = nnx.merge(graph, state)
-        grid = CausalGrid(tokens.shape[1], block)
-        seen: list[Observation] = []
-
-        def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
-            seen.append(Observation(block_statistics(query, key, block=block), pool(query, key, grid)))
-            return xsake.attention(query, key, value, **options)
-
-        watched.attention_fn = attend
-        watched.hidden(tokens)
-        return seen
-
-    return lambda tokens: run(state, tokens)
+    graph, weights = nnx.split(model)
+    return _observe(graph, weights, tokens, block)
 
 
-def toucher(model: Any, chunk: int = 512) -> Callable[[Int[Array, "B T"], Array], list[Touched]]:
-    """A compiled function from tokens and a random key to each layer's attention and gradient.
+@partial(jax.jit, static_argnames=("graph", "block"))
+def _observe(graph: Any, weights: Any, tokens: Array, block: int) -> list[Observation]:
+    from flax import nnx
+
+    watched = nnx.merge(graph, weights)
+    grid = CausalGrid(tokens.shape[1], block)
+    seen: list[Observation] = []
+
+    def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
+        seen.append(Observation(block_statistics(query, key, block=block), pool(query, key, grid)))
+        return xsake.attention(query, key, value, **options)
+
+    watched.attention_fn = attend
+    watched.hidden(tokens)
+    return seen
+
+
+def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -> list[Touched]:
+    """Each layer's attention, and the gradient of a likelihood with respect to its heads' outputs.
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
-    backward pass. Logits exist `chunk` tokens at a time.
+    backward pass. Logits exist `chunk` tokens at a time. `key` draws.
     """
     from flax import nnx
 
-    graph, state = nnx.split(model)
+    graph, weights = nnx.split(model)
+    return _touch(graph, weights, tokens, key, chunk)
 
-    @jax.jit
-    def run(state: Any, tokens: Array, key: Array) -> list[Touched]:
-        def likelihood(nudges: list[Array]) -> tuple[Array, list[tuple]]:
-            watched = nnx.merge(graph, state)
-            seen: list[tuple] = []
 
-            def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
-                out = xsake.attention(query, key, value, **options)
-                seen.append((query, key, value))
-                return out + nudges[len(seen) - 1].astype(out.dtype)
+@partial(jax.jit, static_argnames=("graph", "chunk"))
+def _touch(graph: Any, weights: Any, tokens: Array, key: Array, chunk: int) -> list[Touched]:
+    from flax import nnx
 
-            watched.attention_fn = attend
-            states = watched.hidden(tokens)
-            return _signed_likelihood(watched.logits, states, key, chunk), seen
+    def likelihood(nudges: list[Array]) -> tuple[Array, list[tuple]]:
+        watched = nnx.merge(graph, weights)
+        seen: list[tuple] = []
 
-        config = nnx.merge(graph, state).config
-        zero = jnp.zeros((*tokens.shape, config.q_heads, config.head_dim), jnp.float32)
-        gradients, seen = jax.grad(likelihood, has_aux=True)([zero] * config.layers)
-        return [Touched(q, k, v, gradient) for (q, k, v), gradient in zip(seen, gradients, strict=True)]
+        def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
+            out = xsake.attention(query, key, value, **options)
+            seen.append((query, key, value))
+            return out + nudges[len(seen) - 1].astype(out.dtype)
 
-    return lambda tokens, key: run(state, tokens, key)
+        watched.attention_fn = attend
+        states = watched.hidden(tokens)
+        return _signed_likelihood(watched.logits, states, key, chunk), seen
+
+    config = nnx.merge(graph, weights).config
+    zero = jnp.zeros((*tokens.shape, config.q_heads, config.head_dim), jnp.float32)
+    gradients, seen = jax.grad(likelihood, has_aux=True)([zero] * config.layers)
+    return [Touched(q, k, v, gradient) for (q, k, v), gradient in zip(seen, gradients, strict=True)]
 
 
 def _signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], key: Array, chunk: int) -> Array:

@@ -15,7 +15,7 @@ from xsake.hads.pooled import KINDS
 
 _HEADS = ("features", "distance", "sink", "sensitivity", "burstiness", "entropy", "distance_mass")
 _TABLES = ("free_shares", "layer_shares", "head_shares", "log_thresholds")
-_STATIC = ("model", "block", "length", "sequences", "kv_heads")
+_STATIC = ("model", "block", "length", "kv_heads", "digests")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_HEADS + _TABLES, meta_fields=_STATIC)
@@ -35,9 +35,9 @@ class HadsProfile:
       layer_shares [X, L], head_shares [X, L, H]: what each layer and head gets of its own free blocks.
       log_thresholds [X]: the gain at which a budget cuts, for the elastic mode.
 
-    `model` names the model, `block` is the block size, `length` and `sequences` what it was calibrated on. Other
-    lengths work: nothing in a profile depends on the length except the distances that were seen, and a distance beyond
-    them is taken for the farthest one seen.
+    `model` names the model, `block` is the block size, `length` that of the sequences it was calibrated on, and
+    `digests` what they were, so that nobody evaluates on them. Other lengths work: nothing in a profile depends on the
+    length except the distances that were seen, and a distance beyond them is taken for the farthest one seen.
     """
 
     features: Any
@@ -54,8 +54,8 @@ class HadsProfile:
     model: str
     block: int
     length: int
-    sequences: int
     kv_heads: int
+    digests: tuple[str, ...]
 
     @property
     def layers(self) -> int:
@@ -113,5 +113,6 @@ class HadsProfile:
     def __repr__(self) -> str:
         return (
             f"HadsProfile({self.model!r}, {self.layers} layers, {self.q_heads} query heads on {self.kv_heads}, "
-            f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {self.sequences} x {self.length} tokens)"
+            f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {len(self.digests)} x {self.length} "
+            "tokens)"
         )

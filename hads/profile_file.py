@@ -70,8 +70,8 @@ def load(path: str | os.PathLike) -> HadsProfile:
         for name in _HEADS:
             flat = np.asarray([line[name] for line in data["heads"]], np.float32)
             arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
-        static: dict[str, Any] = {name: data[name] for name in _STATIC}
-        for name in ("block", "length", "sequences", "kv_heads"):
+        static: dict[str, Any] = {name: data[name] for name in _STATIC} | {"digests": tuple(data["digests"])}
+        for name in ("block", "length", "kv_heads"):
             if not isinstance(static[name], int) or static[name] < 1:
                 raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
         profile = HadsProfile(**arrays, **static)

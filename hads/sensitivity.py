@@ -20,7 +20,7 @@ def cost_of_dropping(
 ) -> tuple[Float[Array, "H"], Float[Array, "H"]]:
     """(sum of (g · e)², sum of δ²) over the queries, for each head, if only the blocks `kept` are attended to.
 
-    e is the change of a head's output and δ the mass that is dropped; g is the gradient of `toucher`. Half of the first
+    e is the change of a head's output and δ the mass that is dropped; g is the gradient of `touch`. Half of the first
     sum is the KL divergence, to second order and with the errors of other heads and queries as independent; their ratio
     is the head's sensitivity.
     """

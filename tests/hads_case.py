@@ -33,8 +33,8 @@ def random_profile(
         model="random",
         block=block,
         length=256,
-        sequences=1,
         kv_heads=kv_heads,
+        digests=("0123456789abcdef",),
     )
 
 

@@ -126,7 +126,7 @@ def test_observation_is_what_the_layers_did(model: Transformer):
     watched.attention_fn = attend
     tokens = jnp.asarray(TOKENS[:1])
     watched.hidden(tokens)
-    seen = observe.observer(model, 16)(tokens)
+    seen = observe.observe(model, tokens, 16)
     assert len(seen) == len(inputs) == 2
     for layer, (query, key) in zip(seen, inputs, strict=True):
         wanted = block_statistics(query, key, block=16)
@@ -136,7 +136,7 @@ def test_observation_is_what_the_layers_did(model: Transformer):
 
 def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
     assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim) == (2, 4, 2, 16)
-    assert (profile.model, profile.block, profile.length, profile.sequences) == ("tiny", 16, 250, 2)
+    assert (profile.model, profile.block, profile.length, len(profile.digests)) == ("tiny", 16, 250, 2)
     assert profile.sensitivity.mean() == pytest.approx(1, rel=1e-5)
     assert (profile.entropy > 0).all() and (profile.entropy <= 1).all()
     # Random weights attend evenly: a far block of 16 tokens has about 1/16 of the mass on average over 16 rows.

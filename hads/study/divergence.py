@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,41 +13,54 @@ from jaxtyping import Bool, Float, Int
 
 class Compared(NamedTuple):
     """Of each token: the KL divergence from the first run's prediction to the second's, in nats; what the true next
-    token costs each run (0 for the last one, which has none); whether both would say the same."""
+    token costs each run, and whether it is what the run would say (for the last one, which has none, 0 and no)."""
 
     divergence: Float[Array, "B T"]
     loss: Float[Array, "B T"]
     other_loss: Float[Array, "B T"]
+    right: Bool[Array, "B T"]
+    other_right: Bool[Array, "B T"]
     same: Bool[Array, "B T"]
 
 
-def comparer(model: Any, chunk: int = 512) -> Callable[[Array, Array, Array], Compared]:
-    """A compiled function of two runs' final states [B, T, width] and the tokens."""
+def compare(
+    model: Any,
+    states: Float[Array, "B T width"],
+    other: Float[Array, "B T width"],
+    tokens: Int[Array, "B T"],
+    chunk: int = 512,
+) -> Compared:
+    """Of two runs' final states over the same tokens."""
     from flax import nnx
 
     graph, weights = nnx.split(model)
+    return _compare(graph, weights, states, other, tokens, chunk)
 
-    @jax.jit
-    def run(weights: Any, states: Array, other: Array, tokens: Int[Array, "B T"]) -> Compared:
-        merged = nnx.merge(graph, weights)
-        b, t = tokens.shape
-        following = jnp.roll(tokens, -1, 1)
-        pieces = -(-b * t // chunk)
 
-        def cut(x: Array) -> Array:
-            flat = x.reshape(b * t, *x.shape[2:])
-            flat = jnp.pad(flat, ((0, pieces * chunk - b * t),) + ((0, 0),) * (flat.ndim - 1))
-            return flat.reshape(pieces, chunk, *flat.shape[1:])
+@partial(jax.jit, static_argnames=("graph", "chunk"))
+def _compare(graph: Any, weights: Any, states: Array, other: Array, tokens: Array, chunk: int) -> Compared:
+    from flax import nnx
 
-        def part(x: tuple[Array, Array, Array]) -> Compared:
-            first, second = (jax.nn.log_softmax(merged.logits(s[None])[0]) for s in x[:2])
-            divergence = jnp.sum(jnp.exp(first) * (first - second), -1)
-            loss, other_loss = (-jnp.take_along_axis(p, x[2][:, None], 1)[:, 0] for p in (first, second))
-            return Compared(divergence, loss, other_loss, first.argmax(-1) == second.argmax(-1))
+    merged = nnx.merge(graph, weights)
+    b, t = tokens.shape
+    following = jnp.roll(tokens, -1, 1)
+    pieces = -(-b * t // chunk)
 
-        parts = jax.lax.map(part, (cut(states), cut(other), cut(following)))
-        whole = Compared(*(x.reshape(-1)[: b * t].reshape(b, t) for x in parts))
-        last = jnp.arange(t) == t - 1
-        return whole._replace(loss=jnp.where(last, 0, whole.loss), other_loss=jnp.where(last, 0, whole.other_loss))
+    def cut(x: Array) -> Array:
+        flat = x.reshape(b * t, *x.shape[2:])
+        flat = jnp.pad(flat, ((0, pieces * chunk - b * t),) + ((0, 0),) * (flat.ndim - 1))
+        return flat.reshape(pieces, chunk, *flat.shape[1:])
 
-    return lambda states, other, tokens: run(weights, states, other, tokens)
+    def part(x: tuple[Array, Array, Array]) -> Compared:
+        first, second = (jax.nn.log_softmax(merged.logits(s[None])[0]) for s in x[:2])
+        divergence = jnp.sum(jnp.exp(first) * (first - second), -1)
+        loss, other_loss = (-jnp.take_along_axis(p, x[2][:, None], 1)[:, 0] for p in (first, second))
+        said, other_said = first.argmax(-1), second.argmax(-1)
+        return Compared(divergence, loss, other_loss, said == x[2], other_said == x[2], said == other_said)
+
+    parts = jax.lax.map(part, (cut(states), cut(other), cut(following)))
+    whole = Compared(*(x.reshape(-1)[: b * t].reshape(b, t) for x in parts))
+    last = jnp.arange(t) == t - 1
+    ends = {name: jnp.where(last, 0, getattr(whole, name)) for name in ("loss", "other_loss")}
+    ends |= {name: getattr(whole, name) & ~last for name in ("right", "other_right")}
+    return whole._replace(**ends)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +14,11 @@ from jax import Array
 from xsake.hads.budgets import layer_counts, uniform_counts
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.profile import HadsProfile
-from xsake.hads.study.divergence import Compared, comparer
+from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import Layerwise
 from xsake.hads.study.methods import METHODS, MethodMask
 from xsake.hads.study.records import Records
-
-
-class Text(NamedTuple):
-    """One sequence to read."""
-
-    name: str
-    domain: str
-    tokens: np.ndarray  # i32[T]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()[:16]
+from xsake.hads.study.texts import Text
 
 
 def evaluate(
@@ -59,8 +47,10 @@ def evaluate(
     if len(lengths) != 1:
         raise ValueError(f"texts must have one length; got {sorted(lengths)}")
     length = lengths.pop()
+    if seen := [text.name for text in texts if text.digest in profile.digests]:
+        raise ValueError(f"the profile was calibrated on {seen[:3]}: evaluate on other texts")
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
-    run, compare = Layerwise(model), comparer(model)
+    run = Layerwise(model)
     total = profile.q_heads * profile.layers * CausalGrid(length, profile.block).blocks
     work = list(itertools.product(budgets, methods))
     report = progress or (lambda what, done, of: None)
@@ -83,8 +73,8 @@ def evaluate(
             mask_fn = MethodMask(name=method, profile=on_device, counts=jnp.asarray(counts[budget], jnp.int32))
             sparse, active = run(tokens, mask_fn)
             assert active is not None
-            compared = compare(dense, sparse, tokens)
-            density = np.asarray(active).sum(0) / total
+            compared = compare(model, dense, sparse, tokens)
+            density = np.asarray(active).sum((0, 2)) / total
             records.add(
                 _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
                 for n, text in enumerate(some)
@@ -113,7 +103,21 @@ def _line(text: Text, method: str, budget: float, layers: str, density: float, o
         "loss": _mean_loss(one.loss),
         "sparse_loss": _mean_loss(one.other_loss),
         "same_token": float(np.asarray(one.same).mean()),
+        **_answers(text, one),
     }
+
+
+def _answers(text: Text, one: Compared) -> dict[str, int]:
+    """Of a text that asks something: items, those that the dense run answers, those that the sparse run does too."""
+    if text.items is None:
+        return {}
+    asked, dense, both = 0, 0, 0
+    for item in range(1, int(text.items.max()) + 1):
+        at = text.items == item
+        right = bool(np.asarray(one.right)[at].all())
+        asked, dense = asked + 1, dense + right
+        both += right and bool(np.asarray(one.other_right)[at].all())
+    return {"asked": asked, "dense_right": dense, "both_right": both}
 
 
 def _mean_loss(loss: Array) -> float:

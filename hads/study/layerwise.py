@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 
 class Layerwise:
-    """`Layerwise(model)(tokens, mask_fn)` is `model.hidden(tokens, mask_fn=mask_fn)`, and how many blocks were active.
+    """`Layerwise(model)(tokens, mask_fn)` is `model.hidden(tokens, mask_fn=mask_fn)`, and the number of active blocks.
 
     `mask_fn` must be a pytree, and take a traced layer number.
     """
@@ -33,8 +33,8 @@ class Layerwise:
 
     def __call__(
         self, tokens: Int[Array, "B T"], mask_fn: Any = None
-    ) -> tuple[Float[Array, "B T width"], Int[Array, "L B"] | None]:
-        """Final normed states, and active blocks of each layer and sequence (None without masks: dense)."""
+    ) -> tuple[Float[Array, "B T width"], Int[Array, "L B H"] | None]:
+        """Final normed states, and active blocks of each layer, sequence and mask head (None without masks: dense)."""
         from xsake.model.rope import Rotation
 
         config = self.model.config
@@ -54,14 +54,14 @@ def _block(
 ) -> tuple[Array, Array]:
     from flax import nnx
 
-    active = jnp.zeros(x.shape[0], jnp.int32)
+    active = jnp.zeros((x.shape[0], 0), jnp.int32)
 
     def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
         nonlocal active
         if mask_fn is None:
             return attention_fn(query, key, value, is_causal=True), None
         mask = mask_fn(layer, query, key)
-        active = jnp.broadcast_to(mask.kv_row_ptr[..., -1].sum(-1), active.shape)
+        active = jnp.broadcast_to(mask.kv_row_ptr[..., -1], (x.shape[0], mask.heads))
         return attention_fn(query, key, value, mask=mask), None
 
     x, _ = nnx.merge(graph, weights)(x, rotation, attend)

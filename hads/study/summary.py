@@ -35,6 +35,8 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
     """
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for line in lines:
+        if "asked" in line:  # a task: its text is not natural
+            continue
         groups[line["budget"], line["layers"], line["method"]][line["sequence"]] = line
     differences: dict[tuple, Difference] = {}
     for key, mine in groups.items():
@@ -68,3 +70,14 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
             )
         )
     return sorted(rows, key=lambda row: (row.layers, row.budget, row.kl))
+
+
+def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, int, float]]:
+    """(domain, method, budget, items that the dense model answers, share of them that the sparse one does) of tasks."""
+    sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    for line in lines:
+        if "asked" in line:
+            one = sums[line["domain"], line["method"], line["budget"]]
+            one[0] += line["dense_right"]
+            one[1] += line["both_right"]
+    return [(*key, dense, both / dense) for key, (dense, both) in sums.items() if dense]

@@ -1,0 +1,79 @@
+"""Questions whose answer stands far back in the text: needles, pairs and copies, put into filler of real tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+_THINGS = ("river", "castle", "garden", "engine", "mirror", "island", "ticket", "bridge", "candle", "forest")
+
+
+def copy(filler: np.ndarray, rng: np.random.Generator, *, span: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """A random span of tokens early in the text, and again at its end: each token of the second one, after the first
+    eight, is an item. Returns (tokens, items), as long as the filler."""
+    length = len(filler)
+    if length < 4 * span:
+        raise ValueError(f"{length} tokens are too few for two spans of {span}")
+    tokens, items = filler.copy(), np.zeros(length, np.int32)
+    drawn = rng.choice(np.unique(filler), span, replace=False)
+    at = int(rng.integers(span, length - 3 * span))
+    tokens[at : at + span] = tokens[length - span :] = drawn
+    items[length - span + 7 : length - 1] = np.arange(1, span - 7)  # a token's item stands one before it
+    return tokens, items
+
+
+def pairs(filler: np.ndarray, rng: np.random.Generator, *, count: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Associative recall: `count` pairs of tokens, strewn over the text, whose first ones are asked at its end in
+    another order. Each pair is an item. Pairs are of tokens that the filler does not use."""
+    length = len(filler)
+    if length < 16 * count:
+        raise ValueError(f"{length} tokens are too few for {count} pairs")
+    tokens, items = filler.copy(), np.zeros(length, np.int32)
+    rare = _unused(filler, 2 * count, rng)
+    keys, values = rare[:count], rare[count:]
+    places = np.sort(rng.choice((length - 4 * count) // 2, count, replace=False)) * 2
+    tokens[places], tokens[places + 1] = keys, values
+    for item, n in enumerate(rng.permutation(count), 1):
+        at = length - 2 * count + 2 * (item - 1)
+        tokens[at], tokens[at + 1] = keys[n], values[n]
+        items[at] = item
+    return tokens, items
+
+
+def needles(
+    filler: np.ndarray, rng: np.random.Generator, encode: Callable[[str], list[int]], *, count: int = 4
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sentences with numbers of eight digits at even depths, asked for at the end. Each number is an item."""
+    things = rng.choice(_THINGS, count, replace=False)
+    said = [
+        (f"\nThe magic number of the {thing} is", " " + "".join(rng.choice(list("0123456789"), 8)), ".\n")
+        for thing in things
+    ]
+    encoded = [tuple(np.asarray(encode(part), np.int32) for part in one) for one in said]
+    end = sum(len(part) for one in encoded for part in one)
+    length = len(filler)
+    if length < 4 * end:
+        raise ValueError(f"{length} tokens are too few for {count} needles of {end} tokens")
+    tokens, items = filler.copy(), np.zeros(length, np.int32)
+    for n, parts in enumerate(encoded):
+        sentence = np.concatenate(parts)
+        at = (n * (length - 2 * end)) // count + end // count
+        tokens[at : at + len(sentence)] = sentence
+    at = length - end
+    for item, n in enumerate(rng.permutation(count), 1):
+        question, answer, _ = encoded[n]
+        sentence = np.concatenate(encoded[n])
+        tokens[at : at + len(sentence)] = sentence
+        first = at + len(question)
+        items[first - 1 : first - 1 + len(answer)] = item
+        at += len(sentence)
+    return tokens, items
+
+
+def _unused(filler: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Tokens within the range of the filler's that it does not hold."""
+    free = np.setdiff1d(np.arange(int(filler.max())), filler)
+    if len(free) < count:
+        raise ValueError(f"the filler leaves only {len(free)} tokens unused; {count} are needed")
+    return rng.choice(free, count, replace=False).astype(np.int32)
