@@ -6,6 +6,7 @@ import typer
 
 from xsake.autotune.cli import autotune
 from xsake.autotune.tuning_cli import app as tuning
+from xsake.hads.cli import calibrate, evaluate
 from xsake.model.data_cli import app as data
 from xsake.model.generate_cli import generate
 from xsake.model.model_cli import app as model
@@ -46,6 +47,8 @@ app.command()(generate)
 app.add_typer(model, name="model")
 app.add_typer(data, name="data")
 app.command()(train)
+app.command()(calibrate)
+app.command()(evaluate)
 
 
 if __name__ == "__main__":

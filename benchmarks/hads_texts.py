@@ -1,0 +1,122 @@
+"""The texts of the HADS study, as tokens of a model: eight domains out of Debian packages, and three tasks.
+
+    mkdir packages && cd packages
+    apt-get download linux-doc-6.1 perl-doc git-doc postgresql-doc-15 python3.11-doc libpython3.11-stdlib anarchism
+    apt-get download doc-rfc-std                                (from Debian's non-free component)
+    cd .. && python -m benchmarks.hads_texts packages --out texts.npz
+
+Calibrate on some domains and evaluate on others: CALIBRATION and EVALUATION below. A sequence lies within one document
+where the document is long enough; otherwise short documents follow one another. Nothing here uses the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import html
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from xsake.hads.study import tasks
+from xsake.model import load_tokenizer
+
+CALIBRATION = {
+    "kernel": ("linux-doc-6.1", "**/Documentation/**/*.rst.gz"),
+    "perl": ("perl-doc", "**/*.pod"),
+    "git": ("git-doc", "**/*.txt"),
+    "postgres": ("postgresql-doc-15", "**/*.html"),
+}
+EVALUATION = {
+    "pydocs": ("python3.11-doc", "**/_sources/**/*.txt"),
+    "rfc": ("doc-rfc-std", "**/rfc[0-9]*.txt.gz"),
+    "code": ("libpython3.11-stdlib", "**/*.py"),
+    "prose": ("anarchism", "**/*.html"),
+}
+TASK_FILLER = "prose"
+FROM_ONE_DOCUMENT = 8  # sequences at most: many documents, not much of one
+LEAST_CHARACTERS = 4000  # shorter ones are stubs
+
+
+def read(path: Path) -> str:
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    text = data.decode("utf-8", "replace")
+    if path.suffix == ".html":
+        text = re.sub(r"(?s)<(script|style|head)\b.*?</\1>", "", text)
+        text = re.sub(r"\n\s*\n\s*\n+", "\n\n", html.unescape(re.sub(r"<[^>]+>", "", text)))
+    if path.name.startswith("rfc"):  # the feet and heads of printed pages
+        text = re.sub(r"\n+[^\n]*\[Page \d+\]\n\f?\n?[^\n]*\n+", "\n\n", text)
+    return text
+
+
+def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], tokens: int) -> list[np.ndarray]:
+    """Different documents in a random order, until there are so many tokens."""
+    found: list[np.ndarray] = []
+    seen: set[bytes] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
+        paths = sorted(path for path in Path(folder).glob(pattern) if path.is_file() and not path.is_symlink())
+        random.Random(0).shuffle(paths)
+        for path in paths:
+            text = read(path)
+            digest = hashlib.sha256(text.encode()).digest()
+            if digest in seen or len(text) < LEAST_CHARACTERS:
+                continue
+            seen.add(digest)
+            found.append(np.asarray(encode(text), np.uint16))
+            if sum(map(len, found)) > tokens:
+                break
+    return found
+
+
+def sequences(found: list[np.ndarray], length: int, count: int) -> np.ndarray:
+    """u16[N, length], N at most `count`: from long documents first, then from short ones one after the other."""
+    cuts = [
+        document[n * length : (n + 1) * length]
+        for document in found
+        for n in range(min(len(document) // length, FROM_ONE_DOCUMENT))
+    ]
+    short = np.concatenate([np.zeros(0, np.uint16), *(d for d in found if len(d) < length)])
+    cuts += [short[n * length : (n + 1) * length] for n in range(len(short) // length)]
+    return np.stack(cuts[:count])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--length", type=int, default=8192, help="of a sequence; an evaluation may use its beginning")
+    parser.add_argument("--count", type=int, default=64, help="sequences of each domain")
+    parser.add_argument("--tasks", type=int, default=32, help="sequences of each task")
+    args = parser.parse_args()
+
+    encode = load_tokenizer(args.model).encode
+    arrays = {}
+    for domain, (name, pattern) in (CALIBRATION | EVALUATION).items():
+        packages = sorted(args.packages.glob(f"{name}_*.deb"))
+        if not packages:
+            raise SystemExit(f"{args.packages} has no {name}_*.deb: the top of this file says how to get it")
+        found = documents(packages[0], pattern, encode, 2 * args.count * args.length)
+        arrays[domain] = sequences(found, args.length, args.count)
+        print(f"{domain}: {len(arrays[domain])} sequences from {len(found)} documents", flush=True)
+    rng = np.random.default_rng(0)
+    for length in (args.length // 2, args.length):
+        for name in ("copy", "pairs", "needles"):
+            more = {"encode": encode} if name == "needles" else {}
+            filler = arrays[TASK_FILLER][: args.tasks, :length].astype(np.int32)
+            made = [getattr(tasks, name)(one, rng, **more) for one in filler]
+            arrays[f"{name}-{length}"] = np.stack([tokens for tokens, _ in made]).astype(np.uint16)
+            arrays[f"{name}-{length}.items"] = np.stack([items for _, items in made]).astype(np.uint16)
+    np.savez_compressed(args.out, **arrays)
+    print(f"{args.out}: {args.out.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

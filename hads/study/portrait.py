@@ -1,0 +1,50 @@
+"""One text's masks looked at: what each head keeps, and the head whose mask is worth a picture."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.hads.budgets import layer_counts
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.choose import choose
+from xsake.hads.estimate import block_mass
+from xsake.hads.observe import observe
+from xsake.hads.profile import HadsProfile
+
+
+class Portrait(NamedTuple):
+    """`shares[layer, head]` of the causal blocks that HADS keeps; for one head, true masses and kept blocks [n, n]."""
+
+    shares: np.ndarray
+    layer: int
+    head: int
+    mass: np.ndarray
+    kept: np.ndarray
+
+
+def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float) -> Portrait:
+    """HADS on dense attention's queries and keys.
+
+    The head shown is the one that keeps most mass beyond the forced blocks: a fixed pattern would do it most harm.
+    """
+    grid = CausalGrid(len(tokens), profile.block)
+    counts = layer_counts(profile, budget, grid.length)
+    shares, best, found = [], -1.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
+    for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), profile.block)):
+        chosen = choose(
+            block_mass(layer.pooled, profile.estimator(number), grid),
+            grid,
+            sensitivity=profile.sensitivity[number],
+            burstiness=profile.burstiness[number],
+            count=int(counts[number]),
+        )
+        kept, mass = np.asarray(chosen[0]), np.asarray(layer.statistics.mass[0])
+        shares.append(kept.sum((1, 2)) / grid.blocks)
+        beyond = (mass * kept * ~grid.forced()).sum((1, 2))
+        if beyond.max() > best:
+            head = int(beyond.argmax())
+            best, found = float(beyond.max()), (number, head, mass[head], kept[head])
+    return Portrait(np.stack(shares), *found)

@@ -1,0 +1,50 @@
+"""What an evaluation leaves behind: a table on the screen, a summary and pictures in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from xsake.hads.profile import HadsProfile
+from xsake.hads.study import pictures
+from xsake.hads.study.portrait import portrait
+from xsake.hads.study.records import Records
+from xsake.hads.study.summary import Summary, retention, summarise
+from xsake.hads.study.table import table
+from xsake.hads.study.texts import Text
+
+
+def write(
+    records: Records, folder: Path, *, model: Any, profile: HadsProfile, text: Text, console: Console | None = None
+) -> None:
+    """The table, `summary.json`, and three pictures, the last two of one text at the middle one of the budgets."""
+    console = console or Console()
+    rows = summarise(records)
+    about = records.about
+    title = f"{about['model']}, {about['length']} tokens in blocks of {about['block']}: distance from the dense model"
+    console.print(table(rows, title))
+    kept = retention(records)
+    for domain, method, budget, asked, share in kept:
+        console.print(f"{domain}: {method} at {budget:.0%} keeps {share:.1%} of {asked} answers")
+    (folder / "summary.json").write_text(json.dumps(_json(about, rows, kept), indent=1) + "\n")
+    pictures.divergence_over_density(rows, folder / "divergence.png")
+    budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
+    seen = portrait(model, profile, text.tokens, budget)
+    pictures.kept_shares(seen.shares, folder / "heads.png", f"HADS at {budget:.0%} on {text.name}")
+    title = f"layer {seen.layer}, head {seen.head}, HADS at {budget:.0%} on {text.name}"
+    pictures.mask_over_mass(seen.mass, seen.kept, folder / "mask.png", title)
+    console.print(f"records, summary and pictures are in {folder}")
+
+
+def _json(about: dict[str, Any], rows: list[Summary], kept: list[tuple]) -> dict[str, Any]:
+    names = ("domain", "method", "budget", "asked", "retention")
+    return {
+        "about": about,
+        "methods": [
+            row._asdict() | {"against": None if row.against is None else row.against._asdict()} for row in rows
+        ],
+        "tasks": [dict(zip(names, one, strict=True)) for one in kept],
+    }
