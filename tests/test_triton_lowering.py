@@ -157,6 +157,7 @@ _SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(5).integers(0, 3, (1, 70))
     ],
     ids=["causal", "segments", "window", "positions"],
 )
+@pytest.mark.slow  # the shared suite, interpreted, covers them in CI
 def test_parity(rule: dict, arguments: dict, bias: Any, interpreted: None) -> None:
     arrays = _inputs(1, 70, 70, 4, 2, 20, 24)
     mask = _mask(70, 70, 32, 4, **rule)
