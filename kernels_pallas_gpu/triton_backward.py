@@ -26,7 +26,6 @@ from xsake.kernels_pallas_gpu.triton_forward import (
     walk_kv,
 )
 from xsake.kernels_pallas_gpu.triton_tiles import (
-    LOG2_E,
     NEG_INF,
     Refs,
     Tiles,
@@ -35,7 +34,9 @@ from xsake.kernels_pallas_gpu.triton_tiles import (
     int_div,
     iota,
     padded_dim,
+    queries,
     repeat,
+    units_of,
     zero,
 )
 
@@ -52,8 +53,8 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    # Base 2, and +inf where a row attends nothing: its weights are exp2(-inf) = 0.
-    lse = jnp.where(lse == NEG_INF, POS_INF, lse * LOG2_E)
+    # +inf where a row attends nothing: its weights are exp(-inf) = 0.
+    lse = jnp.where(lse == NEG_INF, POS_INF, lse * units_of(call.query.dtype).one)
     one_q, one_kv = (call.bias.shape[2] == 1, call.bias.shape[3] == 1) if with_bias else (False, False)
     dq, row_sums = _dq(call, dq_tiling, lse, delta, d_out, with_sums=one_kv)
     dk, dv, column_sums = _dkv(call, dkv_tiling, lse, delta, d_out, with_sums=one_q and not one_kv)
@@ -78,7 +79,7 @@ def _gradient_of_logits(
     x, c, slope = tiles.logits(products, bias)
     if ok is not None:
         x = jnp.where(ok, x, NEG_INF)
-    p = jnp.exp2(x * c - lse)
+    p = tiles.units.exp(x * c - lse)
     ds = p * (d_p - delta)
     return p, ds if slope is None else ds * slope
 
@@ -164,7 +165,7 @@ def _dkv(
         return pl.BlockSpec((None, group, length), lambda i, k, b: (b, k, 0))
 
     inputs = {
-        "query": (call.query, group_rows(call.head_dim)),
+        "query": (queries(call), group_rows(call.head_dim)),
         "d_out": (d_out, group_rows(call.value_dim)),
         "lse": (lse, group_vector(call.q_len)),
         "delta": (delta, group_vector(call.q_len)),
@@ -259,7 +260,7 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
         jnp.zeros((tiles.tkv, padded_dim(tiles.value_dim)), jnp.float32),
     )
     d_kv = repeat(tiles.group, of_head, d_kv, i)
-    store_rows(outs["dk"], d_kv[0] * tiles.scale, first_kv, tiles.kv_len, tiles.head_dim)
+    store_rows(outs["dk"], d_kv[0] * tiles.product_scale, first_kv, tiles.kv_len, tiles.head_dim)
     store_rows(outs["dv"], d_kv[1], first_kv, tiles.kv_len, tiles.value_dim)
 
 
@@ -279,7 +280,7 @@ def _full_bias(call: Call, tiling: Tiling, lse: Array, delta: Array, d_out: Arra
         return x, pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
     inputs = {
-        "query": whole(call.query, call.head_dim),
+        "query": whole(queries(call), call.head_dim),
         "d_out": whole(d_out, call.value_dim),
         "key": whole(call.key, call.head_dim),
         "value": whole(call.value, call.value_dim),

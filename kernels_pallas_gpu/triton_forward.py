@@ -1,8 +1,7 @@
-"""Forward: one program a tile of queries, which walks its row of the list with an online softmax in base 2."""
+"""Forward: one program a tile of queries, which walks its row of the list with an online softmax."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
 
 from xsake._backend import Call
-from xsake.kernels_pallas_gpu.triton_tiles import LOG2_E, NEG_INF, Refs, Tiles, Tiling, dot, int_div, iota, padded_dim
+from xsake.kernels_pallas_gpu.triton_tiles import (
+    NEG_INF,
+    Refs,
+    Tiles,
+    Tiling,
+    dot,
+    int_div,
+    iota,
+    padded_dim,
+    queries,
+)
 
 
 def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
@@ -42,6 +51,7 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
 
 def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
     row, first_q = q_tile_of(tiles, refs)
+    units = tiles.units
     q = tiles.load(refs["query"].at[pl.ds(first_q, tiles.tq), :], first_q, tiles.tq, tiles.q_len, tiles.head_dim)
     q_tokens = tiles.q_tokens(refs, first_q, axis=0)
 
@@ -66,8 +76,8 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
             safe = new_peak
             if tested or bias is not None:  # a row may have nothing yet
                 safe = jnp.where(new_peak == NEG_INF, 0.0, new_peak)
-            decay = jnp.exp2(peak - safe)
-            p = jnp.exp2(x * c - safe[:, None])
+            decay = units.exp(peak - safe)
+            p = units.exp(x * c - safe[:, None])
             total = total * decay + p.sum(1)
             # PV
             v = tiles.load(refs["value"].at[here], first_kv, tiles.tkv, end, tiles.value_dim)
@@ -84,15 +94,15 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
     peak, total, acc = walk_kv(tiles, refs, row, first_q, body, state)
 
     if "sink" in refs:
-        sink = plgpu.load(refs["sink"]) * LOG2_E
+        sink = plgpu.load(refs["sink"]) * units.one
         top = jnp.where(sink > peak, sink, peak)
         safe = jnp.where(top == NEG_INF, 0.0, top)
-        decay = jnp.exp2(peak - safe)
-        total = total * decay + jnp.exp2(sink - safe)  # a NaN sink makes the whole row NaN
+        decay = units.exp(peak - safe)
+        total = total * decay + units.exp(sink - safe)  # a NaN sink makes the whole row NaN
         acc, peak = acc * decay[:, None], top
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, NEG_INF, (peak + jnp.log2(total)) * math.log(2))
+    lse = jnp.where(empty, NEG_INF, (peak + units.log(total)) * (1 / units.one))
     store_rows(outs["out"], acc / total[:, None], first_q, tiles.q_len, tiles.value_dim)
     plgpu.store(outs["lse"].at[pl.ds(first_q, tiles.tq)], lse, mask=first_q + iota(tiles.tq) < tiles.q_len)
 
@@ -123,7 +133,7 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
         )
 
     inputs = {
-        "query": (call.query, head_rows(call.q_len, call.head_dim)),
+        "query": (queries(call), head_rows(call.q_len, call.head_dim)),
         "key": (call.key, head_rows(call.kv_len, call.head_dim, tiles.group)),
         "value": (call.value, head_rows(call.kv_len, call.value_dim, tiles.group)),
         "indices": lists(mask.kv_indices),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,38 @@ class Tiling:
                 raise ValueError(f"{name}={value!r} must be one of {allowed}")
 
 
+class Units(NamedTuple):
+    """What logits are counted in: a natural logit is `one` of them, and exp and log are those of the base."""
+
+    one: float
+    exp: Callable[[Array], Array]
+    log: Callable[[Array], Array]
+
+
+def units_of(dtype: Any) -> Units:
+    """Base 2 for halves: scale, change of base and subtraction of the peak are one instruction, and then comes exp2.
+
+    Natural for float32, and a factor only after the subtraction: one before it would round the logit and lse once more,
+    and of logits of some 4000 that shows in the weights.
+    """
+    if dtype == jnp.float32:
+        return Units(1.0, lambda x: jnp.exp2(x * LOG2_E), jnp.log)
+    return Units(LOG2_E, jnp.exp2, jnp.log2)
+
+
 def padded_dim(dim: int) -> int:
     """A head dimension as the tensor core takes it: a power of two, at least 16."""
     return max(16, pl.next_power_of_2(dim))
+
+
+def queries(call: Call) -> Array:
+    """The queries as the kernels take them: with the scale, where `product_scale` is 1."""
+    return call.query * call.scale if _scaled_first(call) else call.query
+
+
+def _scaled_first(call: Call) -> bool:
+    """Scaled products are logits that are rounded once more; scaled halves would lose more than that."""
+    return call.query.dtype == jnp.float32
 
 
 class Tiles:
@@ -70,6 +99,8 @@ class Tiles:
         self.capacity, self.mask_heads, self.mask_batch = mask.capacity, mask.heads, mask.batch
         self.q_tail, self.kv_tail = call.q_len % mask.block_q != 0, call.kv_len % mask.block_kv != 0
         self.band, self.scale, self.soft_cap = call.band, call.scale, call.soft_cap
+        self.units = units_of(call.query.dtype)
+        self.product_scale = 1.0 if _scaled_first(call) else self.scale
         self.has_segments, self.has_positions = call.q_segments is not None, call.q_positions is not None
         self.full_is_exact = call.full_is_exact
         self.bias_shape = None if call.bias is None else call.bias.shape
@@ -172,20 +203,19 @@ class Tiles:
     # -- arithmetic -----------------------------------------------------------------------------------------------
 
     def logits(self, products: Array, bias: Array | None) -> tuple[Array, float, Array | None]:
-        """(x, c, slope): x * c are base-2 logits with c > 0, and slope is the soft cap's derivative.
+        """(x, c, slope): x * c are logits in `units` with c > 0, and slope is the soft cap's derivative.
 
-        Where it can, c holds the scale: multiplying and subtracting the peak is then one instruction.
+        Where it can, c holds the scale.
         """
-        if bias is None and self.soft_cap is None and self.scale > 0:
-            return products, self.scale * LOG2_E, None
-        x, slope = products * self.scale, None
+        if bias is None and self.soft_cap is None and self.product_scale > 0:
+            return products, self.product_scale * self.units.one, None
+        x, slope = products * self.product_scale, None
         if bias is not None:
             x = x + bias
-        if self.soft_cap is None:
-            return x, LOG2_E, None
-        t = jnp.tanh(x * (1 / self.soft_cap))
-        x, slope = t * self.soft_cap, 1 - t * t
-        return x, LOG2_E, slope
+        if self.soft_cap is not None:
+            t = jnp.tanh(x * (1 / self.soft_cap))
+            x, slope = t * self.soft_cap, 1 - t * t
+        return x, self.units.one, slope
 
     def attends(self, q: Token, kv: Token) -> Array:
         """The element rule; one side's arrays are columns and the other's are rows."""
@@ -234,7 +264,13 @@ def iota(n: int) -> Array:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """float32 product; float32 operands are multiplied as float32, not as TF32."""
+    """float32 product; float32 operands are multiplied as float32, not as TF32.
+
+    The device sums float32 products one after another, so that any two kernels round the same logit alike. XLA on a
+    CPU has an order for each shape; interpretation keeps to one.
+    """
+    if interpreting() and a.dtype == jnp.float32:
+        return (jnp.moveaxis(a, contract[0], 0)[:, :, None] * jnp.moveaxis(b, contract[1], 0)[:, None, :]).sum(0)
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
