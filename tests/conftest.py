@@ -81,12 +81,3 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A target's known failures are expected ones. Not strict: rounding differs between machines."""
-    for item in items:
-        target = getattr(item, "callspec", None) and item.callspec.params.get("implementation")
-        reason = dict(target.known).get(item.originalname) if target else None
-        if reason:
-            item.add_marker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=False))

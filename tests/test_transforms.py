@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contract import reference
 from contract.case import Case, attend, check, collect, make, run, with_grads
+from contract.compare import assert_close_to_float64
 from hypothesis import given
 
 import xsake
@@ -92,19 +94,25 @@ def test_grad_of_vmap_sums_over_what_is_shared(implementation):
     with implementation.context():
         results, grads = jax.jit(lambda i, c: with_grads(every, i, c))(inputs, cotangents)
 
-    from contract import reference
-    from contract.compare import assert_close_to_float64
-
-    exact = [reference.compute(c, np.float64) for c in effective]
-    plain = [reference.compute(c, np.float32) for c in effective]
-    noise = [reference.noise(c, e) for c, e in zip(effective, exact, strict=True)]
-    for name in grads:
-        combine = (lambda xs: np.stack(xs, 1)) if name == "query" else sum
-        e, p = (combine([getattr(x, f"d_{name}") for x in xs]) for xs in (exact, plain))
-        assert_close_to_float64(f"d_{name}", grads[name], e, p, sum(getattr(x, f"d_{name}") for x in noise))
+    truth = [reference.evaluate(c, np.float64) for c in effective]
+    noise = [reference.noise(c, e.results) for c, e in zip(effective, truth, strict=True)]
+    exact, plain = _together(truth), _together([reference.evaluate(c, c.query.dtype) for c in effective])
+    usual = reference.yardstick(exact, plain)
+    for name in (f"d_{name}" for name in grads):
+        e, p = getattr(exact.results, name), getattr(usual, name)
+        assert_close_to_float64(name, grads[name[2:]], e, p, sum(getattr(x, name) for x in noise))
     for i, case in enumerate(effective):
         out, lse = (np.asarray(x)[:, i] for x in results)
         check(case, collect(case, (out, lse), {}))
+
+
+def _together(examples: list[reference.Evaluation]) -> reference.Evaluation:
+    """Gradients of all examples: each has its own query, and all else is shared."""
+    fields = reference.Results._fields
+    every = {name: [getattr(x.results, name).astype(np.float64) for x in examples] for name in fields}
+    results = {name: np.stack(xs, 1) if name in ("out", "lse", "d_query") else sum(xs) for name, xs in every.items()}
+    rows = {name: np.concatenate([x.by_row[name] for x in examples]) for name in examples[0].by_row}
+    return reference.Evaluation(reference.Results(**results), rows)
 
 
 def test_nested_vmap(implementation):

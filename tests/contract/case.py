@@ -189,8 +189,8 @@ def collect(case: Case, results, grads) -> Results:
 
 def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
     """Every result against float64."""
-    exact = reference.compute(case, np.float64)
-    plain = reference.compute(case, case.query.dtype)
+    truth = reference.evaluate(case, np.float64)
+    exact, plain = truth.results, reference.yardstick(truth, reference.evaluate(case, case.query.dtype))
     noise = reference.noise(case, exact)
     problems = []
     for name, value in zip(Results._fields, actual, strict=True):

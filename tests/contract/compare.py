@@ -23,6 +23,7 @@ def assert_close_to_float64(name: str, actual, exact, plain, noise, *, factor: f
     zeroed = np.where(odd, 0.0, exact)
     error = np.abs(np.where(odd, 0.0, actual) - zeroed)
     allowed = np.abs(np.where(odd, 0.0, plain) - zeroed)
+    assert np.isfinite(allowed).all(), f"{name}: the yardstick is not finite where float64 is"
     largest, rms = _largest(error), _rms(error)
     may_largest = factor * max(_largest(allowed), noise)
     may_rms = factor * max(_rms(allowed), noise / 2)

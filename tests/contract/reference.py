@@ -1,8 +1,8 @@
 """Attention and its gradients in numpy, from the definition, in any precision. Shares no code with the package.
 
-With float64 it is the truth. With a smaller type it is the yardstick: what a plain dense computation in that precision
-makes of the same inputs (float32 logits and sums, and, for half precisions, weights and results rounded to the half
-type).
+With float64 it is the truth. With a smaller type it is what the yardstick is made of: what a plain dense computation in
+that precision makes of the same inputs (float32 logits and sums, and, for half precisions, weights and results rounded
+to the half type).
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ class Results(NamedTuple):
     d_value: np.ndarray | None = None
     d_bias: np.ndarray | None = None
     d_sinks: np.ndarray | None = None
+
+
+class Evaluation(NamedTuple):
+    """The results, and of those that sum over queries what each query's row adds: [rows, *shape of the result]."""
+
+    results: Results
+    by_row: dict[str, np.ndarray]
+
+
+FEW = 32  # elements from which an RMS error is a good estimate: in 98 cases of 100 within a factor of 1.4
 
 
 def rule(past: np.ndarray, is_causal: bool, window) -> np.ndarray:
@@ -73,6 +83,10 @@ def attends(case) -> np.ndarray:
 
 def compute(case, dtype) -> Results:
     """The whole contract for a case, in `dtype`."""
+    return evaluate(case, dtype).results
+
+
+def evaluate(case, dtype) -> Evaluation:
     half = np.dtype(dtype).itemsize < 4
     work = np.dtype(np.float32) if half else np.dtype(dtype)
 
@@ -125,17 +139,24 @@ def compute(case, dtype) -> Results:
     def over_group(x: np.ndarray) -> np.ndarray:
         return x.reshape(*group, *x.shape[2:]).sum(2)
 
+    by_row = {}
     d_bias = None
     if a.get("bias") is not None:
         shape = np.shape(a["bias"])
         d_bias = d_z.sum(tuple(i for i in range(4) if shape[i] == 1), keepdims=True).astype(
             np.asarray(a["bias"]).dtype if half else work
         )
+        if d_bias.size < FEW:
+            rows = d_z.sum(3, keepdims=True) if shape[3] == 1 else d_z
+            summed = [i for i in range(3) if shape[i] == 1]
+            by_row["d_bias"] = np.moveaxis(rows, summed, range(len(summed))).reshape(-1, *shape)
     d_sinks = None
     if sinks is not None:
         share = np.exp(sinks[None, :, None, :] - np.where(empty, np.inf, lse[..., None]))
         d_sinks = -(share * delta).sum((0, 2)).reshape(np.shape(a["sinks"]))
-    return Results(
+        if d_sinks.size < FEW:
+            by_row["d_sinks"] = -(share * delta).swapaxes(1, 2).reshape(-1, *d_sinks.shape)
+    results = Results(
         out=out.swapaxes(1, 2),
         lse=lse.swapaxes(1, 2),
         d_query=round_(round_(d_z) @ k * scale).swapaxes(1, 2),
@@ -144,6 +165,24 @@ def compute(case, dtype) -> Results:
         d_bias=d_bias,
         d_sinks=d_sinks,
     )
+    return Evaluation(results, by_row)
+
+
+def yardstick(exact: Evaluation, plain: Evaluation) -> Results:
+    """`plain`'s results, but for those of few elements: of these, `exact` plus the error that is to be expected.
+
+    The error of a sum over hundreds of rows is small where the rows' rounding errors happen to cancel. Many elements
+    average that luck out; of two elements, the RMS error is in one case of 17 less than a fourth of what an equally
+    good computation makes. Not so the root of the sum of the squares of the rows' errors: it is the RMS error over all
+    signs that these errors might have had, and with them those of the additions, of half a unit of the sum so far at
+    most. A row is what counts as one, for errors within a row have a common cause.
+    """
+    usual = {}
+    for name, rows in exact.by_row.items():
+        rounded = plain.by_row[name]
+        addition = np.finfo(rounded.dtype).eps / 2 / 3**0.5 * np.cumsum(rows, 0)
+        usual[name] = getattr(exact.results, name) + np.sqrt((np.square(rounded - rows) + np.square(addition)).sum(0))
+    return plain.results._replace(**usual)
 
 
 def noise(case, exact: Results) -> Results:

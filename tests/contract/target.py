@@ -27,8 +27,6 @@ class Target:
     head_dim: int = 24
     value_dim: int = 16
     marks: tuple = dataclasses.field(default=(), compare=False)
-    # Tests that miss the suite's tolerance, and by how much: shown as expected failures until the cause is mended.
-    known: tuple[tuple[str, str], ...] = ()
 
     def size(self, tokens: int) -> int:
         return tokens * self.unit
@@ -98,29 +96,14 @@ def _tpu_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
     )
 
 
-_TRITON_KNOWN = (
-    (
-        "test_large_logits_do_not_overflow",
-        "float32 logits of some 4000, recomputed in another order: d_value's RMS error is 1.6 times (interpreted 4.8 "
-        "times) what is allowed",
-    ),
-)
-_TRITON_INTERPRET_KNOWN = (
-    *_TRITON_KNOWN,
-    ("test_grad_of_vmap_sums_over_what_is_shared", "1 of 2496 float32 outputs is off by 1.6e-6, 1.3e-6 is allowed"),
-)
-_MOSAIC_KNOWN = (("test_vmap_of_grad", "with a bias, d_sinks' RMS error is 7.8e-4 in bfloat16, 5.9e-4 is allowed"),)
-
 HALVES = ("bfloat16", "float16")
 GPU = (pytest.mark.gpu,)
 
 TARGETS = [
     Target("xla", _xla_configs),
-    Target(
-        "mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU, known=_MOSAIC_KNOWN
-    ),
-    Target("triton", _triton_configs, marks=GPU, known=_TRITON_KNOWN),
-    Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,), known=_TRITON_INTERPRET_KNOWN),
+    Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
+    Target("triton", _triton_configs, marks=GPU),
+    Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
     Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
     Target("mosaic_tpu", _tpu_configs, interpret=True, marks=(pytest.mark.interpret, pytest.mark.slow)),
 ]
