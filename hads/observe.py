@@ -1,8 +1,5 @@
 """A model watched while it attends densely: each layer's block statistics and pooled vectors, and how much its output
 would feel an error in each head.
-
-A model here is an `xsake.model.Transformer` or anything like it: a Flax NNX module with `hidden(tokens)`,
-`logits(states)` and an attribute `attention_fn` that its layers call one after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from jaxtyping import Float, Int
 import xsake
 from xsake.hads.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.layerwise import Layers, run_block
 from xsake.hads.pooled import Pooled, pool
 
 
@@ -39,28 +37,26 @@ class Touched(NamedTuple):
 
 
 def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
-    """Each layer's observation, under dense attention. A second model of the same shape compiles nothing."""
-    from flax import nnx
-
-    graph, weights = nnx.split(model)
-    return _observe(graph, weights, tokens, block)
-
-
-@partial(jax.jit, static_argnames=("graph", "block"))
-def _observe(graph: Any, weights: Any, tokens: Array, block: int) -> list[Observation]:
-    from flax import nnx
-
-    watched = nnx.merge(graph, weights)
-    grid = CausalGrid(tokens.shape[1], block)
-    seen: list[Observation] = []
-
-    def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
-        seen.append(Observation(block_statistics(query, key, block=block), pool(query, key, grid)))
-        return xsake.attention(query, key, value, **options)
-
-    watched.attention_fn = attend
-    watched.hidden(tokens)
+    """Each layer's observation, under dense attention."""
+    layers = Layers(model)
+    x, rotation = layers.start(tokens)
+    seen = []
+    for weights in layers.weights:
+        x, one = _observe_block(layers.graph, weights, x, rotation, block)
+        seen.append(one)
     return seen
+
+
+@partial(jax.jit, static_argnames=("graph", "block"), donate_argnames="x")
+def _observe_block(graph: Any, weights: Any, x: Array, rotation: Any, block: int) -> tuple[Array, Observation]:
+    seen = []
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        pooled = pool(query, key, CausalGrid(query.shape[1], block))
+        seen.append(Observation(block_statistics(query, key, block=block), pooled))
+        return xsake.attention(query, key, value, is_causal=True)
+
+    return run_block(graph, weights, x, rotation, attend), seen[0]
 
 
 def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -> list[Touched]:
@@ -72,31 +68,51 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -
     """
     from flax import nnx
 
-    graph, weights = nnx.split(model)
-    return _touch(graph, weights, tokens, key, chunk)
+    layers = Layers(model)
+    x, rotation = layers.start(tokens)
+    inputs = []
+    for weights in layers.weights:
+        inputs.append(x)
+        x = _forward_block(layers.graph, weights, x, rotation)
+    gradient = _likelihood_gradient(*nnx.split(model), x, key, chunk)
+    touched = []
+    for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
+        gradient, one = _touch_block(layers.graph, weights, x, rotation, gradient)
+        touched.append(one)
+    return touched[::-1]
+
+
+@partial(jax.jit, static_argnames="graph")
+def _forward_block(graph: Any, weights: Any, x: Array, rotation: Any) -> Array:
+    return run_block(graph, weights, x, rotation, partial(xsake.attention, is_causal=True))
+
+
+@partial(jax.jit, static_argnames="graph")
+def _touch_block(graph: Any, weights: Any, x: Array, rotation: Any, gradient: Array) -> tuple[Array, Touched]:
+    """The gradient with respect to the block's input, and with respect to its heads' outputs."""
+
+    def run(x: Array, nudge: Array | None) -> tuple[Array, tuple]:
+        seen = []
+
+        def attend(query: Array, key: Array, value: Array) -> Array:
+            out = xsake.attention(query, key, value, is_causal=True)
+            seen.append((query, key, value))
+            return out if nudge is None else out + nudge
+
+        return run_block(graph, weights, x, rotation, attend), seen[0]
+
+    query, *_ = jax.eval_shape(lambda x: run(x, None)[1], x)
+    _, pull, (q, k, v) = jax.vjp(run, x, jnp.zeros(query.shape, query.dtype), has_aux=True)
+    before, felt = pull(gradient)
+    return before, Touched(q, k, v, felt)
 
 
 @partial(jax.jit, static_argnames=("graph", "chunk"))
-def _touch(graph: Any, weights: Any, tokens: Array, key: Array, chunk: int) -> list[Touched]:
+def _likelihood_gradient(graph: Any, weights: Any, x: Array, key: Array, chunk: int) -> Array:
     from flax import nnx
 
-    def likelihood(nudges: list[Array]) -> tuple[Array, list[tuple]]:
-        watched = nnx.merge(graph, weights)
-        seen: list[tuple] = []
-
-        def attend(query: Array, key: Array, value: Array, **options: Any) -> Array:
-            out = xsake.attention(query, key, value, **options)
-            seen.append((query, key, value))
-            return out + nudges[len(seen) - 1].astype(out.dtype)
-
-        watched.attention_fn = attend
-        states = watched.hidden(tokens)
-        return _signed_likelihood(watched.logits, states, key, chunk), seen
-
-    config = nnx.merge(graph, weights).config
-    zero = jnp.zeros((*tokens.shape, config.q_heads, config.head_dim), jnp.float32)
-    gradients, seen = jax.grad(likelihood, has_aux=True)([zero] * config.layers)
-    return [Touched(q, k, v, gradient) for (q, k, v), gradient in zip(seen, gradients, strict=True)]
+    model = nnx.merge(graph, weights)
+    return jax.grad(lambda x: _signed_likelihood(model.logits, model.norm(x), key, chunk))(x)
 
 
 def _signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], key: Array, chunk: int) -> Array:

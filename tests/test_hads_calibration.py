@@ -134,6 +134,20 @@ def test_observation_is_what_the_layers_did(model: Transformer):
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
 
 
+def test_gradients_are_those_of_the_whole_model(model: Transformer):
+    tokens, key = jnp.asarray(TOKENS[:1]), jax.random.key(5)
+
+    def likelihood(nudges):
+        calls = iter(nudges)
+        watched = nnx.merge(*nnx.split(model))
+        watched.attention_fn = lambda q, k, v, **o: jax.nn.dot_product_attention(q, k, v, **o) + next(calls)
+        return observe._signed_likelihood(watched.logits, watched.hidden(tokens), key, 64)
+
+    wanted = jax.jit(jax.grad(likelihood))([jnp.zeros((1, 250, 4, 16))] * 2)
+    for layer, want in zip(observe.touch(model, tokens, key, chunk=64), wanted, strict=True):
+        np.testing.assert_allclose(layer.gradient, want, rtol=1e-3, atol=1e-4 * float(jnp.abs(want).max()))
+
+
 def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
     assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim) == (2, 4, 2, 16)
     assert (profile.model, profile.block, profile.length, len(profile.digests)) == ("tiny", 16, 250, 2)

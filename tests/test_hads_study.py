@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 from xsake.hads import HadsMask
+from xsake.hads.layerwise import Layers
 from xsake.hads.study.bootstrap import holm, paired_difference
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import evaluate
-from xsake.hads.study.layerwise import Layerwise
+from xsake.hads.study.layerwise import run
 from xsake.hads.study.methods import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.hads.study.summary import summarise
@@ -37,13 +38,13 @@ def model() -> Transformer:
 
 def test_layerwise_is_the_model(model: Transformer):
     tokens = jnp.asarray(TOKENS[:2])
-    run = Layerwise(model)
-    dense, none = run(tokens)
+    layers = Layers(model)
+    dense, none = run(layers, tokens)
     np.testing.assert_allclose(dense, jax.jit(model.hidden)(tokens), rtol=1e-4, atol=1e-5)
     assert none is None
     profile = jax.tree.map(jnp.asarray, PROFILE)
     ours = HadsMask.of(profile, 0.6, LENGTH, transpose=False)
-    sparse, active = run(tokens, MethodMask(name="hads", profile=profile, counts=ours.counts))
+    sparse, active = run(layers, tokens, MethodMask(name="hads", profile=profile, counts=ours.counts))
     np.testing.assert_allclose(sparse, model.hidden(tokens, mask_fn=ours), rtol=1e-3, atol=1e-4)
     assert active.shape == (2, 2, 4) and active.sum(-1).tolist() == [[int(count)] * 2 for count in ours.counts]
 

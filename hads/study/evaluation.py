@@ -13,9 +13,10 @@ from jax import Array
 
 from xsake.hads.budgets import layer_counts, uniform_counts
 from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.layerwise import Layers
 from xsake.hads.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
-from xsake.hads.study.layerwise import Layerwise
+from xsake.hads.study.layerwise import run
 from xsake.hads.study.methods import METHODS, MethodMask
 from xsake.hads.study.records import Records
 from xsake.hads.study.texts import Text
@@ -50,7 +51,7 @@ def evaluate(
     if seen := [text.name for text in texts if text.digest in profile.digests]:
         raise ValueError(f"the profile was calibrated on {seen[:3]}: evaluate on other texts")
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
-    run = Layerwise(model)
+    blocks = Layers(model)
     total = profile.q_heads * profile.layers * CausalGrid(length, profile.block).blocks
     work = list(itertools.product(budgets, methods))
     report = progress or (lambda what, done, of: None)
@@ -66,12 +67,12 @@ def evaluate(
             continue
         tokens = jnp.asarray(np.stack([text.tokens for text in some]), jnp.int32)
         report("dense", first, len(texts))
-        dense, _ = run(tokens)
+        dense, _ = run(blocks, tokens)
         for budget, method in left:
             report(f"{method} at {budget:.0%}", first, len(texts))
             on_device = jax.tree.map(jnp.asarray, profile)
             mask_fn = MethodMask(name=method, profile=on_device, counts=jnp.asarray(counts[budget], jnp.int32))
-            sparse, active = run(tokens, mask_fn)
+            sparse, active = run(blocks, tokens, mask_fn)
             assert active is not None
             compared = compare(model, dense, sparse, tokens)
             density = np.asarray(active).sum((0, 2)) / total
