@@ -14,6 +14,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -197,6 +198,20 @@ def without_hardware() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def sweep(
+    topology: str, workloads: Sequence[Workload] = WORKLOADS, kernels: Sequence[str] = KERNELS
+) -> Iterator[tuple[Workload, str, str | None]]:
+    """Compile with default configurations; (workload, kernel, what went wrong or None) of each when it is done."""
+    sharding = one_device(topology)
+    for workload in workloads:
+        for kernel in kernels:
+            try:
+                lower(workload, kernel, sharding=sharding).compile()
+                yield workload, kernel, None
+            except Exception as error:  # report every failure, not the first alone
+                yield workload, kernel, f"{type(error).__name__}: {str(error)[:600]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("topology", nargs="*", default=TOPOLOGIES, help=f"of {TOPOLOGIES} by default")
@@ -210,25 +225,18 @@ def main() -> int:
         return 0
     without_hardware()
     print(f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}")
+    chosen = [w for w in WORKLOADS if args.only in w.name and (not args.core or w.name in CORE)]
     failed = 0
     for topology in args.topology:
-        sharding, start, count = one_device(topology), time.time(), 0
-        for workload in WORKLOADS:
-            if args.only not in workload.name or (args.core and workload.name not in CORE):
-                continue
-            begin = time.time()
-            for kernel in args.kernel or KERNELS:
-                try:
-                    lower(workload, kernel, sharding=sharding).compile()
-                    count += 1
-                except Exception as error:  # report every failure, not the first alone
-                    failed += 1
-                    print(
-                        f"FAILED {topology} {workload.name!r} {kernel}: {type(error).__name__}: {str(error)[:600]}",
-                        flush=True,
-                    )
-            if args.verbose:
-                print(f"{topology} {workload.name!r}: {time.time() - begin:.1f} s", flush=True)
+        start, count = time.time(), 0
+        for workload, kernel, problem in sweep(topology, chosen, args.kernel or KERNELS):
+            if problem:
+                failed += 1
+                print(f"FAILED {topology} {workload.name!r} {kernel}: {problem}", flush=True)
+            else:
+                count += 1
+                if args.verbose:
+                    print(f"{topology} {workload.name!r} {kernel}: at {time.time() - start:.1f} s", flush=True)
         print(f"{topology}: {count} kernels compiled in {time.time() - start:.0f} s", flush=True)
     return 1 if failed else 0
 

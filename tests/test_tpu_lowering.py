@@ -6,11 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from xsake.kernels_pallas_tpu import ahead, config
 
+ROOT = Path(__file__).parents[1]
 BY_NAME = {w.name: w for w in ahead.WORKLOADS}
 QUICK = ("block 512", "block 128", "decode", "131072 tokens, block 512", "131072 tokens, block 128", "odd blocks")
 
@@ -78,6 +80,23 @@ def test_compiles_ahead_of_time(topology):
     if python is None and importlib.util.find_spec("libtpu") is None:
         pytest.skip('libtpu is not installed (pip install "jax[tpu]"), and XSAKE_TPU_PYTHON names no other interpreter')
     command = [python or sys.executable, "-m", "xsake.kernels_pallas_tpu.ahead", "--core", topology]
-    run = subprocess.run(command, capture_output=True, text=True)
+    paths = os.pathsep.join(["src", *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
     assert run.returncode == 0, run.stdout + run.stderr
     assert "kernels compiled" in run.stdout
+
+
+def test_a_kernel_that_does_not_compile_is_reported_and_the_rest_goes_on(monkeypatch):
+    class Lowered:
+        def compile(self):
+            pass
+
+    def lower(workload, kernel, **_):
+        if kernel == "dq":
+            raise ValueError("does not fit")
+        return Lowered()
+
+    monkeypatch.setattr(ahead, "one_device", lambda topology: None)
+    monkeypatch.setattr(ahead, "lower", lower)
+    outcomes = [(kernel, problem) for _, kernel, problem in ahead.sweep("v5e:2x2", ahead.WORKLOADS[:1])]
+    assert outcomes == [("forward", None), ("dq", "ValueError: does not fit"), ("dkv", None)]
