@@ -40,7 +40,8 @@ class QuerySteps:
             columns=kv,
             steps=(b * mask.batch // call.batch, h * fold * mask.heads // call.q_heads, i),
         )
-        self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, call.full_is_exact, tiling.mixed)
+        exact = call.full_is_exact and kv.pitch == kv.block  # keys of padding inside a block must be tested away
+        self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, exact, tiling.mixed)
         self.bias = None if call.bias is None else BiasTiles(call.bias, q, kv, fold, transposed=False)
         kv_head = lambda place: lax.div(place[1], group // fold) if group > fold else place[1]  # noqa: E731
         self.pair = Pair("key", "value")
