@@ -57,6 +57,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def strict_tpu_interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpreted TPU kernels fail on races too, not on reads out of bounds and of what was never written alone."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    from xsake.kernels_pallas_tpu import launch
+
+    launch.interpret_params.update(detect_races=True)
+    yield
+    launch.interpret_params.clear()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE DETECTED" not in capsys.readouterr().out  # jax 0.11 prints it; newer ones raise
+
+
+@pytest.fixture(autouse=True)
+def _strict_target(request: pytest.FixtureRequest) -> None:
+    target = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
+    if target and target.interpret and target.name == "mosaic_tpu":
+        request.getfixturevalue("strict_tpu_interpreter")
+
+
+@pytest.fixture
 def unchecked_annotations() -> Iterator[None]:
     """As users have it: the package's own checks and messages, not those of the annotations."""
     jaxtyping.config.update("jaxtyping_disable", True)

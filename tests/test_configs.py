@@ -20,7 +20,7 @@ def test_forward_and_backward_tiles_are_independent(implementation, which):
     case = make(
         implementation, q_len=75, kv_len=107, mask=(2, 4), bias=(1, 0, 0, 0), sinks=(4,), mask_causal=True, density=0.8
     )
-    config = implementation.configs(case.block_q, case.block_kv)[which]
+    config = implementation.configs(case)[which]
     check(case, run(implementation, case, config=config))
 
 

@@ -89,7 +89,7 @@ def test_predecessor_key_gradient_and_last_block_s_causality(implementation):
 def test_predecessor_forward_tiles_differ_from_backward_tiles(implementation):
     """They read out of bounds, at lengths that no tile divides."""
     case = make(implementation, q_len=77, kv_len=101, mask=(1, 4), density=0.7, mask_causal=True)
-    check_run(implementation, case, config=implementation.configs(case.block_q, case.block_kv)[1])
+    check_run(implementation, case, config=implementation.configs(case)[1])
 
 
 @pytest.mark.parametrize(

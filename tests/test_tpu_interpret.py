@@ -11,16 +11,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check, make, run
+from contract.case import Case, check, make, run
 from contract.target import Target
-from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from xsake.kernels_pallas_tpu import Config, Tiling, launch
+from xsake.kernels_pallas_tpu import Config, Tiling
 
 
-def _configs(block_q: int, block_kv: int) -> tuple[Config, Config]:
-    """Both for blocks of 128: one chunk size, and chunks of two with one over, in passes shorter than an entry."""
+def _configs(case: Case) -> tuple[Config, Config]:
+    """For blocks of 128: one chunk size, and chunks of two with one over, in passes shorter than an entry."""
     one = Tiling(own=128, entry=128, wide=1, narrow=1, compute=128)
     two = Tiling(own=64, entry=128, wide=2, narrow=1, compute=64)
     return Config(forward=one, dq=one, dkv=one), Config(forward=two, dq=dataclasses.replace(one, wide=2), dkv=one)
@@ -48,12 +47,7 @@ SMOKE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _strict_interpreter():
-    launch.interpret_params.update(detect_races=True)
-    yield
-    launch.interpret_params.clear()
-    pltpu.reset_tpu_interpret_mode_state()
+pytestmark = pytest.mark.usefixtures("strict_tpu_interpreter")
 
 
 @pytest.mark.parametrize("name", SMOKE)
@@ -92,10 +86,16 @@ def test_every_chunk_size_and_the_way_from_step_to_step():
         np.testing.assert_allclose(lse, exact_lse, atol=2e-6)
 
 
+def test_padding_inside_full_blocks():
+    """Blocks of 100 keys take 128 rows: the other 28 are nobody's, also where the mask's rule excludes nothing."""
+    case = make(TPU, q_len=64, kv_len=200, batch=1, block_q=64, block_kv=100, exact_lengths=True, density=1.0)
+    check(case, run(TPU, case, config=_configs(case)[1]))
+
+
 def test_a_tiling_that_does_not_suit_the_mask():
     case = make(TPU, q_len=256, kv_len=256, batch=1, block_q=128, block_kv=128, exact_lengths=True)
     odd = Tiling(own=48, entry=128, wide=1, narrow=1, compute=128)
-    config = dataclasses.replace(_configs(128, 128)[0], forward=odd)
+    config = dataclasses.replace(_configs(case)[0], forward=odd)
     with pytest.raises(ValueError, match="own=48 must divide 128"):
         run(TPU, case, config=config)
     with pytest.raises(ValueError, match="wide=1 must be at least narrow=2"):
@@ -108,4 +108,4 @@ def test_a_tiling_that_does_not_suit_the_mask():
 @pytest.mark.parametrize("which", [0, 1])
 def test_given_configurations(which):
     case = make(TPU, q_len=300, kv_len=200, batch=1, block_q=128, block_kv=128, exact_lengths=True, mask_causal=True)
-    check(case, run(TPU, case, config=_configs(128, 128)[which]))
+    check(case, run(TPU, case, config=_configs(case)[which]))

@@ -15,12 +15,12 @@ class Target:
     """An implementation and the sizes to test it at.
 
     Tests speak of small sizes (blocks of 16 and 32 tokens, about 100 tokens); `unit` multiplies them where a kernel
-    needs larger blocks. `configs(block_q, block_kv)` gives two configurations that differ, the second with forward
-    tiles that are not its backward tiles.
+    needs larger blocks. `configs(case)` gives two configurations of a case that differ, the second with forward tiles
+    that are not its backward tiles.
     """
 
     name: str
-    configs: Callable[[int, int], tuple[Any, Any]]
+    configs: Callable[[Any], tuple[Any, Any]]
     interpret: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     unit: int = 1
@@ -39,9 +39,10 @@ class Target:
         return xsake.interpret()
 
 
-def _xla_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _xla_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_xla_ref import Config, Tiling
 
+    block_q, block_kv = case.block_q, case.block_kv
     one = Tiling(q=block_q, kv=block_kv, chunk=3)
     return (
         Config(forward=one, backward=one),
@@ -51,13 +52,14 @@ def _xla_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
     )
 
 
-def _triton_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _triton_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_pallas_gpu.triton import Config
     from xsake.kernels_pallas_gpu.triton_tiles import Tiling
 
     def tiling(q: int, kv: int, stages: int) -> Tiling:
         return Tiling(q=q & -q, kv=kv & -kv, num_warps=4, num_stages=stages)
 
+    block_q, block_kv = case.block_q, case.block_kv
     one = tiling(block_q, block_kv, 2)
     return (
         Config(forward=one, dq=one, dkv=one),
@@ -65,7 +67,7 @@ def _triton_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
     )
 
 
-def _mosaic_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _mosaic_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 
     return (
@@ -78,18 +80,20 @@ def _mosaic_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
     )
 
 
-def _tpu_configs(block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _tpu_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_pallas_tpu import Config, Tiling
 
-    lanes = max(1, 128 // block_kv)
+    block_q = case.block_q
+    entry = max(128, case.block_kv) if "bias" in case.arguments else case.block_kv  # a bias has keys on the lanes
+    lanes = max(1, 128 // entry)
 
     def forward(own: int, wide: int) -> Tiling:
-        return Tiling(own=own, entry=block_kv, wide=wide * lanes, narrow=lanes, compute=512)
+        return Tiling(own=own, entry=entry, wide=wide * lanes, narrow=lanes, compute=512)
 
     def dkv(wide: int) -> Tiling:
         return Tiling(own=128, entry=128, wide=wide, narrow=1, compute=128)
 
-    dq = Tiling(own=128, entry=block_kv, wide=lanes, narrow=lanes, compute=128)
+    dq = Tiling(own=128, entry=entry, wide=lanes, narrow=lanes, compute=128)
     return (
         Config(forward=forward(block_q, 1), dq=dq, dkv=dkv(1)),
         Config(forward=forward(block_q // 2, 2), dq=dq, dkv=dkv(2)),
