@@ -157,10 +157,10 @@ def compile_ours(topology: str, kernel: str, block: int, head_dim: int, tiling: 
         chosen = dataclasses.replace(chosen, **{kernel: dataclasses.replace(getattr(chosen, kernel), **tiling)})
     ahead.lower(workload, kernel, chosen, ahead.one_device(topology)).compile()
     t = getattr(chosen, kernel)
-    rows = t.own * t.fold
+    sizes = [t.narrow] if t.mixed and t.wide == t.narrow else [t.wide, t.narrow]  # of the chunks of each loop
     return {
         "name": f"xsake_{kernel}",
-        "areas": [rows * t.entry * t.wide, rows * t.entry * t.narrow],
+        "areas": [t.own * t.fold * t.entry * n for n in sizes],
         "tiling": dataclasses.asdict(t),
     }
 

@@ -29,7 +29,7 @@ from xsake.autotune.contest import Contest, Verdict
 from xsake.autotune.environment import Facts
 from xsake.autotune.problem import Part, Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
-from xsake.tuning_db import Entry
+from xsake.tuning_db import Database, Entry
 
 KINDS = {"v5e:2x2": "TPU v5 lite", "v6e:2x2": "TPU v6 lite"}
 WORKLOADS = ("gpt4k", "gpt4k_d64", "llama32k")
@@ -49,13 +49,16 @@ def schedule(topology: str, kernel: str, head_dim: int, block: int, tiling: str)
 
 
 def cycles(row: dict[str, Any], blocks: np.ndarray, causal: bool, block: int) -> float:
-    """Of all grid steps over a mask bool[H, rows, columns], rows being those that steps own."""
+    """Of all grid steps over a mask bool[H, rows, columns], rows being those that steps own; chunks as in Walk."""
     tiling: Part = row["tiling"]
-    active = blocks.sum(-1)
-    full = active - np.diagonal(blocks, axis1=-2, axis2=-1) if causal else active
     entries = block // tiling["entry"]
-    wide = (active if tiling["mixed"] else full) * entries // tiling["wide"]
-    narrow = -(-(active * entries - wide * tiling["wide"]) // tiling["narrow"])
+    tiles = blocks.sum(-1) * entries
+    full = tiles - np.diagonal(blocks, axis1=-2, axis2=-1) * entries if causal else tiles
+    if tiling["mixed"]:  # the last may be not quite filled
+        wide = (tiles + tiling["wide"] // 2 - 1) // tiling["wide"]
+    else:
+        wide = full // tiling["wide"]
+    narrow = -(-np.maximum(tiles - wide * tiling["wide"], 0) // tiling["narrow"])
     first, last = row["loops"][0]["loop"], row["loops"][-1]["loop"]
     loops = wide * row["areas"][0] * first / TILE + narrow * row["areas"][-1] * last / TILE
     return float((loops + row["step"] + GRID_STEP).sum()) * (block // tiling["own"]) / tiling["fold"]
@@ -137,14 +140,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("topology", nargs="*", default=list(KINDS), help=f"of {list(KINDS)}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the database")
+    parser.add_argument("--missing", action="store_true", help="keep entries that were made with these kernels")
     args = parser.parse_args()
     for topology in args.topology:
         where = facts(topology)
         path = args.out / tuning_db.file_name(where.device_kind)
+        there = Database.read(path) if args.missing and path.exists() else Database(where.device_kind)
         for problem in named(list(WORKLOADS), list(BLOCKS), list(DENSITIES), "bfloat16", "mosaic_tpu"):
             print(f"{topology} {problem.workload.name}, block {problem.workload.block}", flush=True)
             studies, blocks = plans(problem)
             for plan in studies:
+                if (old := there.exact(plan.key)) and old.about.get("kernel") == plan.kernel:
+                    continue
                 masks = [blocks[density] for density in plan.densities if density is not None]
                 if entry := tuned(topology, plan, masks, where.environment_id):
                     environments = {where.environment_id: where.environment}

@@ -29,6 +29,12 @@ def test_full_blocks_fill_wide_chunks_and_the_rest_is_narrow():
     assert cycles(row(mixed=True), BLOCKS, True, 512) == cycles(row(), BLOCKS, False, 512)
 
 
+def test_mixed_chunks_need_not_be_filled():
+    """Rows of 1, 2, 3 and 4 blocks of 4 entries: a wide chunk of 16 takes what is more than half of it."""
+    tested = row(entry=128, wide=16, narrow=4, mixed=True)
+    assert cycles(tested, BLOCKS, True, 512) == pytest.approx(4 * STEP + (1 + 2) * 1500 + 2 * 4000)
+
+
 def test_short_steps_walk_the_list_more_often():
     half = cycles(row(own=256), BLOCKS, True, 512)
     assert half - 8 * STEP == pytest.approx(cycles(row(), BLOCKS, True, 512) - 4 * STEP)
