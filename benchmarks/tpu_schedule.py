@@ -17,6 +17,7 @@ modelled, and neither are the about 140 cycles that a grid step costs by itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import glob
 import json
@@ -25,6 +26,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 GRID_STEP = 140
 TILE = 512 * 512
+_FINAL = "-packed-bundles-post-ra.txt"
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:")
 SLOTS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 
 
@@ -77,15 +81,24 @@ class Schedule:
         return min((r for r in inside if r.issues("MXU") >= 0.95 * loop.issues("MXU")), key=lambda r: r.bundles)
 
 
-def read_schedule(directory: Path, name: str) -> Schedule:
-    """The schedule of the kernel whose name begins with `name`, the last one dumped."""
-    suffix = "-packed-bundles-post-ra.txt"
+def dump_of(directory: Path, name: str) -> Path:
+    """The final bundles of the kernel whose name begins with `name`, the last one dumped."""
     files = sorted(
-        f for f in glob.glob(f"{glob.escape(str(directory))}/*-{name}*{suffix}") if "schedule-analysis" not in f
+        f for f in glob.glob(f"{glob.escape(str(directory))}/*-{name}*{_FINAL}") if "schedule-analysis" not in f
     )
     if not files:
         raise FileNotFoundError(f"no schedule of a kernel named {name!r}* in {directory}")
-    stamp, label = re.match(r"(\d+)-(.*)-\d+" + re.escape(suffix), os.path.basename(files[-1])).groups()
+    return Path(files[-1])
+
+
+def bundles_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if _BUNDLE.match(line)]
+
+
+def read_schedule(directory: Path, name: str) -> Schedule:
+    """The schedule of the kernel whose name begins with `name`, the last one dumped."""
+    final = dump_of(directory, name)
+    stamp, label = re.match(r"(\d+)-(.*)-\d+" + re.escape(_FINAL), final.name).groups()
     table = glob.glob(
         f"{glob.escape(str(directory))}/{stamp}-{glob.escape(label)}-*pre-delay_hlo-static-per-bundle-utilization*"
     )
@@ -97,11 +110,7 @@ def read_schedule(directory: Path, name: str) -> Schedule:
 
     regions: dict[int, Region] = {}
     stack: list[int] = []
-    bundle = 0
-    text = Path(files[-1]).read_text()
-    for line in text.splitlines():
-        if not re.match(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:", line):
-            continue
+    for bundle, line in enumerate(bundles_of(final.read_text())):
         for number in map(int, re.findall(r"Start region (\d+)", line)):
             regions.setdefault(number, Region(number, bundle))
             stack.append(number)
@@ -110,7 +119,6 @@ def read_schedule(directory: Path, name: str) -> Schedule:
             region.bundles, region.last = region.bundles + 1, bundle
             if bundle < len(usage):
                 region.slots = [a + b for a, b in zip(region.slots, usage[bundle], strict=True)]
-        bundle += 1
         for number in map(int, re.findall(r"End region (\d+)", line)):
             if number in stack:
                 stack.remove(number)
@@ -204,20 +212,16 @@ def in_process(case: dict[str, Any]) -> dict[str, Any]:
     return {"ours": compile_ours, "splash": compile_splash}[case.pop("whose")](**case)
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def dumped(case: dict[str, Any], module: str = "benchmarks.tpu_schedule") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The folder of the dumped schedules of `python -m module --case`, and what it printed, while inside."""
     with tempfile.TemporaryDirectory() as directory:
         flags = (
             f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
             "--xla_jf_dump_llo_pass_label_regex=(packed-bundles-post-ra|pre-delay|pre-finalize).*"
         )
         result = subprocess.run(
-            [
-                os.environ.get("XSAKE_TPU_PYTHON", sys.executable),
-                "-m",
-                "benchmarks.tpu_schedule",
-                "--case",
-                json.dumps(case),
-            ],
+            [os.environ.get("XSAKE_TPU_PYTHON", sys.executable), "-m", module, "--case", json.dumps(case)],
             env={
                 **os.environ,
                 "LIBTPU_INIT_ARGS": flags,
@@ -230,8 +234,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise RuntimeError(f"{case} did not compile:\n{result.stderr[-3000:]}")
-        compiled = json.loads(lines[-1])
-        return {**case, **compiled, **measure(read_schedule(Path(directory), compiled["name"]), compiled["areas"])}
+        yield Path(directory), json.loads(lines[-1])
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    with dumped(case) as (directory, compiled):
+        return {**case, **compiled, **measure(read_schedule(directory, compiled["name"]), compiled["areas"])}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -283,6 +291,24 @@ def ours_in_all(blocks: Any, causal: bool, row: dict[str, Any]) -> dict[str, flo
         "plain": float(active.sum() * first["inner"] * area / TILE + GRID_STEP * active.size),
         "strict": float(loops * area / TILE + (GRID_STEP + row["step"]) * active.size),
     }
+
+
+def cycles(row: dict[str, Any], blocks: Any, causal: bool, block: int) -> float:
+    """Of all grid steps over a mask bool[H, rows, columns], rows being those that steps own; chunks as in Walk."""
+    import numpy as np
+
+    tiling = row["tiling"]
+    entries = block // tiling["entry"]
+    tiles = blocks.sum(-1) * entries
+    full = tiles - np.diagonal(blocks, axis1=-2, axis2=-1) * entries if causal else tiles
+    if tiling["mixed"]:  # the last may be not quite filled
+        wide = (tiles + tiling["wide"] // 2 - 1) // tiling["wide"]
+    else:
+        wide = full // tiling["wide"]
+    narrow = -(-np.maximum(tiles - wide * tiling["wide"], 0) // tiling["narrow"])
+    first, last = row["loops"][0]["loop"], row["loops"][-1]["loop"]
+    loops = wide * row["areas"][0] * first / TILE + narrow * row["areas"][-1] * last / TILE
+    return float((loops + row["step"] + GRID_STEP).sum()) * (block // tiling["own"]) / tiling["fold"]
 
 
 def splash_in_all(blocks: Any, row: dict[str, Any]) -> float:

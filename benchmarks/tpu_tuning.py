@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 import xsake
-from benchmarks.tpu_schedule import GRID_STEP, TILE, run_case
+from benchmarks.tpu_schedule import cycles, run_case
 from xsake import tuning_db
 from xsake.autotune import environment, writer
 from xsake.autotune.contest import Contest, Verdict
 from xsake.autotune.environment import Facts
-from xsake.autotune.problem import Part, Problem, StudyPlan, label, named
+from xsake.autotune.problem import Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
 from xsake.tuning_db import Database, Entry
 
@@ -46,22 +46,6 @@ def schedule(topology: str, kernel: str, head_dim: int, block: int, tiling: str)
         return run_case({**case, "tiling": json.loads(tiling)})
     except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[-1]
-
-
-def cycles(row: dict[str, Any], blocks: np.ndarray, causal: bool, block: int) -> float:
-    """Of all grid steps over a mask bool[H, rows, columns], rows being those that steps own; chunks as in Walk."""
-    tiling: Part = row["tiling"]
-    entries = block // tiling["entry"]
-    tiles = blocks.sum(-1) * entries
-    full = tiles - np.diagonal(blocks, axis1=-2, axis2=-1) * entries if causal else tiles
-    if tiling["mixed"]:  # the last may be not quite filled
-        wide = (tiles + tiling["wide"] // 2 - 1) // tiling["wide"]
-    else:
-        wide = full // tiling["wide"]
-    narrow = -(-np.maximum(tiles - wide * tiling["wide"], 0) // tiling["narrow"])
-    first, last = row["loops"][0]["loop"], row["loops"][-1]["loop"]
-    loops = wide * row["areas"][0] * first / TILE + narrow * row["areas"][-1] * last / TILE
-    return float((loops + row["step"] + GRID_STEP).sum()) * (block // tiling["own"]) / tiling["fold"]
 
 
 def plans(problem: Problem) -> tuple[list[StudyPlan], dict[float, np.ndarray]]:
