@@ -157,7 +157,7 @@ class Bench:
             return select(q, k, p, counts, layer=0, transpose=False)
 
         def rival(name: str) -> Callable[..., BlockMask]:
-            return lambda q, k, p, counts: MethodMask(name=name, profile=p, counts=counts)(0, q, k)
+            return lambda q, k, p, counts: MethodMask.of(name, p, counts)(0, q, k)
 
         attends = jax.jit(lambda q, k, v, mask: xsake.attention(q, k, v, mask))
         makers = {

@@ -67,8 +67,11 @@ def block_statistics(
 def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
     """`row(i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
 
-    `more` are arrays like the query, cut the same way. The tail of the last row is 0.
+    `more` are arrays like the query, cut the same way. The tail of the last row is 0. An accelerator does as many rows
+    at once as have a gigabyte of logits.
     """
+    row_bytes = 4 * query.shape[0] * query.shape[2] * grid.block * grid.length
+    at_once = 1 if jax.default_backend() == "cpu" else max(min(2**30 // row_bytes, grid.side), 1)
 
     def rows(x: Array) -> Array:
         b, _, h, d = x.shape
@@ -76,7 +79,8 @@ def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: Causal
         x = x.reshape(b, grid.side, grid.block, kv_heads, h // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5)
 
-    return jax.lax.map(lambda x: row(*x), (jnp.arange(grid.side), rows(query), *map(rows, more)))
+    cut = (jnp.arange(grid.side), rows(query), *map(rows, more))
+    return jax.lax.map(lambda x: row(*x), cut, batch_size=None if at_once == 1 else at_once)
 
 
 def attention_rows(
@@ -84,8 +88,9 @@ def attention_rows(
 ) -> tuple[Float[Array, "B K G block T"], Array]:
     """Causal attention weights of the queries of block i, and how many keys each sees."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, key = q.astype(jnp.float32), key.astype(jnp.float32)
-    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=jax.lax.Precision.HIGHEST) * scale
+    # Products of 16-bit numbers are exact in float32, whatever the precision.
+    highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
+    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
     t = i * grid.block + jnp.arange(grid.block)
     logits = jnp.where(t[:, None] >= jnp.arange(grid.length), logits, -jnp.inf)
     return jax.nn.softmax(logits, -1), jnp.minimum(t + 1, grid.length)

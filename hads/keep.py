@@ -12,7 +12,10 @@ from xsake.hads.causal_grid import CausalGrid
 
 
 def keep_largest(
-    priority: Float[Array, "B H n n"], grid: CausalGrid, count: Int[Array, ""] | int, forced: np.ndarray | None = None
+    priority: Float[Array, "B H n n"],
+    grid: CausalGrid,
+    count: Int[Array, ""] | int,
+    forced: Array | np.ndarray | None = None,
 ) -> Bool[Array, "B H n n"]:
     """Exactly `count` causal blocks of each sequence, all heads together: the forced ones and the highest priorities.
 

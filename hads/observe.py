@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-import xsake
 from xsake.hads.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.layerwise import Layers, run_block
@@ -42,19 +41,21 @@ def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observati
     x, rotation = layers.start(tokens)
     seen = []
     for weights in layers.weights:
-        x, one = _observe_block(layers.graph, weights, x, rotation, block)
+        x, one = _observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
         seen.append(one)
     return seen
 
 
-@partial(jax.jit, static_argnames=("graph", "block"), donate_argnames="x")
-def _observe_block(graph: Any, weights: Any, x: Array, rotation: Any, block: int) -> tuple[Array, Observation]:
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+def _observe_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
+) -> tuple[Array, Observation]:
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         pooled = pool(query, key, CausalGrid(query.shape[1], block))
         seen.append(Observation(block_statistics(query, key, block=block), pooled))
-        return xsake.attention(query, key, value, is_causal=True)
+        return attention_fn(query, key, value, is_causal=True)
 
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
@@ -73,29 +74,31 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -
     inputs = []
     for weights in layers.weights:
         inputs.append(x)
-        x = _forward_block(layers.graph, weights, x, rotation)
+        x = _forward_block(layers.graph, model.attention_fn, weights, x, rotation)
     gradient = _likelihood_gradient(*nnx.split(model), x, key, chunk)
     touched = []
     for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
-        gradient, one = _touch_block(layers.graph, weights, x, rotation, gradient)
+        gradient, one = _touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
         touched.append(one)
     return touched[::-1]
 
 
-@partial(jax.jit, static_argnames="graph")
-def _forward_block(graph: Any, weights: Any, x: Array, rotation: Any) -> Array:
-    return run_block(graph, weights, x, rotation, partial(xsake.attention, is_causal=True))
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+def _forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
+    return run_block(graph, weights, x, rotation, partial(attention_fn, is_causal=True))
 
 
-@partial(jax.jit, static_argnames="graph")
-def _touch_block(graph: Any, weights: Any, x: Array, rotation: Any, gradient: Array) -> tuple[Array, Touched]:
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+def _touch_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
+) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
 
     def run(x: Array, nudge: Array | None) -> tuple[Array, tuple]:
         seen = []
 
         def attend(query: Array, key: Array, value: Array) -> Array:
-            out = xsake.attention(query, key, value, is_causal=True)
+            out = attention_fn(query, key, value, is_causal=True)
             seen.append((query, key, value))
             return out if nudge is None else out + nudge
 

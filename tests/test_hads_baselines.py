@@ -225,11 +225,11 @@ def test_our_own_methods_and_oracles_keep_exactly_their_count():
 def test_a_method_is_a_mask_function():
     counts = np.array([300, 301], np.int32)
     query, key = map(jnp.asarray, inputs())
-    method = methods.MethodMask(name="sink_window+forced", profile=PROFILE, counts=counts)
+    method = methods.MethodMask.of("sink_window+forced", PROFILE, counts)
     mask = jax.jit(lambda m, q, k: m(1, q, k))(method, query, key)
     assert np.asarray(mask.to_blocks()).sum((1, 2, 3)).tolist() == [301, 301] and mask.is_causal
     with pytest.raises(KeyError, match="no_such"):
-        methods.MethodMask(name="no_such", profile=PROFILE, counts=counts)(0, query, key)
+        methods.MethodMask.of("no_such", PROFILE, counts)(0, query, key)
 
 
 def test_the_oracle_holds_more_mass_than_any_method_with_as_many_blocks(priorities: dict):

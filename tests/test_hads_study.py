@@ -44,7 +44,7 @@ def test_layerwise_is_the_model(model: Transformer):
     assert none is None
     profile = jax.tree.map(jnp.asarray, PROFILE)
     ours = HadsMask.of(profile, 0.6, LENGTH, transpose=False)
-    sparse, active = run(layers, tokens, MethodMask(name="hads", profile=profile, counts=ours.counts))
+    sparse, active = run(layers, tokens, MethodMask.of("hads", profile, ours.counts))
     np.testing.assert_allclose(sparse, model.hidden(tokens, mask_fn=ours), rtol=1e-3, atol=1e-4)
     assert active.shape == (2, 2, 4) and active.sum(-1).tolist() == [[int(count)] * 2 for count in ours.counts]
 

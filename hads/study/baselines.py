@@ -28,7 +28,8 @@ Blocks = Float[Array, "B H n n"]
 class Layer:
     """What a method may look at: a layer's queries and keys, its number, how many blocks it may keep, a profile.
 
-    Number, count and profile may be traced, so that one compiled program serves every layer and budget.
+    Number, count, profile and whether HADS's forced blocks are kept may be traced, so that one compiled program serves
+    every layer and budget.
     """
 
     query: Float[Array, "B T H D"]
@@ -37,6 +38,11 @@ class Layer:
     number: Array | int
     count: Array | int
     profile: HadsProfile
+    with_forced: Array | bool = False
+
+    @property
+    def forced(self) -> Array:
+        return jnp.asarray(self.grid.forced()) & self.with_forced
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

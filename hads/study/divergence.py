@@ -28,17 +28,22 @@ def compare(
     states: Float[Array, "B T width"],
     other: Float[Array, "B T width"],
     tokens: Int[Array, "B T"],
-    chunk: int = 512,
+    chunk: int | None = None,
 ) -> Compared:
-    """Of two runs' final states over the same tokens."""
+    """Of two runs' final states over the same tokens, `chunk` of them at a time (by default as suits the machine)."""
     from flax import nnx
 
     graph, weights = nnx.split(model)
-    return _compare(graph, weights, states, other, tokens, chunk)
+    return compare_states(graph, weights, states, other, tokens, chunk or usual_chunk())
+
+
+def usual_chunk() -> int:
+    """Tokens whose logits exist at a time: few on a CPU for its caches, many on an accelerator for few launches."""
+    return 512 if jax.default_backend() == "cpu" else 4096
 
 
 @partial(jax.jit, static_argnames=("graph", "chunk"))
-def _compare(graph: Any, weights: Any, states: Array, other: Array, tokens: Array, chunk: int) -> Compared:
+def compare_states(graph: Any, weights: Any, states: Array, other: Array, tokens: Array, chunk: int) -> Compared:
     from flax import nnx
 
     merged = nnx.merge(graph, weights)

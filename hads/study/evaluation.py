@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,13 +33,17 @@ def evaluate(
     records: Records,
     batch: int = 1,
     layers: str = "profile",
+    attention_dtype: Any = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> None:
+    stop: Callable[[], bool] | None = None,
+) -> bool:
     """Run every method at every budget over every text, teacher-forced, and record each sequence's numbers.
 
     The dense model reads a text once; each method then chooses its masks from the sparse model's own queries and keys.
     `layers` says how a budget is divided: "profile" by the profile's table, the same for every method, or "uniform".
-    What is recorded already is not run again. Budgets are shares of the model's causal blocks.
+    What is recorded already is not run again. Budgets are shares of the model's causal blocks. Queries, keys and values
+    are rounded to `attention_dtype`, in the dense model too. `stop` is asked before every method whether to leave the
+    rest for another time; the result says whether all was done.
     """
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
@@ -53,9 +58,23 @@ def evaluate(
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
     total = profile.q_heads * profile.layers * CausalGrid(length, profile.block).blocks
+    # Without the digests, which are not arrays: to the compiler, profiles of different texts are alike.
+    on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
     work = list(itertools.product(budgets, methods))
     report = progress or (lambda what, done, of: None)
 
+    def finish(waiting: tuple[Sequence[Text], float, str, Any, Any] | None) -> None:
+        if waiting is None:
+            return
+        some, budget, method, active, compared = waiting
+        compared, density = jax.device_get(compared), np.asarray(active).sum((0, 2)) / total
+        records.add(
+            _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
+            for n, text in enumerate(some)
+        )
+
+    # One method's numbers are taken while the next one runs.
+    waiting = None
     for first in range(0, len(texts), batch):
         some = texts[first : first + batch]
         left = [
@@ -67,19 +86,19 @@ def evaluate(
             continue
         tokens = jnp.asarray(np.stack([text.tokens for text in some]), jnp.int32)
         report("dense", first, len(texts))
-        dense, _ = run(blocks, tokens)
+        dense, _ = run(blocks, tokens, attention_dtype=attention_dtype)
         for budget, method in left:
+            if stop is not None and stop():
+                finish(waiting)
+                return False
             report(f"{method} at {budget:.0%}", first, len(texts))
-            on_device = jax.tree.map(jnp.asarray, profile)
-            mask_fn = MethodMask(name=method, profile=on_device, counts=jnp.asarray(counts[budget], jnp.int32))
-            sparse, active = run(blocks, tokens, mask_fn)
-            assert active is not None
+            mask_fn = MethodMask.of(method, on_device, counts[budget])
+            sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype)
             compared = compare(model, dense, sparse, tokens)
-            density = np.asarray(active).sum((0, 2)) / total
-            records.add(
-                _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
-                for n, text in enumerate(some)
-            )
+            finish(waiting)
+            waiting = some, budget, method, active, compared
+    finish(waiting)
+    return True
 
 
 def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np.ndarray:
@@ -121,5 +140,5 @@ def _answers(text: Text, one: Compared) -> dict[str, int]:
     return {"asked": asked, "dense_right": dense, "both_right": both}
 
 
-def _mean_loss(loss: Array) -> float:
+def _mean_loss(loss: Array | np.ndarray) -> float:
     return float(np.asarray(loss, np.float64).sum() / (len(loss) - 1))

@@ -1,4 +1,8 @@
-"""A model under a method's masks."""
+"""A model under a method's masks.
+
+Three programs make a layer: what comes before attention, the method's choice of blocks, and attention with all that
+follows. Only the second is a method's own: the others are compiled once for all.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,71 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from xsake.hads.layerwise import Layers, run_block
+from xsake.hads.study.methods import MethodMask, causal_mask
 
 
 def run(
-    layers: Layers, tokens: Int[Array, "B T"], mask_fn: Any = None
+    layers: Layers, tokens: Int[Array, "B T"], mask_fn: MethodMask | None = None, *, attention_dtype: Any = None
 ) -> tuple[Float[Array, "B T width"], Int[Array, "L B H"] | None]:
     """`model.hidden(tokens, mask_fn=mask_fn)`, and the active blocks of each layer, sequence and head of its masks.
 
-    `mask_fn` must be a pytree, and take a traced layer number; None is dense, and there are no counts.
+    Without `mask_fn` attention is dense, and there are no counts. Queries, keys and values are rounded to
+    `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits.
     """
     x, rotation = layers.start(tokens)
     counts = []
     for number, weights in enumerate(layers.weights):
-        x, count = _block(layers.graph, layers.model.attention_fn, weights, mask_fn, jnp.int32(number), x, rotation)
+        inputs = project(layers.graph, weights, x, rotation, attention_dtype)
+        if mask_fn is None:
+            x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs)
+            continue
+        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
         counts.append(count)
+        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, mask_fn.profile.block)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn"), donate_argnames="x")
-def _block(
-    graph: Any, attention_fn: Any, weights: Any, mask_fn: Any, layer: Array, x: Array, rotation: Any
-) -> tuple[Array, Array | None]:
-    active = None
+@partial(jax.jit, static_argnames=("graph", "dtype"))
+def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """A block's query, key and value. What it would do with them is never computed."""
+    seen = []
 
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        nonlocal active
-        if mask_fn is None:
-            return attention_fn(query, key, value, is_causal=True)
-        mask = mask_fn(layer, query, key)
-        active = jnp.broadcast_to(mask.kv_row_ptr[..., -1], (x.shape[0], mask.heads))
-        return attention_fn(query, key, value, mask=mask)
+    def stop(query: Array, key: Array, value: Array) -> Array:
+        q, k, v = (x if dtype is None else x.astype(dtype) for x in (query, key, value))
+        seen.append((q, k, v))
+        return jnp.zeros_like(query)
 
-    return run_block(graph, weights, x, rotation, attend), active
+    run_block(graph, weights, x, rotation, stop)
+    return seen[0]
+
+
+@jax.jit
+def choose_blocks(
+    mask_fn: MethodMask, layer: Array, query: Array, key: Array
+) -> tuple[Bool[Array, "B H n n"], Int[Array, "B H"]]:
+    """A layer's blocks, and how many there are."""
+    blocks = mask_fn.blocks(layer, query, key)
+    return blocks, blocks.sum((-2, -1))
+
+
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+def attend(
+    graph: Any,
+    attention_fn: Any,
+    weights: Any,
+    x: Array,
+    rotation: Any,
+    inputs: tuple[Array, Array, Array],
+    blocks: Array | None = None,
+    block: int | None = None,
+) -> Array:
+    """A block's output, from its query, key and value, with only some blocks of keys where they are given."""
+    options: dict[str, Any] = {"is_causal": True}
+    if blocks is not None and block is not None:
+        options["mask"] = causal_mask(blocks, block, x.shape[1])
+
+    # The inputs that the block computes on the way are not used, and so not computed.
+    return run_block(graph, weights, x, rotation, lambda *_: attention_fn(*inputs, **options).astype(x.dtype))

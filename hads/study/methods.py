@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool
 
 from xsake.hads.block_mask import BlockMask
 from xsake.hads.block_statistics import block_statistics
@@ -21,43 +23,78 @@ from xsake.hads.selection import check_inputs, share_by_group
 from xsake.hads.study import ranking, scores
 from xsake.hads.study.baselines import PRIORITIES, Layer
 
+Blocks = Bool[Array, "B H n n"]
 
-@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("name", "transpose"))
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What chooses a layer's blocks: a program, which several methods share, and the data that tell them apart."""
+
+    program: Callable[[Layer], Blocks]
+    forced: bool = True  # HADS's forced set is kept
+    equal_heads: bool = False  # every head as sensitive as the others
+    steady: bool = False  # no head bursty
+
+    def __call__(self, x: Layer) -> Blocks:
+        return self.program(dataclasses.replace(x, profile=self.adapted(x.profile), with_forced=self.forced))
+
+    def adapted(self, profile: HadsProfile) -> HadsProfile:
+        if self.equal_heads:
+            profile = dataclasses.replace(profile, sensitivity=jnp.ones_like(profile.sensitivity))
+        if self.steady:
+            profile = dataclasses.replace(profile, burstiness=jnp.zeros_like(profile.burstiness))
+        return profile
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("profile", "counts", "with_forced"),
+    meta_fields=("program", "transpose"),
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodMask:
     """A mask function for `Transformer(..., mask_fn=...)`: a method of `METHODS` with `counts[layer]` blocks a layer.
 
-    A pytree: new counts, from `hads.layer_counts`, and a new profile do not recompile. They count query heads' blocks.
+    A pytree: new counts, from `hads.layer_counts`, a new profile and the forced set do not recompile. They count query
+    heads' blocks.
     """
 
-    name: str
+    program: Callable[[Layer], Blocks]
     profile: HadsProfile
     counts: Any
+    with_forced: Any
     transpose: bool = False
 
-    def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
-        grid = check_inputs(query, key, self.profile, layer)
-        query, key = jax.lax.stop_gradient((query, key))
-        count = jnp.asarray(self.counts, jnp.int32)[layer]
-        blocks = METHODS[self.name](Layer(query, key, grid, layer, count, self.profile))
-        return BlockMask.from_blocks(
-            blocks,
-            block_q=grid.block,
-            block_kv=grid.block,
-            q_len=grid.length,
-            kv_len=grid.length,
-            is_causal=True,
-            transpose=self.transpose,
+    @classmethod
+    def of(cls, name: str, profile: HadsProfile, counts: Any, *, transpose: bool = False) -> MethodMask:
+        method = METHODS[name]
+        return cls(
+            program=method.program,
+            profile=method.adapted(profile),
+            counts=jnp.asarray(counts, jnp.int32),
+            with_forced=jnp.asarray(method.forced),
+            transpose=transpose,
         )
 
+    def blocks(self, layer: Any, query: Array, key: Array) -> Blocks:
+        """The kept blocks, bool[B, H, n, n]."""
+        grid = check_inputs(query, key, self.profile, layer)
+        query, key = jax.lax.stop_gradient((query, key))
+        return self.program(Layer(query, key, grid, layer, self.counts[layer], self.profile, self.with_forced))
 
-def _published(x: Layer, name: str) -> Array:
-    return keep_largest(PRIORITIES[name](x), x.grid, x.count)
+    def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
+        return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1], self.transpose)
 
 
-def _strengthened(x: Layer, name: str) -> Array:
-    """A published method with HADS's forced set."""
-    return keep_largest(PRIORITIES[name](x), x.grid, x.count, x.grid.forced())
+def causal_mask(blocks: Blocks, block: int, length: int, transpose: bool = False) -> BlockMask:
+    return BlockMask.from_blocks(
+        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True, transpose=transpose
+    )
+
+
+def _by_priority(x: Layer, name: str) -> Blocks:
+    """A pattern's or a published method's blocks, with HADS's forced set where the layer asks for it."""
+    return _ranked(x, PRIORITIES[name](x))
 
 
 def _estimated(x: Layer) -> Array:
@@ -68,18 +105,20 @@ def _true(x: Layer) -> Array:
     return block_statistics(x.query, x.key, block=x.grid.block).mass
 
 
-def _by_gain(x: Layer, mass: Array, *, sensitivity: bool = True, burstiness: bool = True) -> Array:
+def _by_gain(x: Layer, mass: Array) -> Blocks:
     omega, phi = (jnp.asarray(a)[x.number] for a in (x.profile.sensitivity, x.profile.burstiness))
-    return choose(
-        mass,
-        x.grid,
-        sensitivity=omega if sensitivity else jnp.ones_like(omega),
-        burstiness=phi if burstiness else jnp.zeros_like(phi),
-        count=x.count,
-    )
+    return choose(mass, x.grid, sensitivity=omega, burstiness=phi, count=x.count)
 
 
-def _group(x: Layer) -> Array:
+def _ranked(x: Layer, priority: Array) -> Blocks:
+    return keep_largest(priority, x.grid, x.count, x.forced)
+
+
+def _hads(x: Layer) -> Blocks:
+    return _by_gain(x, _estimated(x))
+
+
+def _group(x: Layer) -> Blocks:
     """One mask a KV head, in whole groups of blocks: the count is rounded down to a multiple of the group."""
     omega, phi = (jnp.asarray(a)[x.number] for a in (x.profile.sensitivity, x.profile.burstiness))
     groups = x.key.shape[2]
@@ -88,29 +127,31 @@ def _group(x: Layer) -> Array:
     return jnp.repeat(kept, x.query.shape[2] // groups, 1)
 
 
-def _ranked(x: Layer, priority: Array) -> Array:
-    return keep_largest(priority, x.grid, x.count, x.grid.forced())
+def _true_top_k(x: Layer) -> Blocks:
+    return _ranked(x, ranking.constant_count(_true(x)))
 
+
+_PRIORITY = {name: partial(_by_priority, name=name) for name in PRIORITIES}
 
 OURS = {
-    "hads": lambda x: _by_gain(x, _estimated(x)),
-    "hads_group": _group,
+    "hads": Method(_hads),
+    "hads_group": Method(_group),
 }
 ABLATIONS = {
-    "hads_equal_heads": lambda x: _by_gain(x, _estimated(x), sensitivity=False),
-    "hads_no_burstiness": lambda x: _by_gain(x, _estimated(x), burstiness=False),
-    "hads_rule_mean_pool": lambda x: _by_gain(x, ranking.softmax(scores.mean_logits(x.query, x.key, x.grid))),
-    "hads_rule_antidiagonal": lambda x: _by_gain(x, scores.antidiagonal_shares(x.query, x.key, x.grid, 8)),
-    "hads_estimate_top_k": lambda x: _ranked(x, ranking.constant_count(_estimated(x))),
-    "hads_estimate_top_p": lambda x: _ranked(x, ranking.constant_share(_estimated(x))),
+    "hads_equal_heads": Method(_hads, equal_heads=True),
+    "hads_no_burstiness": Method(_hads, steady=True),
+    "hads_rule_mean_pool": Method(lambda x: _by_gain(x, ranking.softmax(scores.mean_logits(x.query, x.key, x.grid)))),
+    "hads_rule_antidiagonal": Method(lambda x: _by_gain(x, scores.antidiagonal_shares(x.query, x.key, x.grid, 8))),
+    "hads_estimate_top_k": Method(lambda x: _ranked(x, ranking.constant_count(_estimated(x)))),
+    "hads_estimate_top_p": Method(lambda x: _ranked(x, ranking.constant_share(_estimated(x)))),
 }
 # These know the true masses of the layer's own queries and keys.
 ORACLES = {
-    "oracle_top_k": lambda x: keep_largest(ranking.constant_count(_true(x)), x.grid, x.count),
-    "oracle_top_k+forced": lambda x: _ranked(x, ranking.constant_count(_true(x))),
-    "oracle_top_p+forced": lambda x: _ranked(x, ranking.constant_share(_true(x))),
-    "oracle_gain": lambda x: _by_gain(x, _true(x)),
+    "oracle_top_k": Method(_true_top_k, forced=False),
+    "oracle_top_k+forced": Method(_true_top_k),
+    "oracle_top_p+forced": Method(lambda x: _ranked(x, ranking.constant_share(_true(x)))),
+    "oracle_gain": Method(lambda x: _by_gain(x, _true(x))),
 }
-PUBLISHED = {name: partial(_published, name=name) for name in PRIORITIES}
-STRENGTHENED = {f"{name}+forced": partial(_strengthened, name=name) for name in PRIORITIES}
-METHODS: dict[str, Any] = OURS | ABLATIONS | ORACLES | PUBLISHED | STRENGTHENED
+PUBLISHED = {name: Method(program, forced=False) for name, program in _PRIORITY.items()}
+STRENGTHENED = {f"{name}+forced": Method(program) for name, program in _PRIORITY.items()}
+METHODS: dict[str, Method] = OURS | ABLATIONS | ORACLES | PUBLISHED | STRENGTHENED

@@ -1,0 +1,111 @@
+"""The study's script, stage by stage on a tiny model: what it leaves, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import hads_case as case
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import hads_study
+from benchmarks.hads_study import Settings, Study
+from benchmarks.hads_texts import CALIBRATION, EVALUATION
+from xsake.hads.study import tasks
+from xsake.hads.study.records import read
+from xsake.model import PRESETS, Transformer
+
+LENGTH = 256
+SETTINGS = Settings(
+    length=LENGTH,
+    block=16,
+    batch=4,
+    calibration_sequences=1,
+    sequences=2,
+    name="tiny",
+    methods=("hads", "hads_equal_heads", "oracle_top_k", "sliding_window", "sliding_window+forced", "random"),
+    budgets=(0.4, 0.6),
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, rng = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
+    arrays = {name: rng.integers(0, 500, (2, LENGTH)).astype(np.uint16) for name in (*CALIBRATION, *EVALUATION)}
+    for name in ("copy", "pairs", "needles"):
+        asked, items = tasks.copy(arrays["prose"][0].astype(np.int32), rng, span=16)
+        arrays |= {f"{name}-{LENGTH}": asked[None], f"{name}-{LENGTH}.items": items[None]}
+    np.savez(folder / "texts.npz", **arrays)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+def test_a_stage_goes_on_where_it_stopped(inputs: Path, model: Transformer, tmp_path: Path):
+    settings = dataclasses.replace(SETTINGS, methods=("hads", "sink_window", "sink_window+forced"))
+    profile = case.random_profile(head_dim=16, block=16)
+    profile = dataclasses.replace(profile, model="tiny", length=LENGTH)
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    study = Study(model, inputs / "texts.npz", tmp_path / "first", settings, stop=stop)
+    profile.save(study.profile_path)
+    study.compile_ahead(settings.methods)
+    study.calibrate()
+    study.first()
+    assert len(study.records) == 4 * 3
+    study = Study(model, inputs / "texts.npz", tmp_path / "second", settings, earlier=tmp_path / "first")
+    study.first()
+    assert len(study.records) == 4 * (3 * 2 + 2)
+    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
+
+
+@pytest.mark.slow
+def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(hads_study, "SCREENED", 8)
+    monkeypatch.setattr(hads_study, "TASK_BUDGETS", (0.4,))
+    monkeypatch.setattr(hads_study, "SEED", {"sliding_window": 0.4, "hads": 0.6})
+    study = Study(model, inputs / "texts.npz", tmp_path / "second", SETTINGS)
+    study.compile_ahead(SETTINGS.methods)
+    for stage in hads_study.STAGES:
+        getattr(study, stage)()
+    said = capsys.readouterr().out
+    assert "all texts are read" in said
+    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
+    natural = [line for line in lines if "asked" not in line and line["layers"] == "profile" and line["budget"] < 1]
+    assert {(x["method"], x["budget"]) for x in natural} >= {(m, b) for m in SETTINGS.methods for b in SETTINGS.budgets}
+    assert all(abs(line["density"] / line["budget"] - 1) < 1e-3 for line in lines)
+    assert max(line["kl"] for line in lines if line["budget"] == 1) < 1e-5
+    summary = json.loads((tmp_path / "second" / "summary-256-16.json").read_text())
+    assert {row["sequences"] for row in summary["methods"] if row["method"] == "hads"} == {4, 8}
+    assert {one["budget"] for one in summary["tasks"]} <= {0.4}
+    seed = json.loads((tmp_path / "second" / "seed-256-16.json").read_text())["results"]
+    assert [(row["method"], row["active_blocks"]) for row in seed] == [
+        ("dense", 1.0),
+        ("sliding_window", 0.4),
+        ("hads", 0.6),
+        ("sliding_window", 0.6),
+    ]
+    with np.load(tmp_path / "second" / "portrait-256-16.npz") as found:
+        assert found["shares"].shape == (2, 4)
+
+
+def test_a_model_in_pieces_is_joined(tmp_path: Path):
+    (tmp_path / "model.gguf.00").write_bytes(b"ab")
+    (tmp_path / "model.gguf.01").write_bytes(b"c")
+    assert hads_study.join(tmp_path, tmp_path / "work").read_bytes() == b"abc"
+    with pytest.raises(SystemExit, match=r"neither \*.gguf nor"):
+        hads_study.join(tmp_path / "work" / "none", tmp_path)
