@@ -115,6 +115,43 @@ def tpu_schedule() -> str:
     return "\n".join([*rows, "", facts, source])
 
 
+def tpu_gather_shapes() -> str:
+    """Our walk against the other shape with the chunk that suits it best, at blocks of 128."""
+    run = record.load("tpu_gather_shapes")
+    e, long = run["environment"], run["results"]["longest"][0]
+    rows = [r for r in run["results"]["shapes"] if r["block"] == 128]
+    tiles, calls = [], []
+    for chip in dict.fromkeys(r["topology"] for r in rows):
+        walk = next(r for r in rows if (r["topology"], r["shape"]) == (chip, "walk"))
+        other = [r for r in rows if (r["topology"], r["shape"]) == (chip, "specs")]
+        tiles.append(f"{walk['loop']:.0f} against {min(r['loop'] for r in other):.0f} on {chip.split(':')[0]}")
+        calls.append([mine / min(r["whole"][n] for r in other) for n, mine in enumerate(walk["whole"])])
+    whole = ", ".join(f"{' and '.join(f'{c[n]:.2f}' for c in calls)} at {t}" for n, t in enumerate(e["lengths"]))
+    return (
+        f"Blocks of 128 are gathered by transfers of the kernel's own. An operand a block, which Pallas looks up and "
+        f"brings, costs more:\nforward, with copies, {', '.join(tiles)}; whole calls, heads from 10% to 90%, ours over "
+        f"its best: {whole} tokens.\nAnd its lists must lie in SMEM: those of {long['length']} tokens and {long['heads']} "
+        f"heads ({long['list_bytes'] / 2**20:.0f} MiB) {'do' if long['problem'] is None else 'do not'}.\n"
+        f"From `benchmarks/results/tpu_gather_shapes.json`: libtpu {e['versions']['libtpu']}, commit {e['commit']}."
+    )
+
+
+def tpu_compile() -> str:
+    if not (record.RESULTS / "tpu_compile.json").exists():
+        return "Not recorded yet."
+    run = record.load("tpu_compile")
+    workloads, chips = run["results"]["workloads"], run["results"]["topologies"]
+    blocks, tokens = [n for w in workloads for n in w["blocks"]], [w["tokens"] for w in workloads]
+    done = ", ".join(f"{t['topology'].split(':')[0]} {t['compiled']}" for t in chips)
+    e = run["environment"]
+    return (
+        f"Kernels that the TPU compiler makes of {len(workloads)} workloads with default configurations, forward, dQ "
+        f"and dK/dV (mask blocks\nfrom {min(blocks)} to {max(blocks)}, up to {max(tokens)} tokens): {done}; "
+        f"{sum(len(t['failed']) for t in chips)} failed.\nFrom `benchmarks/results/tpu_compile.json`: "
+        f"libtpu {e['versions']['libtpu']}, jax {e['versions']['jax']}, commit {e['commit']}."
+    )
+
+
 def train_gpu() -> str:
     """Runs of so many tokens, and the time of a step at the longer length beside dense attention's."""
     if not (record.RESULTS / "train_gpu.json").exists():
@@ -172,6 +209,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "gpu_attention": gpu_attention,
     "smollm2": smollm2,
+    "tpu_compile": tpu_compile,
+    "tpu_gather_shapes": tpu_gather_shapes,
     "tpu_schedule": tpu_schedule,
     "train_gpu": train_gpu,
 }

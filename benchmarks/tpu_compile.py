@@ -37,7 +37,10 @@ def main() -> int:
     if "--record" in sys.argv:
         from benchmarks import record
 
-        workloads = [workload.name for workload in ahead.WORKLOADS]
+        workloads = [
+            {"name": w.name, "tokens": max(w.q_len, w.kv_len), "blocks": [w.block_q, w.block_kv]}
+            for w in ahead.WORKLOADS
+        ]
         print(record.save("tpu_compile", {"workloads": workloads, "topologies": topologies}))
     return int(any(t["failed"] for t in topologies))
 
