@@ -2,7 +2,8 @@
 
     python -m benchmarks.train_gpu DATA                    measure and print
     python -m benchmarks.train_gpu DATA --record           also write benchmarks/results/train_gpu.json
-    python -m benchmarks.train_gpu DATA --out DIR          write the summary, as it grows, and the run files to DIR
+    python -m benchmarks.train_gpu DATA --out DIR          write the summary, as it grows, and the run files to DIR;
+                                                           what its summary already has of this commit is not run again
     python -m benchmarks.train_gpu DATA --only small       one preset;   --skip-training: step times alone
 
 DATA is a folder made by `xsake data build`; its files may be packed with xz, and are then unpacked beside the runs.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import lzma
 import shutil
 import statistics
@@ -152,6 +154,15 @@ def about(preset: str, kind: str, trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def done_before(out: Path | None) -> list[dict[str, Any]]:
+    """Results of this commit that an interrupted run left in `out`."""
+    path = None if out is None else out / "train_gpu.json"
+    if path is None or not path.exists():
+        return []
+    run = json.loads(path.read_text())
+    return run["results"] if run["environment"]["commit"] == record.environment()["commit"] else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="a folder made by `xsake data build`")
@@ -167,14 +178,16 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     data = unpack(args.data, args.work)
     lengths = (LONG,) if args.skip_training else (LONG, USUAL)
+    results = done_before(args.out)
+    done = {(r["preset"], r["kind"], r["length"]) for r in results}
     jobs = [(preset, kind, length) for length in lengths for preset in args.only.split(",") for kind in ATTENTION]
+    jobs = [job for job in jobs if job not in done]
     trainers = [Trainer(configuration(*job, args.tokens), data=data) for job in jobs]
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         list(pool.map(precompile, trainers))
     print(f"compiled {len(jobs)} programs in {time.perf_counter() - start:.0f} s", flush=True)
 
-    results: list[dict[str, Any]] = []
     for (preset, kind, length), trainer in zip(jobs, trainers, strict=True):
         name = f"{preset}-{kind}-{length}"
         if length == LONG:
