@@ -22,8 +22,10 @@ from xsake.autotune.referee import Referee
 from xsake.autotune.result import Measured, Result, geometric_mean
 from xsake.autotune.study import Candidate, Study, Tried
 from xsake.autotune.timing import Timing
+from xsake.tuning_db import Key
 
 _HINTS = 3
+_Pending = tuple[Problem, dict[str, float] | None]  # directions to tune, and the least seconds it takes; None: all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,47 +69,80 @@ class Tuner:
         self.facts: environment.Facts = worker.call("facts", limit=4 * settings.limit)
         self.path = folder / tuning_db.file_name(self.facts.device_kind)
         writer.check_writable(self.path)
-        self.results: list[Result] = []
+        self._results: dict[tuple[Problem, Key], Result] = {}
         self.unopened: list[str] = []  # problems that could not even be set up, and why
 
+    @property
+    def results(self) -> list[Result]:
+        return list(self._results.values())
+
     def tune(self, problems: Sequence[Problem]) -> None:
-        """Time is shared evenly by problems and their directions; what one does not use, the next ones have."""
-        for number, problem in enumerate(problems):
-            if monotonic() >= self._end:
-                break
-            self._observer.doing(f"{problem.workload.name}, block {problem.workload.block}", number / len(problems))
+        """Time is shared evenly by problems and their directions; what one does not use, the next ones have, and what
+        is left in the end, those that were not done.
+        """
+        pending: list[_Pending] = [(problem, None) for problem in problems]
+        trials = -1
+        while pending and monotonic() < self._end and self._trials() > trials:  # a round of nothing new is the last
+            trials = self._trials()
+            pending = self._round(pending)
+        self._observer.doing("done", 1.0)
+
+    def _trials(self) -> int:
+        return sum(len(result.tried) for result in self.results)
+
+    def _round(self, pending: list[_Pending]) -> list[_Pending]:
+        """One turn for each problem; what is not done after that."""
+        first = not self._results
+        left_over: list[_Pending] = []
+        for number, (problem, needs) in enumerate(pending):
+            start = monotonic()
+            if needs is not None:
+                needs = {direction: least for direction, least in needs.items() if least < self._end - start}
+            if start >= self._end or needs == {}:
+                continue
+            name = f"{problem.workload.name}, block {problem.workload.block}"
             try:
                 referee = Referee(self._worker, problem, self._settings.limit)
             except Failed as failure:
-                self.unopened.append(f"{problem.workload.name}, block {problem.workload.block}: {failure}")
+                self.unopened.append(f"{name}: {failure}")
                 continue
+            opening = monotonic() - start
             directions = list(dict.fromkeys(plan.key.direction for plan in referee.plans))
+            directions = [d for d in directions if needs is None or d in needs]
+            undone = {}
             for i, direction in enumerate(directions):
                 behind = number + i / len(directions)
-                self._observer.doing(
-                    f"{problem.workload.name}, block {problem.workload.block}, {direction}", behind / len(problems)
-                )
                 left = self._end - monotonic()
-                end = monotonic() + left / (len(problems) - behind) / len(directions)
+                share = behind / len(pending) if first else min(1.0, max(0.0, 1 - left / self._settings.budget))
+                self._observer.doing(f"{name}, {direction}", share)
+                turn = left / (len(pending) - behind) / len(directions)
+                if needs is not None:  # enough for something, rather than the same for all
+                    turn = min(left, max(turn, needs[direction]))
+                pace = Pace(monotonic() + turn, self._settings.final_rounds)
                 plans = [plan for plan in referee.plans if plan.key.direction == direction]
-                self._tune_direction(problem, referee, plans, end)
-        self._observer.doing("done", 1.0)
+                if not self._tune_direction(problem, referee, plans, pace):
+                    undone[direction] = opening + pace.least()
+            if undone:
+                left_over.append((problem, undone))
+        return left_over
 
     # -- one direction of one problem ------------------------------------------------------------------------------
 
-    def _tune_direction(self, problem: Problem, referee: Referee, plans: list[StudyPlan], end: float) -> None:
+    def _tune_direction(self, problem: Problem, referee: Referee, plans: list[StudyPlan], pace: Pace) -> bool:
+        """Whether all that was to be tried was tried."""
         conditions = environment.conditions(self.facts.platform)
         studies = [Study(self._storage, self.facts.device_kind, plan, self._settings.seed) for plan in plans]
         for study in studies:
             for hint in self._hints(study.plan):
                 study.enqueue(hint)
-        pace = Pace(end, self._settings.final_rounds)
         while candidates := self._batch(studies, pace):
             parts = {label(c.part): c.part for _, c in candidates}
-            with pace.batch():
+            with pace.batch(len(parts)):
                 broken = referee.compile(plans[0].key.direction, list(parts.values()))
                 for study, candidate in candidates:
-                    if pace.is_over():
+                    # Without the heuristic's time a study has nothing: it may run over its share, not over the budget.
+                    end = self._end if candidate.part == study.plan.default else None
+                    if pace.is_over(end):
                         study.abandon(candidate)
                     else:
                         self._try(study, candidate, referee, broken.get(label(candidate.part)), pace)
@@ -119,8 +154,12 @@ class Tuner:
                 )
                 known = {self.facts.environment_id: self.facts.environment}
                 writer.merge(self.path, self.facts.device_kind, [entry], known)
-            self.results.append(result)
+            self._results[problem, study.plan.key] = result
             self._observer.done(result)
+        return not any(self._can_go_on(study) for study in studies)
+
+    def _can_go_on(self, study: Study) -> bool:
+        return bool(study.untried) and len(study.tried) < self._settings.trials
 
     def _hints(self, plan: StudyPlan) -> list[Part]:
         """What won elsewhere: in the databases, and in this run, the latest first."""
@@ -135,8 +174,7 @@ class Tuner:
 
     def _batch(self, studies: list[Study], pace: Pace) -> list[tuple[Study, Candidate]]:
         """Configurations to compile together. What one density's study asks for, the others try too: it is compiled."""
-        if not pace.allows_batch():
-            return []
+        most = pace.affordable(self._settings.batch)
         asked: list[tuple[Study, Candidate]] = []
         parts: dict[str, Part] = {}
         room = {study.name: self._settings.trials - len(study.tried) for study in studies}
@@ -151,8 +189,8 @@ class Tuner:
             return True
 
         asking = list(studies)
-        while asking and len(parts) < self._settings.batch:
-            asking = [study for study in asking if len(parts) < self._settings.batch and ask(study)]
+        while asking and len(parts) < most:
+            asking = [study for study in asking if len(parts) < most and ask(study)]
         for study in studies:
             mine = {label(c.part) for s, c in asked if s is study}
             for part in [part for name, part in parts.items() if name not in mine]:

@@ -146,6 +146,26 @@ def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
     assert min(counts) >= trials, f"{counts}: every problem has its share"
 
 
+def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
+    """The first problem's configurations take long to compile, longer than its share; the others' do not."""
+    real = Lengths.open
+
+    def opened(self, problem):
+        self.slow = problem.workload.name == "0"
+        return real(self, problem)
+
+    def compiled(self, direction, parts):
+        clock[0] += (20.0 if self.slow else 0.0) * len(parts)
+        return [None for _ in parts]
+
+    monkeypatch.setattr(Lengths, "open", opened)
+    monkeypatch.setattr(Lengths, "compile", compiled)
+    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=220.0, rounds=2, batch=14)
+    assert clock[0] <= 220
+    assert [len(r.tried) for r in done.results] == [5] * 6 and all(r.config == part(2) for r in done.results)
+    assert len(done.results) == 6, "a second turn replaces the first one's result"
+
+
 def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
     done = tune(tuning_fakes.Hands, tmp_path, budget=0.0)
     assert not done.results and not done.path.exists()
