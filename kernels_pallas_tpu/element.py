@@ -46,6 +46,7 @@ class Rule:
     scale: float
     soft_cap: float | None
     bias: bool
+    float32: bool
 
     @classmethod
     def of(cls, call: Call, q: Axis, kv: Axis) -> Rule:
@@ -58,6 +59,7 @@ class Rule:
             call.scale,
             call.soft_cap,
             call.bias is not None,
+            call.query.dtype == jnp.float32,
         )
 
     # What the tokens of queries and of keys are made of, as arrays (outside) or in a kernel (inside).
@@ -118,11 +120,12 @@ class Rule:
             ok &= q.q_segment == kv.kv_segment
         return ok
 
-    # Logits. Without bias and cap they are in units of log 2, which saves a product an element.
+    # Logits. Without bias and cap they are in units of log 2, which saves a product an element; but not in float32,
+    # where large logits would be rounded once more than float32 logits are.
 
     @property
     def binary(self) -> bool:
-        return self.soft_cap is None and not self.bias
+        return self.soft_cap is None and not self.bias and not self.float32
 
     @property
     def unit(self) -> float:
