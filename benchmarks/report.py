@@ -130,8 +130,8 @@ def tpu_gather_shapes() -> str:
     return (
         f"Blocks of 128 are gathered by transfers of the kernel's own. An operand a block, which Pallas looks up and "
         f"brings, costs more:\nforward, with copies, {', '.join(tiles)}; whole calls, heads from 10% to 90%, ours over "
-        f"its best: {whole} tokens.\nAnd its lists must lie in SMEM: those of {long['length']} tokens and {long['heads']} "
-        f"heads ({long['list_bytes'] / 2**20:.0f} MiB) {'do' if long['problem'] is None else 'do not'}.\n"
+        f"its best: {whole} tokens.\nIts lists must lie in SMEM: those of {long['length']} tokens and {long['heads']} "
+        f"heads ({long['list_bytes'] / 2**20:.0f} MiB) {'fit' if long['problem'] is None else 'do not fit'}.\n"
         f"From `benchmarks/results/tpu_gather_shapes.json`: libtpu {e['versions']['libtpu']}, commit {e['commit']}."
     )
 
