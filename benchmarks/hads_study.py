@@ -36,10 +36,9 @@ import xsake
 from benchmarks import record
 from benchmarks.hads_texts import CALIBRATION, EVALUATION
 from xsake.hads.calibration import calibrate
-from xsake.hads.estimate import BUCKETS
 from xsake.hads.layerwise import Layers
-from xsake.hads.pooled import KINDS
 from xsake.hads.profile import HadsProfile
+from xsake.hads.profile_shape import profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
 from xsake.hads.study.evaluation import evaluate
@@ -48,7 +47,6 @@ from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
 from xsake.hads.study.summary import Summary, retention, summarise
 from xsake.hads.study.texts import Text, load_texts
-from xsake.hads.tables import FREE_SHARES
 
 BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)
 STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
@@ -328,13 +326,8 @@ class Study:
     def shape_of(self) -> HadsProfile:
         """What the profile will look like to the compiler."""
         config, s = self.model.config, self.settings
-        lead, points = (config.layers, config.q_heads), (len(FREE_SHARES),)
-        shapes = {name: lead for name in ("sink", "sensitivity", "burstiness", "entropy")}
-        shapes |= {"features": (*lead, len(KINDS), config.head_dim // 2), "free_shares": points}
-        shapes |= {"distance": (*lead, len(BUCKETS)), "distance_mass": (*lead, len(BUCKETS)), "log_thresholds": points}
-        shapes |= {"layer_shares": (*points, config.layers), "head_shares": (*points, *lead)}
-        arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        return HadsProfile(**arrays, model=s.name, block=s.block, length=s.length, kv_heads=config.kv_heads, digests=())
+        heads = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
+        return profile_shape(layers=config.layers, **heads, model=s.name, block=s.block, length=s.length)
 
     def _compile(self, key: Any, lower: Callable[[], Any]) -> None:
         if key not in self._compiled:
@@ -436,9 +429,11 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--stage", default=",".join(STAGES), help="with commas between them")
     parser.add_argument("--methods", default=",".join(METHODS), help="only these, with commas between them")
+    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, the first ones first")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="from the start; then what is left is left")
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     parser.add_argument("--sequences", type=int, default=64, help="of each domain at most")
+    parser.add_argument("--calibration", type=int, default=4, help="sequences of each domain to calibrate on")
     args = parser.parse_args()
     stages = args.stage.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):
@@ -459,6 +454,8 @@ def main() -> None:
         block=args.block,
         batch=args.batch,
         sequences=args.sequences,
+        calibration_sequences=args.calibration,
+        budgets=tuple(map(float, args.budgets.split(","))),
         methods=tuple(args.methods.split(",")),
         # 10 bits of mantissa as in the other products (TF32): bfloat16's rounding would be seen beside small KL.
         attention_dtype=None if on_cpu else jnp.float16,

@@ -1,10 +1,11 @@
-"""Training on a GPU: dense attention by cuDNN against a fixed block-sparse pattern, on real text.
+"""Training on a GPU: dense attention by cuDNN against a fixed block-sparse pattern and HADS, on real text.
 
     python -m benchmarks.train_gpu DATA                    measure and print
     python -m benchmarks.train_gpu DATA --record           also write benchmarks/results/train_gpu.json
     python -m benchmarks.train_gpu DATA --out DIR          write the summary, as it grows, and the run files to DIR;
                                                            what its summary already has of this commit is not run again
     python -m benchmarks.train_gpu DATA --only small       one preset;   --skip-training: step times alone
+    python -m benchmarks.train_gpu DATA --kinds hads       one kind of attention;   --skip-times: whole runs alone
 
 DATA is a folder made by `xsake data build`; its files may be packed with xz, and are then unpacked beside the runs.
 Needs neither the `tokenizers` package nor the command line.
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 
 from benchmarks import record
+from xsake.hads.mask_function import mask_shape
 from xsake.model.config import PRESETS
 from xsake.model.run_file import read_events
 from xsake.model.train_config import TrainConfig
@@ -42,7 +44,9 @@ LEARNING_RATE = {"small": 2e-3, "gpt2-124m": 1e-3}
 ATTENTION: dict[str, dict[str, Any]] = {
     "dense": {"attention": "cudnn"},
     "sparse": {"attention": "sink_window", "density": 0.43, "block": 128},
+    "hads": {"attention": "hads", "density": 0.43, "block": 128},
 }
+CALIBRATIONS = 8  # of HADS in a run
 LONG, USUAL = 8192, 4096
 TIMED_STEPS = 20
 SKIPPED_STEPS = 10  # at the start of a run: compilation, and clocks that rise
@@ -50,6 +54,7 @@ SKIPPED_STEPS = 10  # at the start of a run: compilation, and clocks that rise
 
 def configuration(preset: str, kind: str, length: int, tokens: int = TOKENS) -> TrainConfig:
     steps = -(-tokens // TOKENS_A_STEP)
+    more = {"recalibrate_every": -(-steps // CALIBRATIONS)} if kind == "hads" else {}
     return TrainConfig(
         model=PRESETS[preset],
         length=length,
@@ -58,6 +63,7 @@ def configuration(preset: str, kind: str, length: int, tokens: int = TOKENS) -> 
         warmup=min(100, steps),
         learning_rate=LEARNING_RATE[preset],
         **ATTENTION[kind],
+        **more,
     )
 
 
@@ -86,10 +92,14 @@ def precompile(trainer: Trainer) -> None:
     program, config = trainer.program, trainer.config
     shape = (config.microbatches, config.batch // config.microbatches, config.length + 1)
     batch = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
-    state = program.abstract_state()
-    program.step.lower(state, trainer.mask_fn, batch).compile()
+    state, mask_fn = program.abstract_state(), trainer.mask_fn
+    if config.attention == "hads":  # there is no mask before the first calibration
+        model = config.model
+        heads = dict(layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
+        mask_fn = mask_shape(block=config.block, length=config.length, **heads)
+    program.step.lower(state, mask_fn, batch).compile()
     if config.length == USUAL:
-        program.evaluate.lower(state.params, trainer.mask_fn, batch).compile()
+        program.evaluate.lower(state.params, mask_fn, batch).compile()
 
 
 def time_steps(trainer: Trainer) -> dict[str, Any]:
@@ -170,8 +180,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the summary and the run files")
     parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "train_gpu", help="folder for what is made")
     parser.add_argument("--only", default=",".join(PRESET_NAMES), help="presets, with commas between them")
+    parser.add_argument("--kinds", default=",".join(ATTENTION), help="of attention, with commas between them")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a run")
     parser.add_argument("--skip-training", action="store_true", help="step times alone")
+    parser.add_argument("--skip-times", action="store_true", help="whole runs alone")
     args = parser.parse_args()
     out = record.RESULTS if args.record else args.out
 

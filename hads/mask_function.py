@@ -17,6 +17,8 @@ from xsake.hads.budgets import layer_counts
 from xsake.hads.profile import HadsProfile
 from xsake.hads.selection import select
 
+NAME = "in training"
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose",))
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class HadsMask:
 
 
 def recalibration(
-    budget: float, *, block: int = 64, name: str = "in training", steps: int = 150, sequences: int = 4
+    budget: float, *, block: int = 64, name: str = NAME, steps: int = 150, sequences: int = 4
 ) -> Callable[[int, Any, Array], HadsMask]:
     """A trainer's `recalibrate(step, model, tokens)`: calibrates the model as it is on dense attention, on the first
     `sequences` of the batch, and gives the masks of the steps to come."""
@@ -54,3 +56,11 @@ def recalibration(
         return HadsMask.of(on_device, budget, tokens.shape[1])
 
     return recalibrate
+
+
+def mask_shape(*, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
+    """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
+    from xsake.hads.profile_shape import profile_shape
+
+    profile = profile_shape(model=name, block=block, length=length, **heads)
+    return HadsMask(profile, jax.ShapeDtypeStruct((profile.layers,), jnp.int32))

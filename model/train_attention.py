@@ -73,6 +73,24 @@ def _cudnn(*arrays: Array, **options: Any) -> Array:
     return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **options)
 
 
+def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:
+    """HADS at the configuration's density. Raises where the blocks that are always on do not leave it a choice."""
+    from xsake.hads.budgets import uniform_counts
+    from xsake.hads.causal_grid import DENSE_ROWS, CausalGrid
+    from xsake.hads.mask_function import recalibration
+
+    grid = CausalGrid(config.length, config.block)
+    if grid.side <= 2 * DENSE_ROWS:
+        raise ValueError(
+            f'attention="hads" needs more than {2 * DENSE_ROWS} blocks a sequence; length={config.length} in blocks of '
+            f"block={config.block} has {grid.side}"
+        )
+    uniform_counts(1, 1, config.density, grid)
+    if jax.process_count() > 1:
+        raise ValueError('attention="hads" calibrates within one process: give the trainer a recalibrate callback')
+    return recalibration(config.density, block=config.block)
+
+
 def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None, float]:
     """(attention_fn, mask_fn, density) of a configuration; "hads" gets its mask function from recalibration."""
     if config.attention not in ATTENTION:

@@ -23,10 +23,13 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.1,
     clip: Annotated[float, typer.Option(help="The largest norm of a gradient.")] = 1.0,
     attention: Annotated[
-        str, typer.Option(help="dense, cudnn, or a pattern: sink_window, sliding_window, big_bird, random.")
+        str, typer.Option(help="dense, cudnn, hads, or a pattern: sink_window, sliding_window, big_bird, random.")
     ] = "dense",
-    density: Annotated[float, typer.Option(help="The pattern's share of active blocks.")] = 1.0,
+    density: Annotated[float, typer.Option(help="Share of active blocks, of a pattern or of hads.")] = 1.0,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
+    recalibrate_every: Annotated[
+        int | None, typer.Option(help="Steps between calibrations of hads; by default a tenth of all.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the arithmetic: bfloat16, float32.")] = "bfloat16",
     remat: Annotated[bool, typer.Option(help="Less memory, more arithmetic.")] = False,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
@@ -68,6 +71,7 @@ def train(
             attention=attention,
             density=density,
             block=block,
+            recalibrate_every=_recalibrate_every(recalibrate_every, attention, steps),
             dtype=dtype,
             remat=remat,
             seed=seed,
@@ -93,6 +97,12 @@ def train(
             raise ValueError(str(error)) from error
         if not quiet:
             typer.echo(f"trained: {file}")
+
+
+def _recalibrate_every(given: int | None, attention: str, steps: int) -> int:
+    if given is not None:
+        return given
+    return max(1, steps // 10) if attention == "hads" else 0
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

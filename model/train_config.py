@@ -26,7 +26,7 @@ class TrainConfig:
         `final_fraction` of itself.
       weight_decay, beta1, beta2, clip: AdamW's, with decay on matrices only; gradients are clipped to this norm.
       attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.train_attention`.
-      density, block: the pattern's share of active blocks (the nearest that it has), and the size of a block.
+      density, block: the share of active blocks (the nearest that a pattern has), and the size of a block.
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
       dtype: of activations and matrix products; weights and optimiser are float32.
       remat: keep only what lies between blocks for the backward pass.

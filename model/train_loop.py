@@ -50,7 +50,8 @@ def train(
       eval_every, eval_batches: steps between evaluations on so many held-out batches, also after the last step; 0 for
         none.
       recalibrate: `recalibrate(step, model, tokens) -> mask_fn`, called before the first step and then every
-        `config.recalibrate_every` steps with the inputs [B, T] of the step to come.
+        `config.recalibrate_every` steps with the inputs [B, T] of the step to come. With attention="hads" it is by
+        default HADS's own: calibration on dense attention.
       wandb: also log to Weights & Biases.
       quiet: no progress.
 
@@ -82,9 +83,11 @@ def train(
                     clock.drain()
                     report.event("eval", trainer.taken, loss=trainer.evaluate(held, eval_batches))
                     clock.restart()
-                if not last and _due(trainer.taken, config.recalibrate_every) and trainer.recalibrate():
+                if not last and trainer.recalibrates and _due(trainer.taken, config.recalibrate_every):
                     clock.drain()
-                    report.event("recalibrate", trainer.taken)
+                    start = time.perf_counter()
+                    trainer.recalibrate()
+                    report.event("recalibrate", trainer.taken, seconds=time.perf_counter() - start)
                     clock.restart()
                 if last or trainer.taken % checkpoint_every == 0:
                     clock.drain()

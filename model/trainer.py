@@ -17,7 +17,7 @@ from xsake.model.data_batches import Batches
 from xsake.model.data_shards import Shard, open_shards
 from xsake.model.mfu import utilisation
 from xsake.model.sharding import make_mesh
-from xsake.model.train_attention import attention_of
+from xsake.model.train_attention import attention_of, hads_recalibration
 from xsake.model.train_config import TrainConfig
 from xsake.model.train_step import Program, TrainState
 from xsake.model.transformer import Transformer
@@ -45,7 +45,7 @@ class Trainer:
     ):
         attention_fn, self.mask_fn, self.density = attention_of(config)
         if config.attention == "hads" and recalibrate is None:
-            raise ValueError('attention="hads" needs a recalibrate callback, which makes its masks')
+            recalibrate = hads_recalibration(config)
         self.config, self._recalibrate = config, recalibrate
         devices = make_mesh(*mesh)
         if config.batch // config.microbatches % mesh[0]:
@@ -70,6 +70,10 @@ class Trainer:
     def taken(self) -> int:
         """Steps taken."""
         return self._taken
+
+    @property
+    def recalibrates(self) -> bool:
+        return self._recalibrate is not None
 
     def begin(self) -> None:
         self.state, self._taken = self.program.init(), 0

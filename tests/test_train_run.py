@@ -13,9 +13,11 @@ import pytest
 from training import MODEL, events, losses, make_config, make_data
 
 from xsake import patterns
+from xsake.hads.mask_function import mask_shape
 from xsake.model.run_file import RunFile, read_events
 from xsake.model.train_attention import FixedMask
 from xsake.model.train_loop import train
+from xsake.model.trainer import Trainer
 
 # One worker for all tests of training: it has their programs.
 pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.xdist_group("training")]
@@ -115,6 +117,29 @@ def test_recalibration_is_called_logged_and_resumed(data, tmp_path):
     assert losses(resumed)[4:] != losses(whole)[4:]
 
 
+@pytest.mark.slow
+def test_hads_calibrates_itself_in_training(data, tmp_path):
+    """Its masks keep exactly the density asked for, its profile changes with the weights, and the model learns."""
+    config = make_config(attention="hads", density=0.5, block=4, recalibrate_every=3)
+    trainer = Trainer(config, data=data)
+    trainer.begin()
+    first = trainer.mask_fn
+    shape = mask_shape(block=4, length=64, layers=1, q_heads=4, kv_heads=2, head_dim=16)
+    assert jax.tree.structure(shape) == jax.tree.structure(first)
+    pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(first), strict=True)
+    assert all((a.shape, a.dtype, False) == (b.shape, b.dtype, b.weak_type) for a, b in pairs)
+    query, key = (jax.random.normal(jax.random.key(n), (2, 64, h, 16)) for n, h in enumerate((4, 2)))
+    active = np.asarray(first(0, query, key).to_blocks()).sum((1, 2, 3))
+    assert active.tolist() == [round(0.5 * 4 * 136)] * 2
+
+    file = train(config, data=data, run=tmp_path / "hads", quiet=True)
+    dense = train(make_config(attention="dense", density=1.0), data=data, run=tmp_path / "dense", quiet=True)
+    (event,) = events(file, "recalibrate")
+    assert event["step"] == 3 and event["seconds"] > 0
+    np.testing.assert_allclose(losses(file), losses(dense), rtol=0.02)
+    assert losses(file) != losses(dense)
+
+
 def test_a_plain_function_may_be_a_mask_function(data, tmp_path):
     config = make_config(attention="hads")
     mask = patterns.causal(64, 64, block_q=16, block_kv=16)
@@ -175,7 +200,7 @@ def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):
     refused(ValueError, "data=0", mesh=(0, 1))
     refused(ValueError, "batch=4 in microbatches=1 cannot be divided over the mesh's data=8", mesh=(8, 1))
     refused(ValueError, "kv_heads=2 cannot be divided over the mesh's model=4", mesh=(2, 4))
-    refused(ValueError, "needs a recalibrate callback", config=make_config(attention="hads"))
+    refused(ValueError, "needs more than 8 blocks a sequence", config=make_config(attention="hads"))
     refused(ValueError, "checkpoint_every=0", checkpoint_every=0)
     refused(ValueError, "keep=0", keep=0)
     refused(ValueError, "fewer than one batch of 40", config=make_config(batch=40), eval_every=1)
