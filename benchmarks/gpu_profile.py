@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks import record
 from xsake.autotune.workloads import WORKLOADS
 
 PROFILED = [(name, density) for name in ("gpt4k", "gpt4k_d64", "full16k") for density in (1.0, 0.25, 0.1)]
+LIMIT = 120  # seconds
 METRICS = {
     "microseconds": "gpu__time_duration.sum",
     "tensor_core_share": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -51,7 +53,12 @@ def profile() -> list[dict[str, Any]]:
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["-k", "regex:mosaic", "--metrics", ",".join(METRICS.values())]
     command += [sys.executable, "-m", "benchmarks.gpu_profile", "--run"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # The profiler saves what a kernel may write, for every pass: each array is to be an allocation of its own.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
+    except subprocess.TimeoutExpired as late:
+        raise SystemExit(f"ncu was not done after {LIMIT} s:\n{(late.stdout or b'').decode()[-2000:]}") from None
     if done.returncode:
         raise SystemExit(f"ncu failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     table = [line for line in done.stdout.splitlines() if line.startswith('"')]
