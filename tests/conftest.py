@@ -17,6 +17,7 @@ if (
 for _name, _value in _FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
+os.environ["XSAKE_TUNING_DIR"] = str(Path(__file__).parent / "none")  # what a developer tuned changes no test
 assert "jax" not in sys.modules, "JAX was imported before the tests could ask for simulated devices"
 
 import hypothesis  # noqa: E402

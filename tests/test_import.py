@@ -54,6 +54,9 @@ print(json.dumps([after_import, sorted(sys.modules)]))
                 "matplotlib",
                 "rich",
                 "typer",
+                "tokenizers",
+                "gguf",
+                "safetensors",
             )
         ]
         heavy += [m for m in modules if "pallas" in m]  # (JAX itself loads Mosaic's dialects when it first compiles)
