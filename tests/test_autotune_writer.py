@@ -12,25 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tuning_fakes import KEY
 
 from xsake.autotune import writer
-from xsake.tuning_db import Database, Entry, Key
-
-KEY = Key.of(
-    implementation="xla",
-    direction="forward",
-    dtype="float32",
-    head_dim=16,
-    value_dim=16,
-    group=1,
-    block_q=32,
-    block_kv=32,
-    causal=True,
-    q_len=128,
-    kv_len=128,
-    heads=2,
-    density=1.0,
-)
+from xsake.tuning_db import Database, Entry
 
 
 def entry(chunk: int = 3, *, date: str = "2026-01-01", source: str = "measured", **changes) -> Entry:

@@ -11,28 +11,13 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from tuning_fakes import KEY
 
 import xsake
 from xsake import _tuned, tuning_db
 from xsake._arguments import build_call
 from xsake.kernels_xla_ref import Config, Tiling
-from xsake.tuning_db import Database, Entry, Key
-
-KEY = Key.of(
-    implementation="xla",
-    direction="forward",
-    dtype="float32",
-    head_dim=16,
-    value_dim=16,
-    group=1,
-    block_q=32,
-    block_kv=32,
-    causal=True,
-    q_len=128,
-    kv_len=128,
-    heads=2,
-    density=1.0,
-)
+from xsake.tuning_db import Database, Entry
 
 
 def entry(chunk: int = 3, *, kernel: str | None = None, config: dict | None = None, **changes) -> Entry:

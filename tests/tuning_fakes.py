@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from xsake.autotune.workloads import Workload
 from xsake.tuning_db import Key
 
 ENVIRONMENT = {"versions": {"xsake": "0", "jax": "0", "jaxlib": "0"}, "python": "3", "machine": "fake", "cores": 2}
-KEY = dict(
+KEY = Key.of(
     implementation="xla",
     direction="forward",
     dtype="float32",
@@ -26,6 +27,7 @@ KEY = dict(
     q_len=128,
     kv_len=128,
     heads=2,
+    density=1.0,
 )
 DEFAULT = {"tile": 4, "how": "well"}
 
@@ -50,7 +52,7 @@ class Hands:
     def open(self, problem: Problem) -> list[StudyPlan]:
         return [
             StudyPlan(
-                key=Key.of(**KEY | {"direction": direction}, density=density),
+                key=dataclasses.replace(KEY, direction=direction, density=density),
                 densities=(density,),
                 true_densities=(density,),
                 default=DEFAULT,
@@ -107,8 +109,6 @@ class BadHeuristic(Hands):
     parts = (DEFAULT | {"how": "raises"}, part(2))
 
     def open(self, problem: Problem) -> list[StudyPlan]:
-        import dataclasses
-
         return [dataclasses.replace(plan, default=self.parts[0]) for plan in super().open(problem)]
 
 
