@@ -19,8 +19,8 @@ from xsake.kernels_pallas_tpu.walk import Chunks, Scratch, Stream, Walk, scratch
 from xsake.kernels_pallas_tpu.work import PER_BLOCK, Work
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
-# Options of the interpreter: tests ask it to detect races, which takes time.
-interpret_params: dict[str, Any] = {}
+# Tests ask it to detect races, which takes time, or put Pallas' plain interpreter (True), which has no effects, here.
+interpreter: Any = pltpu.InterpretParams()
 
 
 class Refs:
@@ -117,7 +117,7 @@ def launch(
             vmem_limit_bytes=VMEM_LIMIT,
         ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=flops // 256, bytes_accessed=flops // 256),
-        interpret=pltpu.InterpretParams(**interpret_params) if interpreting() else False,
+        interpret=interpreter if interpreting() else False,
         name=name,
     )(work.records, _in_hbm(work.lists), *(x for x, _ in given.values()), *(_in_hbm(x) for x, _ in flowing.values()))
     return tuple(result)

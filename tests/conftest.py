@@ -58,24 +58,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def strict_tpu_interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+def strict_tpu_interpreter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted TPU kernels fail on races too, not on reads out of bounds and of what was never written alone."""
     from jax.experimental.pallas import tpu as pltpu
 
     from xsake.kernels_pallas_tpu import launch
 
-    launch.interpret_params.update(detect_races=True)
+    monkeypatch.setattr(launch, "interpreter", pltpu.InterpretParams(detect_races=True))
     yield
-    launch.interpret_params.clear()
     pltpu.reset_tpu_interpret_mode_state()
     assert "RACE DETECTED" not in capsys.readouterr().out  # jax 0.11 prints it; newer ones raise
 
 
+def _is_interpreted_tpu(request: pytest.FixtureRequest) -> bool:
+    target = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
+    return bool(target) and target.interpret and target.name == "mosaic_tpu"
+
+
 @pytest.fixture(autouse=True)
 def _strict_target(request: pytest.FixtureRequest) -> None:
-    target = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
-    if target and target.interpret and target.name == "mosaic_tpu":
+    if _is_interpreted_tpu(request):
         request.getfixturevalue("strict_tpu_interpreter")
+
+
+@pytest.fixture
+def interpreter_without_effects(
+    _strict_target: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For jax.checkpoint, which takes no effects: those of the strict interpreter are callbacks in order."""
+    if _is_interpreted_tpu(request):
+        from xsake.kernels_pallas_tpu import launch
+
+        monkeypatch.setattr(launch, "interpreter", True)
 
 
 @pytest.fixture

@@ -178,6 +178,7 @@ def test_without_jit(implementation):
     check(case, collect(case, (out, run(implementation, case).lse), grads))
 
 
+@pytest.mark.usefixtures("interpreter_without_effects")
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_checkpoint(implementation, policy):
     case = cases(implementation, 1, sinks=(2,))[0]
@@ -209,6 +210,7 @@ def test_scan_over_examples(implementation):
         check(case, collect(case, take(results, i), take(grads, i)))
 
 
+@pytest.mark.usefixtures("interpreter_without_effects")
 def test_checkpointed_scan_over_layers(implementation):
     """The usual stack of layers: what one layer gives is the next one's query."""
     case = cases(implementation, 1, head_dim=16, value_dim=16)[0]
