@@ -41,7 +41,8 @@ def race(
 ) -> dict[str, Timing]:
     """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
 
-    A round queues enough calls to last `min_seconds` and waits once. The first call (compilation) is not timed.
+    A round queues enough calls to last `min_seconds` and waits once. The first call of a turn is not timed: it finds
+    caches, and on a CPU the allocator, as the contestant before left them.
     `wait` blocks until a result is there; another framework's contestants need their own.
     """
     calls = {}
@@ -51,6 +52,7 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
+            wait(run())
             seconds[name].append(seconds_a_call(run, calls[name], wait))
     return {name: Timing.of(values) for name, values in seconds.items()}
 

@@ -1,0 +1,38 @@
+"""Races: turns, and what of them is timed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from xsake.autotune.timing import Timing, race
+
+
+def test_what_a_contestant_leaves_behind_is_not_the_next_ones_time():
+    """After `untidy`, whoever runs first has its mess to clear."""
+    mess = []
+
+    def untidy():
+        mess.append(1)
+
+    def tidy():
+        if mess:
+            time.sleep(0.05)
+            mess.clear()
+
+    times = race({"untidy": untidy, "tidy": tidy}, rounds=3, min_seconds=0.0, wait=lambda _: None)
+    assert times["tidy"].high < 0.02
+
+
+def test_quartiles():
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.5, 2.5, 3)
+    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+    assert Timing(8.0, 4.0, 16.0, 3).a_call(4) == Timing(2.0, 1.0, 4.0, 3)
+
+
+@pytest.mark.parametrize("min_seconds", [0.0, 0.02])
+def test_rounds_last_as_long_as_asked(min_seconds):
+    calls = []
+    race({"sleeper": lambda: calls.append(time.sleep(0.001))}, rounds=2, min_seconds=min_seconds, wait=lambda _: None)
+    assert len(calls) >= 2 + 2 * (1 + min_seconds / 0.005)
