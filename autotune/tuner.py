@@ -232,6 +232,8 @@ class Tuner:
         if not any(t.part == plan.default and t.state == "complete" for t in tried):
             why = next((t.reason for t in tried if t.part == plan.default), "there was no time for it")
             return Result(plan=plan, tried=tried, failure=f"the heuristic's configuration has no time: {why}")
+        if len(tried) == 1 and study.untried:  # an entry would hide what is known of calls like these
+            return Result(plan=plan, tried=tried, failure="there was time for the heuristic's configuration only")
         finalists = [plan.default, *[t.part for t in study.best if t.part != plan.default][:FINALISTS]]
         try:
             rounds = [referee.race(plan, finalists) for _ in range(pace.final_rounds(plan))]

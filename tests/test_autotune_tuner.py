@@ -171,8 +171,15 @@ def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
     assert not done.results and not done.path.exists()
     done = tune(tuning_fakes.Hands, tmp_path, budget=0.3)
     assert {r.failure for r in done.results if r.config is None} <= {
-        "the heuristic's configuration has no time: there was no time for it"
+        "the heuristic's configuration has no time: there was no time for it",
+        "there was time for the heuristic's configuration only",
     }
+
+
+def test_a_heuristic_alone_is_no_entry(tmp_path):
+    done = tune(tuning_fakes.Hands, tmp_path, trials=1)
+    assert {r.failure for r in done.results} == {"there was time for the heuristic's configuration only"}
+    assert not done.path.exists()
 
 
 class Lengths(tuning_fakes.Hands):
