@@ -6,14 +6,17 @@ python -m benchmarks.report --check   exit 1 if they are not what the recorded r
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
 
 from benchmarks import record
+from xsake.autotune.report import FASTER, SAME
 from xsake.autotune.workloads import WORKLOADS
 
 README = record.ROOT / "README.md"
+SOURCES = {"measured": "races on the device", "schedule": "cycles of the compiler's schedules"}
 
 
 def cpu_attention() -> str:
@@ -192,6 +195,32 @@ def smollm2() -> str:
     )
 
 
+def tuning() -> str:
+    """What is shipped for each device kind, and what it gains over the heuristic."""
+    rows = [
+        "| file | entries | from | 5% faster than the heuristic or more | heuristic within 3% | the most | versions |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for path in sorted((record.ROOT / "tuning_db").glob("*.json")):
+        if path.name == "schema.json":
+            continue
+        shipped = json.loads(path.read_text())
+        entries = shipped["entries"]
+        gains = [entry["speedup"] for entry in entries]
+        versions = [e["versions"] for e in shipped["environments"].values()]
+        cells = [
+            f"`{path.name}`",
+            str(len(entries)),
+            " and ".join(sorted({SOURCES[entry["source"]] for entry in entries})),
+            str(sum(gain >= FASTER for gain in gains)),
+            str(sum(gain <= SAME for gain in gains)),
+            f"{max(gains):.2f}x",
+            "; ".join(", ".join(f"{k} {v[k]}" for k in ("jax", "libtpu") if k in v) for v in versions),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _source(run: dict, name: str) -> str:
     e = run["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k in ("jax", "torch"))
@@ -213,6 +242,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tpu_gather_shapes": tpu_gather_shapes,
     "tpu_schedule": tpu_schedule,
     "train_gpu": train_gpu,
+    "tuning": tuning,
 }
 
 
