@@ -47,6 +47,7 @@ def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> Ha
     even = np.linspace(0.1, 0.9, 9, dtype=np.float32)
     return HadsProfile(
         features=1 + normal(4, head_dim // 2, scale=0.3),
+        tokens=1 + normal(scale=0.3),
         distance=normal(len(BUCKETS)),
         sink=normal(),
         sensitivity=np.exp(normal()),

@@ -88,6 +88,7 @@ def calibrate(
 
     profile = HadsProfile(
         features=np.stack([e.features for e in estimators]),
+        tokens=np.stack([e.tokens for e in estimators]),
         distance=np.stack([e.distance for e in estimators]),
         sink=np.stack([e.sink for e in estimators]),
         sensitivity=sensitivity,

@@ -21,10 +21,11 @@ BUCKETS = np.array([0, 1, *sorted(start << p for start in (2, 3) for p in range(
 class Estimator(NamedTuple):
     """A layer's calibrated weights. The estimate is the row softmax of
 
-    sum of features * `features` + `distance[bucket of i - j]` + `sink` if j = 0
+    sum of features * `features` + `tokens` * the tokens' feature + `distance[bucket of i - j]` + `sink` if j = 0
     """
 
     features: Float[Array | np.ndarray, "*H kinds pairs"]
+    tokens: Float[Array | np.ndarray, "*H"]
     distance: Float[Array | np.ndarray, "*H buckets"]
     sink: Float[Array | np.ndarray, "*H"]
 
@@ -43,6 +44,7 @@ def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Floa
     logits = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, n, width), pooled.key)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance())]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
+    bias = bias + jnp.asarray(estimator.tokens)[:, None, None] * pooled.tokens
     return jnp.where(grid.causal(), logits.reshape(b, h, n, n) + bias, -jnp.inf)
 
 

@@ -35,7 +35,8 @@ def fit_estimator(
 def _fit(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
     heads, pairs = mass.shape[1], pooled.query.shape[-1] // 10
     scale = _typical_size(pooled, heads)
-    zero = Estimator(jnp.zeros((heads, len(KINDS), pairs)), jnp.zeros((heads, len(BUCKETS))), jnp.zeros(heads))
+    none = jnp.zeros(heads)
+    zero = Estimator(jnp.zeros((heads, len(KINDS), pairs)), none, jnp.zeros((heads, len(BUCKETS))), none)
 
     def scaled(w: Estimator) -> Estimator:
         return w._replace(features=w.features / scale)

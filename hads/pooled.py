@@ -1,4 +1,4 @@
-"""What a block keeps of its queries and keys: pooled vectors, whose products are the features of a pair of blocks.
+"""What is measured of a pair of blocks: products of pooled vectors, and the mean query against every key.
 
 The mean logit of a pair of blocks is exactly the product of their means. What pooling loses is the spread of the logits
 inside the pair, on which the block's softmax mass depends; the other features stand for it. With q̄, k̄ the means and
@@ -11,26 +11,34 @@ var the variances over a block, for each feature dimension:
 
 A head's weights multiply them per rotary frequency (dimensions p and p + D/2 turn together and share one), so all four
 are one matrix product of vectors of 5 D numbers.
+
+A single key that stands out in its block shows in none of them. The fifth feature asks for it: the mean query's
+logits with a block's keys, one by one, as the logarithm of their mean exponential. It costs 1 / (2 block) of dense
+attention's arithmetic.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
 from xsake.hads.causal_grid import CausalGrid
 
 KINDS = ("mean", "keys", "queries", "bound")
+_PARTS = 4
 
 
 class Pooled(NamedTuple):
-    """The two sides of the features, float32; weights are not yet applied."""
+    """The two sides of the pooled features and the tokens' feature, float32; weights are not yet applied."""
 
     query: Float[Array, "B H n five_D"]
     key: Float[Array, "B K n five_D"]
+    tokens: Float[Array, "B H n n"]
 
 
 def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Pooled:
@@ -55,7 +63,34 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
             -1,
         ),
         jnp.concatenate([k_mean, k_var, jnp.square(k_mean), k_max, k_min], -1),
+        _over_keys(q_mean * root, key, k_mean, grid),
     )
+
+
+def _over_keys(
+    query: Float[Array, "B H n D"], key: Float[Array, "B T K D"], k_mean: Float[Array, "B K n D"], grid: CausalGrid
+) -> Float[Array, "B H n n"]:
+    """log mean exp of the mean queries' logits (they are scaled) over each block's keys; 0 where causality forbids."""
+    b, h, n, d = query.shape
+    tail = grid.side * grid.block - grid.length
+    keys = jnp.pad(key, ((0, 0), (0, tail), (0, 0), (0, 0))).reshape(b, n, grid.block, -1, d)
+    query = query.reshape(b, keys.shape[3], -1, n, d)
+    sizes = jnp.asarray(grid.sizes, jnp.float32)
+    parts = []
+    # A part of the rows sees no key after it: in four parts, three eighths of the work are never done.
+    bounds = np.linspace(0, n, min(n, _PARTS) + 1).round().astype(int)
+    for first, end in itertools.pairwise(bounds.tolist()):
+        some = query[:, :, :, first:end]
+        # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
+        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :end])
+        mean = jnp.einsum("bkgid,bkjd->bkgij", some, k_mean[:, :, :end])
+        # Around the mean, which costs less than the largest one. Nothing stands out by a factor of exp(80).
+        above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
+        if tail and end == n:
+            above = jnp.where(_inside(grid)[..., 0], above, 0)
+        part = mean + jnp.log(above.sum(-1) / sizes[:end])
+        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - end),)))
+    return jnp.where(grid.causal(), jnp.concatenate(parts, 3).reshape(b, h, n, n), 0.0)
 
 
 def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "*lead five_D"]:

@@ -13,7 +13,7 @@ import numpy as np
 from xsake.hads.estimate import BUCKETS, Estimator
 from xsake.hads.pooled import KINDS
 
-_HEADS = ("features", "distance", "sink", "sensitivity", "burstiness", "entropy", "distance_mass")
+_HEADS = ("features", "tokens", "distance", "sink", "sensitivity", "burstiness", "entropy", "distance_mass")
 _TABLES = ("free_shares", "layer_shares", "head_shares", "log_thresholds")
 _STATIC = ("model", "block", "length", "kv_heads", "digests")
 
@@ -24,7 +24,7 @@ class HadsProfile:
     """A model's heads as HADS needs to know them; make one with `calibrate`, keep it with `save` and `load`.
 
     For each of L layers and H query heads (float32):
-      features, distance, sink: the weights of the estimate of block mass (`hads.estimate`, `hads.pooled`).
+      features, tokens, distance, sink: the weights of the estimate of block mass (`hads.estimate`, `hads.pooled`).
       sensitivity: what a squared unit of dropped mass costs the model, relative to the other heads of all layers.
       burstiness: variance of a block's mass among its queries, over its mass.
       entropy: of a query's weights over the logarithm of the keys that it sees.
@@ -41,6 +41,7 @@ class HadsProfile:
     """
 
     features: Any
+    tokens: Any
     distance: Any
     sink: Any
     sensitivity: Any
@@ -71,7 +72,7 @@ class HadsProfile:
 
     def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
-        return Estimator(self.features[layer], self.distance[layer], self.sink[layer])
+        return Estimator(self.features[layer], self.tokens[layer], self.distance[layer], self.sink[layer])
 
     def check(self) -> None:
         """Raise ValueError if shapes or values cannot be a profile's."""

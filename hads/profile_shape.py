@@ -20,6 +20,7 @@ def profile_shape(
     heads, points = (layers, q_heads), (len(FREE_SHARES),)
     shapes: dict[str, tuple[int, ...]] = {
         "features": (*heads, len(KINDS), head_dim // 2),
+        "tokens": heads,
         "distance": (*heads, len(BUCKETS)),
         "sink": heads,
         "sensitivity": heads,

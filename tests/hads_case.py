@@ -20,6 +20,7 @@ def random_profile(
     head_shares = np.sort(rng.random((3, layers, q_heads)), 0).astype(np.float32)
     return HadsProfile(
         features=normal(4, head_dim // 2),
+        tokens=normal(),
         distance=normal(len(BUCKETS)),
         sink=normal(),
         sensitivity=np.exp(normal()),
@@ -78,6 +79,7 @@ def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: 
         )
         weights = profile.features[layer, h].astype(np.float64)
         logits[b, h, i, j] = sum(w @ (f[: d // 2] + f[d // 2 :]) for w, f in zip(weights, features, strict=True))
+        logits[b, h, i, j] += profile.tokens[layer, h] * np.log(np.exp(k @ qm / np.sqrt(d)).mean())
         bucket = max(n for n, start in enumerate(BUCKETS) if start <= i - j)
         logits[b, h, i, j] += profile.distance[layer, h, bucket] + (profile.sink[layer, h] if j == 0 else 0)
     return softmax(logits)
