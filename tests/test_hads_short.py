@@ -1,0 +1,56 @@
+"""The study's short form, which the demo shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hads_case as case
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from xsake.hads.budgets import layer_counts
+from xsake.hads.study import short
+from xsake.hads.study.texts import Text
+from xsake.model import PRESETS, Transformer
+
+
+def test_the_shipped_profile_is_smollm2s():
+    profile, config = short.shipped_profile(), PRESETS["smollm2-135m"]
+    assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim, profile.model) == (
+        config.layers,
+        config.q_heads,
+        config.kv_heads,
+        config.head_dim,
+        short.MODEL,
+    )
+    for budget in short.BUDGETS:  # they leave a choice at the demo's length
+        counts = layer_counts(profile, budget, short.LENGTH)
+        assert len(set(counts.tolist())) > 1
+
+
+def test_the_page_is_whole():
+    page = short.page(lambda text: list(text.encode()))
+    assert page.shape == (short.LENGTH,) and page.dtype == np.int32
+
+
+@pytest.mark.slow
+def test_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(short, "BUDGETS", (0.6,))
+    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    text = Text("numbers/0", "numbers", np.random.default_rng(0).integers(0, 512, 200).astype(np.int32))
+    console = Console(width=200, record=True)
+    (tmp_path / "records.jsonl").write_text("of an earlier demo")
+    short.compare(model, text, case.random_profile(head_dim=16), tmp_path, console)
+    said = console.export_text()
+    for name in ("hads", "sink_window", "mean_top_k", "x_attention_8"):
+        assert name in said
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "divergence.png",
+        "heads.png",
+        "mask.png",
+        "records.jsonl",
+        "summary.json",
+    }
