@@ -140,8 +140,6 @@ def tpu_gather_shapes() -> str:
 
 
 def tpu_compile() -> str:
-    if not (record.RESULTS / "tpu_compile.json").exists():
-        return "Not recorded yet."
     run = record.load("tpu_compile")
     workloads, chips = run["results"]["workloads"], run["results"]["topologies"]
     blocks, tokens = [n for w in workloads for n in w["blocks"]], [w["tokens"] for w in workloads]
