@@ -14,7 +14,7 @@ def table(rows: Sequence[Summary], title: str) -> Table:
     95% interval, and the number of texts."""
     several = any(row.sequences > 1 for row in rows)
     made = Table(title=title)
-    names = ["budget", "method", "active blocks", "KL (nats)", "perplexity", "same token"]
+    names = ["budget", "method", "blocks", "KL (nats)", "perplexity", "same token"]
     for name in names + ["HADS - method", "", "texts"] * several:
         is_name = name == "method"
         made.add_column(name, justify="left" if is_name else "right", min_width=max(map(_width, rows)) * is_name)
