@@ -35,10 +35,14 @@ from jax import Array
 import xsake
 from benchmarks import record
 from benchmarks.hads_texts import CALIBRATION, EVALUATION
+from xsake.hads import observe
 from xsake.hads.calibration import calibrate
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.fit import STEPS, fit_weights
 from xsake.hads.layerwise import Layers
 from xsake.hads.profile import HadsProfile
 from xsake.hads.profile_shape import profile_shape
+from xsake.hads.sensitivity import cost_of_dropping
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
 from xsake.hads.study.evaluation import evaluate
@@ -56,6 +60,7 @@ TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_
 TASK_BUDGETS = (0.2, 0.43, 0.1)
 # The project's first table: each pattern at the share of blocks that it had there.
 SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 0.5, "hads": 0.43}
+_CALIBRATION_PROGRAMS = ("observe", "forward", "touch", "likelihood", "cost", "fit")
 STAGES = ("calibrate", "first", "screen", "tasks", "seed", "full")
 
 
@@ -107,6 +112,7 @@ class Study:
             self.say(f"{self.profile_path.name} is there")
             return
         s = self.settings
+        self.compile_calibration()
         found = self.read(CALIBRATION, s.calibration_sequences)
         last = ""
 
@@ -117,6 +123,7 @@ class Study:
             last = what
 
         tokens = np.stack([text.tokens for text in found])
+        self.wait_for(*_CALIBRATION_PROGRAMS)
         profile = calibrate(
             self.model, tokens, name=s.name, block=s.block, sensitivity_sequences=len(CALIBRATION), progress=report
         )
@@ -191,8 +198,7 @@ class Study:
     ) -> bool:
         """Budget by budget, methods in the order given; True if all was done."""
         s = self.settings
-        for method in methods:
-            self.wait_for(method)
+        self.wait_for("project", "dense", "sparse", "compare", *(METHODS[name].program for name in methods))
         start, seen = time.perf_counter(), len(self.records)
 
         def report(what: str, done: int, of: int) -> None:
@@ -323,6 +329,26 @@ class Study:
                 lambda m=mask_fn: layerwise.choose_blocks.lower(m, number, inputs[0], inputs[1]),
             )
 
+    def compile_calibration(self) -> None:
+        if self.profile_path.exists():
+            return
+        s, whole = self.settings, nnx.split(self.model)
+        grid, count = CausalGrid(s.length, s.block), s.calibration_sequences * len(CALIBRATION)
+        x, rotation = jax.eval_shape(self.layers.start, jax.ShapeDtypeStruct((1, s.length), jnp.int32))
+        block = self.layers.graph, self.model.attention_fn
+        args = self.layers.weights[0], x, rotation
+        _, seen = jax.eval_shape(lambda *args: observe.observe_block(*block, *args, s.block), *args)
+        _, touched = jax.eval_shape(lambda *args: observe.touch_block(*block, *args), *args, x)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        kept = jax.ShapeDtypeStruct(seen.statistics.mass.shape, jnp.bool_)
+        many = jax.tree.map(lambda one: jax.ShapeDtypeStruct((count, *one.shape[1:]), one.dtype), seen)
+        self._compile("observe", lambda: observe.observe_block.lower(*block, *args, s.block))
+        self._compile("forward", lambda: observe.forward_block.lower(*block, *args))
+        self._compile("touch", lambda: observe.touch_block.lower(*block, *args, x))
+        self._compile("likelihood", lambda: observe.likelihood_gradient.lower(*whole, x, key, observe.CHUNK))
+        self._compile("cost", lambda: cost_of_dropping.lower(touched, kept, grid))
+        self._compile("fit", lambda: fit_weights.lower(many.pooled, many.statistics.mass, grid, STEPS))
+
     def shape_of(self) -> HadsProfile:
         """What the profile will look like to the compiler."""
         config, s = self.model.config, self.settings
@@ -333,8 +359,8 @@ class Study:
         if key not in self._compiled:
             self._compiled[key] = self._pool.submit(lambda: lower().compile())
 
-    def wait_for(self, method: str) -> None:
-        for key in ("project", "dense", "sparse", "compare", METHODS[method].program):
+    def wait_for(self, *programs: Any) -> None:
+        for key in programs:
             if key in self._compiled:
                 self._compiled.pop(key).result()
 
@@ -470,6 +496,8 @@ def main() -> None:
     )
     study.start = start
     study.say(f"model loaded; {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    if "calibrate" in stages:
+        study.compile_calibration()
     if set(stages) - {"calibrate"}:
         study.compile_ahead(study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *PUBLISHED]))
     for stage in STAGES:

@@ -70,8 +70,6 @@ def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: Causal
     `more` are arrays like the query, cut the same way. The tail of the last row is 0. An accelerator does as many rows
     at once as have a gigabyte of logits.
     """
-    row_bytes = 4 * query.shape[0] * query.shape[2] * grid.block * grid.length
-    at_once = 1 if jax.default_backend() == "cpu" else max(min(2**30 // row_bytes, grid.side), 1)
 
     def rows(x: Array) -> Array:
         b, _, h, d = x.shape
@@ -79,8 +77,18 @@ def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: Causal
         x = x.reshape(b, grid.side, grid.block, kv_heads, h // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5)
 
-    cut = (jnp.arange(grid.side), rows(query), *map(rows, more))
-    return jax.lax.map(lambda x: row(*x), cut, batch_size=None if at_once == 1 else at_once)
+    # Behind a barrier: a compiler that knows the rows' numbers works out their causal masks itself, for minutes.
+    numbers = jax.lax.optimization_barrier(jnp.arange(grid.side))
+    at_once = _rows_at_once(4 * query.shape[0] * query.shape[2] * grid.block * grid.length, grid.side)
+    return jax.lax.map(lambda x: row(*x), (numbers, rows(query), *map(rows, more)), batch_size=at_once)
+
+
+def _rows_at_once(row_bytes: int, rows: int) -> int | None:
+    """As many as have a gigabyte of logits and divide all, on an accelerator; a CPU's caches hold one."""
+    if jax.default_backend() == "cpu":
+        return None
+    most = max(2**30 // row_bytes, 1)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
 
 
 def attention_rows(

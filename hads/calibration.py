@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from xsake.hads.budgets import uniform_counts
 from xsake.hads.causal_grid import DENSE_ROWS, CausalGrid
 from xsake.hads.choose import choose
 from xsake.hads.estimate import BUCKETS, block_mass, bucket_of
-from xsake.hads.fit import fit_estimator
+from xsake.hads.fit import STEPS, fit_estimator
 from xsake.hads.gain import block_keys, gains_of_sorted
 from xsake.hads.observe import Observation, observe, touch
 from xsake.hads.pooled import Pooled
@@ -25,6 +26,7 @@ from xsake.hads.sensitivity import cost_of_dropping
 from xsake.hads.tables import FREE_SHARES, tabulate
 
 Progress = Callable[[str, int, int], None]
+_choose = jax.jit(choose, static_argnames="grid")
 _REFERENCE_BUDGET = 0.15  # at which sensitivity is measured; the result serves budgets from 10% to 50%
 
 
@@ -35,7 +37,7 @@ def calibrate(
     name: str,
     block: int = 64,
     sensitivity_sequences: int = 4,
-    steps: int = 300,
+    steps: int = STEPS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> HadsProfile:
@@ -81,7 +83,7 @@ def calibrate(
         report("fitting estimators", number, len(layers))
         estimator, _ = fit_estimator(layer.pooled, layer.statistics.mass, grid, steps=steps)
         estimators.append(estimator)
-        gains.append(_gains(layer.pooled, estimator, sensitivity[number], burstiness[number], grid))
+        gains.append(np.asarray(_gains(layer.pooled, estimator, sensitivity[number], burstiness[number], grid)))
     by_sequence = [np.stack([gain[n] for gain in gains]) for n in range(count)]
     tables = tabulate(by_sequence, grid)
     report("fitting estimators", len(layers), len(layers))
@@ -160,7 +162,7 @@ def _sensitivity(
         touched = touch(model, jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
         for number, layer in enumerate(touched):
             mass = seen[n][number].statistics.mass
-            kept = choose(mass, grid, sensitivity=equal, burstiness=burstiness[number], count=wanted)
+            kept = _choose(mass, grid, sensitivity=equal, burstiness=burstiness[number], count=wanted)
             error, dropped = cost_of_dropping(layer, kept, grid)
             errors[number] += np.asarray(error)
             drops[number] += np.asarray(dropped)
@@ -171,9 +173,9 @@ def _sensitivity(
     return (ratio / ratio.mean()).astype(np.float32)
 
 
+@partial(jax.jit, static_argnames="grid")
 def _gains(
-    pooled: Pooled, estimator: Any, sensitivity: np.ndarray, burstiness: np.ndarray, grid: CausalGrid
-) -> np.ndarray:
-    mass = block_mass(pooled, estimator, grid)
-    keys = jnp.sort(block_keys(mass, grid, grid.forced()), -1)
-    return np.asarray(gains_of_sorted(keys, sensitivity, burstiness))
+    pooled: Pooled, estimator: Any, sensitivity: np.ndarray | Array, burstiness: np.ndarray | Array, grid: CausalGrid
+) -> Array:
+    keys = jnp.sort(block_keys(block_mass(pooled, estimator, grid), grid, grid.forced()), -1)
+    return gains_of_sorted(keys, sensitivity, burstiness)

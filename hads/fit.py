@@ -15,9 +15,11 @@ from xsake.hads.causal_grid import DENSE_ROWS, CausalGrid
 from xsake.hads.estimate import BUCKETS, Estimator, block_logits, bucket_of
 from xsake.hads.pooled import KINDS, Pooled
 
+STEPS = 300
+
 
 def fit_estimator(
-    pooled: Pooled, mass: Float[Array, "N H n n"], grid: CausalGrid, *, steps: int = 300
+    pooled: Pooled, mass: Float[Array, "N H n n"], grid: CausalGrid, *, steps: int = STEPS
 ) -> tuple[Estimator, float]:
     """A layer's weights, and the divergence that is left (nats a row), from N sequences.
 
@@ -26,13 +28,14 @@ def fit_estimator(
     """
     if grid.side <= DENSE_ROWS:
         raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
-    weights, loss = _fit(pooled, mass, grid, steps)
+    weights, loss = fit_weights(pooled, mass, grid, steps)
     estimator = Estimator(*(np.asarray(x) for x in weights))
     return _extended(estimator, grid), float(loss)
 
 
 @partial(jax.jit, static_argnames=("grid", "steps"))
-def _fit(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
+def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
+    """As `fit_estimator`, compiled, with no thought for distances that were not seen."""
     heads, pairs = mass.shape[1], pooled.query.shape[-1] // 10
     scale = _typical_size(pooled, heads)
     none = jnp.zeros(heads)

@@ -18,6 +18,8 @@ from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.layerwise import Layers, run_block
 from xsake.hads.pooled import Pooled, pool
 
+CHUNK = 512  # tokens whose logits exist at a time
+
 
 class Observation(NamedTuple):
     """One layer's statistics and pooled vectors on a batch of sequences."""
@@ -41,15 +43,16 @@ def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observati
     x, rotation = layers.start(tokens)
     seen = []
     for weights in layers.weights:
-        x, one = _observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
+        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
         seen.append(one)
     return seen
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
-def _observe_block(
+def observe_block(
     graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
 ) -> tuple[Array, Observation]:
+    """A block's output, and what was seen of its attention."""
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
@@ -60,7 +63,7 @@ def _observe_block(
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
 
-def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -> list[Touched]:
+def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> list[Touched]:
     """Each layer's attention, and the gradient of a likelihood with respect to its heads' outputs.
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
@@ -74,22 +77,22 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = 512) -
     inputs = []
     for weights in layers.weights:
         inputs.append(x)
-        x = _forward_block(layers.graph, model.attention_fn, weights, x, rotation)
-    gradient = _likelihood_gradient(*nnx.split(model), x, key, chunk)
+        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation)
+    gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
     touched = []
     for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
-        gradient, one = _touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
+        gradient, one = touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
         touched.append(one)
     return touched[::-1]
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn"))
-def _forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
+def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
     return run_block(graph, weights, x, rotation, partial(attention_fn, is_causal=True))
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn"))
-def _touch_block(
+def touch_block(
     graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
 ) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
@@ -111,7 +114,7 @@ def _touch_block(
 
 
 @partial(jax.jit, static_argnames=("graph", "chunk"))
-def _likelihood_gradient(graph: Any, weights: Any, x: Array, key: Array, chunk: int) -> Array:
+def likelihood_gradient(graph: Any, weights: Any, x: Array, key: Array, chunk: int) -> Array:
     from flax import nnx
 
     model = nnx.merge(graph, weights)
