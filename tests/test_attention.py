@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from contract.case import check, check_run, make, run
@@ -137,7 +139,13 @@ def test_arguments(implementation, name):
     _run(implementation, ARGUMENTS, name)
 
 
-@pytest.mark.parametrize("shape", [(b, h, t, s) for b in (0, 1) for h in (0, 1) for t in (0, 1) for s in (0, 1)])
+def _bias_shapes():
+    """Every combination of whole and broadcast axes; with two or three broadcast, before a kernel change only."""
+    for shape in itertools.product((0, 1), repeat=4):
+        yield pytest.param(shape, marks=pytest.mark.slow if sum(shape) in (2, 3) else ())
+
+
+@pytest.mark.parametrize("shape", list(_bias_shapes()))
 def test_bias_broadcasts(implementation, shape):
     """0 stands for the whole dimension."""
     check_run(implementation, make(implementation, q_len=39, kv_len=70, bias=shape, seed=hash(shape) % 1000))

@@ -171,6 +171,7 @@ def test_new_inputs_profiles_and_counts_do_not_retrace():
     assert traces == 1
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_attention_and_take_the_mask_as_constant():
     profile = case.random_profile()
     query, key = map(jnp.asarray, case.random_inputs(9, 128, profile))

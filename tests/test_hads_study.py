@@ -36,6 +36,7 @@ def model() -> Transformer:
     return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
+@pytest.mark.slow
 def test_layerwise_is_the_model(model: Transformer):
     tokens = jnp.asarray(TOKENS[:2])
     layers = Layers(model)

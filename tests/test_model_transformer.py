@@ -154,6 +154,7 @@ def plain_gradient(model):
     return gradient(model)
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing(model, plain_gradient):
     again = gradient(model, remat=True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain_gradient, again)
@@ -163,6 +164,7 @@ def make_mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_loss_and_gradients(model, plain_gradient):
     sharded = gradient(model, mesh=make_mesh(data=2, model=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain_gradient, sharded)

@@ -140,6 +140,7 @@ def test_hads_calibrates_itself_in_training(data, tmp_path):
     assert losses(file) != losses(dense)
 
 
+@pytest.mark.slow
 def test_a_plain_function_may_be_a_mask_function(data, tmp_path):
     config = make_config(attention="hads")
     mask = patterns.causal(64, 64, block_q=16, block_kv=16)
