@@ -20,6 +20,7 @@ attention's arithmetic.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -63,14 +64,30 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
             -1,
         ),
         jnp.concatenate([k_mean, k_var, jnp.square(k_mean), k_max, k_min], -1),
-        _over_keys(q_mean * root, key, k_mean, grid),
+        # Around the mean, which costs less than the largest one. Nothing stands out by a factor of exp(80).
+        over_keys(
+            q_mean * root,
+            key,
+            k_mean,
+            grid,
+            lambda above: jnp.exp(jnp.minimum(above, 80.0)),
+            lambda mean, total: mean + jnp.log(total),
+        ),
     )
 
 
-def _over_keys(
-    query: Float[Array, "B H n D"], key: Float[Array, "B T K D"], k_mean: Float[Array, "B K n D"], grid: CausalGrid
+def over_keys(
+    query: Float[Array, "B H n D"],
+    key: Float[Array, "B T K D"],
+    k_mean: Float[Array, "B K n D"],
+    grid: CausalGrid,
+    summed: Callable[[Array], Array],
+    finish: Callable[[Array, Array], Array],
 ) -> Float[Array, "B H n n"]:
-    """log mean exp of the mean queries' logits (they are scaled) over each block's keys; 0 where causality forbids."""
+    """Of mean queries (scaled) and each block's keys: `finish(mean logit, mean of summed(logit - mean logit))`.
+
+    0 where causality forbids.
+    """
     b, h, n, d = query.shape
     tail = grid.side * grid.block - grid.length
     keys = jnp.pad(key, ((0, 0), (0, tail), (0, 0), (0, 0))).reshape(b, n, grid.block, -1, d)
@@ -84,11 +101,10 @@ def _over_keys(
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
         logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :end])
         mean = jnp.einsum("bkgid,bkjd->bkgij", some, k_mean[:, :, :end])
-        # Around the mean, which costs less than the largest one. Nothing stands out by a factor of exp(80).
-        above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
+        above = summed(logits.astype(jnp.float32) - mean[..., None])
         if tail and end == n:
             above = jnp.where(_inside(grid)[..., 0], above, 0)
-        part = mean + jnp.log(above.sum(-1) / sizes[:end])
+        part = finish(mean, above.sum(-1) / sizes[:end])
         parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - end),)))
     return jnp.where(grid.causal(), jnp.concatenate(parts, 3).reshape(b, h, n, n), 0.0)
 

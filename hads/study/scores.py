@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from xsake.hads.block_statistics import block_sums, scan_rows
 from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.pooled import Pooled, pool
+from xsake.hads.pooled import Pooled, over_keys, pool
 
 Query = Float[Array, "B T H D"]
 Key = Float[Array, "B T K D"]
@@ -35,20 +35,9 @@ def bound_logits(query: Query, key: Key, grid: CausalGrid) -> Blocks:
 
 def second_order_logits(query: Query, key: Key, grid: CausalGrid) -> Blocks:
     """Mean plus half the variance of the mean query's logits over a block's keys: their whole covariance (COBS)."""
-    d = query.shape[-1]
-    q = _parts(pool(query, key, grid), slice(0, 1))[0]  # [B, K, G, n, D], scaled
-    tail = grid.side * grid.block - grid.length
-    keys = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, tail), (0, 0), (0, 0)))
-    keys = keys.reshape(key.shape[0], grid.side, grid.block, key.shape[2], d)
-    sizes = jnp.asarray(grid.sizes, jnp.float32)
-
-    def row(q: Array) -> Array:  # one row of query blocks at a time: [B, K, G, D]
-        logits = jnp.einsum("bkgd,bnskd->bkgns", q, keys)
-        mean = logits.sum(-1) / sizes
-        return mean + 0.5 * (jnp.square(logits).sum(-1) / sizes - jnp.square(mean))
-
-    rows = jnp.moveaxis(jax.lax.map(row, jnp.moveaxis(q, 3, 0)), 0, 3)
-    return _causal(rows.reshape(query.shape[0], query.shape[2], grid.side, grid.side), grid)
+    q, k = _parts(pool(query, key, grid), slice(0, 1))  # [B, K, G, n, D], scaled, and [B, K, n, D]
+    q = q.reshape(q.shape[0], -1, *q.shape[3:])
+    return _causal(over_keys(q, key, k, grid, jnp.square, lambda mean, variance: mean + 0.5 * variance), grid)
 
 
 def antidiagonal_shares(query: Query, key: Key, grid: CausalGrid, stride: int) -> Blocks:
