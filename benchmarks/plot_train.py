@@ -1,4 +1,4 @@
-"""The picture of the recorded training runs: loss over tokens, and over hours of the chip.
+"""The picture of the recorded training runs: loss over tokens, and over time.
 
 python -m benchmarks.plot_train     rewrites benchmarks/results/train_gpu.png
 """
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from benchmarks import record
 from xsake.model.run_file import read_events
 
-COLOURS = {"dense": "tab:grey", "sparse": "tab:blue"}
+COLOURS = {"dense": "tab:grey", "sparse": "tab:blue", "hads": "tab:orange"}
 SMOOTHED_STEPS = 15
 
 
