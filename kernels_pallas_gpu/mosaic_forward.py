@@ -80,9 +80,10 @@ def forward(
     dynamic = persistent and config.schedule == "dynamic" and not interpret
     kv_bytes = kv_len * (head_dim + v_head_dim) * 2
     # Heads are interleaved while their K and V stay in the L2 cache: all if all do, otherwise leaving room for what
-    # passes. Warpgroups that work apart read K and V twice as often, and from further away if there is more of it.
-    share = (16 if pairing is Pairing.APART else 32) << 20
-    most = config.head_group or max(1, share // kv_bytes) * (group // heads_a_tile or 1)
+    # passes. Warpgroups that work apart read K and V twice as often, and from further away if there is more of it;
+    # but the long rows of one K/V head are too few to begin with.
+    share, least = (16 << 20, 2) if pairing is Pairing.APART else (32 << 20, 1)
+    most = config.head_group or max(least, share // kv_bytes) * (group // heads_a_tile or 1)
     if not config.head_group and batch_size * num_kv_heads * kv_bytes <= L2_BYTES:
         most = heads
     head_group = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
