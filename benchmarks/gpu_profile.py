@@ -22,7 +22,7 @@ from benchmarks import record
 from xsake.autotune.workloads import WORKLOADS
 
 PROFILED = [(name, density) for name in ("gpt4k", "gpt4k_d64", "full16k") for density in (1.0, 0.25, 0.1)]
-LIMIT = 120  # seconds
+LIMIT = 100  # seconds
 METRICS = {
     "microseconds": "gpu__time_duration.sum",
     "tensor_core_share": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
