@@ -189,10 +189,14 @@ def main() -> None:
 
     args.work.mkdir(parents=True, exist_ok=True)
     data = unpack(args.data, args.work)
-    lengths = (LONG,) if args.skip_training else (LONG, USUAL)
+    kinds, lengths = args.kinds.split(","), []
+    if unknown := sorted(set(kinds) - set(ATTENTION)):
+        parser.error(f"unknown kinds {unknown}; there are {', '.join(ATTENTION)}")
+    lengths += [] if args.skip_times else [LONG]
+    lengths += [] if args.skip_training else [USUAL]
     results = done_before(args.out)
     done = {(r["preset"], r["kind"], r["length"]) for r in results}
-    jobs = [(preset, kind, length) for length in lengths for preset in args.only.split(",") for kind in ATTENTION]
+    jobs = [(preset, kind, length) for length in lengths for preset in args.only.split(",") for kind in kinds]
     jobs = [job for job in jobs if job not in done]
     trainers = [Trainer(configuration(*job, args.tokens), data=data) for job in jobs]
     start = time.perf_counter()
