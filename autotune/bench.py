@@ -32,6 +32,7 @@ class Bench:
     def open(self, problem: Problem) -> list[StudyPlan]:
         self._contest = None  # its memory is needed
         self._contest = Contest(problem, self._round_seconds)
+        self._contest.prepare()
         return self._contest.plans
 
     @property

@@ -115,6 +115,14 @@ class Contest:
 
     # -- compiling -------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """What every study waits for, side by side, while nothing is timed: the oracle's results and the heuristic."""
+        checked = dict.fromkeys(plan.densities[0] for plan in self.plans)
+        with ThreadPoolExecutor(1) as pool:
+            oracle = pool.submit(lambda: [self._yardsticks_of(density) for density in checked])
+            self.compile("forward", [dataclasses.asdict(self._config.forward)])
+            oracle.result()
+
     def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
         """Side by side, ahead of all timing; for each None, or what went wrong."""
 

@@ -22,6 +22,8 @@ NAMES = ("out", "lse", "d_query", "d_key", "d_value")
 FACTOR = 4.0  # times the error of the plain computation
 _ELEMENTS = {"gpu": 2**26}  # logits held at once, by platform
 _FEW_ELEMENTS = 2**22
+# Run a few times: XLA would take longer to find its fastest matrix products.
+_QUICKLY = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _chunks(blocks: np.ndarray, mask: BlockMask) -> Iterator[tuple[slice, BlockM
         )
 
 
-@partial(jax.jit, static_argnames="is_causal")
+@partial(jax.jit, static_argnames="is_causal", compiler_options=_QUICKLY)
 def _exact(
     q: Array, k: Array, v: Array, d_out: Array, mask: BlockMask, first: Array, *, is_causal: bool
 ) -> tuple[Array, ...]:
@@ -124,7 +126,7 @@ def _exact(
     return out, lse, *pull((d_out, jnp.zeros_like(lse)))
 
 
-@partial(jax.jit, static_argnames="is_causal")
+@partial(jax.jit, static_argnames="is_causal", compiler_options=_QUICKLY)
 def _plain(
     q: Array, k: Array, v: Array, d_out: Array, mask: BlockMask, first: Array, *, is_causal: bool
 ) -> tuple[Array, ...]:
