@@ -89,6 +89,18 @@ def _gpu_facts(by: dict) -> list[str]:
     ]
 
 
+def gpu_profile() -> str:
+    """What the forward is busy with, by the hardware's counters."""
+    run = record.load("gpu_profile")
+    rows = ["| forward, density | tensor cores | DRAM | L2 | L2 hits |", "| --- | --- | --- | --- | --- |"]
+    for r in run["results"]:
+        shares = [r[name] for name in ("tensor_core_share", "dram_share", "l2_share", "l2_hit_rate")]
+        rows.append(f"| {r['workload']}, {r['asked']:.0%} | {' | '.join(f'{share:.0f}%' for share in shares)} |")
+    e = run["environment"]
+    source = f"From `benchmarks/results/gpu_profile.json`: {e['device']}, cold caches, commit {e['commit']}."
+    return "\n".join([*rows, "", source])
+
+
 def tpu_schedule() -> str:
     """Cycles of the compiler's schedules; splash at the mask's block, or at 512 where the mask's block is smaller."""
     run = record.load("tpu_schedule")
@@ -235,6 +247,7 @@ def _ms(t: dict) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "gpu_attention": gpu_attention,
+    "gpu_profile": gpu_profile,
     "smollm2": smollm2,
     "tpu_compile": tpu_compile,
     "tpu_gather_shapes": tpu_gather_shapes,
