@@ -138,11 +138,14 @@ class Tuner:
         while candidates := self._batch(studies, pace):
             parts = {label(c.part): c.part for _, c in candidates}
             with pace.batch(len(parts)):
+                start = monotonic()
                 broken = referee.compile(plans[0].key.direction, list(parts.values()))
+                # What took long to compile is raced for as long, over its share if need be, not over the budget.
+                # Without the heuristic's time a study has nothing: that may take longer still.
+                worth = min(self._end, 2 * monotonic() - start)
                 for study, candidate in candidates:
-                    # Without the heuristic's time a study has nothing: it may run over its share, not over the budget.
-                    end = self._end if candidate.part == study.plan.default else None
-                    if pace.is_over(end):
+                    end = self._end if candidate.part == study.plan.default else worth
+                    if pace.is_over() and pace.is_over(end):
                         study.abandon(candidate)
                     else:
                         self._try(study, candidate, referee, broken.get(label(candidate.part)), pace)

@@ -166,6 +166,16 @@ def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, mon
     assert len(done.results) == 6, "a second turn replaces the first one's result"
 
 
+def test_what_was_compiled_is_raced_although_compiling_took_the_whole_share(tmp_path, clock, monkeypatch):
+    def compiled(self, direction, parts):
+        clock[0] += 6.0 * len(parts)
+        return [None for _ in parts]
+
+    monkeypatch.setattr(Lengths, "compile", compiled)
+    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=30.0, rounds=2, batch=14)
+    assert [len(r.tried) for r in done.results[:2]] == [4, 4] and all(done.results[n].config for n in (0, 1))
+
+
 def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
     done = tune(tuning_fakes.Hands, tmp_path, budget=0.0)
     assert not done.results and not done.path.exists()
