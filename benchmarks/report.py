@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import record
+from benchmarks.report_hads import hads_study
 from xsake.autotune.report import FASTER, SAME
 from xsake.autotune.workloads import WORKLOADS
 
@@ -248,6 +249,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": cpu_attention,
     "gpu_attention": gpu_attention,
     "gpu_profile": gpu_profile,
+    "hads_study": hads_study,
     "smollm2": smollm2,
     "tpu_compile": tpu_compile,
     "tpu_gather_shapes": tpu_gather_shapes,

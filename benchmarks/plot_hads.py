@@ -1,0 +1,36 @@
+"""The pictures of the recorded HADS study.
+
+python -m benchmarks.plot_hads     rewrites benchmarks/results/hads/*.png
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from benchmarks.report_hads import ALWAYS, FOLDER, budgets_of, ranked
+from xsake.hads.study.bootstrap import Difference
+from xsake.hads.study.methods import PUBLISHED, STRENGTHENED
+from xsake.hads.study.pictures import divergence_over_density, kept_shares, mask_over_mass
+from xsake.hads.study.summary import Summary
+
+
+def main() -> None:
+    for path in sorted(FOLDER.glob("summary-*.json")):
+        which = path.stem.removeprefix("summary-")
+        run = json.loads(path.read_text())
+        rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
+        best = [*ranked(rows, PUBLISHED)[:6], *ranked(rows, STRENGTHENED)[:4]]
+        summaries = [Summary(**r | {"against": r["against"] and Difference(**r["against"])}) for r in rows]
+        divergence_over_density(summaries, FOLDER / f"divergence-{which}.png", ["hads", "hads_v1", *best, *ALWAYS])
+        portrait = FOLDER / f"portrait-{which}.npz"
+        if portrait.exists():
+            seen = np.load(portrait)
+            kept_shares(seen["shares"], FOLDER / f"heads-{which}.png", f"{seen['text']}: blocks kept by each head")
+            head = f"layer {seen['layer']}, head {seen['head']} on {seen['text']}"
+            mask_over_mass(seen["mass"], seen["kept"], FOLDER / f"mask-{which}.png", head)
+
+
+if __name__ == "__main__":
+    main()
