@@ -30,10 +30,10 @@ def _mesh(chip: str) -> AbstractMesh:
     return AbstractMesh((), (), abstract_device=device)
 
 
-def lower(function: Callable, *avals: Any, chip: str = "sm_90") -> str:
+def lower(function: Callable, *avals: Any, chip: str = "sm_90", **named: Any) -> str:
     """Raises where a layout is wrong or shared memory does not suffice."""
     with use_abstract_mesh(_mesh(chip)):
-        return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(function).trace(*avals, **named).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from dataclasses import fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +82,12 @@ def everything(config):
 
 
 def lower_all(call, config) -> None:
+    assert "mosaic_gpu" in lower(everything(config), call, *_given(call))
+
+
+def _given(call) -> tuple:
     lse = jax.ShapeDtypeStruct((call.batch, call.q_heads, call.q_len), jnp.float32)
-    d_out = jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
-    assert "mosaic_gpu" in lower(everything(config), call, lse, d_out)
+    return lse, jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -98,21 +103,20 @@ def test_every_argument_lowers(name):
     lower_all(call, mosaic.default_config(call))
 
 
-def _pieces(space):
-    """Forward, dQ and dK/dV of a space, each configuration once: a column of them makes one lowering."""
-    columns = [list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in dataclasses.fields(mosaic.Config)]
-    longest = max(map(len, columns))
-    rows = zip(*(column * (longest // len(column) + 1) for column in columns), strict=False)
-    return [mosaic.Config(forward=a, dq=b, dkv=c) for a, b, c in list(rows)[:longest]]
-
-
 @pytest.mark.parametrize("name", ["D 128, block 128", "D 64, block 64, a list a head", "D 256, block 128"])
 def test_every_config_lowers(name):
+    """Each kernel's configurations once."""
     call = make_call(**SHAPES[name])
     space = mosaic.search_space(call)
     assert mosaic.default_config(call) in space
-    for config in _pieces(space):
-        lower_all(call, config)
+    forwards, dqs, dkvs = (list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in fields(mosaic.Config))
+    for part in forwards:
+        assert "mosaic_gpu" in lower(partial(mosaic.forward, config=replace(space[0], forward=part)), call)
+    lse, d_out = _given(call)
+    for dq, dkv in itertools.zip_longest(dqs, dkvs):
+        config = replace(space[0], dq=dq or dqs[0], dkv=dkv or dkvs[0])
+        backward = partial(mosaic.backward, config=config, with_bias=False)
+        assert "mosaic_gpu" in lower(backward, call, lse=lse, delta=lse, d_out=d_out)
 
 
 def test_unsupported_names_the_argument():
