@@ -1,0 +1,370 @@
+"""A compute warpgroup of the Hopper forward: 64 query rows of a tile after the other, over the keys that arrive."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST
+from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD, Q_START, STEPS
+
+# Keys that a partial step takes or leaves: a causal or window band often empties half of a tile.
+HALF = 64
+# Columns after which an accumulator's layout repeats: sums over every eighth column stay in a thread.
+LANE_COLUMNS = 8
+
+
+class ComputeWarpgroup:
+    """`row_offset`, `head_offset`: where this warpgroup's half of a tile begins."""
+
+    def __init__(self, cta: Cta) -> None:
+        self.cta, self.plan = cta, cta.plan
+        self.row_offset = cta.wg * WG_ROWS if self.plan.pairing is Pairing.ROWS else 0
+        self.head_offset = cta.wg if self.plan.pairing is Pairing.HEADS else 0
+
+    # The two warpgroups pass the tensor core to one another. A turn at it begins when both have said so: each arrives
+    # once and waits once a turn. What a warpgroup does between the two holds up nobody.
+    def yield_tensor_core(self) -> None:
+        if self.plan.take_turns:
+            plgpu.barrier_arrive(self.cta.barriers.tensor_core)
+
+    def await_tensor_core(self) -> None:
+        if self.plan.take_turns:
+            plgpu.barrier_wait(self.cta.barriers.tensor_core)
+
+    def run(self) -> None:
+        cta, plan = self.cta, self.plan
+
+        def a_turn_passes() -> None:
+            self.yield_tensor_core()
+            self.await_tensor_core()
+
+        pl.when(cta.wg == 1)(a_turn_passes)
+        self.yield_tensor_core()
+        steps, full_steps = self.read_item(jnp.int32(0))
+        if plan.ahead:
+
+            def one_turn_ahead(carry: Any) -> Any:
+                turn, step0, steps, full_steps, first = carry
+                return (
+                    turn + 1,
+                    step0 + steps,
+                    *Tile(self, turn, step0, steps, full_steps, first).run_and_begin_the_next(),
+                )
+
+            zero = jnp.int32(0)
+            first = self.multiply_first(0, 0, steps, self.await_tensor_core)
+            lax.while_loop(lambda c: c[2] >= 0, one_turn_ahead, (zero, zero, steps, full_steps, first))
+        elif plan.persistent:
+
+            def one_turn(carry: Any) -> Any:
+                turn, step0, steps, full_steps = carry
+                Tile(self, turn, step0, steps, full_steps).run()
+                return turn + 1, step0 + steps, *self.read_item(turn + 1)
+
+            lax.while_loop(lambda c: c[2] >= 0, one_turn, (jnp.int32(0), jnp.int32(0), steps, full_steps))
+        else:
+
+            @pl.loop(0, (steps >= 0).astype(jnp.int32))
+            def _only(turn: Any) -> None:
+                Tile(self, turn, turn, steps, full_steps).run()
+
+        if not plan.ahead:
+            self.await_tensor_core()
+        pl.when(cta.wg == 0)(a_turn_passes)
+        plgpu.wait_smem_to_gmem(0)
+
+    def read_item(self, turn: Any) -> tuple[Any, Any]:
+        cta, notes = self.cta, self.cta.scratch.notes
+        plgpu.barrier_wait(cta.stage(cta.barriers.item_ready, slot_of(turn, 2)))
+        return notes[cta.item_field(turn, STEPS)], notes[cta.item_field(turn, FULL_STEPS)]
+
+    def multiply_first(self, turn: Any, step0: Any, steps: Any, overlap: Any) -> Any:
+        """A tile's first raw logits and the runs of keys they are of; past the last tile, anything."""
+        cta, barriers = self.cta, self.cta.barriers
+        q_slot, slot = cta.query_slot(turn, cta.wg), slot_of(step0, self.plan.stages)
+
+        @pl.when(steps > 0)
+        def _operands() -> None:
+            plgpu.barrier_wait(barriers.q_ready.at[q_slot])
+            plgpu.barrier_wait(cta.stage(barriers.k_ready, slot))
+
+        queries, keys = cta.scratch.q.at[q_slot], cta.stage(cta.scratch.k, slot)
+        logits = common.matmul(queries, keys, transpose_b=True, interpret=bool(self.plan.interpret), overlap=overlap)
+        starts = self.starts(slot)
+        pl.when(steps > 0)(lambda: cta.release(cta.stage(barriers.k_free, slot)))
+        return logits, starts
+
+    def starts(self, slot: Any) -> tuple[Any, ...]:
+        """First keys of the runs of a stage."""
+        return tuple(self.cta.scratch.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
+
+
+class Tile:
+    """A warpgroup's half of a query tile. `step0`: steps before it; `first`: its first logits, multiplied ahead."""
+
+    def __init__(
+        self, warpgroup: ComputeWarpgroup, turn: Any, step0: Any, steps: Any, full_steps: Any, first: Any = None
+    ) -> None:
+        self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
+        self.turn, self.step0, self.steps, self.full_steps, self.first = turn, step0, steps, full_steps, first
+        self.q_slot = self.cta.query_slot(turn, self.cta.wg)
+        self.q_tile = self.cta.scratch.q.at[self.q_slot]
+        self.q_vectors: dict[str, Any] = {}
+
+    # Read where they are used: what is live during the loops costs registers.
+    def field(self, which: int) -> Any:
+        return self.cta.scratch.notes[self.cta.item_field(self.turn, which)]
+
+    def q_start(self) -> Any:
+        return pl.multiple_of(self.field(Q_START), WG_ROWS) + self.warpgroup.row_offset
+
+    def slot(self, step: Any) -> Any:
+        return slot_of(self.step0 + step, self.plan.stages)
+
+    def run(self) -> None:
+        cta, barriers = self.cta, self.cta.barriers
+        plgpu.barrier_wait(barriers.q_ready.at[self.q_slot])
+        self.q_vectors = {
+            name: plgpu.load(
+                cta.options[name].at[self.field(BATCH), pl.ds(self.q_start(), WG_ROWS)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+            for name in self.plan.q_vectors
+        }
+
+        @pl.when(self.steps > 0)
+        def _first_keys() -> None:
+            plgpu.barrier_wait(cta.stage(barriers.k_ready, slot_of(self.step0, self.plan.stages)))
+
+        acc, m, total = self.attend(self.nothing(), jnp.int32(0))
+        pl.when(self.steps > 0)(self.warpgroup.yield_tensor_core)
+        if self.plan.separate_out:
+            cta.release(barriers.q_free.at[self.q_slot])
+        self.write(acc, m, total)
+
+    def run_and_begin_the_next(self) -> Any:
+        """Returns the next tile's steps, and its first logits."""
+        acc, m, total = self.attend(self.first_step(self.nothing()), jnp.int32(1))
+        # The other warpgroup need not wait for this one's output.
+        self.warpgroup.yield_tensor_core()
+        if self.plan.separate_out:
+            self.cta.release(self.cta.barriers.q_free.at[self.q_slot])
+        following = self.warpgroup.read_item(self.turn + 1)
+
+        def meanwhile() -> None:
+            self.write(acc, m, total)
+            self.warpgroup.await_tensor_core()
+
+        first = self.warpgroup.multiply_first(self.turn + 1, self.step0 + self.steps, following[0], meanwhile)
+        return *following, first
+
+    def nothing(self) -> Any:
+        """Output, maximum and sum of the rows before any key."""
+        return (
+            common.wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0),
+            common.wgmma_full((WG_ROWS,), LOWEST),
+            common.wgmma_full((WG_ROWS, LANE_COLUMNS) if self.plan.lane_sums else (WG_ROWS,), 0.0),
+        )
+
+    def attend(self, carry: Any, done: Any) -> tuple[Any, Any, Any]:
+        """To all keys after the `done` steps: first the full blocks."""
+        if self.plan.full_is_exact:
+            carry = lax.fori_loop(done, self.full_steps, lambda i, c: self.kv_step(i, c, partial=False), carry)
+            done = lax.max(done, self.full_steps)
+        acc, m, total = lax.fori_loop(done, self.steps, self.partial_step, carry)
+        return acc, m, total.sum(axis=1) if self.plan.lane_sums else total
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def first_step(self, carry: Any) -> Any:
+        """With the logits that were multiplied ahead."""
+        logits, starts = self.first
+
+        def with_rule(_: Any, logits: Any) -> Any:
+            mask = self.plan.rule.tile(
+                logits.shape, q_axis=0, q_start=self.q_start(), kv_start=starts, test_runs=True, **self.q_vectors
+            )
+            return jnp.where(mask, logits, -jnp.inf)
+
+        logits = self.element_wise(logits, None, {}, partial=False)
+        logits = lax.fori_loop(0, (self.full_steps == 0).astype(jnp.int32), with_rule, logits)
+        values = self.cta.stage(self.cta.scratch.v, slot_of(self.step0, self.plan.stages))
+        return self.accumulate(0, carry, logits, values)
+
+    def partial_step(self, step: Any, carry: Any) -> Any:
+        plan = self.plan
+        if not plan.testable:
+            return self.kv_step(step, carry, partial=True)
+        cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
+        first_keys = [
+            notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
+            for i in range(plan.tile_kv // HALF)
+        ]
+        live = [plan.rule.any_in_band(self.q_start(), WG_ROWS, key, HALF) & (key >= 0) for key in first_keys]
+
+        num_live = sum(x.astype(jnp.int32) for x in live)
+        pl.when(num_live == 0)(lambda: self.idle_step(step))
+        # Loops of one turn or none: as the branches of a switch they cost registers.
+        if len(live) == 2:
+            half = live[1].astype(jnp.int32)
+            carry = lax.fori_loop(
+                0,
+                (num_live == 1).astype(jnp.int32),
+                lambda _, c: self.kv_step(step, c, partial=True, half=half),
+                carry,
+            )
+        return lax.fori_loop(
+            0, lax.div(num_live, jnp.int32(len(live))), lambda _, c: self.kv_step(step, c, partial=True), carry
+        )
+
+    def idle_step(self, step: Any) -> None:
+        cta, barriers, slot = self.cta, self.cta.barriers, self.slot(step)
+        self.begin_turn(step)
+        plgpu.barrier_arrive(cta.stage(barriers.k_free, slot))
+        self.warpgroup.yield_tensor_core()
+        plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
+        self.warpgroup.await_tensor_core()
+        plgpu.barrier_arrive(cta.stage(barriers.v_free, slot))
+        self.await_next_keys(step)
+
+    def kv_step(self, step: Any, carry: Any, *, partial: bool, half: Any = None) -> Any:
+        """`half`: only that run of HALF keys of the tile."""
+        cta, plan, slot = self.cta, self.plan, self.slot(step)
+        keys, values = cta.stage(cta.scratch.k, slot), cta.stage(cta.scratch.v, slot)
+        starts = self.warpgroup.starts(slot) if partial or plan.has_bias else None
+        if half is not None:
+            keys, values = (ref.at[pl.ds(half * HALF, HALF)] for ref in (keys, values))
+            assert starts is not None
+            one = starts[0] + half * HALF if plan.parts == 1 else jnp.where(half == 0, starts[0], starts[1])
+            starts = (one,)
+
+        # QK
+        logits = common.matmul(
+            self.q_tile,
+            keys,
+            transpose_b=True,
+            interpret=bool(plan.interpret),
+            overlap=lambda: self.begin_turn(step),
+        )
+        vectors = dict(self.q_vectors)
+        if partial:
+            for name in plan.kv_vectors:
+                vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
+        cta.release(cta.stage(cta.barriers.k_free, slot))
+
+        logits = self.element_wise(logits, starts, vectors, partial=partial)
+        return self.accumulate(step, carry, logits, values)
+
+    def begin_turn(self, step: Any) -> None:
+        """The turn of an item's first step was asked for at the end of the item before."""
+        pl.when(step > 0)(self.warpgroup.yield_tensor_core)
+        self.warpgroup.await_tensor_core()
+
+    def await_next_keys(self, step: Any) -> None:
+        @pl.when(step + 1 < self.steps)
+        def _wait() -> None:
+            plgpu.barrier_wait(
+                self.cta.stage(self.cta.barriers.k_ready, slot_of(self.step0 + step + 1, self.plan.stages))
+            )
+
+    def element_wise(self, logits: Any, starts: Any, vectors: Any, *, partial: bool) -> Any:
+        plan, shape = self.plan, logits.shape
+        if not plan.plain_logits:
+            logits = logits * jnp.float32(plan.scale)
+        if plan.has_bias:
+            batch, head = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset
+            logits = logits + _bias_tile(self.cta.options["bias"], batch, head, self.q_start(), starts[0], shape)
+        if plan.soft_cap is not None:
+            logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
+        if partial:
+            mask = plan.rule.tile(shape, q_axis=0, q_start=self.q_start(), kv_start=starts, **vectors)
+            if mask is not None:
+                logits = jnp.where(mask, logits, -jnp.inf)
+        return logits
+
+    def accumulate(self, step: Any, carry: Any, logits: Any, values: Any) -> Any:
+        cta, plan, barriers = self.cta, self.plan, self.cta.barriers
+        acc, m, total = carry
+        shape = logits.shape
+        slot = self.slot(step)
+
+        # Softmax
+        m_new = jnp.maximum(m, logits.max(axis=1) * jnp.float32(plan.to_log2))
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(logits * jnp.float32(plan.to_log2) - common.per_row(m_new, shape))
+        acc *= common.per_row(alpha, acc.shape)
+        total *= common.per_row(alpha, total.shape) if plan.lane_sums else alpha
+        p16 = p.astype(plan.dtype)
+        if plan.lane_sums:
+            for column in range(0, shape[1], LANE_COLUMNS):
+                total += lax.slice(p, (0, column), (WG_ROWS, column + LANE_COLUMNS))
+        else:
+            total += p.sum(axis=1)
+        # All of it before the wait: what would slip behind it delays the product.
+        acc, total, m_new, p16 = lax.optimization_barrier((acc, total, m_new, p16))
+        self.warpgroup.yield_tensor_core()
+        plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
+        self.warpgroup.await_tensor_core()
+
+        # PV
+        acc = common.matmul_add(
+            acc, p16, values, interpret=bool(plan.interpret), overlap=lambda: self.await_next_keys(step)
+        )
+        cta.release(cta.stage(barriers.v_free, slot))
+        return acc, m_new, total
+
+    # -- output --------------------------------------------------------------------------------------------------------
+
+    def write(self, acc: Any, m: Any, total: Any) -> None:
+        cta, plan, scratch = self.cta, self.plan, self.cta.scratch
+        batch, head, first_row = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset, self.q_start()
+        plgpu.barrier_arrive(cta.stage(cta.barriers.item_free, slot_of(self.turn, 2)))
+        if plan.has_sinks:
+            sinks = cta.options["sink_lse"]
+            sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * jnp.float32(LOG2E)
+            sink = lax.broadcast_in_dim(sink, m.shape, [])
+            m_new = jnp.maximum(m, sink)
+            alpha = jnp.exp2(m - m_new)
+            acc *= common.per_row(alpha, acc.shape)
+            total = total * alpha + jnp.exp2(sink - m_new)
+            m = m_new
+        inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        acc *= common.per_row(inverse, acc.shape)
+        # The previous tile's store still reads the staging buffer. The wait also brings the four warps together: none
+        # may still multiply by the queries, where they are overwritten by the output.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_tile = scratch.out.at[cta.wg] if plan.separate_out else self.q_tile
+        out_tile[...] = acc.astype(plan.dtype)
+        lse_tile = scratch.lse.at[cta.wg]
+        lse_tile[...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
+        plgpu.commit_smem()
+        rows = pl.ds(first_row, WG_ROWS)
+        plgpu.copy_smem_to_gmem(out_tile, cta.out.at[batch, rows, head], commit_group=False)
+        plgpu.copy_smem_to_gmem(lse_tile, cta.lse.at[batch, head, rows], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        if not plan.separate_out:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(cta.barriers.q_free.at[self.q_slot])
+
+
+def _bias_tile(ref: Any, batch: Any, head: Any, q_start: Any, kv_start: Any, shape: tuple[int, int]) -> jax.Array:
+    batches, heads, rows, columns = ref.shape
+    tile = ref.at[batch if batches > 1 else 0, head if heads > 1 else 0]
+    if rows > 1 and columns > 1:
+        tile = tile.at[pl.ds(q_start, shape[0]), pl.ds(kv_start, shape[1])]
+        return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    if columns > 1:
+        tile = plgpu.load(tile.at[0, pl.ds(kv_start, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return common.per_col(tile.astype(jnp.float32), shape)
+    if rows > 1:
+        tile = plgpu.load(tile.at[pl.ds(q_start, shape[0]), 0], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return common.per_row(tile.astype(jnp.float32), shape)
+    return lax.broadcast_in_dim(tile[0, 0].astype(jnp.float32), shape, [])

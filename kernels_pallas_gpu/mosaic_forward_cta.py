@@ -1,0 +1,71 @@
+"""What the warpgroups of a CTA of the Hopper forward have in common: operands, shared memory, and who they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs
+from xsake.kernels_pallas_gpu.mosaic_forward_config import Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Barriers, Plan, Scratch
+
+
+class Cta:
+    """`refs`: query, key, value, block lists (in order or not), options by name, a counter of items, out and lse."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        refs: Sequence[Any],
+        num_lists: int,
+        options: Sequence[str],
+        scratch: Scratch,
+        barriers: Barriers,
+    ) -> None:
+        self.plan, self.scratch, self.barriers = plan, scratch, barriers
+        self.q, self.k, self.v = refs[:3]
+        indices, row_ptr, num_full, *order = refs[3 : 3 + num_lists]
+        self.lists = ListRefs(indices, row_ptr, num_full, order[0] if order else None)
+        rest = refs[3 + num_lists :]
+        self.options = dict(zip(options, rest, strict=False))
+        *self.counter, self.out, self.lse = rest[len(options) :]
+        self.wg = lax.axis_index("wg")
+        self.ring = lax.rem(self.wg, 2)
+        self.worker = lax.axis_index("cta") * plan.workers_a_cta + (self.ring if self._apart else 0)
+
+    @property
+    def _apart(self) -> bool:
+        return self.plan.pairing is Pairing.APART
+
+    def stage(self, ref: Any, slot: Any) -> Any:
+        """A slot of this worker's ring of buffers or barriers."""
+        return ref.at[self.ring, slot] if self._apart else ref.at[slot]
+
+    def query_slot(self, turn: Any, consumer: Any) -> Any:
+        return slot_of(turn, self.plan.q_stages) * self.plan.compute_wgs + consumer
+
+    # -- where things stand in the notes -------------------------------------------------------------------------------
+
+    def item_field(self, turn: Any, field: int) -> tuple[Any, ...]:
+        return self._at_ring(slot_of(turn, 2) * PUBLISHED + field)
+
+    def run_field(self, slot: Any, part: int) -> tuple[Any, ...]:
+        return self._at_ring(2 * PUBLISHED + slot * self.plan.parts + part)
+
+    def ticket_field(self, turn: Any) -> tuple[Any, ...]:
+        return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + slot_of(turn, 2))
+
+    def _at_ring(self, index: Any) -> tuple[Any, ...]:
+        return (self.ring, index) if self._apart else (index,)
+
+    def release(self, barrier: Any) -> None:
+        # Interpreted, the tensor core's reads are plain ones; on hardware they are over when the product is.
+        if self.plan.interpret:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
+
+def slot_of(count: Any, depth: int) -> Any:
+    return count % depth if isinstance(count, int) else lax.rem(count, jnp.int32(depth))

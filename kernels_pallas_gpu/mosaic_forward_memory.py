@@ -1,0 +1,232 @@
+"""The memory warpgroup of the Hopper forward: reads the block lists, and keeps queries, keys and values coming.
+
+Global memory takes its time, so everything is read ahead: while an item is loaded, the next one's row and extent are
+read, and the number of the one after it is asked for early and read late.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
+
+# First key of a run that does not exist: before every key.
+MISSING = -(1 << 30)
+
+
+class MemoryWarpgroup:
+    def __init__(self, cta: Cta) -> None:
+        self.cta, self.plan = cta, cta.plan
+        self.capacity = jnp.int32(cta.lists.indices.shape[-1])
+        self.consumers = (cta.ring,) if self.plan.pairing is Pairing.APART else range(self.plan.compute_wgs)
+
+    def run(self) -> None:
+        cta, plan = self.cta, self.plan
+        item = self.read_item(cta.worker, self.read_row(cta.worker))
+        self.publish(jnp.int32(0), item)
+        turns, steps = jnp.int32(0), jnp.int32(0)
+        if plan.persistent:
+
+            def one_turn(carry: Any) -> Any:
+                turn, step0, item, next_number = carry
+                following, after_next = self.load_item(turn, step0, item, next_number)
+                self.publish(turn + 1, following)
+                return turn + 1, step0 + item.steps, following, after_next
+
+            carry = (turns, steps, item, self.dealt(jnp.int32(1)))
+            turns, steps, *_ = lax.while_loop(lambda c: c[2].steps >= 0, one_turn, carry)
+        else:
+
+            @pl.loop(0, (item.steps >= 0).astype(jnp.int32))
+            def _only(turn: Any) -> None:
+                self.load_only_item(turn, item)
+
+            turns, steps = (item.steps >= 0).astype(jnp.int32), lax.max(item.steps, jnp.int32(0))
+        self.drain(turns, steps)
+
+    def drain(self, turns: Any, steps: Any) -> None:
+        """Leave no phase of a barrier unobserved."""
+        cta, barriers = self.cta, self.cta.barriers
+
+        def observe(use: Any, barrier: Any) -> None:
+            pl.when(use >= 0)(lambda: plgpu.barrier_wait(barrier))
+
+        observe(turns - 1, cta.stage(barriers.item_free, slot_of(turns - 1, 2)))
+        for use in (turns - 1 - i for i in range(self.plan.q_stages)):
+            for consumer in self.consumers:
+                observe(use, barriers.q_free.at[cta.query_slot(use, consumer)])
+        for use in (steps - 1 - i for i in range(self.plan.stages)):
+            observe(use, cta.stage(barriers.k_free, slot_of(use, self.plan.stages)))
+            observe(use, cta.stage(barriers.v_free, slot_of(use, self.plan.stages)))
+
+    # -- which item ----------------------------------------------------------------------------------------------------
+
+    def list_coords(self, batch: Any, head: Any) -> tuple[Any, Any]:
+        plan = self.plan
+        return common.list_coords(
+            self.cta.lists, batch, head, num_q_heads=plan.num_q_heads, num_kv_heads=plan.num_kv_heads
+        )
+
+    def place(self, number: Any) -> tuple[Any, Any, Any, Any]:
+        """(batch, head, rank of the mask row, tile in it): sections of `head_group` heads, the longest rows of all of
+        them first. Past the end: the last item, only ever read ahead.
+        """
+        plan = self.plan
+        number = lax.min(number, jnp.int32(plan.num_items - 1))
+        section, rest = _divmod(number, plan.head_group * plan.tiles_a_head)
+        tile, head = _divmod(rest, plan.head_group)
+        batch, head = _divmod(section * plan.head_group + head, plan.head_tiles)
+        rank, sub = _divmod(tile, plan.subtiles)
+        return batch, head * plan.heads_a_tile, rank, sub
+
+    def read_row(self, number: Any) -> Any:
+        batch, head, rank, _ = self.place(number)
+        return self.cta.lists.ranked(*self.list_coords(batch, head), rank)
+
+    def read_item(self, number: Any, row: Any) -> Item:
+        lists, plan, capacity = self.cta.lists, self.plan, self.capacity
+        batch, head, _, sub = self.place(number)
+        b, h = self.list_coords(batch, head)
+        begin = lax.min(lists.row_ptr[b, h, row], capacity)
+        entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
+        full = lax.min(lists.num_full[b, h, row], entries) if plan.full_is_exact else jnp.int32(0)
+        units = entries * plan.units_a_block
+        steps = lax.div(units + (plan.parts - 1), jnp.int32(plan.parts))
+        return Item(
+            batch=batch,
+            head=head,
+            q_start=row * plan.block_q + sub * plan.tile_rows,
+            begin=lax.min(begin, capacity - 1),  # a tile with no keys may begin past the last slot
+            units=units,
+            full_steps=lax.div(full * plan.units_a_block, jnp.int32(plan.parts)),
+            steps=jnp.where(number < plan.num_items, lax.max(steps, jnp.int32(1)) if plan.ahead else steps, -1),
+        )
+
+    def publish(self, turn: Any, item: Item) -> None:
+        cta, slot = self.cta, slot_of(turn, 2)
+
+        @pl.when(turn >= 2)
+        def _free() -> None:
+            plgpu.barrier_wait(cta.stage(cta.barriers.item_free, slot))
+
+        for which, value in enumerate(item[:PUBLISHED]):
+            cta.scratch.notes[cta.item_field(turn, which)] = value
+        plgpu.barrier_arrive(cta.stage(cta.barriers.item_ready, slot))
+
+    def dealt(self, turn: Any) -> Any:
+        """Odd turns run backwards: with rows sorted by length, every worker gets long and short ones alike."""
+        worker, num_workers = self.cta.worker, self.plan.num_workers
+        return turn * num_workers + jnp.where(lax.rem(turn, 2) == 0, worker, num_workers - 1 - worker)
+
+    def ask_after_next(self) -> Any:
+        return common.take_ticket(self.cta.counter[0]) if self.plan.dynamic else None
+
+    def read_after_next(self, turn: Any, ticket: Any) -> Any:
+        if not self.plan.dynamic:
+            return self.dealt(turn + 2)
+        cta, notes = self.cta, self.cta.scratch.notes
+        *at_ring, index = cta.ticket_field(turn)
+        common.tell_ticket(ticket, notes.at[(*at_ring, pl.ds(index, 1))])
+        plgpu.barrier_arrive(cta.stage(cta.barriers.ticket_ready, 0))
+        plgpu.barrier_wait(cta.stage(cta.barriers.ticket_ready, 0))
+        return notes[cta.ticket_field(turn)] + 2 * self.plan.num_workers
+
+    # -- loading an item -----------------------------------------------------------------------------------------------
+
+    def load_only_item(self, turn: Any, item: Item) -> None:
+        load = _Load(self, turn, item)
+        self.load_queries(turn, item)
+        pl.loop(0, item.steps)(load.step)
+
+    def load_item(self, turn: Any, step0: Any, item: Item, next_number: Any) -> tuple[Item, Any]:
+        """Returns the next item and the number of the one after it, where there may be any."""
+        load = _Load(self, step0, item)
+        ticket = self.ask_after_next()
+        next_row = self.read_row(next_number)
+        self.load_queries(turn, item)
+        last = item.steps - 1
+        pl.loop(0, last)(load.step)
+        starts = load.starts(lax.max(last, jnp.int32(0)))
+        pl.when(last >= 0)(lambda: load.keys(last, starts))
+        following = self.read_item(next_number, next_row)
+        pl.when(last >= 0)(lambda: load.values(last, starts))
+        return following, self.read_after_next(turn, ticket)
+
+    def load_queries(self, turn: Any, item: Item) -> None:
+        cta, plan = self.cta, self.plan
+        for consumer in self.consumers:
+            slot = cta.query_slot(turn, consumer)
+            pl.when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
+            row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing is Pairing.ROWS else 0)
+            head = item.head + (consumer if plan.pairing is Pairing.HEADS else 0)
+            src = cta.q.at[item.batch, pl.ds(row, WG_ROWS), head]
+            plgpu.copy_gmem_to_smem(src, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
+
+
+class _Load:
+    """An item's keys and values, step by step."""
+
+    def __init__(self, memory: MemoryWarpgroup, step0: Any, item: Item) -> None:
+        self.cta, self.plan, self.step0, self.item = memory.cta, memory.plan, step0, item
+        self.kv_head = lax.div(item.head, jnp.int32(self.plan.group))
+        self.b, self.h = memory.list_coords(item.batch, item.head)
+
+    def step(self, step: Any) -> None:
+        starts = self.starts(step)
+        self.keys(step, starts)
+        self.values(step, starts)
+
+    def starts(self, step: Any) -> list[Any]:
+        """The first keys of a step's runs; a run past the end repeats the last."""
+        return [self._start(step, part) for part in range(self.plan.parts)]
+
+    def _start(self, step: Any, part: int) -> Any:
+        item, plan = self.item, self.plan
+        last_unit = lax.max(item.units, jnp.int32(1)) - 1 if plan.ahead else item.units - 1
+        unit_index = lax.min(step * plan.parts + part, last_unit) if plan.parts > 1 else step
+        entry, sub = _divmod(unit_index, plan.units_a_block)
+        return self.cta.lists.indices[self.b, self.h, item.begin + entry] * plan.block_kv + sub * plan.unit
+
+    def keys(self, step: Any, starts: Sequence[Any]) -> None:
+        cta, item, plan, scratch = self.cta, self.item, self.plan, self.cta.scratch
+        slot = self._free_slot(step, cta.barriers.k_free)
+        for part, start in enumerate(starts):
+            exists = step * plan.parts + part < item.units
+            scratch.notes[cta.run_field(slot, part)] = (
+                jnp.where(exists, start, MISSING) if part or plan.ahead else start
+            )
+        ready = cta.stage(cta.barriers.k_ready, slot)
+        self._runs(cta.k.at[item.batch, :, self.kv_head], cta.stage(scratch.k, slot), ready, starts)
+        for name in plan.kv_vectors:
+            self._runs(cta.options[name].at[item.batch], cta.stage(scratch.kv_vectors[name], slot), ready, starts)
+
+    def values(self, step: Any, starts: Sequence[Any]) -> None:
+        cta = self.cta
+        slot = self._free_slot(step, cta.barriers.v_free)
+        src, dst = cta.v.at[self.item.batch, :, self.kv_head], cta.stage(cta.scratch.v, slot)
+        self._runs(src, dst, cta.stage(cta.barriers.v_ready, slot), starts)
+
+    def _free_slot(self, step: Any, free: Any) -> Any:
+        slot = slot_of(self.step0 + step, self.plan.stages)
+        use = self.step0 + step
+        pl.when(use >= self.plan.stages)(lambda: plgpu.barrier_wait(self.cta.stage(free, slot)))
+        return slot
+
+    def _runs(self, src: Any, dst: Any, ready: Any, starts: Sequence[Any]) -> None:
+        unit = self.plan.unit
+        for part, start in enumerate(starts):
+            dst_run = dst if self.plan.parts == 1 else dst.at[pl.ds(part * unit, unit)]
+            plgpu.copy_gmem_to_smem(src.at[pl.ds(start, unit)], dst_run, ready)
+
+
+def _divmod(x: Any, n: int) -> tuple[Any, Any]:
+    if n == 1:
+        return x, jnp.int32(0)
+    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))

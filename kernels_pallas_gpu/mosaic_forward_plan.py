@@ -1,0 +1,276 @@
+"""How the Hopper forward cuts a call into tiles, who works on them, and what the warpgroups of a CTA share."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.hads.rule import Band
+from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ElementRule
+from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfig, Pairing
+
+L2_BYTES = 50 << 20
+
+
+class Item(NamedTuple):
+    """A query tile: where it is, and its run of the block lists. `steps` is -1 past the last item."""
+
+    steps: Any
+    full_steps: Any
+    batch: Any
+    head: Any
+    q_start: Any
+    begin: Any
+    units: Any
+
+
+# The fields that the compute warpgroups are told.
+PUBLISHED = 5
+STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
+
+
+class Scratch(NamedTuple):
+    """Shared memory. `notes` is what the memory warpgroup tells the others: two items, the runs of each stage, two
+    tickets."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    kv_vectors: dict[str, Any]
+    notes: Any
+
+
+class Barriers(NamedTuple):
+    item_ready: Any
+    item_free: Any
+    ticket_ready: Any
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    tensor_core: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number a token."""
+
+    batch_size: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: Any
+    block_q: int
+    block_kv: int
+    scale: float
+    soft_cap: float | None
+    full_is_exact: bool
+    has_bias: bool
+    has_sinks: bool
+    q_vectors: tuple[str, ...]
+    kv_vectors: tuple[str, ...]
+    pairing: Pairing
+    rule: ElementRule
+    config: ForwardConfig
+    interpret: Any
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    # -- who works -----------------------------------------------------------------------------------------------------
+    # An item is a query tile. A worker is whoever walks items: the CTA, or each half of it where they work apart.
+
+    @property
+    def compute_wgs(self) -> int:
+        return 1 if self.pairing is Pairing.ALONE else 2
+
+    @property
+    def workers_a_cta(self) -> int:
+        return 2 if self.pairing is Pairing.APART else 1
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """In front of the shape of what every worker of a CTA has for itself."""
+        return (2,) if self.pairing is Pairing.APART else ()
+
+    @property
+    def take_turns(self) -> bool:
+        return self.config.take_turns and self.pairing in (Pairing.ROWS, Pairing.HEADS)
+
+    @property
+    def num_ctas(self) -> int:
+        most = pl.cdiv(self.num_items, self.workers_a_cta)
+        return min(self.config.num_ctas or most, most)
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_ctas * self.workers_a_cta
+
+    @property
+    def persistent(self) -> bool:
+        return self.num_items > self.num_workers
+
+    @property
+    def dynamic(self) -> bool:
+        return self.persistent and self.config.schedule == "dynamic" and not self.interpret
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a compute and of a memory thread. All together must not exceed what the CTA was launched with."""
+        if self.pairing is Pairing.APART:
+            return 216, 40
+        return (240, 24) if self.ahead else (232, 40)
+
+    # -- items ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def heads_a_tile(self) -> int:
+        return 2 if self.pairing is Pairing.HEADS else 1
+
+    @property
+    def tile_rows(self) -> int:
+        return 2 * WG_ROWS if self.pairing is Pairing.ROWS else WG_ROWS
+
+    @property
+    def subtiles(self) -> int:
+        return self.block_q // self.tile_rows
+
+    @property
+    def num_rows(self) -> int:
+        return pl.cdiv(self.q_len, self.block_q)
+
+    @property
+    def tiles_a_head(self) -> int:
+        return self.num_rows * self.subtiles
+
+    @property
+    def head_tiles(self) -> int:
+        return self.num_q_heads // self.heads_a_tile
+
+    @property
+    def num_items(self) -> int:
+        return self.batch_size * self.head_tiles * self.tiles_a_head
+
+    @property
+    def head_group(self) -> int:
+        """Heads are interleaved while their K and V stay in the L2 cache: all if all do, otherwise leaving room for
+        what passes. Warpgroups that work apart read K and V twice as often, and from further away if there is more of
+        it; but the long rows of one K/V head are too few to begin with.
+        """
+        kv_bytes = self.kv_len * (self.head_dim + self.v_head_dim) * 2
+        share, least = (16 << 20, 2) if self.pairing is Pairing.APART else (32 << 20, 1)
+        most = self.config.head_group or max(least, share // kv_bytes) * (self.group // self.heads_a_tile or 1)
+        heads = self.batch_size * self.head_tiles
+        if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= L2_BYTES:
+            most = heads
+        return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    # A step is one tile of keys: `parts` runs of `unit` keys; a listed block is `units_a_block` runs.
+
+    @property
+    def plain_rules(self) -> bool:
+        return not self.has_bias and not self.kv_vectors
+
+    @property
+    def tile_kv(self) -> int:
+        """Tiles of several runs are for the plain rules: with more operands they spill."""
+        return self.config.tile_kv if self.plain_rules else math.gcd(self.config.tile_kv, self.block_kv)
+
+    @property
+    def unit(self) -> int:
+        return math.gcd(self.tile_kv, self.block_kv)
+
+    @property
+    def parts(self) -> int:
+        return self.tile_kv // self.unit
+
+    @property
+    def units_a_block(self) -> int:
+        return self.block_kv // self.unit
+
+    @property
+    def stages(self) -> int:
+        return self.config.stages
+
+    @property
+    def q_stages(self) -> int:
+        return self.config.q_stages
+
+    @property
+    def testable(self) -> bool:
+        """Whether a partial step is tested for keys that nothing of it can attend to."""
+        return self.plain_rules and (self.rule.band != Band() or self.parts > 1 or self.kv_len % self.tile_kv != 0)
+
+    @property
+    def separate_out(self) -> bool:
+        return self.config.separate_out(self.head_dim, self.v_head_dim)
+
+    @property
+    def ahead(self) -> bool:
+        """The first logits of the next tile are multiplied while the output of this one is written. Every tile then has
+        a step at least: one that attends nothing gets a step with no keys. Elsewhere it would spill.
+        """
+        plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
+        return self.persistent and self.separate_out and plain
+
+    # -- softmax -------------------------------------------------------------------------------------------------------
+
+    @property
+    def plain_logits(self) -> bool:
+        return not self.has_bias and self.soft_cap is None and self.scale > 0
+
+    @property
+    def to_log2(self) -> float:
+        """exp(x) = exp2(x * log2e), with the scale in the same multiplication where nothing comes between."""
+        return self.scale * LOG2E if self.plain_logits else LOG2E
+
+    @property
+    def lane_sums(self) -> bool:
+        """A row's sum is kept as one partial sum a thread and added up once an item, where registers allow and it
+        measured faster (not at 64, where it cost 7%).
+        """
+        return not self.has_bias and self.v_head_dim == 128
+
+    # -- shared memory -------------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Scratch:
+        rows = self.compute_wgs, WG_ROWS
+        ring = *self.rings, self.stages, self.tile_kv
+        return Scratch(
+            q=common.swizzled((self.q_stages * self.compute_wgs, WG_ROWS, self.head_dim), self.dtype),
+            k=common.swizzled((*ring, self.head_dim), self.dtype),
+            v=common.swizzled((*ring, self.v_head_dim), self.dtype),
+            out=common.swizzled((*rows, self.v_head_dim), self.dtype) if self.separate_out else None,
+            lse=plgpu.SMEM(rows, jnp.float32),
+            kv_vectors={name: plgpu.SMEM(ring, jnp.int32) for name in self.kv_vectors},
+            notes=plgpu.SMEM((*self.rings, 2 * PUBLISHED + self.stages * self.parts + 2), jnp.int32),
+        )
+
+    def barriers(self) -> Barriers:
+        consumers = self.compute_wgs // self.workers_a_cta
+        queries, ring = self.q_stages * self.compute_wgs, (*self.rings, self.stages)
+        return Barriers(
+            item_ready=plgpu.Barrier(num_barriers=(*self.rings, 2)),
+            item_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=(*self.rings, 2)),
+            ticket_ready=plgpu.Barrier(num_barriers=(*self.rings, 1)),
+            q_ready=plgpu.Barrier(num_barriers=queries),
+            q_free=plgpu.Barrier(num_barriers=queries),
+            k_ready=plgpu.Barrier(num_arrivals=self.parts * (1 + len(self.kv_vectors)), num_barriers=ring),
+            k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
+            v_ready=plgpu.Barrier(num_arrivals=self.parts, num_barriers=ring),
+            v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
+            tensor_core=plgpu.Barrier(num_arrivals=2),
+        )
