@@ -106,14 +106,12 @@ def main() -> None:
         found = documents(packages[0], pattern, encode, 2 * args.count * args.length)
         arrays[domain] = sequences(found, args.length, args.count)
         print(f"{domain}: {len(arrays[domain])} sequences from {len(found)} documents", flush=True)
-    rng = np.random.default_rng(0)
     for length in (args.length // 2, args.length):
-        for name in ("copy", "pairs", "needles"):
-            more = {"encode": encode} if name == "needles" else {}
-            filler = arrays[TASK_FILLER][: args.tasks, :length].astype(np.int32)
-            made = [getattr(tasks, name)(one, rng, **more) for one in filler]
-            arrays[f"{name}-{length}"] = np.stack([tokens for tokens, _ in made]).astype(np.uint16)
-            arrays[f"{name}-{length}.items"] = np.stack([items for _, items in made]).astype(np.uint16)
+        made = tasks.make(arrays[TASK_FILLER][: args.tasks, :length], encode)
+        for name in tasks.NAMES:
+            texts = [text for text in made if text.domain == name]
+            arrays[f"{name}-{length}"] = np.stack([text.tokens for text in texts]).astype(np.uint16)
+            arrays[f"{name}-{length}.items"] = np.stack([text.items for text in texts]).astype(np.uint16)
     np.savez_compressed(args.out, **arrays)
     print(f"{args.out}: {args.out.stat().st_size / 2**20:.1f} MiB")
 

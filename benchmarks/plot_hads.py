@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.report_hads import ALWAYS, FOLDER, budgets_of, ranked
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.methods import PUBLISHED, STRENGTHENED
-from xsake.hads.study.pictures import divergence_over_density, kept_shares, mask_over_mass
+from xsake.hads.study.pictures import kept_shares, mask_over_mass, quality_over_density
 from xsake.hads.study.summary import Summary
 
 
@@ -23,7 +23,8 @@ def main() -> None:
         rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
         best = [*ranked(rows, PUBLISHED)[:6], *ranked(rows, STRENGTHENED)[:4]]
         summaries = [Summary(**r | {"against": r["against"] and Difference(**r["against"])}) for r in rows]
-        divergence_over_density(summaries, FOLDER / f"divergence-{which}.png", ["hads", "hads_v1", *best, *ALWAYS])
+        answers = [tuple(task.values()) for task in run["tasks"]]
+        quality_over_density(summaries, answers, FOLDER / f"quality-{which}.png", ["hads", "hads_v1", *best, *ALWAYS])
         portrait = FOLDER / f"portrait-{which}.npz"
         if portrait.exists():
             seen = np.load(portrait)

@@ -43,7 +43,7 @@ def tokens(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
-    monkeypatch.setattr(cli, "_load", lambda *_: (model, encode))
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: (model, encode))
     profile, out = tmp_path / "profile.json", tmp_path / "out"
     code, said = run("calibrate", tokens, "--out", profile, "--length", 300, "--block", 16, "--domains", "calm")
     assert code == 0, said
@@ -55,9 +55,9 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 0, said
     assert "hads" in said and "random" in said and "50.00%" in said
     assert sorted(path.name for path in out.iterdir()) == [
-        "divergence.png",
         "heads.png",
         "mask.png",
+        "quality.png",
         "records.jsonl",
         "summary.json",
     ]
@@ -74,6 +74,10 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "the profile was calibrated on ['calm/0']: evaluate on other texts" in said
     code, said = run("evaluate", tokens, *other, "--model", "another.gguf")
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
+    code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "lively,copy", "--tasks", 1)
+    assert code == 1 and "copy of the texts are tasks already: leave --tasks out" in said
+    code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "lively", "--tasks", 1)
+    assert code == 1 and "300 tokens are too few for 4 needles" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
     assert code == 1 and "unknown ['nonsense']; groups are short, published" in said
 
@@ -118,6 +122,10 @@ def test_tasks_ask_for_what_stands_before():
     for item in (1, 2):
         answer = bytes((tokens[np.flatnonzero(items == item) + 1] - 3).tolist()).decode()
         assert len(answer) == 9 and answer[1:].isdigit() and text.count(f"{answer}.") == 2
+
+    made = tasks.make([np.resize(filler, 4000)] * 2, encode)
+    assert [text.name for text in made] == [f"{name}/{n}" for name in ("copy", "pairs", "needles") for n in (0, 1)]
+    assert [int(text.items.max()) for text in made] == [56, 56, 16, 16, 4, 4]
 
     for task, least in ((tasks.copy, "spans"), (tasks.pairs, "pairs")):
         with pytest.raises(ValueError, match=f"100 tokens are too few for .*{least}"):

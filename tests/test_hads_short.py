@@ -48,9 +48,9 @@ def test_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("hads", "sink_window", "mean_top_k", "x_attention_8"):
         assert name in said
     assert {path.name for path in tmp_path.iterdir()} == {
-        "divergence.png",
         "heads.png",
         "mask.png",
+        "quality.png",
         "records.jsonl",
         "summary.json",
     }

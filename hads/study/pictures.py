@@ -1,4 +1,4 @@
-"""Pictures of a study: divergence over density, what each head keeps, and one head's mask over what it attends to."""
+"""Pictures of a study: quality over density, what each head keeps, and one head's mask over what it attends to."""
 
 from __future__ import annotations
 
@@ -11,25 +11,51 @@ import numpy as np
 from xsake.hads.study.summary import Summary
 
 
-def divergence_over_density(
-    rows: Sequence[Summary], path: str | os.PathLike, shown: Sequence[str] | None = None
+def quality_over_density(
+    rows: Sequence[Summary],
+    answers: Sequence[tuple[str, str, float, int, float]],
+    path: str | os.PathLike,
+    shown: Sequence[str] | None = None,
 ) -> None:
-    """KL against active blocks, a line for each method that has at least two budgets; HADS thick, oracles dashed."""
+    """KL, perplexity and, where tasks were asked, answers kept (`retention`), against active blocks: a line for each
+    method; HADS thick, oracles dashed."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    panels = 3 if answers else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 5), layout="constrained")
     names = list(dict.fromkeys(row.method for row in sorted(rows, key=lambda row: row.kl)))
-    for name in names if shown is None else [name for name in names if name in shown]:
-        points = sorted((row.density, max(row.kl, 1e-6)) for row in rows if row.method == name)
-        style: dict[str, Any] = dict(marker="o", markersize=3, linewidth=1)
+    names = names if shown is None else [name for name in names if name in shown]
+    colours = plt.get_cmap("tab20").colors
+    for n, name in enumerate(names):
+        style: dict[str, Any] = dict(marker="o", markersize=3, linewidth=1, label=name, color=colours[n % len(colours)])
         if name == "hads":
             style |= dict(linewidth=3, color="black", zorder=3)
         elif name.startswith("oracle"):
             style |= dict(linestyle="--")
-        axes.plot([100 * x for x, _ in points], [y for _, y in points], label=name, **style)
-    axes.set(xlabel="active blocks (%)", ylabel="KL divergence from dense (nats a token)", yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+        mine = sorted((row for row in rows if row.method == name), key=lambda row: row.density)
+        shares = [100 * row.density for row in mine]
+        axes[0].plot(shares, [max(row.kl, 1e-6) for row in mine], **style)
+        axes[1].plot(shares, [100 * row.perplexity_gap for row in mine], **style)
+        if kept := _kept(answers, name):
+            axes[2].plot([100 * budget for budget, _ in kept], [100 * share for _, share in kept], **style)
+    axes[0].set(ylabel="KL divergence from dense (nats a token)", yscale="log")
+    axes[1].set(ylabel="perplexity above dense (%)")
+    axes[1].set_yscale("symlog", linthresh=0.1)
+    if answers:
+        axes[2].set(ylabel="right answers kept (%), mean of tasks")
+    for one in axes:
+        one.set_xlabel("active blocks (%)")
+        one.grid(alpha=0.3)
+    axes[0].legend(fontsize=7, ncols=2)
     _save(figure, path)
+
+
+def _kept(answers: Sequence[tuple[str, str, float, int, float]], method: str) -> list[tuple[float, float]]:
+    """(budget, mean over tasks of the share of answers kept)."""
+    shares: dict[float, list[float]] = {}
+    for _, name, budget, _, share in answers:
+        if name == method:
+            shares.setdefault(budget, []).append(share)
+    return [(budget, float(np.mean(of))) for budget, of in sorted(shares.items())]
 
 
 def kept_shares(shares: np.ndarray, path: str | os.PathLike, title: str) -> None:

@@ -30,7 +30,7 @@ def write(
     for domain, method, budget, asked, share in kept:
         console.print(f"{domain}: {method} at {budget:.0%} keeps {share:.1%} of {asked} answers")
     (folder / "summary.json").write_text(json.dumps(_json(about, rows, kept), indent=1) + "\n")
-    pictures.divergence_over_density(rows, folder / "divergence.png")
+    pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
     seen = portrait(model, profile, text.tokens, budget)
     pictures.kept_shares(seen.shares, folder / "heads.png", f"HADS at {budget:.0%} on {text.name}")

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from xsake.hads.study.texts import Text
+
+NAMES = ("copy", "pairs", "needles")
 _THINGS = ("river", "castle", "garden", "engine", "mirror", "island", "ticket", "bridge", "candle", "forest")
+
+
+def make(fillers: Sequence[np.ndarray], encode: Callable[[str], list[int]], seed: int = 0) -> list[Text]:
+    """One text of each task from each filler, in domains of their names."""
+    rng = np.random.default_rng(seed)
+    makers: dict[str, Callable[..., tuple]] = {"copy": copy, "pairs": pairs, "needles": partial(needles, encode=encode)}
+    return [
+        Text(f"{name}/{n}", name, *makers[name](np.asarray(filler, np.int32), rng))
+        for name in NAMES
+        for n, filler in enumerate(fillers)
+    ]
 
 
 def copy(filler: np.ndarray, rng: np.random.Generator, *, span: int = 64) -> tuple[np.ndarray, np.ndarray]:
