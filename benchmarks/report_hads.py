@@ -22,9 +22,13 @@ Row = dict[str, Any]
 
 
 def hads_study() -> str:
-    """Divergence by method and budget, of each length and block that was studied."""
-    parts = [study(json.loads(path.read_text())) for path in sorted(FOLDER.glob("summary-*.json"), key=_longest_first)]
-    return "\n\n".join(parts) if parts else "Not recorded yet."
+    """Of each length and block that was studied; then the project's first table, and what masks cost."""
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("summary-*.json"), key=_longest_first)]
+    parts = [study(run) for run in found]
+    parts += [first_table(json.loads(path.read_text())) for path in sorted(FOLDER.glob("seed-*.json"))]
+    if (record.RESULTS / "hads_mask_cost.json").exists():
+        parts.append(mask_cost(record.load("hads_mask_cost")))
+    return "\n\n".join(parts)
 
 
 def study(run: dict[str, Any]) -> str:
@@ -45,7 +49,7 @@ def study(run: dict[str, Any]) -> str:
         cells = " | ".join(f"{by[name, b]['kl']:.4f}" if (name, b) in by else "" for b in budgets)
         lines.append(f"| {title(name)} | {cells} |")
     rivals = [r for r in rows if r["method"] in PUBLISHED or r["method"] in STRENGTHENED]
-    lines += ["", *facts(by, budgets, published, forced, rivals)]
+    lines += ["", *facts(by, budgets, published, forced, rivals), *answers(run["tasks"])]
     lines += [f"- From `benchmarks/results/hads/`: {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}."]
     return "\n".join(lines)
 
@@ -77,6 +81,63 @@ def facts(
         f"{over(forced)}.",
         f"- Perplexity of HADS over dense: {gaps}. Active blocks off the budget, any text and method: {off:.2%}.",
     ]
+
+
+def answers(tasks: Sequence[Row]) -> list[str]:
+    """What tasks say, a line a budget; only items that the dense model answers count."""
+    lines = []
+    for budget in sorted({t["budget"] for t in tasks}):
+        of = {method: [] for method in dict.fromkeys(t["method"] for t in tasks)}
+        for t in tasks:
+            if t["budget"] == budget:
+                of[t["method"]].append(f"{t['domain'].split('-')[0]} {t['retention']:.1%}")
+        kept = "; ".join(f"{title(method)} {', '.join(shares)}" for method, shares in of.items())
+        lines.append(f"- Right answers kept at {budget:.0%}: {kept}.")
+    return lines
+
+
+def first_table(run: dict[str, Any]) -> str:
+    """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's."""
+    e = run["environment"]
+    lines = [
+        "The table that this project began with, made again: at its unequal shares of blocks, then at equal ones",
+        "",
+        "| method | active blocks | choosing blocks, ms | attention, ms | KL | perplexity |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in run["results"]:
+        times = f"{r['mask_ms']:.2f} | {r['attention_ms']:.2f}"
+        lines.append(
+            f"| {r['method']} | {r['active_blocks']:.0%} | {times} | {r['kl']:.4f} | {r['perplexity_gap']:+.2%} |"
+        )
+    lines += [
+        "",
+        f"Times are of a sequence in all layers. {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}.",
+    ]
+    return "\n".join(lines)
+
+
+def mask_cost(run: dict[str, Any]) -> str:
+    """Choosing blocks and attention, beside dense attention, by length and budget."""
+    e = run["environment"]
+    by = {(r["length"], r["what"]): r["seconds"]["median"] for r in run["results"]}
+    lines = [
+        "What a mask costs beside the attention that it saves (blocks of 64, 32 query heads on 8, head_dim 128)",
+        "",
+        "| tokens, budget | dense (cuDNN) | HADS mask | of dense | of sparse attention | mask and attention | faster |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for length, what in by:
+        if not what.startswith("mask: hads at "):
+            continue
+        budget = what.removeprefix("mask: hads at ")
+        dense, mask = by[length, "dense"], by[length, what]
+        sparse, both = by[length, f"attention: hads at {budget}"], by[length, f"mask and attention: hads at {budget}"]
+        cells = [f"{length}, {budget}", f"{1e3 * dense:.2f} ms", f"{1e3 * mask:.2f} ms", f"{mask / dense:.1%}"]
+        cells += [f"{mask / sparse:.0%}", f"{1e3 * both:.2f} ms", f"{dense / both:.2f}x"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"From `benchmarks/results/hads_mask_cost.json`: {e['device']}, commit {e['commit']}."]
+    return "\n".join(lines)
 
 
 def ranked(rows: Sequence[Row], among: Any) -> list[str]:
