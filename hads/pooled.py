@@ -47,9 +47,7 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
     q_mean, q_var = _moments(_blocks(query, grid), grid)
     keys = _blocks(key, grid)
     k_mean, k_var = _moments(keys, grid)
-    inside = _inside(grid)
-    k_max = jnp.where(inside, keys, -jnp.inf).max(3)
-    k_min = jnp.where(inside, keys, jnp.inf).min(3)
+    k_max, k_min = _extremes(keys, grid)
     d = query.shape[-1]
     root = d**-0.5
     return Pooled(
@@ -116,17 +114,31 @@ def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "
     return jnp.concatenate(parts, -1)
 
 
-def _blocks(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B heads n block D"]:
+# Heads stay between tokens and dimensions until blocks are reduced: to move them before would copy everything.
+
+
+def _blocks(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B n block heads D"]:
     b, _, h, d = x.shape
     x = jnp.pad(x, ((0, 0), (0, grid.side * grid.block - grid.length), (0, 0), (0, 0)))
-    return x.reshape(b, grid.side, grid.block, h, d).transpose(0, 3, 1, 2, 4).astype(jnp.float32)
+    return x.reshape(b, grid.side, grid.block, h, d)
 
 
-def _moments(x: Float[Array, "B heads n block D"], grid: CausalGrid) -> tuple[Array, Array]:
+def _moments(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:
     """Mean and variance over a block's tokens. The padding is 0 and counts only in the number of tokens."""
     tokens = jnp.asarray(grid.sizes, jnp.float32)[:, None]
-    mean = x.sum(3) / tokens
-    return mean, jnp.maximum(jnp.square(x).sum(3) / tokens - jnp.square(mean), 0)
+    wide = x.astype(jnp.float32)
+    mean = wide.sum(2).swapaxes(1, 2) / tokens
+    return mean, jnp.maximum(jnp.square(wide).sum(2).swapaxes(1, 2) / tokens - jnp.square(mean), 0)
+
+
+def _extremes(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:
+    """The largest and the smallest of a block's tokens in each dimension."""
+    largest = smallest = x
+    if grid.length < grid.side * grid.block:
+        inside = _inside(grid)[..., None]
+        largest, smallest = jnp.where(inside, x, -jnp.inf), jnp.where(inside, x, jnp.inf)
+    largest, smallest = largest.max(2), smallest.min(2)
+    return largest.swapaxes(1, 2).astype(jnp.float32), smallest.swapaxes(1, 2).astype(jnp.float32)
 
 
 def _inside(grid: CausalGrid) -> Array:
