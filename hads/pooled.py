@@ -32,6 +32,7 @@ from xsake.hads.causal_grid import CausalGrid
 
 KINDS = ("mean", "keys", "queries", "bound")
 _PARTS = 4
+_WORTH_A_PART = 64  # rows: fewer are done before more programs are launched
 
 
 class Pooled(NamedTuple):
@@ -93,7 +94,7 @@ def over_keys(
     sizes = jnp.asarray(grid.sizes, jnp.float32)
     parts = []
     # A part of the rows sees no key after it: in four parts, three eighths of the work are never done.
-    bounds = np.linspace(0, n, min(n, _PARTS) + 1).round().astype(int)
+    bounds = np.linspace(0, n, min(1 + n // _WORTH_A_PART, _PARTS) + 1).round().astype(int)
     for first, end in itertools.pairwise(bounds.tolist()):
         some = query[:, :, :, first:end]
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
