@@ -49,7 +49,7 @@ from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.methods import ABLATIONS, METHODS, ORACLES, OURS, PUBLISHED, STRENGTHENED, MethodMask
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import Summary, retention, summarise
+from xsake.hads.study.summary import Summary, as_json, retention, summarise
 from xsake.hads.study.texts import Text, load_texts
 
 BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)
@@ -257,7 +257,8 @@ class Study:
 
     def report(self, quiet: bool = False) -> None:
         rows = summarise(self.records)
-        write_summary(self.out / f"summary-{self.settings}.json", self.about(), rows, retention(self.records))
+        found = {"environment": record.environment()} | as_json(self.about(), rows, retention(self.records))
+        (self.out / f"summary-{self.settings}.json").write_text(json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)
 
@@ -397,18 +398,6 @@ def _standing(found: dict[float, Summary]) -> float:
     """Geometric mean of KL over budgets: what orders the table."""
     logs = [np.log(max(one.kl, 1e-9)) for one in found.values() if one.budget < 1]
     return float(np.mean(logs)) if logs else 0.0
-
-
-def write_summary(path: Path, about: dict[str, Any], rows: Sequence[Summary], kept: list[tuple]) -> None:
-    methods = [row._asdict() | {"against": row.against and row.against._asdict()} for row in rows]
-    names = ("domain", "method", "budget", "asked", "retention")
-    found = {
-        "environment": record.environment(),
-        "about": about,
-        "methods": methods,
-        "tasks": [dict(zip(names, one, strict=True)) for one in kept],
-    }
-    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def seconds(run: Callable, *args: Any, repeats: int = 20) -> float:

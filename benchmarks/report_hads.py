@@ -46,12 +46,19 @@ def study(run: dict[str, Any]) -> str:
         f"| --- |{' --- |' * len(budgets)}",
     ]
     for name in dict.fromkeys(shown):
-        cells = " | ".join(f"{by[name, b]['kl']:.4f}" if (name, b) in by else "" for b in budgets)
+        cells = " | ".join(cell(by.get((name, b)), sequences) for b in budgets)
         lines.append(f"| {title(name)} | {cells} |")
     rivals = [r for r in rows if r["method"] in PUBLISHED or r["method"] in STRENGTHENED]
     lines += ["", *facts(by, budgets, published, forced, rivals), *answers(run["tasks"])]
     lines += [f"- From `benchmarks/results/hads/`: {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}."]
     return "\n".join(lines)
+
+
+def cell(row: Row | None, sequences: int) -> str:
+    """KL, and the number of texts where it is not the table's."""
+    if row is None:
+        return ""
+    return f"{row['kl']:.4f}" + (f" ({row['sequences']} texts)" if row["sequences"] != sequences else "")
 
 
 def facts(
@@ -65,8 +72,9 @@ def facts(
     names = {r["method"] for r in rivals}
 
     def over(best: Sequence[str]) -> str:
+        """On the texts that both have read: the difference is paired by text."""
         shares = (
-            by["hads", b]["kl"] / min(by[name, b]["kl"] for name in best if (name, b) in by and name in names)
+            max(1 + by[name, b]["against"]["mean"] / by[name, b]["kl"] for name in best if (name, b) in by)
             for b in budgets
         )
         return " / ".join(f"{share:.2f}" for share in shares)

@@ -189,11 +189,10 @@ def main() -> None:
 
     args.work.mkdir(parents=True, exist_ok=True)
     data = unpack(args.data, args.work)
-    kinds, lengths = args.kinds.split(","), []
+    kinds = args.kinds.split(",")
     if unknown := sorted(set(kinds) - set(ATTENTION)):
         parser.error(f"unknown kinds {unknown}; there are {', '.join(ATTENTION)}")
-    lengths += [] if args.skip_times else [LONG]
-    lengths += [] if args.skip_training else [USUAL]
+    lengths = [LONG] * (not args.skip_times) + [USUAL] * (not args.skip_training)
     results = done_before(args.out)
     done = {(r["preset"], r["kind"], r["length"]) for r in results}
     jobs = [(preset, kind, length) for length in lengths for preset in args.only.split(",") for kind in kinds]

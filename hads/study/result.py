@@ -12,7 +12,7 @@ from xsake.hads.profile import HadsProfile
 from xsake.hads.study import pictures
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import Summary, retention, summarise
+from xsake.hads.study.summary import as_json, retention, summarise
 from xsake.hads.study.table import table
 from xsake.hads.study.texts import Text
 
@@ -29,7 +29,7 @@ def write(
     kept = retention(records)
     for domain, method, budget, asked, share in kept:
         console.print(f"{domain}: {method} at {budget:.0%} keeps {share:.1%} of {asked} answers")
-    (folder / "summary.json").write_text(json.dumps(_json(about, rows, kept), indent=1) + "\n")
+    (folder / "summary.json").write_text(json.dumps(as_json(about, rows, kept), indent=1) + "\n")
     pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
     seen = portrait(model, profile, text.tokens, budget)
@@ -37,14 +37,3 @@ def write(
     title = f"layer {seen.layer}, head {seen.head}, HADS at {budget:.0%} on {text.name}"
     pictures.mask_over_mass(seen.mass, seen.kept, folder / "mask.png", title)
     console.print(f"records, summary and pictures are in {folder}")
-
-
-def _json(about: dict[str, Any], rows: list[Summary], kept: list[tuple]) -> dict[str, Any]:
-    names = ("domain", "method", "budget", "asked", "retention")
-    return {
-        "about": about,
-        "methods": [
-            row._asdict() | {"against": None if row.against is None else row.against._asdict()} for row in rows
-        ],
-        "tasks": [dict(zip(names, one, strict=True)) for one in kept],
-    }

@@ -81,3 +81,15 @@ def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, in
             one[0] += line["dense_right"]
             one[1] += line["both_right"]
     return [(*key, dense, both / dense) for key, (dense, both) in sums.items() if dense]
+
+
+def as_json(
+    about: dict[str, Any], rows: Iterable[Summary], kept: Iterable[tuple[str, str, float, int, float]]
+) -> dict[str, Any]:
+    """What a summary file holds."""
+    names = ("domain", "method", "budget", "asked", "retention")
+    return {
+        "about": about,
+        "methods": [row._asdict() | {"against": row.against and row.against._asdict()} for row in rows],
+        "tasks": [dict(zip(names, one, strict=True)) for one in kept],
+    }
