@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -426,7 +427,7 @@ def join(inputs: Path, work: Path) -> Path:
     path = work / pieces[0].stem
     work.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        part = path.with_name(path.name + ".part")
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         with part.open("wb") as sink:
             for piece in pieces:
                 with piece.open("rb") as source:

@@ -1,10 +1,12 @@
 """Compressed rows of a traced mask, without a sort and without a scan over the blocks.
 
-A row's active blocks are packed into words of 32 bits. How many come before a block is then the count of the words
+On a GPU one kernel writes them (`triton_compact`). Elsewhere a row's active blocks are packed into words of 32 bits. How many come before a block is then the count of the words
 before its own, a short sum, and of the lower bits in its own word: a block knows its slot from what lies next to it.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,33 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt
 
+from xsake.hads.on_gpu import on_gpu
+
+_MAX_COLUMNS = 8192  # of the kernel
+
 
 def compact(
     active: Bool[Array, "b h rows columns"], full: Bool[np.ndarray, "rows columns"], capacity: int
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """(columns of the active blocks row after row, row_ptr, num_full): in a row full ones ascending, then the others.
 
-    What does not fit the capacity is left out, and row_ptr counts it. Slots past the last entry are 0.
+    What does not fit the capacity is left out, and row_ptr counts it. Slots past the last entry hold anything.
     """
     b, h, _, columns = active.shape
     if b * h * capacity >= 2**31:
         raise ValueError(f"{b} x {h} lists of {capacity} blocks are more than 2**31 slots: give a smaller capacity")
+    by_xla = partial(_by_xla, full, capacity)
+    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active) if columns <= _MAX_COLUMNS else by_xla(active)
+
+
+def _by_kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    from xsake.hads.triton_compact import compact
+
+    return compact(active, full, capacity)
+
+
+def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    b, h, _, columns = active.shape
     first, second = _pack(active & full), _pack(active & ~full)
     first_counts, second_counts = _ones(first), _ones(second)
     num_full = first_counts.sum(-1)

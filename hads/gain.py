@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from xsake.hads.causal_grid import CausalGrid
 
-_FORCED = 1 << 30  # above the bits of every mass, which is at most 1
+FORCED = 1 << 30  # above the bits of every mass, which is at most 1
 
 
 def block_keys(mass: Float[Array, "*B n n"], grid: CausalGrid, forced: np.ndarray) -> Int[Array, "*B n n"]:
@@ -33,7 +33,7 @@ def block_keys(mass: Float[Array, "*B n n"], grid: CausalGrid, forced: np.ndarra
     low = (1 << max(grid.side - 1, 1).bit_length()) - 1
     bits = jax.lax.bitcast_convert_type(mass.astype(jnp.float32), jnp.int32)
     keys = (bits & ~low) | jnp.arange(grid.side, dtype=jnp.int32)
-    return jnp.where(grid.causal(), keys + jnp.asarray(forced * _FORCED, jnp.int32), -1)
+    return jnp.where(grid.causal(), keys + jnp.asarray(forced * FORCED, jnp.int32), -1)
 
 
 def gains_of_sorted(
@@ -42,8 +42,8 @@ def gains_of_sorted(
     burstiness: Float[Array | np.ndarray, "H"],
 ) -> Float[Array, "*B H n n"]:
     """Gain of each block of rows of `block_keys` that are sorted upwards; infinite if forced, -1 if forbidden."""
-    is_forced = keys >= _FORCED
-    bits = jnp.where(is_forced, keys - _FORCED, jnp.maximum(keys, 0))
+    is_forced = keys >= FORCED
+    bits = jnp.where(is_forced, keys - FORCED, jnp.maximum(keys, 0))
     mass = jax.lax.bitcast_convert_type(bits, jnp.float32)  # the column in its low bits does no harm
     kept_above = jnp.cumsum(mass, -1)  # dropped mass if everything above is kept, and this is not
     weight, spread = jnp.asarray(sensitivity)[:, None, None], jnp.asarray(burstiness)[:, None, None]

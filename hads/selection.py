@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,8 @@ from xsake.hads import budgets
 from xsake.hads.block_mask import BlockMask, density_bucket
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.choose import choose
-from xsake.hads.estimate import block_mass
+from xsake.hads.estimate import Estimator, block_mass
+from xsake.hads.on_gpu import on_gpu, unsupported
 from xsake.hads.pooled import pool
 from xsake.hads.profile import HadsProfile
 
@@ -62,12 +64,12 @@ def select(
     heads = profile.q_heads if per == "query_head" else profile.kv_heads
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
-    query, key = jax.lax.stop_gradient((jnp.asarray(query), jnp.asarray(key)))
-    mass = block_mass(pool(query, key, grid), profile.estimator(layer), grid)
-    sensitivity, burstiness = jnp.asarray(profile.sensitivity)[layer], jnp.asarray(profile.burstiness)[layer]
-    if per == "kv_head":
-        mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+    weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
+    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (query, key, *weights, kept)))
+    if unsupported(profile.head_dim, grid) is None:
+        blocks = on_gpu(partial(_blocks_by_kernels, grid, heads), partial(_blocks_by_xla, grid, heads), *given)
+    else:
+        blocks = _blocks_by_xla(grid, heads, *given)
     return BlockMask.from_blocks(
         blocks,
         block_q=grid.block,
@@ -79,6 +81,45 @@ def select(
         transpose=transpose,
         density_hint=density_bucket(budget) if isinstance(budget, float) else None,
     )
+
+
+def _blocks_by_xla(
+    grid: CausalGrid,
+    heads: int,
+    query: Array,
+    key: Array,
+    estimator: Estimator,
+    sensitivity: Array,
+    burstiness: Array,
+    kept: dict[str, Array],
+) -> Array:
+    mass = block_mass(pool(query, key, grid), estimator, grid)
+    if heads < mass.shape[1]:
+        mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+    return choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+
+
+def _blocks_by_kernels(
+    grid: CausalGrid,
+    heads: int,
+    query: Array,
+    key: Array,
+    estimator: Estimator,
+    sensitivity: Array,
+    burstiness: Array,
+    kept: dict[str, Array],
+) -> Array:
+    from xsake.hads import triton_choose, triton_estimate
+    from xsake.hads.triton_call import pad
+
+    logits = triton_estimate.block_logits(query, key, estimator, grid)
+    if heads == logits.shape[1]:
+        return triton_choose.choose(logits, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+    n = grid.side
+    mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
+    mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+    rule = {"sensitivity": sensitivity, "burstiness": burstiness, **kept}
+    return triton_choose.choose(pad(mass), grid, normalise=False, **rule)
 
 
 def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: int) -> tuple[Array, Array, Array]:
