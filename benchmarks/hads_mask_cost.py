@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,15 @@ from rich.table import Table
 import xsake
 from benchmarks import record
 from xsake.autotune.timing import race
-from xsake.hads import BlockMask, HadsProfile, layer_counts, select
+from xsake.hads import BlockMask, HadsProfile, choose, layer_counts, select, triton_choose, triton_estimate
 from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.choose import choose
 from xsake.hads.estimate import BUCKETS, block_mass
-from xsake.hads.gain import block_keys, gains_of_sorted
-from xsake.hads.keep import nonnegative_order, row_counts
 from xsake.hads.pooled import pool
 from xsake.hads.study.methods import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)
+
+Call = tuple[Callable[..., Any], tuple]  # what is timed: a function and what it is given
 
 
 def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> HadsProfile:
@@ -90,54 +90,36 @@ class Bench:
         grid = CausalGrid(self.length, self.block)
         device = jax.tree.map(jnp.asarray, profile)
         budgets = [b for b in BUDGETS if b > grid.forced_blocks / grid.blocks]
-        contestants = self._stages(query, key, value, device, grid)
-        contestants["dense"] = self._dense(query, key, value)
+        calls = self._stages(query, key, device, grid) | {"dense": (_dense, (query, key, value))}
         for budget in budgets:
             counts = jnp.asarray(layer_counts(profile, budget, self.length), jnp.int32)
-            contestants |= self._at(budget, counts, query, key, value, device)
-        times = race(contestants, rounds=rounds)
+            calls |= self._at(budget, counts, query, key, value, device)
+        times = race(_compiled(calls), rounds=rounds)
         return [
             {"what": name, "seconds": dataclasses.asdict(timing)} | dataclasses.asdict(self)
             for name, timing in times.items()
         ]
 
-    def _dense(self, query: Array, key: Array, value: Array) -> Callable[[], Array]:
-        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        run = jax.jit(
-            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        )
-        return lambda: run(query, key, value)
-
-    def _stages(
-        self, query: Array, key: Array, value: Array, profile: HadsProfile, grid: CausalGrid
-    ) -> dict[str, Callable[[], Any]]:
+    def _stages(self, query: Array, key: Array, profile: HadsProfile, grid: CausalGrid) -> dict[str, Call]:
         """Each stage of a mask, on the output of the one before."""
         count = jnp.int32(round(0.2 * self.q_heads * grid.blocks))
-        pools = jax.jit(lambda q, k: pool(q, k, grid))
-        estimates = jax.jit(lambda pooled, p: block_mass(pooled, p.estimator(0), grid))
-        keys_of = jax.jit(lambda mass: block_keys(mass, grid, grid.forced()))
-        sorts = jax.jit(lambda keys: jnp.sort(keys, -1))
-        gains = jax.jit(lambda rows, p: gains_of_sorted(rows, p.sensitivity[0], p.burstiness[0]))
-        cuts = jax.jit(lambda gain: row_counts(nonnegative_order(gain).reshape(1, -1, grid.side), count))
 
-        def choice(mass: Array, p: HadsProfile) -> Array:
-            return choose(mass, grid, sensitivity=p.sensitivity[0], burstiness=p.burstiness[0], count=count)
+        def estimates(query: Array, key: Array, p: HadsProfile) -> Array:
+            if jax.default_backend() == "gpu":
+                return triton_estimate.block_logits(query, key, p.estimator(0), grid)
+            return block_mass(pool(query, key, grid), p.estimator(0), grid)
 
-        chooses, lists = jax.jit(choice), jax.jit(self._lists)
-        pooled = pools(query, key)
-        mass = estimates(pooled, profile)
-        keys = keys_of(mass)
-        rows = sorts(keys)
-        gain = gains(rows, profile)
-        blocks = chooses(mass, profile)
+        def chooses(estimate: Array, p: HadsProfile) -> Array:
+            rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
+            by = triton_choose if jax.default_backend() == "gpu" else choose
+            return by.choose(estimate, grid, **rule)
+
+        estimate = jax.jit(estimates)(query, key, profile)
+        blocks = jax.jit(chooses)(estimate, profile)
         return {
-            "stage: pool": lambda: pools(query, key),
-            "stage: estimate": lambda: estimates(pooled, profile),
-            "stage: sort rows": lambda: sorts(keys),
-            "stage: gain": lambda: gains(rows, profile),
-            "stage: cut": lambda: cuts(gain),
-            "stage: choose (sort, gain, cut, compare)": lambda: chooses(mass, profile),
-            "stage: lists": lambda: lists(blocks),
+            "stage: estimate": (estimates, (query, key, profile)),
+            "stage: choose": (chooses, (estimate, profile)),
+            "stage: lists": (self._lists, (blocks,)),
         }
 
     def _lists(self, blocks: Array) -> BlockMask:
@@ -153,32 +135,47 @@ class Bench:
 
     def _at(
         self, budget: float, counts: Array, query: Array, key: Array, value: Array, profile: HadsProfile
-    ) -> dict[str, Callable[[], Any]]:
+    ) -> dict[str, Call]:
         def hads(q: Array, k: Array, p: HadsProfile, counts: Array) -> BlockMask:
             return select(q, k, p, counts, layer=0, transpose=False)
 
         def rival(name: str) -> Callable[..., BlockMask]:
             return lambda q, k, p, counts: MethodMask.of(name, p, counts)(0, q, k)
 
-        attends = jax.jit(lambda q, k, v, mask: xsake.attention(q, k, v, mask))
         makers = {
             "hads": hads,
             "mean-pooled top-k": rival("mean_top_k"),
             "XAttention 8": rival("x_attention_8"),
             "XAttention 16": rival("x_attention_16"),
         }
-        out: dict[str, Callable[[], Any]] = {}
+        out: dict[str, Call] = {}
         for name, make in makers.items():
-            mask_of = jax.jit(make)
-            both = jax.jit(lambda q, k, v, p, counts, make=make: xsake.attention(q, k, v, make(q, k, p, counts)))
-            mask = mask_of(query, key, profile, counts)
-            out[f"mask: {name} at {budget:.0%}"] = lambda run=mask_of: run(query, key, profile, counts)
-            out[f"mask and attention: {name} at {budget:.0%}"] = lambda run=both: run(
-                query, key, value, profile, counts
-            )
-            if name == "hads":
-                out[f"attention: {name} at {budget:.0%}"] = lambda mask=mask: attends(query, key, value, mask)
+
+            def both(q: Array, k: Array, v: Array, p: HadsProfile, counts: Array, make: Callable = make) -> Array:
+                return xsake.attention(q, k, v, make(q, k, p, counts))
+
+            out[f"mask: {name} at {budget:.0%}"] = make, (query, key, profile, counts)
+            out[f"mask and attention: {name} at {budget:.0%}"] = both, (query, key, value, profile, counts)
+        mask = jax.jit(hads)(query, key, profile, counts)
+        out[f"attention: hads at {budget:.0%}"] = xsake.attention, (query, key, value, mask)
         return out
+
+
+def _dense(query: Array, key: Array, value: Array) -> Array:
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+
+
+def _compiled(calls: dict[str, Call]) -> dict[str, Callable[[], Any]]:
+    """The calls as programs, compiled side by side."""
+
+    def compiled(call: Call) -> Callable[[], Any]:
+        function, args = call
+        run = jax.jit(function).lower(*args).compile()
+        return lambda: run(*args)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(calls, pool.map(compiled, calls.values()), strict=True))
 
 
 def summary(bench: Bench, results: list[dict[str, Any]]) -> Table:

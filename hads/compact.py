@@ -1,7 +1,8 @@
 """Compressed rows of a traced mask, without a sort and without a scan over the blocks.
 
-On a GPU one kernel writes them (`triton_compact`). Elsewhere a row's active blocks are packed into words of 32 bits. How many come before a block is then the count of the words
-before its own, a short sum, and of the lower bits in its own word: a block knows its slot from what lies next to it.
+On a GPU a kernel writes them (`triton_compact`). Elsewhere a row's active blocks are packed into words of 32 bits. How
+many come before a block is then the count of the words before its own, a short sum, and of the lower bits in its own
+word: a block knows its slot from what lies next to it.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@ from typing import Any
 
 from jax import lax
 
-from xsake._backend import interpreting
 from xsake.hads.causal_grid import CausalGrid
 from xsake.kernels_pallas_gpu.device import compute_capability
-
 
 _MAX_SIDE = 2048  # blocks a row: a warp sorts a row in its registers
 
@@ -27,8 +25,6 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
 
 def on_gpu(kernels: Callable, otherwise: Callable, *args: Any) -> Any:
     """`kernels(*args)` where this is compiled for a GPU of compute capability 8.0 or above, else `otherwise(*args)`."""
-    if interpreting():
-        return kernels(*args)
     capability = compute_capability()
     if capability is None or float(capability) < 8.0:
         return otherwise(*args)

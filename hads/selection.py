@@ -91,7 +91,7 @@ def _blocks_by_xla(
     estimator: Estimator,
     sensitivity: Array,
     burstiness: Array,
-    kept: dict[str, Array],
+    kept: dict[str, Any],
 ) -> Array:
     mass = block_mass(pool(query, key, grid), estimator, grid)
     if heads < mass.shape[1]:
@@ -107,7 +107,7 @@ def _blocks_by_kernels(
     estimator: Estimator,
     sensitivity: Array,
     burstiness: Array,
-    kept: dict[str, Array],
+    kept: dict[str, Any],
 ) -> Array:
     from xsake.hads import triton_choose, triton_estimate
     from xsake.hads.triton_call import pad

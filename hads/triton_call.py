@@ -32,11 +32,11 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
     aliases: Mapping[int, int] = {},
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """kernel(*input refs, *output refs) for every place of the grid; `aliases` as of `pl.pallas_call`."""
     axes = varying_axes([x for x, _ in inputs])
     varying = jax.sharding.ManualAxisType(varying=axes)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=[spec for _, spec in inputs],
@@ -46,7 +46,8 @@ def launch(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpreting(),
         name=name,
-    )(*(vary(x, axes) for x, _ in inputs))
+    )
+    return tuple(call(*(vary(x, axes) for x, _ in inputs)))
 
 
 def whole(*shape: int | None) -> pl.BlockSpec:

@@ -65,7 +65,7 @@ def choose(
         kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
     kept = kept[..., :n]
     last = jnp.take_along_axis(rows[:, :, :n], width - jnp.maximum(kept, 1)[..., None], -1)
-    return grid.causal() & (keys[:, :, :n, :n] >= last) & (kept > 0)[..., None]
+    return (keys[:, :, :n, :n] >= last) & grid.causal() & (kept > 0)[..., None]
 
 
 # -- gains -----------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def choose(
 
 def _sorted_gains(
     logits: Float[Array, "B H m width"], n: int, sensitivity: Array, burstiness: Array, normalise: bool
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """The keys of `gain.block_keys`, and the same sorted upwards with their gains, [B, H, m, width] each.
 
     A row's own are the last entries of the sorted ones; what lies before them is not written.
@@ -160,7 +160,7 @@ def _largest_cut(
             aliases={2: 0},
         )
     digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
-    cut = sum(digits[..., number] << _place(number) for number in range(_PASSES))
+    cut = (digits << np.array([_place(number) for number in range(_PASSES)], np.int32)).sum(-1)
     # The number after the cut is the next digit of the last pass that found less than the largest one. Every pass
     # counted what reaches its digits, and of all that do not suffice it has the most.
     return cut, jnp.where(counts < wanted[..., None, None], counts, 0).max((-2, -1))

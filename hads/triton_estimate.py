@@ -25,8 +25,7 @@ from xsake.hads.pooled import spread_weights
 from xsake.hads.triton_call import TILE, Output, iota, launch, padded
 
 _PARTS = 5
-_CHUNK, _PROGRAMS = 32, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
-_STEP = 2  # of them at a time
+_CHUNK, _PROGRAMS = 16, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
 _TOGETHER = 2  # query heads, at most, that share this reading
 _POOL_WARPS = 2
 _TOKENS_WARPS, _TOKENS_STAGES = 8, 2
@@ -146,7 +145,7 @@ def _moments(x: Array, grid: CausalGrid) -> tuple[Array, Array]:
 
 
 def _size(block: Array, grid: CausalGrid) -> Array:
-    return jnp.clip(grid.length - block * grid.block, 1, grid.block).astype(jnp.float32)
+    return jnp.minimum(grid.length - block * grid.block, grid.block).astype(jnp.float32)
 
 
 # -- the tokens' feature ---------------------------------------------------------------------------------------------
@@ -163,32 +162,30 @@ def _tokens(
     kv_heads = key.shape[2]
     chunk = _chunk(b * parts * tiles * grid.side)
     chunks = -(-grid.side // chunk)
-    wide = _STEP * grid.block
-    length = -(-grid.length // wide) * wide
-    m, tail = padded(grid.side)[0], grid.length % wide
+    m, tail = padded(grid.side)[0], grid.length % grid.block
 
     def kernel(mean_ref: Any, key_ref: Any, features_ref: Any, out_ref: Any) -> None:
         tile, first = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * chunk
         q = mean_ref[...]
 
-        def step(number: Array, about: Array) -> Array:
-            j = first + number * _STEP
-            token = j * grid.block + iota(wide)
-            inside = jnp.broadcast_to((token < grid.length)[:, None], (wide, d)) if tail else None
-            k = plgpu.load(key_ref.at[pl.ds(j * grid.block, wide), :], mask=inside, other=0.0 if tail else None)
+        def step(j: Array, about: Array) -> Array:
+            token = j * grid.block + iota(grid.block)
+            inside = jnp.broadcast_to((token < grid.length)[:, None], (grid.block, d)) if tail else None
+            here = key_ref.at[pl.ds(j * grid.block, grid.block), :]
+            k = plgpu.load(here, mask=inside, other=0.0 if tail else None)
             above = _exp2(_dot(q, k.astype(q.dtype)) - about[:, None])
             if tail:
                 above = jnp.where((token < grid.length)[None, :], above, 0.0)
-            block = j + iota(_STEP)
-            average = above.reshape(rows, _STEP, grid.block).sum(2) / _size(block, grid)[None, :]
-            out_ref[pl.ds(j, _STEP), :] = ((about[:, None] + _log2(average)) * (1 / _LOG2_E)).T
-            return about + _log2(above.sum(1) * (1 / wide))
+            average = above.sum(1) / _size(j, grid)
+            # Nothing stands out from the block before by a factor of 2 ** 120.
+            out = about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
+            out_ref[j, :] = out * (1 / _LOG2_E)
+            return out
 
-        # Exponents are taken about the results of the step before: no pass for the largest logit or the mean.
+        # Exponents are taken about the result of the block before: no pass for the largest logit or the mean.
         about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
         last = jnp.minimum(jnp.minimum((tile + 1) * TILE, first + chunk), grid.side)
-        steps = lax.div(jnp.maximum(last - first, 0) + (_STEP - 1), _STEP)
-        lax.fori_loop(0, steps, step, about)
+        lax.fori_loop(first, last, step, about)
 
     def at(place: Any, part: Any, b: Any) -> tuple:
         return b, part, lax.div(place, chunks), 0, 0
@@ -202,7 +199,7 @@ def _tokens(
         (tiles * chunks, parts, b),
         [
             (mean, pl.BlockSpec((None, None, None, rows, d), at)),
-            (key, pl.BlockSpec((None, length, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
+            (key, pl.BlockSpec((None, grid.side * grid.block, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
             (k_features, pl.BlockSpec((None, None, m, _PARTS, d), lambda _, p, b: (b, kv_head(p), 0, 0, 0))),
         ],
         [((b, parts, tiles, m, rows), jnp.float32, pl.BlockSpec((None, None, None, m, rows), at))],
@@ -215,11 +212,6 @@ def _tokens(
 def _chunk(tiles: int) -> int:
     """Blocks of keys for one program: few where there is little to do, so that every processor has some."""
     return min(max(pl.next_power_of_2(tiles // _PROGRAMS + 1) // 2, 4), _CHUNK)
-
-
-def _log2(x: Array) -> Array:
-    """Nothing stands out from the blocks before by a factor of 2 ** 120."""
-    return jnp.log2(jnp.clip(x, 2.0**-120, 2.0**120))
 
 
 def _exp2(x: Array) -> Array:
@@ -284,7 +276,13 @@ def _sum(
             (by_distance, pl.BlockSpec((None, m), lambda i, j, x: (x % h, 0))),
             (scalars, pl.BlockSpec((None, 2), lambda i, j, x: (x % h, 0))),
         ],
-        [((b, h, m, width), jnp.float32, pl.BlockSpec((None, None, TILE, width), lambda i, j, x: (x // h, x % h, i, 0)))],
+        [
+            (
+                (b, h, m, width),
+                jnp.float32,
+                pl.BlockSpec((None, None, TILE, width), lambda i, j, x: (x // h, x % h, i, 0)),
+            )
+        ],
         num_warps=_SUM_WARPS,
         num_stages=_SUM_STAGES,
     )

@@ -1,0 +1,185 @@
+"""The kernels that make a mask on a GPU, interpreted: what XLA's program makes of the same inputs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import hads_case as case
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_offline import lower
+from hypothesis import given, settings
+
+from xsake import BlockMask, hads
+from xsake._backend import interpret
+from xsake.hads import choose, compact, estimate, selection, triton_choose, triton_compact, triton_estimate
+from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.estimate import Estimator
+from xsake.hads.on_gpu import unsupported
+from xsake.hads.pooled import pool
+from xsake.hads.triton_call import pad, padded
+from xsake.hads.triton_sort import sort_rows
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([64, 256, 2048]), st.booleans())
+def test_rows_are_sorted(seed: int, width: int, few_values: bool):
+    high = 5 if few_values else 2**31 - 1
+    rows = np.random.default_rng(seed).integers(-1, high, (3, width)).astype(np.int32)
+    assert np.array_equal(_sort(rows), np.sort(rows, -1))
+
+
+_sort = jax.jit(sort_rows)
+
+
+# -- the estimate ----------------------------------------------------------------------------------------------------
+
+SHAPES = {  # length, query heads, KV heads, head_dim, block
+    "two heads together, more than a tile of rows, a short last block": (1000, 4, 2, 16, 16),
+    "three heads on one": (320, 3, 1, 32, 16),
+    "a head each, blocks of 64": (640, 2, 2, 16, 64),
+    "one short block": (10, 2, 1, 16, 16),
+}
+
+
+def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
+    """(kernels', XLA's), 0 where causality forbids."""
+    with interpret():
+        got = triton_estimate.block_logits(query, key, estimator, grid)[..., : grid.side, : grid.side]
+    wanted = estimate.block_logits(pool(query, key, grid), estimator, grid)
+    return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_xlas(name: str):
+    length, q_heads, kv_heads, head_dim, block = SHAPES[name]
+    profile = case.random_profile(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
+    query, key = (jnp.asarray(x) for x in case.random_inputs(3, length, profile, batch=2))
+    got, wanted = estimates(query, key, profile.estimator(1), CausalGrid(length, block))
+    np.testing.assert_allclose(got, wanted, atol=0.02)  # of products of 16-bit numbers
+
+
+def test_logits_of_hundreds_stay_finite_and_right():
+    profile = case.random_profile(head_dim=16)
+    query, key = case.random_inputs(3, 512, profile)
+    key[:, 100] *= 60  # one key that stands out
+    key[:, 200:] *= 30
+    got, wanted = estimates(jnp.asarray(query), jnp.asarray(key), profile.estimator(0), CausalGrid(512, 16))
+    assert np.abs(wanted).max() > 250
+    np.testing.assert_allclose(got, wanted, atol=2**-8 * np.abs(wanted).max())  # of 16-bit numbers
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def rule(seed: int, heads: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    omega, phi = np.exp(rng.standard_normal(heads)), 0.05 * rng.random(heads)
+    return {"sensitivity": jnp.asarray(omega, jnp.float32), "burstiness": jnp.asarray(phi, jnp.float32)}
+
+
+COUNTS: dict[str, dict[str, Any]] = {
+    "all heads together": {"count": 900},
+    "a number a head": {"count": np.array([250, 400, 300])},
+    "a threshold": {"threshold": 1e-3},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("few_values", [False, True])
+def test_choice_is_xlas(name: str, few_values: bool):
+    grid = CausalGrid(630, 16)
+    logits = 2 * np.random.default_rng(0).standard_normal((2, 3, grid.side, grid.side)).astype(np.float32)
+    if few_values:
+        logits = np.round(logits)  # equal gains in many rows
+    mass = jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1)
+    wanted = np.asarray(choose.choose(mass, grid, **rule(1, 3), **COUNTS[name]))
+    garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)  # what was never written
+    garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
+    with interpret():
+        got = np.asarray(triton_choose.choose(jnp.asarray(garbage), grid, **rule(1, 3), **COUNTS[name]))
+        of_mass = np.asarray(triton_choose.choose(pad(mass), grid, normalise=False, **rule(1, 3), **COUNTS[name]))
+    assert np.array_equal(of_mass, wanted)
+    # Masses may differ in their last bit, and then one of two blocks with almost equal gains is kept.
+    assert got.sum() == wanted.sum() and (got != wanted).sum() <= 4
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(9, 13, 200), (3, 70, 5)]), st.sampled_from([0.0, 0.3, 1.0]))
+@settings(max_examples=10)
+def test_lists_are_xlas(seed: int, shape: tuple[int, int, int], density: float):
+    rows, columns, capacity = shape
+    rng = np.random.default_rng(seed)
+    active, full = jnp.asarray(rng.random((2, 1, rows, columns)) < density), rng.random((rows, columns)) < 0.7
+    wanted = compact.compact(active, full, capacity)
+    with interpret():
+        got = triton_compact.compact(active, full, capacity)
+    used = np.arange(capacity) < np.asarray(wanted[1])[..., -1:]
+    for g, w in zip((np.where(used, got[0], 0), *got[1:]), (np.where(used, wanted[0], 0), *wanted[1:]), strict=True):
+        assert np.array_equal(g, w)
+
+
+# -- all together ----------------------------------------------------------------------------------------------------
+
+
+def weights(profile: hads.HadsProfile, layer: int) -> tuple:
+    return jax.tree.map(jnp.asarray, (profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]))
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_blocks_are_xlas(heads: int):
+    profile, length = case.random_profile(head_dim=16), 512
+    grid = CausalGrid(length, profile.block)
+    query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
+    given_ = query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)}
+    wanted = np.asarray(selection._blocks_by_xla(grid, heads, *given_))
+    with interpret():
+        got = np.asarray(selection._blocks_by_kernels(grid, heads, *given_))
+    assert got.sum() == wanted.sum() == int(0.3 * heads * grid.blocks)
+    assert (got & wanted).sum() > 0.99 * wanted.sum()
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "length", "head_dim", "block"),
+    [
+        ("sm_80", jnp.float16, 32768, 64, 128),
+        ("sm_80", jnp.float32, 4000, 128, 64),
+        ("sm_90", jnp.bfloat16, 32768, 128, 64),
+    ],
+)
+def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: int, block: int):
+    profile = case.random_profile(head_dim=head_dim, block=block, q_heads=8)
+    grid = CausalGrid(length, block)
+    assert unsupported(head_dim, grid) is None
+    avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (8, 2))
+    make = partial(selection._blocks_by_kernels, grid, 8)
+    text = lower(make, *avals, *weights(profile, 0), {"count": jnp.int32(1000)}, chip=chip)
+    for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach"):
+        assert f"hads_{name}" in text
+
+
+def test_shapes_without_kernels_are_named():
+    assert "head_dim=96 must be a power of two" in str(unsupported(96, CausalGrid(1024, 64)))
+    assert "block=256" in str(unsupported(64, CausalGrid(1024, 256)))
+    assert "4096 blocks a row" in str(unsupported(64, CausalGrid(262144, 64)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [4096, 5000, 32768])
+@pytest.mark.parametrize("block", [64, 128])
+def test_mask_on_a_gpu_is_xlas(length: int, block: int):
+    profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=block)
+    query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
+    grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
+    wanted = jax.jit(partial(selection._blocks_by_xla, grid, 8))(
+        query, key, *weights(profile, 1), {"count": int(counts[1])}
+    )
+    mask: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1))(query, key)
+    got, wanted = np.asarray(mask.to_blocks()), np.asarray(wanted)
+    assert (got.sum((1, 2, 3)) == counts[1]).all()
+    assert (got & wanted).sum() > 0.99 * wanted.sum()
