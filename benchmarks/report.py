@@ -180,18 +180,20 @@ def train_gpu() -> str:
     for r in sorted(run["results"], key=lambda r: (r["length"], r["preset"] != "small", r["kind"])):
         ratio = dense[r["preset"], r["length"]]["seconds"]["median"] / r["seconds"]["median"]
         faster = "" if r["kind"] == "dense" else f", {ratio:.2f}x as fast"
+        alone = "beside" not in r
         loss = f"{r['held_out_loss']:.3f} after {r['tokens'] / 1e6:.0f}M tokens" if "held_out_loss" in r else ""
         cells = [
             f"{r['preset']}, {r['length']}",
             "dense (cuDNN)" if r["kind"] == "dense" else r["config"]["attention"],
             f"{r['density']:.0%}",
-            f"{_ms(r['seconds'])}{faster}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['mfu']:.0%}",
+            f"{_ms(r['seconds'])}{faster}" if alone else "not timed alone",
+            f"{r['tokens_per_second']:,.0f}" if alone else "",
+            f"{r['mfu']:.0%}" if alone else "",
             loss,
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*rows, "", _source(run, "train_gpu")])
+    notes = [f"{r['config']['attention']} ran beside {r['beside']}." for r in run["results"] if "beside" in r]
+    return "\n".join([*rows, "", *notes, _source(run, "train_gpu")])
 
 
 def smollm2() -> str:
@@ -240,7 +242,7 @@ def _source(run: dict, name: str) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k in ("jax", "torch"))
     return (
         f"Medians with quartiles, from `benchmarks/results/{name}.json`: {e['device']}, {e['cores']} cores, "
-        f"{versions}, commit {e['commit']}."
+        f"{versions}, commit {e['commit'][:7]}."
     )
 
 

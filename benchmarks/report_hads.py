@@ -24,7 +24,7 @@ Row = dict[str, Any]
 def hads_study() -> str:
     """Of each length and block that was studied; then the project's first table, and what masks cost."""
     found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("summary-*.json"), key=_longest_first)]
-    parts = [study(run) for run in found]
+    parts = [study(run) if number == 0 else folded(run) for number, run in enumerate(found)]
     parts += [first_table(json.loads(path.read_text())) for path in sorted(FOLDER.glob("seed-*.json"))]
     if (record.RESULTS / "hads_mask_cost.json").exists():
         parts.append(mask_cost(record.load("hads_mask_cost")))
@@ -32,30 +32,42 @@ def hads_study() -> str:
 
 
 def study(run: dict[str, Any]) -> str:
-    about, e = run["about"], run["environment"]
     rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
     budgets, by = budgets_of(run), {(r["method"], r["budget"]): r for r in rows}
     published, forced = ranked(rows, PUBLISHED), ranked(rows, STRENGTHENED)
     shown = ["hads", *forced[:3], *published[:3], *(name for name in ALWAYS if (name, budgets[0]) in by)]
     sequences = max(by[name, budgets[0]]["sequences"] for name in shown)
     lines = [
-        f"{about['length']} tokens, blocks of {about['block']}, {sequences} texts: KL divergence from dense attention, "
-        "nats a token",
+        f"{shape(run)}, {sequences} texts: KL divergence from dense attention, nats a token",
         "",
         f"| method | {' | '.join(f'{b:.0%}' for b in budgets)} |",
         f"| --- |{' --- |' * len(budgets)}",
     ]
     for name in dict.fromkeys(shown):
-        cells = " | ".join(cell(by.get((name, b)), sequences) for b in budgets)
-        lines.append(f"| {title(name)} | {cells} |")
+        own = by[name, budgets[0]]["sequences"]
+        cells = " | ".join(cell(by.get((name, b)), own) for b in budgets)
+        lines.append(f"| {title(name)}{'' if own == sequences else f' ({own} texts)'} | {cells} |")
     rivals = [r for r in rows if r["method"] in PUBLISHED or r["method"] in STRENGTHENED]
-    lines += ["", *facts(by, budgets, published, forced, rivals), *answers(run["tasks"])]
-    lines += [f"- From `benchmarks/results/hads/`: {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}."]
+    lines += ["", *facts(by, budgets, published, forced, rivals)]
+    lines += [f"- From `benchmarks/results/hads/`: {machine(run)}.", *answers(run["tasks"])]
     return "\n".join(lines)
 
 
+def folded(run: dict[str, Any]) -> str:
+    return f"<details><summary>{shape(run)}</summary>\n\n{study(run)}\n\n</details>"
+
+
+def shape(run: dict[str, Any]) -> str:
+    return f"{run['about']['length']} tokens, blocks of {run['about']['block']}"
+
+
+def machine(run: dict[str, Any]) -> str:
+    e = run["environment"]
+    return f"{e['device']}, jax {e['versions']['jax']}, commit {e['commit'][:7]}"
+
+
 def cell(row: Row | None, sequences: int) -> str:
-    """KL, and the number of texts where it is not the table's."""
+    """KL, and the number of texts where it is not the row's."""
     if row is None:
         return ""
     return f"{row['kl']:.4f}" + (f" ({row['sequences']} texts)" if row["sequences"] != sequences else "")
@@ -69,6 +81,8 @@ def facts(
     rivals: Sequence[Row],
 ) -> list[str]:
     below = [r for r in rivals if r["against"] is not None and r["against"]["high"] < 0]
+    others = [f"{plain(r['method'])} at {r['budget']:.0%}" for r in rivals if r not in below]
+    exceptions = f" Not so: {', '.join(others)}." if others else ""
     names = {r["method"] for r in rivals}
 
     def over(best: Sequence[str]) -> str:
@@ -84,7 +98,7 @@ def facts(
     return [
         f"- {len(names)} methods (as published, and with HADS's sink, previous and diagonal blocks always on) at "
         f"{len(budgets)} budgets: in {len(below)} of {len(rivals)} comparisons the 95% interval of HADS's KL minus the "
-        "method's, paired by text, is below 0.",
+        f"method's, paired by text, is below 0.{exceptions}",
         f"- HADS's KL over that of the best method as published, by budget: {over(published)}; with our forced blocks: "
         f"{over(forced)}.",
         f"- Perplexity of HADS over dense: {gaps}. Active blocks off the budget, any text and method: {off:.2%}.",
@@ -92,21 +106,29 @@ def facts(
 
 
 def answers(tasks: Sequence[Row]) -> list[str]:
-    """What tasks say, a line a budget; only items that the dense model answers count."""
-    lines = []
-    for budget in sorted({t["budget"] for t in tasks}):
-        of = {method: [] for method in dict.fromkeys(t["method"] for t in tasks)}
-        for t in tasks:
-            if t["budget"] == budget:
-                of[t["method"]].append(f"{t['domain'].split('-')[0]} {t['retention']:.1%}")
-        kept = "; ".join(f"{title(method)} {', '.join(shares)}" for method, shares in of.items())
-        lines.append(f"- Right answers kept at {budget:.0%}: {kept}.")
+    """What is kept of the answers that the dense model gets right."""
+    budgets = sorted({t["budget"] for t in tasks})
+    names = list(dict.fromkeys(t["domain"] for t in tasks))
+    if not tasks:
+        return []
+    by = {(t["method"], t["domain"], t["budget"]): t["retention"] for t in tasks}
+    asked = {t["domain"]: t["asked"] for t in tasks}
+    heads = [f"{name.split('-')[0]} ({asked[name]}) at {b:.0%}" for name in names for b in budgets]
+    lines = [
+        "",
+        "Answers kept, of those that the dense model gets right (how many):",
+        "",
+        f"| method | {' | '.join(heads)} |",
+        f"| --- |{' --- |' * len(heads)}",
+    ]
+    for method in dict.fromkeys(t["method"] for t in tasks):
+        cells = " | ".join(f"{by[method, name, b]:.0%}" for name in names for b in budgets)
+        lines.append(f"| {title(method)} | {cells} |")
     return lines
 
 
 def first_table(run: dict[str, Any]) -> str:
     """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's."""
-    e = run["environment"]
     lines = [
         "The table that this project began with, made again: at its unequal shares of blocks, then at equal ones",
         "",
@@ -120,14 +142,13 @@ def first_table(run: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Times are of a sequence in all layers. {e['device']}, jax {e['versions']['jax']}, commit {e['commit']}.",
+        f"Times are of a sequence in all layers. {machine(run)}.",
     ]
     return "\n".join(lines)
 
 
 def mask_cost(run: dict[str, Any]) -> str:
     """Choosing blocks and attention, beside dense attention, by length and budget."""
-    e = run["environment"]
     by = {(r["length"], r["what"]): r["seconds"]["median"] for r in run["results"]}
     lines = [
         "What a mask costs beside the attention that it saves (blocks of 64, 32 query heads on 8, head_dim 128)",
@@ -144,7 +165,7 @@ def mask_cost(run: dict[str, Any]) -> str:
         cells = [f"{length}, {budget}", f"{1e3 * dense:.2f} ms", f"{1e3 * mask:.2f} ms", f"{mask / dense:.1%}"]
         cells += [f"{mask / sparse:.0%}", f"{1e3 * both:.2f} ms", f"{dense / both:.2f}x"]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"From `benchmarks/results/hads_mask_cost.json`: {e['device']}, commit {e['commit']}."]
+    lines += ["", f"From `benchmarks/results/hads_mask_cost.json`: {machine(run)}."]
     return "\n".join(lines)
 
 
@@ -168,6 +189,10 @@ def title(name: str) -> str:
     if name in ORACLES:
         return ORACLE_NAMES.get(name, name)
     assert name not in ABLATIONS
+    return plain(name)
+
+
+def plain(name: str) -> str:
     return f"{name.removesuffix('+forced')}, with our forced blocks" if name.endswith("+forced") else name
 
 
