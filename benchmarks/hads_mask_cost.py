@@ -26,8 +26,10 @@ from rich.table import Table
 import xsake
 from benchmarks import record
 from xsake.autotune.timing import race
-from xsake.hads import BlockMask, HadsProfile, choose, layer_counts, select, triton_choose, triton_estimate
+from xsake.hads import BlockMask, HadsProfile, layer_counts, select, triton_choose, triton_estimate
 from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.choose import choose
+from xsake.hads.compact import compact
 from xsake.hads.estimate import BUCKETS, block_mass
 from xsake.hads.pooled import pool
 from xsake.hads.study.methods import MethodMask
@@ -109,29 +111,17 @@ class Bench:
                 return triton_estimate.block_logits(query, key, p.estimator(0), grid)
             return block_mass(pool(query, key, grid), p.estimator(0), grid)
 
-        def chooses(estimate: Array, p: HadsProfile) -> Array:
+        def chooses(estimate: Array, p: HadsProfile) -> tuple[Array, ...]:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
-            by = triton_choose if jax.default_backend() == "gpu" else choose
-            return by.choose(estimate, grid, **rule)
+            if jax.default_backend() == "gpu":
+                return triton_choose.choose(estimate, grid, **rule).lists(grid, grid.blocks)
+            return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
 
         estimate = jax.jit(estimates)(query, key, profile)
-        blocks = jax.jit(chooses)(estimate, profile)
         return {
             "stage: estimate": (estimates, (query, key, profile)),
-            "stage: choose": (chooses, (estimate, profile)),
-            "stage: lists": (self._lists, (blocks,)),
+            "stage: choose and list": (chooses, (estimate, profile)),
         }
-
-    def _lists(self, blocks: Array) -> BlockMask:
-        return BlockMask.from_blocks(
-            blocks,
-            block_q=self.block,
-            block_kv=self.block,
-            q_len=self.length,
-            kv_len=self.length,
-            is_causal=True,
-            transpose=False,
-        )
 
     def _at(
         self, budget: float, counts: Array, query: Array, key: Array, value: Array, profile: HadsProfile

@@ -137,6 +137,15 @@ class BlockMask:
             return jax.tree.map(jnp.asarray, mask)
 
     @classmethod
+    def of_rows(cls, lists: tuple[ArrayT, ...], *, density_hint: float | None = None, **grid: Any) -> BlockMask:
+        """A traced mask without the lists that only gradients use, from the rows' as `compact.compact` makes them."""
+        checked = _Grid.of(**grid, window=None)
+        rows = _finished(jnp, *lists)
+        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + (None,) * 4, strict=True))
+        complete = rows[0].shape[-1] >= checked.num_allowed
+        return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
+
+    @classmethod
     def from_indices(
         cls,
         kv_indices: Any,
@@ -426,14 +435,16 @@ def _count_allowed(grid: _Grid) -> int:
 
 def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
     """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
-    lists: tuple[ArrayT, ...]
-    if xp is jnp:
-        from xsake.hads.compact import compact
+    if xp is np:
+        return _finished(xp, *_compress_concrete(active, full, capacity))
+    from xsake.hads.compact import compact
 
-        lists = compact(active, full, capacity)
-    else:
-        lists = _compress_concrete(active, full, capacity)
-    indices, row_ptr, num_full = lists
+    return _finished(xp, *compact(active, full, capacity))
+
+
+def _finished(xp: Any, indices: ArrayT, row_ptr: ArrayT, num_full: ArrayT) -> tuple[ArrayT, ...]:
+    """With what kernels ask for besides: the last entry in all free slots, and the order of rows, longest first."""
+    capacity = indices.shape[-1]
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
     indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)

@@ -50,6 +50,11 @@ class CausalGrid:
     def causal(self) -> np.ndarray:
         return self.distance() >= 0
 
+    def full(self) -> np.ndarray:
+        """bool[side, side]: every query of the block sees every key of it, and none is past the last token."""
+        whole = (np.arange(self.side) + 1) * self.block <= self.length
+        return whole[:, None] & (self.distance() >= (1 if self.block > 1 else 0))
+
     def forced(self) -> np.ndarray:
         """bool[side, side]: the blocks that are always on: the first (the attention sink), the diagonal, the one before
         it (a block's first tokens have all their near context there), and everything in the first rows."""

@@ -14,6 +14,7 @@ from xsake.hads import budgets
 from xsake.hads.block_mask import BlockMask, density_bucket
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.choose import choose
+from xsake.hads.compact import compact
 from xsake.hads.estimate import Estimator, block_mass
 from xsake.hads.on_gpu import on_gpu, unsupported
 from xsake.hads.pooled import pool
@@ -61,65 +62,71 @@ def select(
         raise ValueError(f'{mode=} must be "exact", "elastic" or "static"')
     if per not in ("query_head", "kv_head"):
         raise ValueError(f'{per=} must be "query_head" or "kv_head"')
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"{capacity=} must be at least 1")
     heads = profile.q_heads if per == "query_head" else profile.kv_heads
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
     weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
     given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (query, key, *weights, kept)))
-    if unsupported(profile.head_dim, grid) is None:
-        blocks = on_gpu(partial(_blocks_by_kernels, grid, heads), partial(_blocks_by_xla, grid, heads), *given)
-    else:
-        blocks = _blocks_by_xla(grid, heads, *given)
-    return BlockMask.from_blocks(
-        blocks,
-        block_q=grid.block,
-        block_kv=grid.block,
-        q_len=grid.length,
-        kv_len=grid.length,
-        is_causal=True,
-        capacity=capacity,
-        transpose=transpose,
-        density_hint=density_bucket(budget) if isinstance(budget, float) else None,
+    shape: dict[str, Any] = dict(
+        block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
+    hint = density_bucket(budget) if isinstance(budget, float) else None
+    served = unsupported(profile.head_dim, grid) is None
+    room = None if transpose or not isinstance(given[0], jax.core.Tracer) else capacity or grid.blocks
+    kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
+    chosen = on_gpu(kernels, xla, *given) if served else xla(*given)
+    if room is None:
+        return BlockMask.from_blocks(chosen, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
+    return BlockMask.of_rows(chosen, density_hint=hint, **shape)
 
 
-def _blocks_by_xla(
+# Blocks, or with `room` the lists of `compact.compact` that have so many slots a head.
+
+
+def _by_xla(
     grid: CausalGrid,
     heads: int,
+    room: int | None,
     query: Array,
     key: Array,
     estimator: Estimator,
     sensitivity: Array,
     burstiness: Array,
     kept: dict[str, Any],
-) -> Array:
+) -> Any:
     mass = block_mass(pool(query, key, grid), estimator, grid)
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    return choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+    return blocks if room is None else compact(blocks, grid.full(), room)
 
 
-def _blocks_by_kernels(
+def _by_kernels(
     grid: CausalGrid,
     heads: int,
+    room: int | None,
     query: Array,
     key: Array,
     estimator: Estimator,
     sensitivity: Array,
     burstiness: Array,
     kept: dict[str, Any],
-) -> Array:
+) -> Any:
     from xsake.hads import triton_choose, triton_estimate
     from xsake.hads.triton_call import pad
 
     logits = triton_estimate.block_logits(query, key, estimator, grid)
-    if heads == logits.shape[1]:
-        return triton_choose.choose(logits, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
-    n = grid.side
-    mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
-    mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+    of_masses = heads < logits.shape[1]
+    if of_masses:
+        n = grid.side
+        mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
+        mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+        logits = pad(mass)
     rule = {"sensitivity": sensitivity, "burstiness": burstiness, **kept}
-    return triton_choose.choose(pad(mass), grid, normalise=False, **rule)
+    choice = triton_choose.choose(logits, grid, normalise=not of_masses, **rule)
+    return choice.blocks(grid) if room is None else choice.lists(grid, room)
 
 
 def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: int) -> tuple[Array, Array, Array]:

@@ -7,8 +7,9 @@ search of a few steps, and fifteen cuts are searched at once. Counts are added u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,32 @@ from xsake.hads.triton_call import TILE, iota, launch, whole
 from xsake.hads.triton_sort import sort_rows
 
 _TWO_ROWS = 512  # blocks a row up to which a program sorts two
-_SORT_WARPS, _CUT_WARPS = 4, 8
+_SORT_WARPS, _CUT_WARPS, _LIST_WARPS = 4, 8, 4
+_LIST_ENTRIES = 2048  # that a program looks at
 _DIGIT = 4  # bits of the cut that one pass finds
 _PASSES = 6
 _DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut does not tell apart
+
+
+class Choice(NamedTuple):
+    """Rows keep their `kept` blocks with the largest keys, the least of which is `last`."""
+
+    keys: Int[Array, "B H m width"]
+    last: Int[Array, "B H n"]
+    kept: Int[Array, "B H n"]
+
+    def blocks(self, grid: CausalGrid) -> Bool[Array, "B H n n"]:
+        n = grid.side
+        reach = self.keys[:, :, :n, :n] >= self.last[..., None]
+        return reach & grid.causal() & (self.kept > 0)[..., None]
+
+    def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
+        """As `compact.compact` makes them of the blocks. The diagonal, which is always on, is the one partial block."""
+        b, h, _ = self.kept.shape
+        ends = jnp.cumsum(self.kept, -1, dtype=jnp.int32)
+        row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
+        num_full = jnp.where(grid.full().any(-1), self.kept - 1, 0)
+        return _columns(self, capacity, row_ptr), row_ptr, num_full
 
 
 def choose(
@@ -39,7 +62,7 @@ def choose(
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
     normalise: bool = True,
-) -> Bool[Array, "B H n n"]:
+) -> Choice:
     """`hads.choose.choose`, from `padded` logits or, with `normalise=False`, from masses.
 
     What lies above the diagonal or past the last row is never read. Gains that agree in 16 bits of their mantissa count
@@ -64,8 +87,53 @@ def choose(
         left = (wanted - above_all)[..., None]
         kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
     kept = kept[..., :n]
-    last = jnp.take_along_axis(rows[:, :, :n], width - jnp.maximum(kept, 1)[..., None], -1)
-    return (keys[:, :, :n, :n] >= last) & grid.causal() & (kept > 0)[..., None]
+    last = jnp.take_along_axis(rows[:, :, :n], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
+    return Choice(keys, last, kept)
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]) -> Int[Array, "B H {capacity}"]:
+    """Columns of the chosen blocks, row after row; slots past the last one are not written."""
+    b, h, m, width = choice.keys.shape
+    n = choice.kept.shape[-1]
+    tile = _LIST_ENTRIES // width or 1
+
+    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any) -> None:
+        first = pl.program_id(0) * tile
+        row = first + iota(tile)
+        exists = row < n
+        start = plgpu.load(row_ptr_ref.at[row], mask=exists, other=0)
+        end = plgpu.load(row_ptr_ref.at[row + 1], mask=exists, other=0)
+        last = plgpu.load(last_ref.at[row], mask=exists, other=0)
+        nonempty = exists & (end > start)
+
+        def at(used: int) -> None:
+            column = jnp.broadcast_to(iota(used)[None, :], (tile, used))
+            inside = (column <= row[:, None]) & nonempty[:, None]
+            keys = plgpu.load(keys_ref.at[pl.ds(first, tile), pl.ds(0, used)], mask=inside, other=-1)
+            chosen = inside & (keys >= last[:, None])
+            slot = start[:, None] + jnp.cumsum(chosen.astype(jnp.int32), 1) - 1
+            written = chosen & (slot < capacity)
+            # The spare slot is for interpretation, which writes also what is masked, back as it was.
+            plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], column, mask=written)
+
+        _by_width(first + tile - 1, width, at)
+
+    (out,) = launch(
+        kernel,
+        "hads_lists",
+        (-(-n // tile), h, b),
+        [
+            (choice.keys, whole(None, None, m, width)),
+            (choice.last, whole(None, None, n)),
+            (row_ptr, whole(None, None, n + 1)),
+        ],
+        [((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1))],
+        num_warps=_LIST_WARPS,
+    )
+    return out[..., :capacity]
 
 
 # -- gains -----------------------------------------------------------------------------------------------------------
@@ -108,10 +176,7 @@ def _sorted_gains(
             plgpu.store(rows_ref.at[there], ordered, mask=ordered >= 0)
             plgpu.store(gain_ref.at[there], gain, mask=ordered >= 0)
 
-        # Short rows need no wide sort.
-        widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
-        for shorter, used in zip([0, *widths], widths, strict=False):
-            pl.when((first >= shorter) & (first < used))(partial(at, used))
+        _by_width(first + tile - 1, width, at)
 
     square = whole(None, None, m, width)
     return launch(
@@ -122,6 +187,13 @@ def _sorted_gains(
         [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
         num_warps=_SORT_WARPS,
     )
+
+
+def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
+    """at(columns that a row needs): a quarter of them, half or all."""
+    widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
+    for shorter, used in zip([0, *widths], widths, strict=False):
+        pl.when((row >= shorter) & (row < used))(partial(at, used))
 
 
 def _keys(mass: Array, row: Array, column: Array, n: int) -> Array:

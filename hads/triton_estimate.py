@@ -61,7 +61,7 @@ def _pool_queries(
     weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
 
     def kernel(x_ref: Any, weights_ref: Any, mean_ref: Any, features_ref: Any) -> None:
-        mean, variance = _moments(_tokens_of(x_ref, grid, 0.0), grid)
+        mean, variance = _moments(x_ref, grid)
         mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
         parts = (
             mean * root,
@@ -73,16 +73,16 @@ def _pool_queries(
         for number, part in enumerate(parts):
             features_ref[:, number, :] = (part * weights_ref[:, number, :]).astype(features_ref.dtype)
 
-    def mean_at(i: Any, part: Any, b: Any) -> tuple:
+    def mean_at(part: Any, i: Any, b: Any) -> tuple:
         return b, part, lax.div(i, TILE), 0, lax.rem(i, TILE), 0
 
     mean, features = launch(
         kernel,
         "hads_pool_queries",
-        (grid.side, parts, b),
+        (parts, grid.side, b),
         [
             (query, _of_a_block(grid, together, d)),
-            (weights, pl.BlockSpec((together, _PARTS, d), lambda i, part, b: (part, 0, 0))),
+            (weights, pl.BlockSpec((together, _PARTS, d), lambda part, i, b: (part, 0, 0))),
         ],
         [
             (
@@ -101,7 +101,7 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
     b, _, kv_heads, d = key.shape
 
     def kernel(x_ref: Any, features_ref: Any) -> None:
-        mean, variance = _moments(_tokens_of(x_ref, grid, 0.0), grid)
+        mean, variance = _moments(x_ref, grid)
         largest = _tokens_of(x_ref, grid, -jnp.inf).astype(jnp.float32).max(0)
         smallest = _tokens_of(x_ref, grid, jnp.inf).astype(jnp.float32).min(0)
         for number, part in enumerate((mean, variance, mean * mean, largest, smallest)):
@@ -110,7 +110,7 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
     (features,) = launch(
         kernel,
         "hads_pool_keys",
-        (grid.side, kv_heads, b),
+        (kv_heads, grid.side, b),
         [(key, _of_a_block(grid, 1, d))],
         [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
         num_warps=_POOL_WARPS,
@@ -119,27 +119,28 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
 
 
 def _features(b: int, heads: int, m: int, together: int, d: int) -> Output:
-    spec = pl.BlockSpec((None, together, None, _PARTS, d), lambda i, h, b: (b, h, i, 0, 0))
+    spec = pl.BlockSpec((None, together, None, _PARTS, d), lambda h, i, b: (b, h, i, 0, 0))
     return (b, heads, m, _PARTS, d), jnp.bfloat16, spec
 
 
 def _of_a_block(grid: CausalGrid, together: int, d: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, grid.block, together, d), lambda i, h, b: (b, i, h, 0))
+    """Heads before blocks: programs that run together read what lies together."""
+    return pl.BlockSpec((None, grid.block, together, d), lambda h, i, b: (b, i, h, 0))
 
 
 def _tokens_of(ref: Any, grid: CausalGrid, other: float) -> Array:
     """This program's block, `other` past the last token."""
     if grid.length % grid.block == 0:
         return ref[...]
-    inside = (pl.program_id(0) * grid.block + iota(grid.block) < grid.length)[:, None, None]
+    inside = (pl.program_id(1) * grid.block + iota(grid.block) < grid.length)[:, None, None]
     inside = jnp.broadcast_to(inside, ref.shape)
     return plgpu.load(ref.at[...], mask=inside, other=other)
 
 
-def _moments(x: Array, grid: CausalGrid) -> tuple[Array, Array]:
+def _moments(ref: Any, grid: CausalGrid) -> tuple[Array, Array]:
     """Mean and variance; the padding is 0 and counts only in the number of tokens."""
-    x = x.astype(jnp.float32)
-    share = 1 / _size(pl.program_id(0), grid)
+    x = _tokens_of(ref, grid, 0.0).astype(jnp.float32)
+    share = 1 / _size(pl.program_id(1), grid)
     mean = x.sum(0) * share
     return mean, jnp.maximum((x * x).sum(0) * share - mean * mean, 0)
 

@@ -100,14 +100,23 @@ def test_choice_is_xlas(name: str, few_values: bool):
     garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)  # what was never written
     garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
     with interpret():
-        got = np.asarray(triton_choose.choose(jnp.asarray(garbage), grid, **rule(1, 3), **COUNTS[name]))
-        of_mass = np.asarray(triton_choose.choose(pad(mass), grid, normalise=False, **rule(1, 3), **COUNTS[name]))
-    assert np.array_equal(of_mass, wanted)
+        choice = triton_choose.choose(jnp.asarray(garbage), grid, **rule(1, 3), **COUNTS[name])
+        of_mass = triton_choose.choose(pad(mass), grid, normalise=False, **rule(1, 3), **COUNTS[name])
+        lists = choice.lists(grid, 200)  # too few for some heads
+    assert np.array_equal(of_mass.blocks(grid), wanted)
+    got = np.asarray(choice.blocks(grid))
+    for g, w in zip(used_slots(*lists), used_slots(*compact.compact(jnp.asarray(got), grid.full(), 200)), strict=True):
+        assert np.array_equal(g, w)
     # Masses may differ in their last bit, and then one of two blocks with almost equal gains is kept.
     assert got.sum() == wanted.sum() and (got != wanted).sum() <= 4
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple:
+    used = np.arange(indices.shape[-1]) < np.asarray(row_ptr)[..., -1:]
+    return np.where(used, indices, 0), row_ptr, num_full
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(9, 13, 200), (3, 70, 5)]), st.sampled_from([0.0, 0.3, 1.0]))
@@ -116,11 +125,10 @@ def test_lists_are_xlas(seed: int, shape: tuple[int, int, int], density: float):
     rows, columns, capacity = shape
     rng = np.random.default_rng(seed)
     active, full = jnp.asarray(rng.random((2, 1, rows, columns)) < density), rng.random((rows, columns)) < 0.7
-    wanted = compact.compact(active, full, capacity)
+    wanted = used_slots(*compact.compact(active, full, capacity))
     with interpret():
-        got = triton_compact.compact(active, full, capacity)
-    used = np.arange(capacity) < np.asarray(wanted[1])[..., -1:]
-    for g, w in zip((np.where(used, got[0], 0), *got[1:]), (np.where(used, wanted[0], 0), *wanted[1:]), strict=True):
+        got = used_slots(*triton_compact.compact(active, full, capacity))
+    for g, w in zip(got, wanted, strict=True):
         assert np.array_equal(g, w)
 
 
@@ -137,9 +145,9 @@ def test_blocks_are_xlas(heads: int):
     grid = CausalGrid(length, profile.block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
     given_ = query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)}
-    wanted = np.asarray(selection._blocks_by_xla(grid, heads, *given_))
+    wanted = np.asarray(selection._by_xla(grid, heads, None, *given_))
     with interpret():
-        got = np.asarray(selection._blocks_by_kernels(grid, heads, *given_))
+        got = np.asarray(selection._by_kernels(grid, heads, None, *given_))
     assert got.sum() == wanted.sum() == int(0.3 * heads * grid.blocks)
     assert (got & wanted).sum() > 0.99 * wanted.sum()
 
@@ -157,9 +165,9 @@ def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: in
     grid = CausalGrid(length, block)
     assert unsupported(head_dim, grid) is None
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (8, 2))
-    make = partial(selection._blocks_by_kernels, grid, 8)
+    make = partial(selection._by_kernels, grid, 8, 100)
     text = lower(make, *avals, *weights(profile, 0), {"count": jnp.int32(1000)}, chip=chip)
-    for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach"):
+    for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
         assert f"hads_{name}" in text
 
 
@@ -176,10 +184,13 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
     profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=block)
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
     grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
-    wanted = jax.jit(partial(selection._blocks_by_xla, grid, 8))(
+    wanted = jax.jit(partial(selection._by_xla, grid, 8, None))(
         query, key, *weights(profile, 1), {"count": int(counts[1])}
     )
     mask: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1))(query, key)
+    rows: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1, transpose=False))(query, key)
+    for name in ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order"):
+        assert np.array_equal(getattr(rows, name), getattr(mask, name)), name
     got, wanted = np.asarray(mask.to_blocks()), np.asarray(wanted)
     assert (got.sum((1, 2, 3)) == counts[1]).all()
     assert (got & wanted).sum() > 0.99 * wanted.sum()

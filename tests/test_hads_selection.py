@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import hads_case as case
 import hypothesis.strategies as st
@@ -221,3 +222,26 @@ def test_wrong_calls():
         hads.select(query, key, profile, np.zeros(3, np.int32), layer=0)
     with pytest.raises(ValueError, match="takes its budget as a float"):
         hads.select(query, key, profile, np.zeros(2, np.int32), layer=0, mode="elastic")
+
+
+@pytest.mark.parametrize("capacity", [None, 12])
+@pytest.mark.parametrize("length", [96, 89])
+def test_lists_for_inference_are_those_for_training(length: int, capacity: int | None):
+    profile = case.random_profile()
+    query, key = case.random_inputs(3, length, profile)
+
+    def rows(transpose: bool) -> xsake.BlockMask:
+        chosen = partial(hads.select, profile=profile, budget=0.8, layer=1, capacity=capacity, transpose=transpose)
+        return jax.jit(chosen)(query, key)
+
+    ours, wanted = rows(False), rows(True)
+    assert not ours.has_transpose and ours.complete == wanted.complete == (capacity is None)
+    for name in ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "density_hint"):
+        assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
+
+
+def test_capacity_must_be_positive():
+    profile = case.random_profile()
+    query, key = case.random_inputs(3, 96, profile)
+    with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
+        hads.select(query, key, profile, 0.8, layer=0, capacity=0)
