@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,14 @@ class Bench:
         profile = random_profile(self.q_heads, self.kv_heads, self.head_dim, self.block)
         grid = CausalGrid(self.length, self.block)
         device = jax.tree.map(jnp.asarray, profile)
-        budgets = [b for b in BUDGETS if b > grid.forced_blocks / grid.blocks]
         calls = self._stages(query, key, device, grid) | {"dense": (_dense, (query, key, value))}
-        for budget in budgets:
+        for budget in (b for b in BUDGETS if b > grid.forced_blocks / grid.blocks):
             counts = jnp.asarray(layer_counts(profile, budget, self.length), jnp.int32)
-            calls |= self._at(budget, counts, query, key, value, device)
+            for name, make in MAKERS.items():
+                calls[f"mask: {name} at {budget:.0%}"] = make, (query, key, device, counts)
+                calls[f"mask and attention: {name} at {budget:.0%}"] = BOTH[name], (query, key, value, device, counts)
+            mask = _hads_once(query, key, device, counts)
+            calls[f"attention: hads at {budget:.0%}"] = _attention, (query, key, value, mask)
         times = race(_compiled(calls), rounds=rounds)
         return [
             {"what": name, "seconds": dataclasses.asdict(timing)} | dataclasses.asdict(self)
@@ -123,32 +127,33 @@ class Bench:
             "stage: choose and list": (chooses, (estimate, profile)),
         }
 
-    def _at(
-        self, budget: float, counts: Array, query: Array, key: Array, value: Array, profile: HadsProfile
-    ) -> dict[str, Call]:
-        def hads(q: Array, k: Array, p: HadsProfile, counts: Array) -> BlockMask:
-            return select(q, k, p, counts, layer=0, transpose=False)
 
-        def rival(name: str) -> Callable[..., BlockMask]:
-            return lambda q, k, p, counts: MethodMask.of(name, p, counts)(0, q, k)
+def _hads(query: Array, key: Array, profile: HadsProfile, counts: Array) -> BlockMask:
+    return select(query, key, profile, counts, layer=0, transpose=False)
 
-        makers = {
-            "hads": hads,
-            "mean-pooled top-k": rival("mean_top_k"),
-            "XAttention 8": rival("x_attention_8"),
-            "XAttention 16": rival("x_attention_16"),
-        }
-        out: dict[str, Call] = {}
-        for name, make in makers.items():
 
-            def both(q: Array, k: Array, v: Array, p: HadsProfile, counts: Array, make: Callable = make) -> Array:
-                return xsake.attention(q, k, v, make(q, k, p, counts))
+def _rival(name: str) -> Callable[..., BlockMask]:
+    return lambda query, key, profile, counts: MethodMask.of(name, profile, counts)(0, query, key)
 
-            out[f"mask: {name} at {budget:.0%}"] = make, (query, key, profile, counts)
-            out[f"mask and attention: {name} at {budget:.0%}"] = both, (query, key, value, profile, counts)
-        mask = jax.jit(hads)(query, key, profile, counts)
-        out[f"attention: hads at {budget:.0%}"] = xsake.attention, (query, key, value, mask)
-        return out
+
+def _with_attention(make: Callable[..., BlockMask]) -> Callable[..., Array]:
+    return lambda query, key, value, profile, counts: xsake.attention(
+        query, key, value, make(query, key, profile, counts)
+    )
+
+
+def _attention(query: Array, key: Array, value: Array, mask: BlockMask) -> Array:
+    return xsake.attention(query, key, value, mask)
+
+
+MAKERS = {
+    "hads": _hads,
+    "mean-pooled top-k": _rival("mean_top_k"),
+    "XAttention 8": _rival("x_attention_8"),
+    "XAttention 16": _rival("x_attention_16"),
+}
+BOTH = {name: _with_attention(make) for name, make in MAKERS.items()}
+_hads_once = jax.jit(_hads)
 
 
 def _dense(query: Array, key: Array, value: Array) -> Array:
@@ -157,15 +162,12 @@ def _dense(query: Array, key: Array, value: Array) -> Array:
 
 
 def _compiled(calls: dict[str, Call]) -> dict[str, Callable[[], Any]]:
-    """The calls as programs, compiled side by side."""
-
-    def compiled(call: Call) -> Callable[[], Any]:
-        function, args = call
-        run = jax.jit(function).lower(*args).compile()
-        return lambda: run(*args)
-
+    """The calls as programs, one for each function (budgets differ in numbers alone), compiled side by side."""
+    first = {function: args for function, args in reversed(calls.values())}
     with ThreadPoolExecutor() as pool:
-        return dict(zip(calls, pool.map(compiled, calls.values()), strict=True))
+        made = pool.map(lambda call: jax.jit(call[0]).lower(*call[1]).compile(), first.items())
+        programs = dict(zip(first, made, strict=True))
+    return {name: partial(programs[function], *args) for name, (function, args) in calls.items()}
 
 
 def summary(bench: Bench, results: list[dict[str, Any]]) -> Table:

@@ -73,16 +73,29 @@ def select(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
     hint = density_bucket(budget) if isinstance(budget, float) else None
-    served = unsupported(profile.head_dim, grid) is None
     room = None if transpose or not isinstance(given[0], jax.core.Tracer) else capacity or grid.blocks
-    kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
-    chosen = on_gpu(kernels, xla, *given) if served else xla(*given)
+    kept_blocks = chosen(grid, heads, *given, room=room)
     if room is None:
-        return BlockMask.from_blocks(chosen, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
-    return BlockMask.of_rows(chosen, density_hint=hint, **shape)
+        return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
+    return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
 
 
-# Blocks, or with `room` the lists of `compact.compact` that have so many slots a head.
+def chosen(
+    grid: CausalGrid,
+    heads: int,
+    query: Array,
+    key: Array,
+    estimator: Estimator,
+    sensitivity: Array,
+    burstiness: Array,
+    kept: dict[str, Any],
+    *,
+    room: int | None = None,
+) -> Any:
+    """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room` their lists, so many slots a head."""
+    given = query, key, estimator, sensitivity, burstiness, kept
+    kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
+    return on_gpu(kernels, xla, *given) if unsupported(query.shape[-1], grid) is None else xla(*given)
 
 
 def _by_xla(
