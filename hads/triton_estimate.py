@@ -27,7 +27,7 @@ from xsake.hads.triton_call import TILE, Output, iota, launch, padded
 _PARTS = 5
 _CHUNK, _PROGRAMS = 16, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
 _TOGETHER = 2  # query heads, at most, that share this reading
-_POOL_WARPS = 2
+_POOLED_BY_A_WARP = 8192  # numbers: more would not fit its registers
 _TOKENS_WARPS, _TOKENS_STAGES = 8, 2
 _SUM_WARPS, _SUM_STAGES = 4, 2
 _LOG2_E = math.log2(math.e)
@@ -92,7 +92,7 @@ def _pool_queries(
             ),
             _features(b, h, m, together, d),
         ],
-        num_warps=_POOL_WARPS,
+        num_warps=_pool_warps(grid.block * together * d),
     )
     return mean.reshape(b, parts, m // TILE, together * TILE, d), features
 
@@ -113,9 +113,13 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
         (kv_heads, grid.side, b),
         [(key, _of_a_block(grid, 1, d))],
         [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
-        num_warps=_POOL_WARPS,
+        num_warps=_pool_warps(grid.block * d),
     )
     return features
+
+
+def _pool_warps(numbers: int) -> int:
+    return max(numbers // _POOLED_BY_A_WARP, 1)
 
 
 def _features(b: int, heads: int, m: int, together: int, d: int) -> Output:

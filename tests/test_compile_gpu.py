@@ -91,3 +91,31 @@ os._exit(0)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_triton_defaults_compile(chip, head_dim):
     run(TRITON_SCRIPT, chip, str(head_dim))
+
+
+HADS_SCRIPT = """
+import os, sys, pathlib, tempfile
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+from functools import partial
+import hads_case, jax, jax.numpy as jnp
+from cuda_offline import compile
+from xsake.hads import selection
+from xsake.hads.causal_grid import CausalGrid
+chip, length, head_dim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+profile = hads_case.random_profile(head_dim=head_dim, block=64)
+grid = CausalGrid(length, 64)
+query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (4, 2))
+weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0], profile.burstiness[0]))
+make = partial(selection._by_kernels, grid, 4, 1000)
+given = query, key, *weights, {"count": jnp.int32(1000)}
+compile(make, *given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("length", "head_dim"), [(32768, 64), (32768, 128), (131072, 256)])
+def test_mask_kernels_compile(chip, length, head_dim):
+    run(HADS_SCRIPT, chip, str(length), str(head_dim))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_offline import lower
-from hypothesis import given, settings
+from hypothesis import given
 
 from xsake import BlockMask, hads
 from xsake._backend import interpret
@@ -38,10 +38,9 @@ _sort = jax.jit(sort_rows)
 # -- the estimate ----------------------------------------------------------------------------------------------------
 
 SHAPES = {  # length, query heads, KV heads, head_dim, block
-    "two heads together, more than a tile of rows, a short last block": (1000, 4, 2, 16, 16),
+    "two heads together, more than a tile of rows": (1088, 4, 2, 16, 16),
     "three heads on one": (320, 3, 1, 32, 16),
-    "a head each, blocks of 64": (640, 2, 2, 16, 64),
-    "one short block": (10, 2, 1, 16, 16),
+    "a head each, blocks of 64, the last one short": (600, 2, 2, 16, 64),
 }
 
 
@@ -88,8 +87,10 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("few_values", [False, True])
+@pytest.mark.parametrize(
+    ("name", "few_values"),
+    [("all heads together", False), ("all heads together", True), ("a number a head", False), ("a threshold", False)],
+)
 def test_choice_is_xlas(name: str, few_values: bool):
     grid = CausalGrid(630, 16)
     logits = 2 * np.random.default_rng(0).standard_normal((2, 3, grid.side, grid.side)).astype(np.float32)
@@ -119,11 +120,9 @@ def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple:
     return np.where(used, indices, 0), row_ptr, num_full
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(9, 13, 200), (3, 70, 5)]), st.sampled_from([0.0, 0.3, 1.0]))
-@settings(max_examples=10)
-def test_lists_are_xlas(seed: int, shape: tuple[int, int, int], density: float):
-    rows, columns, capacity = shape
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize(("rows", "columns", "capacity", "density"), [(9, 13, 200, 0.3), (3, 70, 5, 0.5)])
+def test_lists_are_xlas(rows: int, columns: int, capacity: int, density: float):
+    rng = np.random.default_rng(0)
     active, full = jnp.asarray(rng.random((2, 1, rows, columns)) < density), rng.random((rows, columns)) < 0.7
     wanted = used_slots(*compact.compact(active, full, capacity))
     with interpret():
