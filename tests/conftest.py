@@ -14,6 +14,7 @@ if (
     _PROFILE == "ci"
 ):  # most of the time goes into LLVM; the same HLO is run, and the thorough profile optimises it as users do
     _FLAGS["xla_backend_optimization_level"] = 0
+    _FLAGS["xla_cpu_parallel_codegen_split_count"] = 1  # the cores have tests of their own
 for _name, _value in _FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
