@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,76 +68,57 @@ def select(
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
     weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
-    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (query, key, *weights, kept)))
+    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *weights, kept)))
     shape: dict[str, Any] = dict(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
     hint = density_bucket(budget) if isinstance(budget, float) else None
-    room = None if transpose or not isinstance(given[0], jax.core.Tracer) else capacity or grid.blocks
-    kept_blocks = chosen(grid, heads, *given, room=room)
+    room = None if transpose or not isinstance(given.query, jax.core.Tracer) else capacity or grid.blocks
+    kept_blocks = chosen(grid, heads, given, room=room)
     if room is None:
         return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
     return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
 
 
-def chosen(
-    grid: CausalGrid,
-    heads: int,
-    query: Array,
-    key: Array,
-    estimator: Estimator,
-    sensitivity: Array,
-    burstiness: Array,
-    kept: dict[str, Any],
-    *,
-    room: int | None = None,
-) -> Any:
+class Given(NamedTuple):
+    """What a layer's blocks are chosen by; `kept` is the `count` or the `threshold` of `choose`."""
+
+    query: Any
+    key: Any
+    estimator: Estimator
+    sensitivity: Any
+    burstiness: Any
+    kept: dict[str, Any]
+
+
+def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None) -> Any:
     """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room` their lists, so many slots a head."""
-    given = query, key, estimator, sensitivity, burstiness, kept
     kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
-    return on_gpu(kernels, xla, *given) if unsupported(query.shape[-1], grid) is None else xla(*given)
+    return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
 
 
-def _by_xla(
-    grid: CausalGrid,
-    heads: int,
-    room: int | None,
-    query: Array,
-    key: Array,
-    estimator: Estimator,
-    sensitivity: Array,
-    burstiness: Array,
-    kept: dict[str, Any],
-) -> Any:
-    mass = block_mass(pool(query, key, grid), estimator, grid)
+def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
+    mass = block_mass(pool(given.query, given.key, grid), given.estimator, grid)
+    sensitivity, burstiness = given.sensitivity, given.burstiness
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **kept)
+    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **given.kept)
     return blocks if room is None else compact(blocks, grid.full(), room)
 
 
-def _by_kernels(
-    grid: CausalGrid,
-    heads: int,
-    room: int | None,
-    query: Array,
-    key: Array,
-    estimator: Estimator,
-    sensitivity: Array,
-    burstiness: Array,
-    kept: dict[str, Any],
-) -> Any:
+def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
     from xsake.hads import triton_choose, triton_estimate
     from xsake.hads.triton_call import pad
 
-    logits = triton_estimate.block_logits(query, key, estimator, grid)
+    logits = triton_estimate.block_logits(given.query, given.key, given.estimator, grid)
+    sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:
         n = grid.side
         mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)
-    rule = {"sensitivity": sensitivity, "burstiness": burstiness, **kept}
+    rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
     choice = triton_choose.choose(logits, grid, normalise=not of_masses, **rule)
     return choice.blocks(grid) if room is None else choice.lists(grid, room)
 

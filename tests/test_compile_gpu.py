@@ -109,8 +109,8 @@ grid = CausalGrid(length, 64)
 query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (4, 2))
 weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0], profile.burstiness[0]))
 make = partial(selection._by_kernels, grid, 4, 1000)
-given = query, key, *weights, {"count": jnp.int32(1000)}
-compile(make, *given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
+given = selection.Given(query, key, *weights, {"count": jnp.int32(1000)})
+compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 os._exit(0)
 """
 

@@ -152,10 +152,10 @@ def test_blocks_are_xlas(heads: int):
     profile, length = case.random_profile(head_dim=16), 512
     grid = CausalGrid(length, profile.block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
-    given_ = query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)}
-    wanted = np.asarray(selection._by_xla(grid, heads, None, *given_))
+    inputs = selection.Given(query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)})
+    wanted = np.asarray(selection._by_xla(grid, heads, None, inputs))
     with interpret():
-        got = np.asarray(selection._by_kernels(grid, heads, None, *given_))
+        got = np.asarray(selection._by_kernels(grid, heads, None, inputs))
     assert got.sum() == wanted.sum() == int(0.3 * heads * grid.blocks)
     assert (got & wanted).sum() > 0.99 * wanted.sum()
 
@@ -174,7 +174,7 @@ def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: in
     assert unsupported(head_dim, grid) is None
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (8, 2))
     make = partial(selection._by_kernels, grid, 8, 100)
-    text = lower(make, *avals, *weights(profile, 0), {"count": jnp.int32(1000)}, chip=chip)
+    text = lower(make, selection.Given(*avals, *weights(profile, 0), {"count": jnp.int32(1000)}), chip=chip)
     for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
         assert f"hads_{name}" in text
 
@@ -193,7 +193,7 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
     grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
     wanted = jax.jit(partial(selection._by_xla, grid, 8, None))(
-        query, key, *weights(profile, 1), {"count": int(counts[1])}
+        selection.Given(query, key, *weights(profile, 1), {"count": int(counts[1])})
     )
     mask: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1))(query, key)
     rows: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1, transpose=False))(query, key)

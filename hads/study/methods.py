@@ -19,7 +19,7 @@ from xsake.hads.estimate import block_mass
 from xsake.hads.keep import keep_largest
 from xsake.hads.pooled import pool
 from xsake.hads.profile import HadsProfile
-from xsake.hads.selection import check_inputs, chosen, share_by_group
+from xsake.hads.selection import Given, check_inputs, chosen, share_by_group
 from xsake.hads.study import ranking, scores
 from xsake.hads.study.baselines import PRIORITIES, Layer
 
@@ -117,8 +117,8 @@ def _ranked(x: Layer, priority: Array) -> Blocks:
 def _hads(x: Layer) -> Blocks:
     """As `hads.select` chooses them, by kernels where it has them."""
     weights = x.profile.estimator(x.number), x.profile.sensitivity[x.number], x.profile.burstiness[x.number]
-    given = x.query, x.key, *jax.tree.map(jnp.asarray, weights), {"count": jnp.asarray(x.count, jnp.int32)}
-    return chosen(x.grid, x.query.shape[2], *given)
+    given = Given(x.query, x.key, *weights, {"count": jnp.asarray(x.count, jnp.int32)})
+    return chosen(x.grid, x.query.shape[2], jax.tree.map(jnp.asarray, given))
 
 
 def _group(x: Layer) -> Blocks:
