@@ -27,6 +27,13 @@ class BlockStatistics(NamedTuple):
     square: Float[Array, "B H n n"]
     entropy: Float[Array, "B H"]
 
+    @property
+    def share(self) -> Float[Array, "B H n n"]:
+        """The root of `square`, as a share of its row: what HADS estimates. Where a few queries need a block and the
+        others do not, the mean would hide it."""
+        root = jnp.sqrt(self.square)
+        return root / root.sum(-1, keepdims=True)
+
 
 def block_statistics(
     query: Float[Array | np.ndarray, "B T H D"],

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 
 DENSE_ROWS = 4
+# What follows a sequence is made from its end: an error in its last rows of blocks counts so much.
+LAST_ROWS, LAST_WEIGHT = 2, 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,10 @@ class CausalGrid:
         i = np.arange(self.side)
         distance = self.distance()
         return self.causal() & ((i == 0) | (distance <= 1) | (i[:, None] < DENSE_ROWS))
+
+    def row_weights(self) -> np.ndarray:
+        """f32[side]: what an error in each row counts."""
+        return np.where(np.arange(self.side) < self.side - LAST_ROWS, 1.0, LAST_WEIGHT).astype(np.float32)
 
     @property
     def forced_blocks(self) -> int:

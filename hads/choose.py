@@ -29,7 +29,7 @@ def choose(
     """
     keys = block_keys(mass, grid, grid.forced() if forced is None else forced)
     rows = jnp.sort(keys, -1)
-    gain = gains_of_sorted(rows, sensitivity, burstiness)
+    gain = gains_of_sorted(rows, grid, sensitivity, burstiness)
     if threshold is not None:
         kept = (gain >= threshold).sum(-1)
     else:

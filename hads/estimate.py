@@ -1,4 +1,4 @@
-"""The attention mass of every pair of blocks, estimated from pooled vectors with a head's calibrated weights."""
+"""The attention between every pair of blocks, estimated from pooled vectors with a head's calibrated weights."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Floa
 
 @partial(jax.jit, static_argnames="grid")
 def block_mass(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
-    """Estimated mass, the counterpart of `BlockStatistics.mass`: a row sums to 1."""
+    """Estimated mass, the counterpart of `BlockStatistics.share`: a row sums to 1."""
     return jax.nn.softmax(block_logits(pooled, estimator, grid), -1)

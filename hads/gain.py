@@ -7,8 +7,11 @@ head's sensitivity. If a row keeps its blocks in falling order of mass m, the k-
     ω (δ²_{k-1} - δ²_k) = ω m_k (δ_{k-1} + δ_k),
 
 which falls with k. So the best K blocks of all rows and heads together are those with the K largest gains, and in every
-row they are the heaviest. A block's mass is a mean over its queries, and δ² is theirs one by one: with the variance of
-the mass among them φ m, the gain is ω m_k (δ_{k-1} + δ_k + φ), which falls as well.
+row they are the heaviest. A row's queries differ, and δ² is theirs one by one: m is the root of their mean square
+(`BlockStatistics.share`). And the errors of different blocks point in different directions, so that a block's own part
+of δ² counts more than its products with the others: with the variance of the mass among queries proportional to the
+mass, the gain is ω m_k (δ_{k-1} + δ_k + φ), which falls as well. Some rows count more than others
+(`CausalGrid.row_weights`): their gains are as much larger.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ def block_keys(mass: Float[Array, "*B n n"], grid: CausalGrid, forced: np.ndarra
 
 def gains_of_sorted(
     keys: Int[Array, "*B H n n"],
+    grid: CausalGrid,
     sensitivity: Float[Array | np.ndarray, "H"],
     burstiness: Float[Array | np.ndarray, "H"],
 ) -> Float[Array, "*B H n n"]:
@@ -47,5 +51,5 @@ def gains_of_sorted(
     mass = jax.lax.bitcast_convert_type(bits, jnp.float32)  # the column in its low bits does no harm
     kept_above = jnp.cumsum(mass, -1)  # dropped mass if everything above is kept, and this is not
     weight, spread = jnp.asarray(sensitivity)[:, None, None], jnp.asarray(burstiness)[:, None, None]
-    gain = weight * mass * (2 * kept_above - mass + spread)
+    gain = weight * grid.row_weights()[:, None] * mass * (2 * kept_above - mass + spread)
     return jnp.where(is_forced, jnp.inf, jnp.where(keys < 0, -1.0, gain))

@@ -26,7 +26,7 @@ class HadsProfile:
     For each of L layers and H query heads (float32):
       features, tokens, distance, sink: the weights of the estimate of block mass (`hads.estimate`, `hads.pooled`).
       sensitivity: what a squared unit of dropped mass costs the model, relative to the other heads of all layers.
-      burstiness: variance of a block's mass among its queries, over its mass.
+      burstiness: what a block's own part of that cost counts beyond its products with other blocks' (`hads.gain`).
       entropy: of a query's weights over the logarithm of the keys that it sees.
       distance_mass: mean mass of a block by bucket of distance.
 

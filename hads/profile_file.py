@@ -14,7 +14,7 @@ from xsake.hads.estimate import BUCKETS
 from xsake.hads.pooled import KINDS
 from xsake.hads.profile import _HEADS, _STATIC, _TABLES, HadsProfile
 
-FORMAT, VERSION = "xsake.HadsProfile", 2
+FORMAT, VERSION = "xsake.HadsProfile", 3
 
 
 def save(profile: HadsProfile, path: str | os.PathLike) -> None:

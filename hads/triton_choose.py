@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.causal_grid import DENSE_ROWS, CausalGrid
+from xsake.hads.causal_grid import DENSE_ROWS, LAST_ROWS, LAST_WEIGHT, CausalGrid
 from xsake.hads.gain import FORCED
 from xsake.hads.triton_call import TILE, iota, launch, whole
 from xsake.hads.triton_sort import sort_rows
@@ -155,6 +155,7 @@ def _sorted_gains(
         first = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = scalars_ref[0], scalars_ref[1]
         row = (first + iota(tile))[:, None]
+        omega = jnp.where(row < n - LAST_ROWS, omega, LAST_WEIGHT * omega)
 
         def at(used: int) -> None:
             column = iota(used)[None, :]

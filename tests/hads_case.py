@@ -93,6 +93,7 @@ def forced_blocks(n: int) -> np.ndarray:
 
 
 def loss(mass: np.ndarray, kept: np.ndarray, sensitivity: np.ndarray, burstiness: np.ndarray) -> float:
-    """Sum of ω (δ² + φ δ) over rows and heads [H, n, n]: what HADS makes small."""
+    """Sum of ω (δ² + φ δ) over rows and heads [H, n, n], the last two rows four times: what HADS makes small."""
     dropped = (mass * ~kept).sum(-1)
-    return float((sensitivity[:, None] * (dropped**2 + burstiness[:, None] * dropped)).sum())
+    dropped_cost = sensitivity[:, None] * (dropped**2 + burstiness[:, None] * dropped)
+    return float(dropped_cost.sum() + 3 * dropped_cost[:, -2:].sum())

@@ -12,6 +12,7 @@ from flax import nnx
 from xsake import hads
 from xsake.hads import observe
 from xsake.hads.block_statistics import block_statistics
+from xsake.hads.calibration import _for_large_errors
 from xsake.hads.causal_grid import CausalGrid
 from xsake.hads.estimate import block_mass
 from xsake.hads.fit import fit_estimator
@@ -78,6 +79,13 @@ def test_cost_of_dropping_is_that_of_dense_attention():
     felt = (change * gradient).sum(-1)
     np.testing.assert_allclose(error, (felt**2).sum((0, 1)), rtol=1e-4)
     np.testing.assert_allclose(dropped, ((1 - held[..., 0]) ** 2).sum((0, 2)), rtol=1e-4)
+
+
+def test_sensitivity_is_eased_more_within_layers_than_between_them():
+    eased = _for_large_errors(np.array([[1.0, 16.0], [256.0, 4096.0]]))
+    np.testing.assert_allclose(eased[:, 1] / eased[:, 0], 4, rtol=1e-5)
+    np.testing.assert_allclose(eased[1] / eased[0], 64, rtol=1e-5)
+    assert eased.mean() == pytest.approx(1)
 
 
 def test_signed_likelihood_has_the_curvature_of_the_divergence():

@@ -21,6 +21,8 @@ def test_statistics_are_those_of_dense_weights(length: int, block: int):
         sums = np.add.reduceat(by_block**power, starts, -2)
         wanted = sums / np.minimum(block, length - starts)[:, None]
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-7)
+    root = np.sqrt(wanted)
+    np.testing.assert_allclose(stats.share, root / root.sum(-1, keepdims=True), rtol=2e-5, atol=1e-7)
     entropy = -np.sum(weights * np.log(np.where(weights > 0, weights, 1)), -1)[..., 1:]
     np.testing.assert_allclose(stats.entropy, (entropy / np.log(np.arange(2, length + 1))).mean(-1), rtol=1e-5)
 

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from xsake.hads.block_mask import BlockMask
-from xsake.hads.block_statistics import block_statistics
+from xsake.hads.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.choose import choose
 from xsake.hads.estimate import block_mass
 from xsake.hads.keep import keep_largest
@@ -101,8 +101,12 @@ def _estimated(x: Layer) -> Array:
     return block_mass(pool(x.query, x.key, x.grid), x.profile.estimator(x.number), x.grid)
 
 
+def _true_statistics(x: Layer) -> BlockStatistics:
+    return block_statistics(x.query, x.key, block=x.grid.block)
+
+
 def _true(x: Layer) -> Array:
-    return block_statistics(x.query, x.key, block=x.grid.block).mass
+    return _true_statistics(x).mass
 
 
 def _by_gain(x: Layer, mass: Array) -> Blocks:
@@ -153,7 +157,7 @@ ORACLES = {
     "oracle_top_k": Method(_true_top_k, forced=False),
     "oracle_top_k+forced": Method(_true_top_k),
     "oracle_top_p+forced": Method(lambda x: _ranked(x, ranking.constant_share(_true(x)))),
-    "oracle_gain": Method(lambda x: _by_gain(x, _true(x))),
+    "oracle_gain": Method(lambda x: _by_gain(x, _true_statistics(x).share)),
 }
 PUBLISHED = {name: Method(program, forced=False) for name, program in _PRIORITY.items()}
 STRENGTHENED = {f"{name}+forced": Method(program) for name, program in _PRIORITY.items()}
