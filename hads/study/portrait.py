@@ -28,11 +28,12 @@ class Portrait(NamedTuple):
 def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float) -> Portrait:
     """HADS on dense attention's queries and keys.
 
-    The head shown is the one that keeps most mass beyond the forced blocks: a fixed pattern would do it most harm.
+    The head shown is, of those that keep no more than the budget's share, the one that keeps most mass beyond the forced
+    blocks: a fixed pattern would do it most harm.
     """
     grid = CausalGrid(len(tokens), profile.block)
     counts = layer_counts(profile, budget, grid.length)
-    shares, best, found = [], -1.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
+    shares, best, found = [], -2.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
     for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), profile.block)):
         chosen = choose(
             block_mass(layer.pooled, profile.estimator(number), grid),
@@ -43,7 +44,7 @@ def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float
         )
         kept, mass = np.asarray(chosen[0]), np.asarray(layer.statistics.mass[0])
         shares.append(kept.sum((1, 2)) / grid.blocks)
-        beyond = (mass * kept * ~grid.forced()).sum((1, 2))
+        beyond = np.where(shares[-1] <= budget, (mass * kept * ~grid.forced()).sum((1, 2)), -1.0)
         if beyond.max() > best:
             head = int(beyond.argmax())
             best, found = float(beyond.max()), (number, head, mass[head], kept[head])
