@@ -28,7 +28,7 @@ class Portrait(NamedTuple):
 def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float) -> Portrait:
     """HADS on dense attention's queries and keys.
 
-    The head shown is, of those that keep no more than the budget's share, the one that keeps most mass beyond the forced
+    The head shown is, of those that keep no more than the budget's share, the one with most mass beyond the forced
     blocks: a fixed pattern would do it most harm.
     """
     grid = CausalGrid(len(tokens), profile.block)
