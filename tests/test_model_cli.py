@@ -33,10 +33,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
-    """No file of the user's, and no compiled function for later tests."""
+    """No file of the user's, and compiled functions where the other tests have them."""
     monkeypatch.setenv("XSAKE_CACHE", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
     yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_info_of_a_preset():

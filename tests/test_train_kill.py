@@ -30,7 +30,7 @@ def kill_when(process: subprocess.Popen, ready, wait: float = 0.0) -> None:
     process.communicate()
 
 
-def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
+def test_killed_and_carried_on_bit_for_bit(tmp_path):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
     file, checkpoints = run / "metrics.jsonl", run / "checkpoints"
     whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
@@ -42,11 +42,11 @@ def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
         return {path.name for path in checkpoints.glob("*")}
 
     kill_when(
-        start(compiled_once, data=data, run=run, changes=STEPS, devices=8), lambda: steps() >= 1
+        start(data=data, run=run, changes=STEPS, devices=8), lambda: steps() >= 1
     )  # maybe before the first checkpoint
     before = saved()
     # While one is being written: its folder has appeared, and is not whole yet.
-    kill_when(start(compiled_once, data=data, run=run, changes=STEPS, devices=8), lambda: saved() - before)
+    kill_when(start(data=data, run=run, changes=STEPS, devices=8), lambda: saved() - before)
     reached = steps()
     assert 0 < reached < 40
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole
@@ -56,11 +56,11 @@ def test_killed_and_carried_on_bit_for_bit(tmp_path, compiled_once):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", [0, 7, 20, 45, 80, 150])
-def test_killed_at_any_moment(tmp_path, compiled_once, milliseconds):
+def test_killed_at_any_moment(tmp_path, milliseconds):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
     whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
     for _ in range(3):
         lines = len(read_events(run / "metrics.jsonl"))
-        process = start(compiled_once, data=data, run=run, changes=STEPS, devices=8)
+        process = start(data=data, run=run, changes=STEPS, devices=8)
         kill_when(process, lambda lines=lines: len(read_events(run / "metrics.jsonl")) > lines, milliseconds / 1000)
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole

@@ -21,14 +21,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_processes_agree(tmp_path, compiled_once):
+def test_two_processes_agree(tmp_path):
     """Each has one device and reads its half of every batch; checkpoints are written by both, the run file by one."""
     data, run = make_data(tmp_path / "data"), tmp_path / "together"
     address = f"localhost:{free_port()}"
-    processes = [
-        start(compiled_once, data=data, run=run, changes={}, mesh=(2, 1), join=[address, 2, number])
-        for number in (0, 1)
-    ]
+    processes = [start(data=data, run=run, changes={}, mesh=(2, 1), join=[address, 2, number]) for number in (0, 1)]
     ended = [process.communicate(timeout=240) for process in processes]
     for process, (_, error) in zip(processes, ended, strict=True):
         assert process.returncode == 0, error.decode()

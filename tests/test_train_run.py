@@ -20,7 +20,7 @@ from xsake.model.train_loop import train
 from xsake.model.trainer import Trainer
 
 # One worker for all tests of training: it has their programs.
-pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.xdist_group("training")]
+pytestmark = pytest.mark.xdist_group("training")
 
 
 @pytest.fixture(scope="module")

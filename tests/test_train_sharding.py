@@ -62,7 +62,7 @@ def test_wrong_rules_and_sizes():
 
 @needs_8
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_eight_devices_give_the_losses_of_one(tmp_path, compiled_once, fsdp):
+def test_eight_devices_give_the_losses_of_one(tmp_path, fsdp):
     data = make_data(tmp_path / "data")
     one = losses(train(make_config(), data=data, run=tmp_path / "one", quiet=True))
     run = tmp_path / "eight"
@@ -71,7 +71,7 @@ def test_eight_devices_give_the_losses_of_one(tmp_path, compiled_once, fsdp):
 
 
 @needs_8
-def test_state_is_split_as_the_rules_say(tmp_path, compiled_once):
+def test_state_is_split_as_the_rules_say(tmp_path):
     """Weights and both of Adam's moments: with fsdp, an eighth of each matrix on every device."""
     trainer = Trainer(make_config(), data=make_data(tmp_path / "data"), mesh=(4, 2), fsdp=True)
     trainer.begin()
@@ -85,7 +85,7 @@ def test_state_is_split_as_the_rules_say(tmp_path, compiled_once):
 
 
 @needs_8
-def test_a_run_is_carried_on_with_another_mesh(tmp_path, compiled_once, monkeypatch):
+def test_a_run_is_carried_on_with_another_mesh(tmp_path, monkeypatch):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
     whole = losses(train(make_config(), data=data, run=tmp_path / "whole", quiet=True))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,6 @@ from typing import Any
 
 
 def start(
-    compiled_once: dict[str, str],
     *,
     data: Path,
     run: Path,
@@ -34,7 +33,7 @@ def start(
     }
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(given | {"checkpoint_every": checkpoint_every})],
-        env=os.environ | compiled_once | environment,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
