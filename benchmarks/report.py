@@ -192,7 +192,11 @@ def train_gpu() -> str:
             loss,
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    notes = [f"{r['config']['attention']} ran beside {r['beside']}." for r in run["results"] if "beside" in r]
+    notes = [
+        f"{r['config']['attention']} (commit {r['environment']['commit'][:7]}) ran beside {r['beside']}."
+        for r in run["results"]
+        if "beside" in r
+    ]
     return "\n".join([*rows, "", *notes, _source(run, "train_gpu")])
 
 

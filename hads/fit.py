@@ -23,8 +23,8 @@ def fit_estimator(
 ) -> tuple[Estimator, float]:
     """A layer's weights, and the divergence that is left (nats a row), from N sequences.
 
-    Minimises the KL divergence from the measured mass of a row to its estimate. The forced blocks count as one: they
-    are kept whatever they weigh, and which of them is the heaviest need not be known.
+    Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks count
+    as one: they are kept whatever they weigh, and which of them is the heaviest need not be known.
     """
     if grid.side <= DENSE_ROWS:
         raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
