@@ -1,6 +1,6 @@
 import typer
 
-from xsake.autotune.cli import autotune
+from xsake._cli.autotune import autotune
 
 if __name__ == "__main__":
     typer.run(autotune)

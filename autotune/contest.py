@@ -20,7 +20,7 @@ from xsake.autotune import verify
 from xsake.autotune.chain import chain
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.autotune.timing import seconds_a_call
-from xsake.hads.block_mask import BlockMask
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db.key import UNKNOWN_DENSITY
 
 RESULTS = {

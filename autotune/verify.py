@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.hads.block_mask import BlockMask
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.kernels_xla_ref import oracle
 
 NAMES = ("out", "lse", "d_query", "d_key", "d_value")

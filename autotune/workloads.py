@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.hads.block_mask import BlockMask
+from xsake.hads.mask.block_mask import BlockMask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,14 @@ from rich.table import Table
 import xsake
 from benchmarks import record
 from xsake.autotune.timing import race
-from xsake.hads import BlockMask, HadsProfile, layer_counts, select, triton_choose, triton_estimate
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.choose import choose
-from xsake.hads.compact import compact
-from xsake.hads.estimate import BUCKETS, block_mass
-from xsake.hads.pooled import pool
+from xsake.hads import BlockMask, HadsProfile, layer_counts, select
+from xsake.hads.mask.compact import compact
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import BUCKETS
+from xsake.hads.selection import triton_choose, triton_estimate
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.pooled import pool
 from xsake.hads.study.methods import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)

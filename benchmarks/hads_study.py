@@ -36,14 +36,14 @@ from jax import Array
 import xsake
 from benchmarks import record
 from benchmarks.hads_texts import CALIBRATION, EVALUATION
-from xsake.hads import observe
-from xsake.hads.calibration import calibrate
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.fit import STEPS, fit_weights
-from xsake.hads.layerwise import Layers
-from xsake.hads.profile import HadsProfile
-from xsake.hads.profile_shape import profile_shape
-from xsake.hads.sensitivity import cost_of_dropping
+from xsake.hads.calibration import observe
+from xsake.hads.calibration.calibrate import calibrate
+from xsake.hads.calibration.fit import STEPS, fit_weights
+from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.shape import profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
 from xsake.hads.study.evaluation import evaluate
@@ -273,7 +273,7 @@ class Study:
         self, texts: Sequence[Text], pairs: Sequence[tuple[str, float]]
     ) -> dict[tuple[str, float], tuple[float, float]]:
         """Milliseconds a sequence for all layers, from one layer's inputs of a batch: (choice of blocks, attention)."""
-        from xsake.hads.budgets import layer_counts
+        from xsake.hads.profile.budgets import layer_counts
 
         s = self.settings
         number = len(self.layers.weights) // 2

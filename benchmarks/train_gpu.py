@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from benchmarks import record
-from xsake.hads.mask_function import mask_shape
+from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.config import PRESETS
 from xsake.model.run_file import read_events
 from xsake.model.train_config import TrainConfig

@@ -5,23 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from xsake.hads.block_mask import BlockMask, density_bucket
+from xsake.hads.mask.block_mask import BlockMask, density_bucket
 
 if TYPE_CHECKING:
-    from xsake.hads.budgets import head_counts, layer_counts
-    from xsake.hads.calibration import calibrate
-    from xsake.hads.mask_function import HadsMask, recalibration
-    from xsake.hads.profile import HadsProfile
-    from xsake.hads.selection import select
+    from xsake.hads.calibration.calibrate import calibrate
+    from xsake.hads.calibration.recalibration import recalibration
+    from xsake.hads.profile.budgets import head_counts, layer_counts
+    from xsake.hads.profile.profile import HadsProfile
+    from xsake.hads.selection.mask_function import HadsMask
+    from xsake.hads.selection.select import select
 
 _PUBLIC = {
-    "HadsMask": "xsake.hads.mask_function",
-    "HadsProfile": "xsake.hads.profile",
-    "calibrate": "xsake.hads.calibration",
-    "head_counts": "xsake.hads.budgets",
-    "layer_counts": "xsake.hads.budgets",
-    "recalibration": "xsake.hads.mask_function",
-    "select": "xsake.hads.selection",
+    "HadsMask": "xsake.hads.selection.mask_function",
+    "HadsProfile": "xsake.hads.profile.profile",
+    "calibrate": "xsake.hads.calibration.calibrate",
+    "head_counts": "xsake.hads.profile.budgets",
+    "layer_counts": "xsake.hads.profile.budgets",
+    "recalibration": "xsake.hads.calibration.recalibration",
+    "select": "xsake.hads.selection.select",
 }
 
 __all__ = [

@@ -11,7 +11,9 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from xsake._backend import Call, interpreting
+from xsake._backend import Call
+from xsake._device import compute_capability
+from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import (
     mosaic_backward_common,
     mosaic_dkv,
@@ -19,7 +21,6 @@ from xsake.kernels_pallas_gpu import (
     mosaic_forward,
     mosaic_forward_config,
 )
-from xsake.kernels_pallas_gpu.device import compute_capability
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing

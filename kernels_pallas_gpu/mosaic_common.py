@@ -29,7 +29,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)

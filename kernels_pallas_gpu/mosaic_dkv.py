@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ALONG_COLS,
     ALONG_ROWS,

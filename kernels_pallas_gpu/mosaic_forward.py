@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from xsake._backend import Call, interpreting
+from xsake._backend import Call
+from xsake._device import compute_capability
+from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import triton_backward, triton_forward
-from xsake.kernels_pallas_gpu.device import compute_capability
 from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
 
 # Shared memory that one block may opt in to, by compute capability; unknown ones are taken for the smallest.

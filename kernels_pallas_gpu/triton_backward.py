@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
 
-from xsake._backend import Call, vary, varying_axes
+from xsake._backend import Call
+from xsake._trace import vary, varying_axes
 from xsake.kernels_pallas_gpu.triton_forward import (
     head_rows,
     head_vector,

@@ -18,7 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from xsake._backend import Call, interpreting, varying_axes
+from xsake._backend import Call
+from xsake._trace import interpreting, varying_axes
 
 LOG2_E = math.log2(math.e)
 NEG_INF = float("-inf")

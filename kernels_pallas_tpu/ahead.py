@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake._backend import Call
-from xsake.hads.block_mask import BlockMask
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.kernels_pallas_tpu import config as configs
 from xsake.kernels_pallas_tpu import kernel_dkv, kernel_dq, kernel_forward
 

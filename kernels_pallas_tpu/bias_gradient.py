@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from xsake._backend import Call, vary, varying_axes
+from xsake._backend import Call
+from xsake._trace import vary, varying_axes
 from xsake.kernels_pallas_tpu.element import NEG_INF, Rule, dot, lane_index, row_index, row_statistics
 from xsake.kernels_pallas_tpu.tiles import Axis, pitch_of, tile_of
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake._backend import Call
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_tpu.tiles import LANES, Axis
 
 NEVER = 2**31 - 1  # a key's position that no query reaches

@@ -12,7 +12,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake._backend import Call, interpreting
+from xsake._backend import Call
+from xsake._trace import interpreting
 from xsake.kernels_pallas_tpu.config import VMEM_LIMIT
 from xsake.kernels_pallas_tpu.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Scratch, Stream, Walk, scratch_shapes

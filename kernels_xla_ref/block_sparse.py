@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake._backend import Call, vary, varying_axes
+from xsake._backend import Call
+from xsake._trace import vary, varying_axes
 
 NEG_INF = float("-inf")
 

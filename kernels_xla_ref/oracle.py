@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.hads.block_mask import BlockMask
+from xsake.hads.mask.block_mask import BlockMask
 
 
 def attention(

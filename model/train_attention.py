@@ -75,9 +75,9 @@ def _cudnn(*arrays: Array, **options: Any) -> Array:
 
 def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:
     """HADS at the configuration's density. Raises where the blocks that are always on do not leave it a choice."""
-    from xsake.hads.budgets import uniform_counts
-    from xsake.hads.causal_grid import DENSE_ROWS, CausalGrid
-    from xsake.hads.mask_function import recalibration
+    from xsake.hads.calibration.recalibration import recalibration
+    from xsake.hads.profile.budgets import uniform_counts
+    from xsake.hads.profile.causal_grid import DENSE_ROWS, CausalGrid
 
     grid = CausalGrid(config.length, config.block)
     if grid.side <= 2 * DENSE_ROWS:

@@ -153,8 +153,6 @@ class Transformer(nnx.Module):
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
         batch, length = tokens.shape
-        if length > self.config.context:
-            raise ValueError(f"tokens have length {length}, beyond the model's context of {self.config.context}")
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids cannot be used with a cache: each of its sequences is one segment")
         if cache is not None and (len(cache.length) != batch or length > cache.capacity):
@@ -162,16 +160,15 @@ class Transformer(nnx.Module):
                 f"tokens of shape {tokens.shape} do not fit a cache of {len(cache.length)} sequences with capacity "
                 f"{cache.capacity}"
             )
-        if positions is None:
-            positions = jnp.arange(length, dtype=jnp.int32)[None] if cache is None else cache.slots(length)
-        rotation = Rotation.of(jnp.asarray(positions), self.config.head_dim, self.config.rope_base)
+        if positions is None and cache is not None:
+            positions = cache.slots(length)
+        x, rotation = self.start(tokens, positions)
         attend = Attend(
             attention_fn=self.attention_fn,
             mask_fn=mask_fn,
             segment_ids=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
             mesh=mesh,
         )
-        x = self.embed(jnp.asarray(tokens))
         for layer, block in enumerate(self.blocks):
             x, cache = _run(block, x, rotation, partial(attend, layer, cache), remat)
         states = self.norm(x)
@@ -179,6 +176,16 @@ class Transformer(nnx.Module):
             return states
         fits = cache.slots(length) < cache.capacity
         return jnp.where(fits[..., None], states, jnp.nan), cache.advance(length)
+
+    def start(self, tokens: Tokens, positions: Int[Array | np.ndarray, "b T"] | None = None) -> tuple[States, Rotation]:
+        """What the first block gets: embedded tokens and the rotation of their positions, by default 0, 1, 2, ..."""
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"tokens have length {length}, beyond the model's context of {self.config.context}")
+        if positions is None:
+            positions = jnp.arange(length, dtype=jnp.int32)[None]
+        rotation = Rotation.of(jnp.asarray(positions), self.config.head_dim, self.config.rope_base)
+        return self.embed(jnp.asarray(tokens)), rotation
 
     def logits(self, states: States) -> Float[Array, "B T vocab"]:
         """Next-token logits of final states, in float32."""

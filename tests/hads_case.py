@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xsake.hads.estimate import BUCKETS
-from xsake.hads.profile import HadsProfile
+from xsake.hads.profile.estimator import BUCKETS
+from xsake.hads.profile.profile import HadsProfile
 
 
 def random_profile(

@@ -169,7 +169,7 @@ def test_a_call_on_the_command_line():
 
 def test_masks_of_workloads_carry_their_density():
     mask = problem(length=1024).workload.mask(0.25)
-    assert mask.density_hint == xsake.hads.block_mask.density_bucket(float(mask.density()))
+    assert mask.density_hint == xsake.hads.mask.block_mask.density_bucket(float(mask.density()))
     assert dataclasses.replace(mask, density_hint=None).density_hint is None
 
 

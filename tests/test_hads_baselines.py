@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.keep import keep_largest
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.keep import keep_largest
 from xsake.hads.study import methods, ranking, scores
 from xsake.hads.study.baselines import PRIORITIES, Layer
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from xsake import hads
-from xsake.hads import budgets
-from xsake.hads.causal_grid import CausalGrid
+from xsake.hads.profile import budgets
+from xsake.hads.profile.causal_grid import CausalGrid
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(0, 1))

@@ -10,15 +10,16 @@ import pytest
 from flax import nnx
 
 from xsake import hads
-from xsake.hads import observe
-from xsake.hads.block_statistics import block_statistics
-from xsake.hads.calibration import _for_large_errors
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.estimate import block_mass
-from xsake.hads.fit import fit_estimator
-from xsake.hads.pooled import pool
-from xsake.hads.sensitivity import cost_of_dropping
-from xsake.hads.tables import FREE_SHARES, tabulate
+from xsake.hads.calibration import observe
+from xsake.hads.calibration.block_statistics import block_statistics
+from xsake.hads.calibration.calibrate import _for_large_errors
+from xsake.hads.calibration.fit import fit_estimator
+from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.calibration.tables import tabulate
+from xsake.hads.profile.budgets import FREE_SHARES
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.pooled import pool
 from xsake.model import PRESETS, Transformer
 
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 250))

@@ -12,7 +12,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from xsake._cli import app
-from xsake.hads import HadsProfile, cli
+from xsake._cli import hads as cli
+from xsake.hads import HadsProfile
 from xsake.hads.study import tasks
 from xsake.hads.study.groups import expand
 from xsake.hads.study.summary import retention

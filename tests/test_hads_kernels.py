@@ -15,14 +15,15 @@ from cuda_offline import lower
 from hypothesis import given
 
 from xsake import BlockMask, hads
-from xsake._backend import interpret
-from xsake.hads import choose, compact, estimate, selection, triton_choose, triton_compact, triton_estimate
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.estimate import Estimator
-from xsake.hads.on_gpu import unsupported
-from xsake.hads.pooled import pool
-from xsake.hads.triton_call import pad, padded
-from xsake.hads.triton_sort import sort_rows
+from xsake._trace import interpret
+from xsake.hads.mask import compact, triton_compact
+from xsake.hads.mask.triton_call import pad, padded
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import Estimator
+from xsake.hads.selection import choice, estimate, program, triton_choose, triton_estimate
+from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.triton_sort import sort_rows
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([64, 256, 2048]), st.booleans())
@@ -101,11 +102,11 @@ def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
 def test_choice_is_xlas(name: str):
     grid = CausalGrid(630, 16)
     _, mass = of_few_values(grid)
-    wanted = choose.choose(jnp.asarray(mass), grid, **rule(1, 3), **COUNTS[name])
+    wanted = choice.choose(jnp.asarray(mass), grid, **rule(1, 3), **COUNTS[name])
     with interpret():
-        choice = triton_choose.choose(pad(jnp.asarray(mass)), grid, normalise=False, **rule(1, 3), **COUNTS[name])
-        lists = choice.lists(grid, 200)  # too few for some heads
-    assert np.array_equal(choice.blocks(grid), wanted)
+        picked = triton_choose.choose(pad(jnp.asarray(mass)), grid, normalise=False, **rule(1, 3), **COUNTS[name])
+        lists = picked.lists(grid, 200)  # too few for some heads
+    assert np.array_equal(picked.blocks(grid), wanted)
     for g, w in zip(used_slots(*lists), used_slots(*compact.compact(wanted, grid.full(), 200)), strict=True):
         assert np.array_equal(g, w)
 
@@ -113,7 +114,7 @@ def test_choice_is_xlas(name: str):
 def test_nothing_is_read_outside_the_triangle():
     grid = CausalGrid(630, 16)
     logits, mass = of_few_values(grid)
-    wanted = np.asarray(choose.choose(jnp.asarray(mass), grid, threshold=1e-3, **rule(1, 3)))
+    wanted = np.asarray(choice.choose(jnp.asarray(mass), grid, threshold=1e-3, **rule(1, 3)))
     garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)
     garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
     with interpret():
@@ -152,10 +153,10 @@ def test_blocks_are_xlas(heads: int):
     profile, length = case.random_profile(head_dim=16), 512
     grid = CausalGrid(length, profile.block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
-    inputs = selection.Given(query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)})
-    wanted = np.asarray(selection._by_xla(grid, heads, None, inputs))
+    inputs = program.Given(query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)})
+    wanted = np.asarray(program._by_xla(grid, heads, None, inputs))
     with interpret():
-        got = np.asarray(selection._by_kernels(grid, heads, None, inputs))
+        got = np.asarray(program._by_kernels(grid, heads, None, inputs))
     assert got.sum() == wanted.sum() == int(0.3 * heads * grid.blocks)
     assert (got & wanted).sum() > 0.99 * wanted.sum()
 
@@ -173,8 +174,8 @@ def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: in
     grid = CausalGrid(length, block)
     assert unsupported(head_dim, grid) is None
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (8, 2))
-    make = partial(selection._by_kernels, grid, 8, 100)
-    text = lower(make, selection.Given(*avals, *weights(profile, 0), {"count": jnp.int32(1000)}), chip=chip)
+    make = partial(program._by_kernels, grid, 8, 100)
+    text = lower(make, program.Given(*avals, *weights(profile, 0), {"count": jnp.int32(1000)}), chip=chip)
     for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
         assert f"hads_{name}" in text
 
@@ -192,8 +193,8 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
     profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=block)
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
     grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
-    wanted = jax.jit(partial(selection._by_xla, grid, 8, None))(
-        selection.Given(query, key, *weights(profile, 1), {"count": int(counts[1])})
+    wanted = jax.jit(partial(program._by_xla, grid, 8, None))(
+        program.Given(query, key, *weights(profile, 1), {"count": int(counts[1])})
     )
     mask: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1))(query, key)
     rows: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1, transpose=False))(query, key)

@@ -15,11 +15,12 @@ from hypothesis import given
 
 import xsake
 from xsake import hads
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.choose import choose
-from xsake.hads.estimate import BUCKETS, block_mass, bucket_of
-from xsake.hads.keep import nonnegative_order, row_counts
-from xsake.hads.pooled import pool
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import BUCKETS, bucket_of
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.keep import nonnegative_order, row_counts
+from xsake.hads.selection.pooled import pool
 
 
 @pytest.mark.parametrize("length", [96, 89])

@@ -11,14 +11,15 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from xsake.hads.budgets import layer_counts
-from xsake.hads.study import short
+from xsake._cli import demo_model as short
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.file import shipped
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
 
 
 def test_the_shipped_profile_is_smollm2s():
-    profile, config = short.shipped_profile(), PRESETS["smollm2-135m"]
+    profile, config = shipped(short.MODEL), PRESETS["smollm2-135m"]
     assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim, profile.model) == (
         config.layers,
         config.q_heads,

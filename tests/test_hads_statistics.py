@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from xsake.hads.block_statistics import block_statistics
+from xsake.hads.calibration.block_statistics import block_statistics
 
 
 @pytest.mark.parametrize(("length", "block"), [(96, 16), (93, 16), (40, 64)])

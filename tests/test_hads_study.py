@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from xsake.hads import HadsMask
-from xsake.hads.layerwise import Layers
+from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.study.bootstrap import holm, paired_difference
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import evaluate

@@ -99,7 +99,7 @@ def _modules() -> list[str]:
 def test_every_module_imports():
     """Only what an extra brings may be missing. (Importing `xsake.__main__` would run the command line.)"""
     modules = [m for m in _modules() if not m.endswith("__main__")]
-    assert {"xsake", "xsake._op", "xsake.hads.block_mask", "xsake.kernels_xla_ref.oracle"} <= set(modules)
+    assert {"xsake", "xsake._op", "xsake.hads.mask.block_mask", "xsake.kernels_xla_ref.oracle"} <= set(modules)
     code = f"""
 import importlib, json
 failed = {{}}
@@ -150,7 +150,7 @@ def test_public_names_are_themselves_after_all_modules_are_imported():
     code = """
 import xsake
 names = {name: getattr(xsake, name) for name in xsake.__all__}
-import xsake._op, xsake._registry, xsake.hads.patterns, xsake.kernels_xla_ref
+import xsake._op, xsake._registry, xsake.hads.mask.patterns, xsake.kernels_xla_ref
 for name, value in names.items():
     assert getattr(xsake, name) is value, name
     print(name, type(value).__name__)

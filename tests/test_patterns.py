@@ -188,7 +188,7 @@ def test_every_pattern_is_tested_here():
     public = {
         n
         for n in dir(patterns)
-        if not n.startswith("_") and getattr(getattr(patterns, n), "__module__", "") == "xsake.hads.patterns"
+        if not n.startswith("_") and getattr(getattr(patterns, n), "__module__", "") == "xsake.hads.mask.patterns"
     }
     assert public == named
 

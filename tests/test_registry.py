@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
-from xsake import _registry
+from xsake import _op, _registry
 from xsake.kernels_pallas_gpu import mosaic, triton
 
 
@@ -18,7 +18,7 @@ def gpu(monkeypatch):
     """Pretend that calls run on a GPU of the given compute capability."""
 
     def pretend(capability: str) -> None:
-        monkeypatch.setattr(_registry, "platform_of", lambda x: "gpu")
+        monkeypatch.setattr(_op, "platform_of", lambda x: "gpu")
         for module in (mosaic, triton):
             monkeypatch.setattr(module, "compute_capability", lambda: capability)
 

@@ -13,7 +13,7 @@ import pytest
 from training import MODEL, events, losses, make_config, make_data
 
 from xsake import patterns
-from xsake.hads.mask_function import mask_shape
+from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.run_file import RunFile, read_events
 from xsake.model.train_attention import FixedMask
 from xsake.model.train_loop import train

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from xsake import _registry, _tuned, tuning_db
-from xsake.autotune.tuning_cli import problems_of
+from xsake._cli.tuning import problems_of
 from xsake.tuning_db import Database
 
 FILES = sorted(p for p in Path(tuning_db.SHIPPED).glob("*.json") if p.name != "schema.json")

@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.estimate import bucket_of
-from xsake.hads.profile import HadsProfile
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import bucket_of
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import ranking, scores, v1
 
 Blocks = Float[Array, "B H n n"]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.hads.budgets import layer_counts, uniform_counts
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.layerwise import Layers
-from xsake.hads.profile import HadsProfile
+from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.profile.budgets import layer_counts, uniform_counts
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.methods import METHODS, MethodMask

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.layerwise import Layers, run_block
+from xsake.hads.calibration.layerwise import Layers, run_block
 from xsake.hads.study.methods import MethodMask, causal_mask
 
 

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from xsake.hads.block_mask import BlockMask
-from xsake.hads.block_statistics import BlockStatistics, block_statistics
-from xsake.hads.choose import choose
-from xsake.hads.estimate import block_mass
-from xsake.hads.keep import keep_largest
-from xsake.hads.pooled import pool
-from xsake.hads.profile import HadsProfile
-from xsake.hads.selection import Given, check_inputs, chosen, share_by_group
+from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.keep import keep_largest
+from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.program import Given, chosen, share_by_group
+from xsake.hads.selection.select import check_inputs
 from xsake.hads.study import ranking, scores
 from xsake.hads.study.baselines import PRIORITIES, Layer
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.budgets import layer_counts
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.choose import choose
-from xsake.hads.estimate import block_mass
-from xsake.hads.observe import observe
-from xsake.hads.profile import HadsProfile
+from xsake.hads.calibration.observe import observe
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
 
 
 class Portrait(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xsake.hads.profile import HadsProfile
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import pictures
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records

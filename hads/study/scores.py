@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads.block_statistics import block_sums, scan_rows
-from xsake.hads.causal_grid import CausalGrid
-from xsake.hads.pooled import Pooled, over_keys, pool
+from xsake.hads.calibration.block_statistics import block_sums, scan_rows
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.pooled import Pooled, over_keys, pool
 
 Query = Float[Array, "B T H D"]
 Key = Float[Array, "B T K D"]

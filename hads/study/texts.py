@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xsake.hads.calibration import digest
+from xsake.hads.calibration.calibrate import digest
 
 
 @dataclasses.dataclass(frozen=True)

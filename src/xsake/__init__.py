@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xsake import autotune, tuning_db
-    from xsake._backend import interpret
     from xsake._op import attention
     from xsake._registry import implementations
-    from xsake.hads import patterns
-    from xsake.hads.block_mask import BlockMask
+    from xsake._trace import interpret
+    from xsake.hads.mask import patterns
+    from xsake.hads.mask.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "BlockMask": "xsake.hads.block_mask",
+    "BlockMask": "xsake.hads.mask.block_mask",
     "attention": "xsake._op",
     "autotune": "xsake.autotune",
     "implementations": "xsake._registry",
-    "interpret": "xsake._backend",
-    "patterns": "xsake.hads.patterns",
+    "interpret": "xsake._trace",
+    "patterns": "xsake.hads.mask.patterns",
     "tuning_db": "xsake.tuning_db",
 }
 

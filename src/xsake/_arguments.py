@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from xsake._backend import Call
-from xsake.hads.block_mask import BlockMask
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
 
 
 def check_inputs(query: Any, key: Any, value: Any) -> None:

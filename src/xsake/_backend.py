@@ -6,10 +6,8 @@ A backend is a module with the names of `Backend`. To add one: write a folder wi
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,8 +15,8 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.hads.block_mask import BlockMask
-from xsake.hads.rule import Band
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
 
 _ARRAYS = (
     "query",
@@ -143,38 +141,3 @@ class Backend(Protocol):
 
         None for the bias leaves its gradient to the operation.
         """
-
-
-def varying_axes(tree: Any) -> frozenset[str]:
-    """The mesh axes over which anything in the tree varies: empty outside `jax.shard_map`."""
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
-
-
-def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same values, typed as varying over all of `axes`; its transpose sums over the axes that are added."""
-
-    def cast(x: Array) -> Array:
-        missing = tuple(axes - varying_axes(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpret", default=False)
-
-
-@contextlib.contextmanager
-def interpret(on: bool = True) -> Iterator[None]:
-    """Inside, accelerator backends run on any machine by interpretation: slow, for tests and for debugging kernels.
-
-    It is read while tracing: a function that was compiled outside is not interpreted inside.
-    """
-    token = _interpret.set(on)
-    try:
-        yield
-    finally:
-        _interpret.reset(token)
-
-
-def interpreting() -> bool:
-    return _interpret.get()

@@ -15,9 +15,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from xsake import _registry, _tuned
 from xsake._arguments import build_call, check_inputs
-from xsake._backend import Call, interpret, interpreting, vary, varying_axes
+from xsake._backend import Call
+from xsake._device import platform_of
 from xsake._fold import fold, fold_call, unfold
-from xsake.hads.block_mask import BlockMask
+from xsake._trace import interpret, interpreting, vary, varying_axes
+from xsake.hads.mask.block_mask import BlockMask
 
 
 def attention(
@@ -77,7 +79,7 @@ def attention(
     """
     check_inputs(query, key, value)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    names = _registry.candidates(implementation, _registry.platform_of(query))
+    names = _registry.candidates(implementation, platform_of(query))
     call = build_call(
         query,
         key,

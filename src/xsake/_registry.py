@@ -6,11 +6,12 @@ import importlib
 import logging
 import os
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import jax
 
-from xsake._backend import Backend, Call, interpreting
+from xsake._backend import Backend, Call
+from xsake._trace import interpreting
 
 # name -> (module, platform it needs or None), best first. A module is imported only where its platform is.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
@@ -34,13 +35,6 @@ def _logger() -> logging.Logger:
 
 def get(name: str) -> Backend:
     return cast(Backend, importlib.import_module(_BACKENDS[name][0]))
-
-
-def platform_of(array: Any) -> str:
-    """The platform of a concrete array's device; while tracing, the default one."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return next(iter(array.devices())).platform
-    return jax.default_backend()
 
 
 def unavailable(name: str, platform: str) -> str | None:

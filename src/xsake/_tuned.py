@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from xsake import _registry, tuning_db
 from xsake._backend import Backend, Call
+from xsake._device import device_kind
 from xsake.tuning_db import Found, Key
 
 _log = logging.getLogger("xsake")
@@ -102,13 +101,6 @@ def key_of(name: str, call: Call, direction: str) -> Key:
         heads=call.batch * call.q_heads,
         density=call.mask.density_hint,
     )
-
-
-def device_kind(array: Any) -> str:
-    """Of a concrete array's device; while tracing, of the default one."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return next(iter(array.devices())).device_kind
-    return jax.local_devices()[0].device_kind
 
 
 @cache

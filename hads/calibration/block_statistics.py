@@ -1,0 +1,118 @@
+"""What dense attention does to each block, measured a row of blocks at a time: there is never a [T, S] array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from xsake.hads.profile.causal_grid import CausalGrid
+
+
+class BlockStatistics(NamedTuple):
+    """Of causal attention, for every query head.
+
+    `mass[b, h, i, j]` is the attention that the queries of block i give to the keys of block j, as a mean over those
+    queries: a row sums to 1. `square` is the mean of its square: `square - mass ** 2` is its variance among them.
+    `entropy` is the Shannon entropy of a query's weights over the logarithm of the keys that it sees, in [0, 1], as a
+    mean over queries (the first one sees a single key and is left out).
+    """
+
+    mass: Float[Array, "B H n n"]
+    square: Float[Array, "B H n n"]
+    entropy: Float[Array, "B H"]
+
+    @property
+    def share(self) -> Float[Array, "B H n n"]:
+        """The root of `square`, as a share of its row: what HADS estimates. Where a few queries need a block and the
+        others do not, the mean would hide it."""
+        root = jnp.sqrt(self.square)
+        return root / root.sum(-1, keepdims=True)
+
+
+def block_statistics(
+    query: Float[Array | np.ndarray, "B T H D"],
+    key: Float[Array | np.ndarray, "B T K D"],
+    *,
+    block: int,
+    scale: float | None = None,
+) -> BlockStatistics:
+    """Dense causal attention's statistics, in float32; memory grows with `block * T`, not with T ** 2.
+
+    >>> import jax
+    >>> x = jax.random.normal(jax.random.key(0), (1, 256, 2, 16))
+    >>> block_statistics(x, x, block=64).mass.shape
+    (1, 2, 4, 4)
+    """
+    query, key = jnp.asarray(query), jnp.asarray(key)
+    grid = CausalGrid(query.shape[1], block)
+
+    def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array, Array]:
+        weights, seen = attention_rows(q, key, i, grid, scale)
+        in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
+        by_block = block_sums(weights, grid) * in_row[:, None]
+        # A query that sees one key has entropy 0 and log(1) = 0 to divide by.
+        entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), -1)
+        entropy = entropy / jnp.log(jnp.maximum(seen, 2).astype(jnp.float32)) * in_row
+        queries = in_row.sum()
+        return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries, entropy.sum(-1)
+
+    mass, square, entropy = scan_rows(row, query, key.shape[2], grid)
+
+    def heads(x: Array) -> Array:  # [n, B, K, G, ...] of the scan to [B, H, n, ...]
+        x = jnp.moveaxis(x, 0, 3)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    return BlockStatistics(heads(mass), heads(square), heads(entropy).sum(-1) / max(grid.length - 1, 1))
+
+
+def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
+    """`row(i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
+
+    `more` are arrays like the query, cut the same way. The tail of the last row is 0. An accelerator does as many rows
+    at once as have a gigabyte of logits.
+    """
+
+    def rows(x: Array) -> Array:
+        b, _, h, d = x.shape
+        x = jnp.pad(x, ((0, 0), (0, grid.side * grid.block - grid.length), (0, 0), (0, 0)))
+        x = x.reshape(b, grid.side, grid.block, kv_heads, h // kv_heads, d)
+        return x.transpose(1, 0, 3, 4, 2, 5)
+
+    # Behind a barrier: a compiler that knows the rows' numbers works out their causal masks itself, for minutes.
+    numbers = jax.lax.optimization_barrier(jnp.arange(grid.side))
+    at_once = _rows_at_once(4 * query.shape[0] * query.shape[2] * grid.block * grid.length, grid.side)
+    return jax.lax.map(lambda x: row(*x), (numbers, rows(query), *map(rows, more)), batch_size=at_once)
+
+
+def _rows_at_once(row_bytes: int, rows: int) -> int | None:
+    """As many as have a gigabyte of logits and divide all, on an accelerator; a CPU's caches hold one."""
+    if jax.default_backend() == "cpu":
+        return None
+    most = max(2**30 // row_bytes, 1)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
+
+
+def attention_rows(
+    q: Float[Array, "B K G block D"], key: Float[Array, "B T K D"], i: Array, grid: CausalGrid, scale: float | None
+) -> tuple[Float[Array, "B K G block T"], Array]:
+    """Causal attention weights of the queries of block i, and how many keys each sees."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Products of 16-bit numbers are exact in float32, whatever the precision.
+    highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
+    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
+    t = i * grid.block + jnp.arange(grid.block)
+    logits = jnp.where(t[:, None] >= jnp.arange(grid.length), logits, -jnp.inf)
+    return jax.nn.softmax(logits, -1), jnp.minimum(t + 1, grid.length)
+
+
+def block_sums(weights: Float[Array, "*lead T"], grid: CausalGrid) -> Float[Array, "*lead n"]:
+    """Sums over the keys of each block."""
+    tail = grid.side * grid.block - grid.length
+    padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, tail)])
+    return padded.reshape(*weights.shape[:-1], grid.side, grid.block).sum(-1)

@@ -1,0 +1,109 @@
+"""The estimator's weights, fitted to measured block masses: a convex problem, for all heads of a layer at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from xsake.hads.profile.causal_grid import DENSE_ROWS, CausalGrid
+from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator, bucket_of
+from xsake.hads.selection.estimate import block_logits
+from xsake.hads.selection.pooled import Pooled
+
+STEPS = 300
+
+
+def fit_estimator(
+    pooled: Pooled, mass: Float[Array, "N H n n"], grid: CausalGrid, *, steps: int = STEPS
+) -> tuple[Estimator, float]:
+    """A layer's weights, and the divergence that is left (nats a row), from N sequences.
+
+    Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks count
+    as one: they are kept whatever they weigh, and which of them is the heaviest need not be known.
+    """
+    if grid.side <= DENSE_ROWS:
+        raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
+    weights, loss = fit_weights(pooled, mass, grid, steps)
+    estimator = Estimator(*(np.asarray(x) for x in weights))
+    return _extended(estimator, grid), float(loss)
+
+
+@partial(jax.jit, static_argnames=("grid", "steps"))
+def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
+    """As `fit_estimator`, compiled, with no thought for distances that were not seen."""
+    heads, pairs = mass.shape[1], pooled.query.shape[-1] // 10
+    scale = _typical_size(pooled, heads)
+    none = jnp.zeros(heads)
+    zero = Estimator(jnp.zeros((heads, len(KINDS), pairs)), none, jnp.zeros((heads, len(BUCKETS))), none)
+
+    def scaled(w: Estimator) -> Estimator:
+        return w._replace(features=w.features / scale)
+
+    def objective(w: Estimator, n: Array) -> Array:
+        one = jax.tree.map(lambda x: x[n][None], pooled)
+        rows = _divergence(block_logits(one, scaled(w), grid)[0], mass[n], grid)
+        return rows + 1e-4 * jnp.square(w.features).sum()  # features that tell nothing get no weight
+
+    def step(i: Array, carry: tuple) -> tuple:
+        gradient = jax.grad(objective)(carry[0], i % len(mass))
+        rate = 0.025 * (1 + jnp.cos(jnp.pi * i / steps))
+        return _adam(carry, gradient, rate, i + 1)
+
+    w, *_ = jax.lax.fori_loop(0, steps, step, (zero, zero, zero))
+    left = jax.lax.map(
+        lambda n: _divergence(block_logits(_one(pooled, n), scaled(w), grid)[0], mass[n], grid), jnp.arange(len(mass))
+    )
+    return scaled(w), left.mean() / heads
+
+
+def _one(pooled: Pooled, n: Array) -> Pooled:
+    return jax.tree.map(lambda x: x[n][None], pooled)
+
+
+def _divergence(logits: Float[Array, "H n n"], mass: Float[Array, "H n n"], grid: CausalGrid) -> Array:
+    """KL(mass, estimate) with the forced blocks lumped: mean over rows that have others, sum over heads."""
+    forced, free = grid.forced(), grid.causal() & ~grid.forced()
+    log_mass = jnp.log(jnp.maximum(mass, 1e-9))
+    log_estimate = jax.nn.log_softmax(logits, -1)
+    in_forced = jnp.where(forced, mass, 0).sum(-1)
+    log_forced = jax.nn.logsumexp(jnp.where(forced, log_estimate, -jnp.inf), -1)
+    rows = in_forced * (jnp.log(jnp.maximum(in_forced, 1e-9)) - log_forced)
+    rows += jnp.where(free, mass * (log_mass - jnp.where(free, log_estimate, 0)), 0).sum(-1)
+    return rows[:, DENSE_ROWS:].mean(-1).sum()
+
+
+def _typical_size(pooled: Pooled, heads: int) -> Float[Array, "H kinds pairs"]:
+    """How large each feature is, so that one step size suits all."""
+    q = jnp.sqrt(jnp.square(pooled.query).mean((0, 2)))
+    k = jnp.repeat(jnp.sqrt(jnp.square(pooled.key).mean((0, 2))), heads // pooled.key.shape[1], 0)
+    squares = jnp.square(q * k)
+    pairs = squares.shape[-1] // 10
+    # Of each kind's products (two for the bound), those of a pair of dimensions together.
+    parts = squares.reshape(heads, 5, 2, pairs).sum(2)
+    by_kind = jnp.concatenate([parts[:, :3], parts[:, 3:].sum(1, keepdims=True)], 1)
+    return jnp.sqrt(by_kind) + 1e-6
+
+
+def _adam(carry: tuple, gradient: Any, rate: Array, t: Array) -> tuple:
+    w, first, second = carry
+    first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, gradient)
+    second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, second, gradient)
+
+    def moved(w: Array, m: Array, v: Array) -> Array:
+        return w - rate * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+    return jax.tree.map(moved, w, first, second), first, second
+
+
+def _extended(estimator: Estimator, grid: CausalGrid) -> Estimator:
+    """Distances that no row has get the farthest one's bias."""
+    seen = int(bucket_of(grid.distance()).max())
+    distance = np.array(estimator.distance)
+    distance[:, seen + 1 :] = distance[:, seen : seen + 1]
+    return estimator._replace(distance=distance)

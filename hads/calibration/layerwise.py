@@ -1,0 +1,41 @@
+"""A transformer block by block: one small compiled program serves every layer, not one as large as the model.
+
+A model here is an `xsake.model.Transformer`, or anything with its parts: `blocks` that are alike and are
+called as `block(x, rotation, attend)`, `start`, `norm` and `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+from jaxtyping import Float, Int
+
+Attend = Callable[[Array, Array, Array], Array]
+
+
+class Layers:
+    """A model's blocks: what they share (`graph`) and each one's `weights`, to be given to a compiled function."""
+
+    def __init__(self, model: Any):
+        from flax import nnx
+
+        self.model = model
+        split = [nnx.split(block) for block in model.blocks]
+        self.graph = split[0][0]
+        if any(graph != self.graph for graph, _ in split):
+            raise ValueError("the model's blocks are not alike: they cannot share a program")
+        self.weights = [weights for _, weights in split]
+
+    def start(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T width"], Any]:
+        """What the first block gets: embedded tokens, and the rotary positions."""
+        return self.model.start(tokens)
+
+
+def run_block(graph: Any, weights: Any, x: Array, rotation: Any, attend: Attend) -> Array:
+    """One block's output, with `attend(query, key, value)` in place of its attention."""
+    from flax import nnx
+
+    out, _ = nnx.merge(graph, weights)(x, rotation, lambda q, k, v: (attend(q, k, v), None))
+    return out

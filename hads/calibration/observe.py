@@ -1,0 +1,139 @@
+"""A model watched while it attends densely: each layer's block statistics and pooled vectors, and how much its output
+would feel an error in each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
+from xsake.hads.calibration.layerwise import Layers, run_block
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.pooled import Pooled, pool
+
+CHUNK = 512  # tokens whose logits exist at a time
+
+
+class Observation(NamedTuple):
+    """One layer's statistics and pooled vectors on a batch of sequences."""
+
+    statistics: BlockStatistics
+    pooled: Pooled
+
+
+class Touched(NamedTuple):
+    """One layer's attention, and the gradient of a sampled log-likelihood with respect to its heads' outputs."""
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K D"]
+    gradient: Float[Array, "B T H D"]
+
+
+def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
+    """Each layer's observation, under dense attention."""
+    layers = Layers(model)
+    x, rotation = layers.start(tokens)
+    seen = []
+    for weights in layers.weights:
+        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
+        seen.append(one)
+    return seen
+
+
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+def observe_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
+) -> tuple[Array, Observation]:
+    """A block's output, and what was seen of its attention."""
+    seen = []
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        pooled = pool(query, key, CausalGrid(query.shape[1], block))
+        seen.append(Observation(block_statistics(query, key, block=block), pooled))
+        return attention_fn(query, key, value, is_causal=True)
+
+    return run_block(graph, weights, x, rotation, attend), seen[0]
+
+
+def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> list[Touched]:
+    """Each layer's attention, and the gradient of a likelihood with respect to its heads' outputs.
+
+    The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
+    gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
+    backward pass. Logits exist `chunk` tokens at a time. `key` draws.
+    """
+    from flax import nnx
+
+    layers = Layers(model)
+    x, rotation = layers.start(tokens)
+    inputs = []
+    for weights in layers.weights:
+        inputs.append(x)
+        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation)
+    gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
+    touched = []
+    for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
+        gradient, one = touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
+        touched.append(one)
+    return touched[::-1]
+
+
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
+    return run_block(graph, weights, x, rotation, partial(attention_fn, is_causal=True))
+
+
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+def touch_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
+) -> tuple[Array, Touched]:
+    """The gradient with respect to the block's input, and with respect to its heads' outputs."""
+
+    def run(x: Array, nudge: Array | None) -> tuple[Array, tuple]:
+        seen = []
+
+        def attend(query: Array, key: Array, value: Array) -> Array:
+            out = attention_fn(query, key, value, is_causal=True)
+            seen.append((query, key, value))
+            return out if nudge is None else out + nudge
+
+        return run_block(graph, weights, x, rotation, attend), seen[0]
+
+    query, *_ = jax.eval_shape(lambda x: run(x, None)[1], x)
+    _, pull, (q, k, v) = jax.vjp(run, x, jnp.zeros(query.shape, query.dtype), has_aux=True)
+    before, felt = pull(gradient)
+    return before, Touched(q, k, v, felt)
+
+
+@partial(jax.jit, static_argnames=("graph", "chunk"))
+def likelihood_gradient(graph: Any, weights: Any, x: Array, key: Array, chunk: int) -> Array:
+    from flax import nnx
+
+    model = nnx.merge(graph, weights)
+    return jax.grad(lambda x: _signed_likelihood(model.logits, model.norm(x), key, chunk))(x)
+
+
+def _signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], key: Array, chunk: int) -> Array:
+    tokens = states.reshape(-1, states.shape[-1])
+    count = -(-len(tokens) // chunk)
+    real = (jnp.arange(count * chunk) < len(tokens)).astype(jnp.float32).reshape(count, chunk)
+    tokens = jnp.pad(tokens, ((0, count * chunk - len(tokens)), (0, 0))).reshape(count, chunk, -1)
+
+    @jax.checkpoint
+    def part(x: tuple[Array, Array, Array]) -> Array:
+        states, real, key = x
+        logits = logits_of(states[None])[0]
+        draw, flip = jax.random.split(key)
+        drawn = jax.random.categorical(draw, jax.lax.stop_gradient(logits))
+        sign = jax.random.rademacher(flip, (chunk,), jnp.float32) * real
+        return (sign * jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], 1)[:, 0]).sum()
+
+    return jax.lax.map(part, (tokens, real, jax.random.split(key, count))).sum()

@@ -1,0 +1,45 @@
+"""What dropped mass costs the model, head by head."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from xsake.hads.calibration.block_statistics import attention_rows, block_sums, scan_rows
+from xsake.hads.calibration.observe import Touched
+from xsake.hads.profile.causal_grid import CausalGrid
+
+
+@partial(jax.jit, static_argnames="grid")
+def cost_of_dropping(
+    layer: Touched, kept: Bool[Array, "B H n n"], grid: CausalGrid
+) -> tuple[Float[Array, "H"], Float[Array, "H"]]:
+    """(sum of (g · e)², sum of δ²) over the queries, for each head, if only the blocks `kept` are attended to.
+
+    e is the change of a head's output and δ the mass that is dropped; g is the gradient of `touch`. Half of the first
+    sum is the KL divergence, to second order and with the errors of other heads and queries as independent; their ratio
+    is the head's sensitivity.
+    """
+    b, h, n, _ = kept.shape
+    kv_heads = layer.key.shape[2]
+    value = layer.value.astype(jnp.float32)
+    kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, n, n), 3, 0).astype(jnp.float32)
+
+    def row(i: Array, q: Array, g: Array) -> tuple[Array, Array]:
+        weights, _ = attention_rows(q, layer.key, i, grid, None)
+        felt = jnp.einsum("bkgtd,bskd->bkgts", g.astype(jnp.float32), value, precision=jax.lax.Precision.HIGHEST)
+        mass, moved = block_sums(weights, grid), block_sums(weights * felt, grid)
+        mine = kept_rows[i][..., None, :]
+        kept_mass = (mass * mine).sum(-1)
+        change = moved.sum(-1) - (moved * mine).sum(-1) / kept_mass
+        in_row = i * grid.block + jnp.arange(grid.block) < grid.length
+        error = jnp.where(in_row, jnp.square(change), 0).sum((0, -1))
+        dropped = jnp.where(in_row, jnp.square(1 - kept_mass), 0).sum((0, -1))
+        return error, dropped
+
+    error, dropped = scan_rows(row, layer.query, kv_heads, grid, layer.gradient)
+    return error.sum(0).reshape(h), dropped.sum(0).reshape(h)

@@ -1,0 +1,487 @@
+"""BlockMask: which blocks of keys each block of queries attends to, per head, as compressed rows.
+
+For one head of a causal mask with 4 blocks a side and blocks (0,0) (1,1) (2,0) (2,2) (3,0) (3,3) active:
+
+    kv_row_ptr  = [0, 1, 2, 4, 6]
+    kv_indices  = [0,  1,  0, 2,  0, 3,  3, 3]      row 2 is kv_indices[2:4]; the last two slots are padding
+    kv_num_full = [0, 0, 1, 1]                      block (2,0) lies below the diagonal: no element test
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from xsake.hads.mask.band import Band, parse_window
+
+ArrayT = Any  # numpy outside jit, jax inside
+Window = int | tuple[int | None, int | None] | None
+
+_ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
+_COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
+_STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint", "complete")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_ROWS + _COLUMNS, meta_fields=_STATIC)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class BlockMask:
+    """Active blocks of attention, per head, with the index rule that holds inside them.
+
+    An element attends iff its block is listed and the rule (`is_causal`, `local_window_size`) holds. Lists have
+    shape [b, h, ...] with b = 1 or the batch and h = 1, the KV heads or the query heads. Contents are arrays: a new
+    mask of the same capacity never retraces. `q_*` is the exact transpose, which gradients need; None for inference.
+
+    Build one with `from_blocks`, `from_indices`, `full` or a pattern of `xsake.patterns`.
+    """
+
+    kv_indices: Any
+    kv_row_ptr: Any
+    kv_num_full: Any
+    q_indices: Any
+    q_row_ptr: Any
+    q_num_full: Any
+    row_order: Any
+    col_order: Any
+    block_q: int
+    block_kv: int
+    q_len: int
+    kv_len: int
+    is_causal: bool
+    local_window_size: tuple[int | None, int | None] | None
+    density_hint: float | None
+    complete: bool  # known to list every block; False where only the contents can tell (see `overflowed`)
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: Any,
+        *,
+        block_q: int,
+        block_kv: int,
+        q_len: int,
+        kv_len: int,
+        is_causal: bool = False,
+        local_window_size: Window = None,
+        capacity: int | None = None,
+        transpose: bool = True,
+        density_hint: float | None = None,
+    ) -> BlockMask:
+        """A mask from boolean blocks [nQ, nK], [H, nQ, nK] or [B, H, nQ, nK].
+
+        Blocks that the index rule excludes are dropped. `capacity` is the number of list slots a head; by default the
+        need rounded up to a power of two, or, under jit, all blocks that the rule allows. A mask that does not fit
+        raises ValueError when concrete and makes attention return NaN when traced. `transpose=False` leaves out the
+        lists that only gradients use.
+
+        >>> import numpy as np
+        >>> mask = BlockMask.from_blocks(np.eye(4, dtype=bool), block_q=64, block_kv=64, q_len=256, kv_len=256)
+        >>> float(mask.density())
+        0.25
+        """
+        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        traced = isinstance(blocks, jax.core.Tracer)
+        if not traced:
+            blocks = np.asarray(blocks)
+        if blocks.dtype != np.bool_:
+            raise TypeError(f"blocks must be boolean, got dtype {blocks.dtype}")
+        if not 2 <= blocks.ndim <= 4:
+            raise ValueError(f"blocks must be [nQ, nK], [H, nQ, nK] or [B, H, nQ, nK]; got shape {blocks.shape}")
+        if blocks.shape[-2:] != (grid.num_q, grid.num_kv):
+            raise ValueError(
+                f"blocks.shape[-2:]={tuple(blocks.shape[-2:])} must be (nQ, nK)={(grid.num_q, grid.num_kv)} for "
+                f"{q_len=}, {kv_len=}, {block_q=}, {block_kv=}"
+            )
+        if 0 in blocks.shape:
+            raise ValueError(f"blocks must not be empty, got shape {blocks.shape}")
+        xp: Any = jnp if traced else np
+        allowed, full = grid.allowed_and_full()
+        active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed
+
+        num_allowed = grid.num_allowed
+        if not traced:
+            per_head = active.sum((-2, -1))
+            need = int(per_head.max())
+            if capacity is None:
+                capacity = min(_power_of_two(need), max(num_allowed, 1))
+            elif need > capacity:
+                b, h = np.unravel_index(int(per_head.argmax()), per_head.shape)
+                raise ValueError(
+                    f"{capacity=} is too small: batch {b}, head {h} has {need} active blocks; "
+                    f"pass capacity>={need} (or None)"
+                )
+            if density_hint is None:
+                density_hint = density_bucket(float(per_head.mean()) / max(num_allowed, 1))
+        elif capacity is None:
+            capacity = max(num_allowed, 1)
+        if capacity < 1:
+            raise ValueError(f"{capacity=} must be at least 1")
+
+        rows = _compress(xp, active, full, capacity)
+        columns = _compress(xp, active.swapaxes(-1, -2), full.T, capacity) if transpose else (None,) * 4
+        lists: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + columns, strict=True))
+        complete = not traced or capacity >= num_allowed
+        mask = cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
+        if traced:
+            return mask
+        with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
+            return jax.tree.map(jnp.asarray, mask)
+
+    @classmethod
+    def of_rows(cls, lists: tuple[ArrayT, ...], *, density_hint: float | None = None, **grid: Any) -> BlockMask:
+        """A traced mask without the lists that only gradients use, from the rows' as `compact.compact` makes them."""
+        checked = _Grid.of(**grid, window=None)
+        rows = _finished(jnp, *lists)
+        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + (None,) * 4, strict=True))
+        complete = rows[0].shape[-1] >= checked.num_allowed
+        return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
+
+    @classmethod
+    def from_indices(
+        cls,
+        kv_indices: Any,
+        *,
+        block_q: int,
+        block_kv: int,
+        q_len: int,
+        kv_len: int,
+        is_causal: bool = False,
+        local_window_size: Window = None,
+        capacity: int | None = None,
+        transpose: bool = True,
+        density_hint: float | None = None,
+    ) -> BlockMask:
+        """A mask from each row's KV block numbers, i32[nQ, M], [H, nQ, M] or [B, H, nQ, M], in any order.
+
+        -1 means no block and a repeated number counts once. Numbers out of range raise ValueError when concrete and
+        make attention return NaN when traced.
+
+        >>> mask = BlockMask.from_indices([[0, -1], [0, 1]], block_q=64, block_kv=64, q_len=128, kv_len=128)
+        >>> mask.to_blocks()[0, 0].tolist()
+        [[True, False], [True, True]]
+        """
+        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        traced = isinstance(kv_indices, jax.core.Tracer)
+        xp: Any = jnp if traced else np
+        indices: Any = kv_indices if traced else np.asarray(kv_indices)
+        if not np.issubdtype(indices.dtype, np.integer):
+            raise TypeError(f"kv_indices must be integers, got dtype {indices.dtype}")
+        if not 2 <= indices.ndim <= 4 or indices.shape[-2] != grid.num_q:
+            raise ValueError(
+                f"kv_indices must be [nQ, M], [H, nQ, M] or [B, H, nQ, M] with nQ={grid.num_q}; "
+                f"got shape {indices.shape}"
+            )
+        wrong = (indices < -1) | (indices >= grid.num_kv)
+        if not traced and wrong.any():
+            raise ValueError(
+                f"kv_indices must be -1 (none) or in [0, {grid.num_kv}); got {indices[wrong][:4].tolist()} "
+                f"at {np.argwhere(wrong)[:4].tolist()}"
+            )
+        # One spare column swallows the -1s.
+        column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
+        shape = (*indices.shape[:-1], grid.num_kv + 1)
+        lead = np.indices(indices.shape, sparse=True)[:-1]
+        blocks = _put(xp, xp.zeros(shape, bool), (*lead, column), True)
+        mask = cls.from_blocks(
+            blocks[..., :-1],
+            block_q=block_q,
+            block_kv=block_kv,
+            q_len=q_len,
+            kv_len=kv_len,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            capacity=capacity,
+            transpose=transpose,
+            density_hint=density_hint,
+        )
+        if not traced:
+            return mask
+        bad = wrong.any().astype(jnp.int32)
+        row_ptr = mask.kv_row_ptr.at[..., -1].add(bad * (mask.capacity + 1))
+        return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
+
+    @classmethod
+    def full(
+        cls,
+        q_len: int,
+        kv_len: int,
+        *,
+        block_q: int = 128,
+        block_kv: int = 128,
+        is_causal: bool = False,
+        local_window_size: Window = None,
+        transpose: bool = True,
+    ) -> BlockMask:
+        """Every block that the rule allows: dense attention, as a mask that all heads share."""
+        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        return cls.from_blocks(
+            np.ones((grid.num_q, grid.num_kv), bool),
+            block_q=block_q,
+            block_kv=block_kv,
+            q_len=q_len,
+            kv_len=kv_len,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            transpose=transpose,
+        )
+
+    # -- shape ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return self.kv_indices.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.kv_indices.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.kv_indices.shape[2]
+
+    @property
+    def num_q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def band(self) -> Band:
+        return Band.of(self.is_causal, self.local_window_size)
+
+    @property
+    def has_transpose(self) -> bool:
+        return self.q_indices is not None
+
+    @property
+    def _grid(self) -> _Grid:
+        return _Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
+
+    @property
+    def _traced(self) -> bool:
+        return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
+
+    def overflowed(self) -> ArrayT:
+        """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
+        xp: Any = jnp if self._traced else np
+        return xp.asarray(self.kv_row_ptr)[..., -1] > self.capacity
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    def to_blocks(self) -> ArrayT:
+        """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
+        xp: Any = jnp if self._traced else np
+        ptr, indices = xp.asarray(self.kv_row_ptr), xp.asarray(self.kv_indices)
+        slots = np.arange(self.capacity)
+        # Row of a slot: how many rows end at or before it. Slots past the last entry land in a spare row.
+        ends = xp.minimum(ptr[..., 1:], self.capacity)
+        count = xp.zeros((self.batch, self.heads, self.capacity + 1), np.int32)
+        b, h = np.ogrid[: self.batch, : self.heads]
+        if xp is np:
+            np.add.at(count, (b[..., None], h[..., None], ends), 1)
+        else:
+            count = count.at[b[..., None], h[..., None], ends].add(1)
+        row = xp.cumsum(count, -1)[..., slots]
+        shape = (self.batch, self.heads, self.num_q_blocks + 1, self.num_kv_blocks)
+        where = (b[..., None], h[..., None], row, indices)
+        return _put(xp, xp.zeros(shape, bool), where, True)[..., :-1, :]
+
+    def to_elements(self) -> ArrayT:
+        """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests."""
+        xp: Any = jnp if self._traced else np
+        blocks = self.to_blocks()
+        elements = xp.repeat(xp.repeat(blocks, self.block_q, -2), self.block_kv, -1)
+        elements = elements[..., : self.q_len, : self.kv_len]
+        offset = np.arange(self.kv_len)[None, :] - np.arange(self.q_len)[:, None]
+        return elements & self.band.allows(offset)
+
+    def density(self, *, per_head: bool = False) -> Any:
+        """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
+        xp: Any = jnp if self._traced else np
+        per = xp.asarray(self.kv_row_ptr)[..., -1] / max(self._grid.num_allowed, 1)
+        return per if per_head else per.mean()
+
+    def union(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
+        """Blocks active in either mask; shapes broadcast over batch and heads, rules must be equal."""
+        return self._combine(other, lambda a, b: a | b, capacity)
+
+    def intersection(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
+        """Blocks active in both masks; shapes broadcast over batch and heads, rules must be equal."""
+        return self._combine(other, lambda a, b: a & b, capacity)
+
+    __or__ = union
+    __and__ = intersection
+
+    def _combine(self, other: BlockMask, op: Callable, capacity: int | None) -> BlockMask:
+        if self._grid != other._grid:
+            raise ValueError(f"masks must have the same blocks, lengths and rule: {self._grid} and {other._grid}")
+        return BlockMask.from_blocks(
+            op(self.to_blocks(), other.to_blocks()),
+            **dataclasses.asdict(self._grid),
+            capacity=capacity,
+            transpose=self.has_transpose and other.has_transpose,
+        )
+
+    def partition_spec(self, batch: Any = None, heads: Any = None) -> BlockMask:
+        """This mask's tree with a PartitionSpec at every array: `in_specs` for `jax.shard_map` over batch and heads.
+
+        A dimension of size 1 is shared by all shards and stays replicated.
+        """
+        spec = PartitionSpec(batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
+        return jax.tree.map(lambda _: spec, self)
+
+    # -- files and pictures --------------------------------------------------------------------------------------------
+
+    def save(self, path: Any) -> None:
+        """Write one .npz file (no pickle), atomically."""
+        from xsake.hads.mask import file
+
+        file.save(self, path)
+
+    @classmethod
+    def load(cls, path: Any) -> BlockMask:
+        """Read a file that `save` wrote."""
+        from xsake.hads.mask import file
+
+        return file.load(path)
+
+    def __repr__(self) -> str:
+        rule = "causal" if self.is_causal else "no causal rule"
+        if self.local_window_size is not None:
+            rule += f", window {self.local_window_size}"
+        try:
+            shape = f"batch {self.batch}, heads {self.heads}, capacity {self.capacity}"
+        except (AttributeError, IndexError, TypeError):  # a tree of specs or of shapes
+            shape = "no arrays"
+        return (
+            f"BlockMask({self.q_len} x {self.kv_len}, blocks {self.block_q} x {self.block_kv}, {rule}, {shape}"
+            f"{'' if self.has_transpose else ', inference only'})"
+        )
+
+    def __str__(self) -> str:
+        from xsake.hads.mask import picture
+
+        return picture.draw(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    block_q: int
+    block_kv: int
+    q_len: int
+    kv_len: int
+    is_causal: bool
+    local_window_size: tuple[int | None, int | None] | None
+
+    @classmethod
+    def of(cls, block_q: int, block_kv: int, q_len: int, kv_len: int, is_causal: bool, window: Window) -> _Grid:
+        for name, value in (("block_q", block_q), ("block_kv", block_kv), ("q_len", q_len), ("kv_len", kv_len)):
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        pair = parse_window(window)
+        return cls(
+            int(block_q),
+            int(block_kv),
+            int(q_len),
+            int(kv_len),
+            bool(is_causal),
+            None if pair == (None, None) else pair,
+        )
+
+    @property
+    def num_q(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def num_kv(self) -> int:
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def num_allowed(self) -> int:
+        return _count_allowed(self)
+
+    def allowed_and_full(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool[nQ, nK] each: some element passes the rule; every element does and none is tail padding."""
+        band = Band.of(self.is_causal, self.local_window_size)
+        q_first = np.arange(self.num_q)[:, None] * self.block_q
+        k_first = np.arange(self.num_kv)[None, :] * self.block_kv
+        q_last = np.minimum(q_first + self.block_q, self.q_len) - 1
+        k_last = np.minimum(k_first + self.block_kv, self.kv_len) - 1
+        low, high = k_first - q_last, k_last - q_first
+        shape = (self.num_q, self.num_kv)
+        allowed = np.broadcast_to(band.touches(low, high), shape)
+        whole = (q_first + self.block_q <= self.q_len) & (k_first + self.block_kv <= self.kv_len)
+        full = np.broadcast_to(whole & band.allows(low) & band.allows(high), shape)
+        return allowed, full
+
+
+@lru_cache(maxsize=256)
+def _count_allowed(grid: _Grid) -> int:
+    return int(grid.allowed_and_full()[0].sum())
+
+
+def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
+    """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
+    if xp is np:
+        return _finished(xp, *_compress_concrete(active, full, capacity))
+    from xsake.hads.mask.compact import compact
+
+    return _finished(xp, *compact(active, full, capacity))
+
+
+def _finished(xp: Any, indices: ArrayT, row_ptr: ArrayT, num_full: ArrayT) -> tuple[ArrayT, ...]:
+    """With what kernels ask for besides: the last entry in all free slots, and the order of rows, longest first."""
+    capacity = indices.shape[-1]
+    used = xp.minimum(row_ptr[..., -1:], capacity)
+    last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
+    indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)
+    order = xp.argsort(-xp.diff(row_ptr, axis=-1), axis=-1, stable=True).astype(np.int32)
+    return indices, row_ptr, num_full, order
+
+
+def _compress_concrete(active: np.ndarray, full: np.ndarray, capacity: int) -> tuple[np.ndarray, ...]:
+    """(indices, row_ptr, num_full), the slots past the last entry 0."""
+    b, h, num_rows, num_columns = active.shape
+    num_full = (active & full).sum(-1, dtype=np.int32)
+    ends = np.cumsum(active.sum(-1, dtype=np.int32), -1, dtype=np.int32)
+    row_ptr = np.concatenate([np.zeros((b, h, 1), np.int32), ends], -1)
+
+    rank_full = np.cumsum(active & full, -1, dtype=np.int32) - 1
+    rank_partial = np.cumsum(active & ~full, -1, dtype=np.int32) - 1 + num_full[..., None]
+    slot = row_ptr[..., :-1, None] + np.where(full, rank_full, rank_partial)
+    slot = np.where(active, slot, capacity).reshape(b, h, -1)  # one spare slot swallows inactive blocks
+    column = np.broadcast_to(np.tile(np.arange(num_columns, dtype=np.int32), num_rows), slot.shape)
+    lead = np.ogrid[:b, :h]
+    indices = np.zeros((b, h, capacity + 1), np.int32)
+    indices[lead[0][..., None], lead[1][..., None], slot] = column
+    return indices[..., :-1], row_ptr, num_full
+
+
+def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
+    """The array with `array[where] = value`; a numpy array is changed in place."""
+    if xp is jnp:
+        return array.at[where].set(value)
+    array[where] = value
+    return array
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def density_bucket(density: float) -> float:
+    """The half-octave bucket that tuning is keyed by: 1, 0.707, 0.5, 0.354, 0.25, ... (never below 2**-10)."""
+    return round(2 ** (round(2 * math.log2(max(density, 2**-10))) / 2), 4)

@@ -1,0 +1,82 @@
+"""Compressed rows of a traced mask, without a sort and without a scan over the blocks.
+
+On a GPU a kernel writes them (`triton_compact`). Elsewhere a row's active blocks are packed into words of 32 bits. How
+many come before a block is then the count of the words before its own, a short sum, and of the lower bits in its own
+word: a block knows its slot from what lies next to it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int, UInt
+
+from xsake._device import on_gpu
+
+_MAX_COLUMNS = 8192  # of the kernel
+
+
+def compact(
+    active: Bool[Array, "b h rows columns"], full: Bool[np.ndarray, "rows columns"], capacity: int
+) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
+    """(columns of the active blocks row after row, row_ptr, num_full): in a row full ones ascending, then the others.
+
+    What does not fit the capacity is left out, and row_ptr counts it. Slots past the last entry hold anything.
+    """
+    b, h, _, columns = active.shape
+    if b * h * capacity >= 2**31:
+        raise ValueError(f"{b} x {h} lists of {capacity} blocks are more than 2**31 slots: give a smaller capacity")
+    by_xla = partial(_by_xla, full, capacity)
+    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active) if columns <= _MAX_COLUMNS else by_xla(active)
+
+
+def _by_kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    from xsake.hads.mask.triton_compact import compact
+
+    return compact(active, full, capacity)
+
+
+def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    b, h, _, columns = active.shape
+    first, second = _pack(active & full), _pack(active & ~full)
+    first_counts, second_counts = _ones(first), _ones(second)
+    num_full = first_counts.sum(-1)
+    ends = jnp.cumsum(num_full + second_counts.sum(-1), -1, dtype=jnp.int32)
+    row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
+
+    start = row_ptr[..., :-1, None]
+    first_slot = _slots(first, first_counts, start)
+    second_slot = _slots(second, second_counts, start + num_full[..., None])
+    slot = jnp.where(full, first_slot[..., :columns], second_slot[..., :columns])
+    head = jnp.arange(b * h, dtype=jnp.int32).reshape(b, h, 1, 1) * capacity
+    place = jnp.where(active & (slot < capacity), head + slot, b * h * capacity)  # out of range: dropped
+    column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), place.shape)
+    flat = jnp.zeros(b * h * capacity, jnp.int32)
+    flat = flat.at[place.reshape(-1)].set(column.reshape(-1), mode="drop", unique_indices=True)
+    return flat.reshape(b, h, capacity), row_ptr, num_full
+
+
+def _pack(bits: Bool[Array, "*lead columns"]) -> UInt[Array, "*lead words"]:
+    """Bit k of word w is column 32 w + k."""
+    words = -(-bits.shape[-1] // 32)
+    padded = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, 32 * words - bits.shape[-1])])
+    parts = padded.reshape(*bits.shape[:-1], words, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return parts.sum(-1, dtype=jnp.uint32)
+
+
+def _ones(words: UInt[Array, "*shape"]) -> Int[Array, "*shape"]:
+    return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _slots(
+    words: UInt[Array, "*lead words"], counts: Int[Array, "*lead words"], start: Int[Array, "*lead 1"]
+) -> Int[Array, "*lead bits"]:
+    """The slot of each bit if it is set: `start` and the set bits before it."""
+    before = start + jnp.cumsum(counts, -1, dtype=jnp.int32) - counts
+    lower = (jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)) - jnp.uint32(1)
+    inside = before[..., None] + _ones(words[..., None] & lower)
+    return inside.reshape(*words.shape[:-1], -1)

@@ -1,0 +1,78 @@
+"""BlockMask files: one .npz, plain arrays only, versioned, written atomically."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.hads.mask.block_mask import BlockMask
+
+FORMAT, VERSION = "xsake.BlockMask", 2
+
+
+def save(mask: BlockMask, path: str | os.PathLike) -> None:
+    arrays: dict[str, Any] = {}
+    static: dict[str, Any] = {}
+    for field in dataclasses.fields(mask):
+        value = getattr(mask, field.name)
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError("a traced BlockMask cannot be saved: save it outside jit")
+        if hasattr(value, "shape"):
+            arrays[field.name] = np.asarray(value)
+        else:
+            static[field.name] = value
+    header = json.dumps({"format": FORMAT, "version": VERSION, "static": static})
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez_compressed(file, header=np.array(header), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: str | os.PathLike) -> BlockMask:
+    try:
+        with open(path, "rb") as file:
+            arrays = dict(_read(file))
+        header = json.loads(str(arrays.pop("header")))
+        version = header["format"], header["version"]
+    except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a BlockMask file, or is damaged: {error}") from error
+    if version != (FORMAT, VERSION):
+        raise ValueError(
+            f"{path} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} version {VERSION}"
+        )
+    static: dict[str, Any] = header["static"]
+    given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(BlockMask)}
+    if given != wanted:
+        raise ValueError(
+            f"{path} is not a BlockMask file, or is damaged: fields {sorted(given ^ wanted)} are missing or unknown"
+        )
+    if static["local_window_size"] is not None:
+        static["local_window_size"] = tuple(static["local_window_size"])
+    lists: dict[str, Any] = {name: jnp.asarray(value) for name, value in arrays.items()}
+    return BlockMask(**static, **lists)
+
+
+def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:
+    archive = np.load(file, allow_pickle=False)
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError("a single array")
+    with archive:
+        for name in archive.files:
+            yield name, archive[name]

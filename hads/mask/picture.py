@@ -1,0 +1,66 @@
+"""A BlockMask as text: one small picture a head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from xsake.hads.mask.block_mask import BlockMask
+
+MAX_SIDE = 32
+MAX_PICTURES = 8
+WIDTH = 110
+SHADES = "·░▒▓█"
+
+
+def draw(mask: BlockMask) -> str:
+    """Head pictures side by side: `█` all blocks of a cell active, `·` none, shades between where cells are pooled."""
+    try:
+        blocks = np.asarray(mask.to_blocks())
+    except Exception:  # traced, or a tree of specs: there are no contents to draw
+        return repr(mask)
+    pictures: list[list[str]] = []
+    for b in range(mask.batch):
+        for h in range(mask.heads):
+            if len(pictures) < MAX_PICTURES:
+                title = f"head {h}" if mask.batch == 1 else f"batch {b} head {h}"
+                density = float(mask.density(per_head=True)[b, h])
+                pictures.append([f"{title}  {density:.1%}", *_lines(blocks[b, h])])
+    left_out = mask.batch * mask.heads - len(pictures)
+    more = [f"... and {left_out} more"] if left_out else []
+    head = f"{mask!r} density {float(mask.density()):.1%}"
+    return "\n".join([head, *_side_by_side(pictures), *more])
+
+
+def _lines(blocks: np.ndarray) -> list[str]:
+    return ["".join(SHADES[_shade(x)] for x in row) for row in _pool(blocks)]
+
+
+def _shade(share: float) -> int:
+    inner = len(SHADES) - 2
+    return 0 if share == 0 else len(SHADES) - 1 if share == 1 else 1 + min(int(share * inner), inner - 1)
+
+
+def _pool(blocks: np.ndarray) -> np.ndarray:
+    """Means over cells, so that no side is longer than MAX_SIDE."""
+    for axis in (0, 1):
+        size = blocks.shape[axis]
+        starts = np.unique(np.linspace(0, size, min(size, MAX_SIDE), endpoint=False).astype(int))
+        lengths = np.diff(np.append(starts, size))
+        blocks = np.add.reduceat(blocks.astype(float), starts, axis) / np.expand_dims(lengths, 1 - axis)
+    return blocks
+
+
+def _side_by_side(pictures: list[list[str]]) -> list[str]:
+    lines: list[str] = []
+    while pictures:
+        width = [max(map(len, p)) + 2 for p in pictures]
+        fit = max(1, int(np.searchsorted(np.cumsum(width), WIDTH, side="right")))
+        group, pictures = pictures[:fit], pictures[fit:]
+        for i in range(max(map(len, group))):
+            lines.append(
+                "".join((p[i] if i < len(p) else "").ljust(w) for p, w in zip(group, width, strict=False)).rstrip()
+            )
+    return lines

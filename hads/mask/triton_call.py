@@ -1,0 +1,80 @@
+"""Calls of the kernels that make masks on a GPU.
+
+The lowering is Pallas-Triton, which JAX has deprecated: all of HADS that depends on it stays in the triton*.py files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Float
+
+from xsake._trace import interpreting, vary, varying_axes
+
+TILE = 64  # blocks of queries, and of keys, that a program takes together
+
+Output = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, what of it a program sees
+
+
+def launch(
+    kernel: Callable,
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Sequence[tuple[Array, pl.BlockSpec]],
+    outputs: Sequence[Output],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] = {},
+) -> tuple[Array, ...]:
+    """kernel(*input refs, *output refs) for every place of the grid; `aliases` as of `pl.pallas_call`."""
+    axes = varying_axes([x for x, _ in inputs])
+    varying = jax.sharding.ManualAxisType(varying=axes)
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, _, spec in outputs],
+        out_shape=[jax.ShapeDtypeStruct(s, t, manual_axis_type=varying) for s, t, _ in outputs],
+        input_output_aliases=dict(aliases),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpreting(),
+        name=name,
+    )
+    return tuple(call(*(vary(x, axes) for x, _ in inputs)))
+
+
+def whole(*shape: int | None) -> pl.BlockSpec:
+    """All of an array, or with None one entry of each of the leading axes, by the grid's last axes in reverse.
+
+    >>> whole(None, None, 8, 8).index_map(5, 2, 1)  # a grid of (rows, heads, batch)
+    (1, 2, 0, 0)
+    """
+    lead = sum(size is None for size in shape)
+
+    def index(*place: Any) -> tuple:
+        return (*place[::-1][:lead], *(0,) * (len(shape) - lead))
+
+    return pl.BlockSpec(shape, index)
+
+
+def padded(side: int) -> tuple[int, int]:
+    """Rows and columns of the square of blocks as kernels hold it: whole tiles, and a power of two to sort."""
+    return -(-side // TILE) * TILE, max(pl.next_power_of_2(side), TILE)
+
+
+def pad(square: Float[Array, "B H n n"]) -> Float[Array, "B H m width"]:
+    """A square of blocks as kernels hold it."""
+    n = square.shape[-1]
+    rows, columns = padded(n)
+    return jnp.pad(square, ((0, 0), (0, 0), (0, rows - n), (0, columns - n)))
+
+
+def iota(n: int) -> Array:
+    return lax.iota(jnp.int32, n)

@@ -1,0 +1,93 @@
+"""HadsProfile files: JSON that a person can read, a line for each head, versioned, written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xsake.hads.profile.estimator import BUCKETS, KINDS
+from xsake.hads.profile.profile import _HEADS, _STATIC, _TABLES, HadsProfile
+
+FORMAT, VERSION = "xsake.HadsProfile", 3
+
+
+def save(profile: HadsProfile, path: str | os.PathLike) -> None:
+    profile.check()
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    head |= {name: getattr(profile, name) for name in _STATIC}
+    head |= {"feature_kinds": KINDS, "distance_buckets": BUCKETS.tolist()}
+    tables = {name: _numbers(getattr(profile, name)) for name in _TABLES}
+    lines = [
+        json.dumps({"layer": layer, "head": h} | {name: _numbers(getattr(profile, name)[layer, h]) for name in _HEADS})
+        for layer in range(profile.layers)
+        for h in range(profile.q_heads)
+    ]
+    # One name a line, and in `heads` one head a line.
+    rows = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in (head | tables).items()]
+    rows.append(' "heads": [\n  ' + ",\n  ".join(lines) + "\n ]")
+    text = "{\n" + ",\n".join(rows) + "\n}\n"
+
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: str | os.PathLike) -> HadsProfile:
+    damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
+    try:
+        data = json.loads(Path(path).read_text())
+        version = data["format"], data["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{damaged}: {error!r}") from error
+    if version != (FORMAT, VERSION):
+        raise ValueError(
+            f"{os.fspath(path)} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} version "
+            f"{VERSION}: calibrate again"
+        )
+    try:
+        if (tuple(data["feature_kinds"]), data["distance_buckets"]) != (KINDS, BUCKETS.tolist()):
+            raise ValueError("its features or distance buckets are not those of this version")
+        places = [(line["layer"], line["head"]) for line in data["heads"]]
+        layers, heads = (max(place[axis] for place in places) + 1 for axis in (0, 1))
+        if places != [(layer, h) for layer in range(layers) for h in range(heads)]:
+            raise ValueError("its heads are not complete and in order")
+        arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in _TABLES}
+        for name in _HEADS:
+            flat = np.asarray([line[name] for line in data["heads"]], np.float32)
+            arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
+        static: dict[str, Any] = {name: data[name] for name in _STATIC} | {"digests": tuple(data["digests"])}
+        for name in ("block", "length", "kv_heads"):
+            if not isinstance(static[name], int) or static[name] < 1:
+                raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
+        profile = HadsProfile(**arrays, **static)
+        profile.check()
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{damaged}: {error}") from error
+    return profile
+
+
+def shipped(model: str) -> HadsProfile:
+    """The profile of a published model that comes with xsake."""
+    with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / f"{model}.json") as path:
+        return load(path)
+
+
+def _numbers(value: Any) -> Any:
+    """Floats in the shortest form that reads back as the same float32."""
+    array = np.asarray(value, np.float32)
+    return float(str(array[()])) if array.ndim == 0 else [_numbers(x) for x in array]

@@ -1,0 +1,44 @@
+"""The rule: from masses, measured or estimated, to the blocks that are kept."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.gain import block_keys, gains_of_sorted
+from xsake.hads.selection.keep import nonnegative_order, row_counts
+
+
+def choose(
+    mass: Float[Array, "B H n n"],
+    grid: CausalGrid,
+    *,
+    sensitivity: Float[Array | np.ndarray, "H"],
+    burstiness: Float[Array | np.ndarray, "H"],
+    count: Int[Array | np.ndarray, "..."] | int | None = None,
+    threshold: Float[Array | np.ndarray, ""] | float | None = None,
+    forced: np.ndarray | None = None,
+) -> Bool[Array, "B H n n"]:
+    """The blocks with the largest gains (`selection.gain`), the forced ones among them.
+
+    Give `count`, the blocks that every sequence keeps: a number for all heads together, or [H], one for each head; or
+    `threshold`, the gain from which on a block is kept. A count must cover the forced blocks.
+    """
+    keys = block_keys(mass, grid, grid.forced() if forced is None else forced)
+    rows = jnp.sort(keys, -1)
+    gain = gains_of_sorted(rows, grid, sensitivity, burstiness)
+    if threshold is not None:
+        kept = (gain >= threshold).sum(-1)
+    else:
+        wanted = jnp.asarray(count, jnp.int32)
+        if wanted.ndim == 0:
+            b, h, n, _ = gain.shape
+            kept = row_counts(nonnegative_order(gain).reshape(b, h * n, n), wanted).reshape(b, h, n)
+        else:
+            kept = row_counts(nonnegative_order(gain), wanted)
+    # The gain falls along a row, so that what a row keeps are its heaviest blocks.
+    last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
+    return (keys >= last) & (kept > 0)[..., None]

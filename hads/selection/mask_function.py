@@ -1,0 +1,47 @@
+"""HADS as a model's mask function, and as the trainer's recalibration."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.select import select
+
+NAME = "in training"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose",))
+@dataclasses.dataclass(frozen=True)
+class HadsMask:
+    """`select` for every layer at an exact budget: `model(tokens, mask_fn=HadsMask.of(profile, 0.2, length))`.
+
+    A pytree of arrays: as an argument of a compiled step, a new profile or budget compiles nothing.
+    """
+
+    profile: HadsProfile
+    counts: Any  # i32[L]
+    transpose: bool = True
+
+    @classmethod
+    def of(cls, profile: HadsProfile, budget: float, length: int, *, transpose: bool = True) -> HadsMask:
+        """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only."""
+        return cls(profile, jnp.asarray(layer_counts(profile, budget, length), jnp.int32), transpose)
+
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+        return select(query, key, self.profile, self.counts, layer=layer, transpose=self.transpose)
+
+
+def mask_shape(*, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
+    """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
+    from xsake.hads.profile.shape import profile_shape
+
+    profile = profile_shape(model=name, block=block, length=length, **heads)
+    return HadsMask(profile, jax.ShapeDtypeStruct((profile.layers,), jnp.int32))

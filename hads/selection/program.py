@@ -1,0 +1,86 @@
+"""The program that chooses a layer's blocks: by kernels on NVIDIA GPUs where they serve the shapes, else by XLA."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake._device import on_gpu
+from xsake.hads.mask.compact import compact
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import Estimator
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.pooled import pool
+
+_MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
+
+
+class Given(NamedTuple):
+    """What a layer's blocks are chosen by; `kept` is the `count` or the `threshold` of `choose`."""
+
+    query: Any
+    key: Any
+    estimator: Estimator
+    sensitivity: Any
+    burstiness: Any
+    kept: dict[str, Any]
+
+
+def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None) -> Any:
+    """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room` their lists, so many slots a head."""
+    kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
+    return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
+
+
+def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
+    """Why HADS has no kernels for these shapes; None if it has."""
+    for name, value, most in (("head_dim", head_dim, 256), ("block", grid.block, 128)):
+        if value & (value - 1) or not 16 <= value <= most:
+            return f"{name}={value} must be a power of two from 16 to {most}"
+    if grid.side > _MAX_SIDE:
+        return f"{grid.side} blocks a row must be at most {_MAX_SIDE}"
+    return None
+
+
+def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
+    mass = block_mass(pool(given.query, given.key, grid), given.estimator, grid)
+    sensitivity, burstiness = given.sensitivity, given.burstiness
+    if heads < mass.shape[1]:
+        mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **given.kept)
+    return blocks if room is None else compact(blocks, grid.full(), room)
+
+
+def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
+    from xsake.hads.mask.triton_call import pad
+    from xsake.hads.selection import triton_choose, triton_estimate
+
+    logits = triton_estimate.block_logits(given.query, given.key, given.estimator, grid)
+    sensitivity, burstiness = given.sensitivity, given.burstiness
+    of_masses = heads < logits.shape[1]
+    if of_masses:
+        n = grid.side
+        mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
+        mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
+        logits = pad(mass)
+    rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
+    choice = triton_choose.choose(logits, grid, normalise=not of_masses, **rule)
+    return choice.blocks(grid) if room is None else choice.lists(grid, room)
+
+
+def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: int) -> tuple[Array, Array, Array]:
+    """Mass and burstiness of a KV head's mask: its query heads' means, weighted by sensitivity; and their sum of it."""
+    weight = sensitivity.reshape(groups, -1)
+    total = weight.sum(-1)
+    part = weight / total[:, None]
+    b, _, n, _ = mass.shape
+    return (
+        jnp.einsum("bkgij,kg->bkij", mass.reshape(b, groups, -1, n, n), part, precision=jax.lax.Precision.HIGHEST),
+        total,
+        (burstiness.reshape(groups, -1) * part).sum(-1),
+    )

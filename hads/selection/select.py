@@ -1,0 +1,113 @@
+"""HADS inside a forward: the mask of a layer from its queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.program import Given, chosen
+
+Mode = Literal["exact", "elastic", "static"]
+
+
+def select(
+    query: Any,
+    key: Any,
+    profile: HadsProfile,
+    budget: Any,
+    *,
+    layer: int,
+    mode: Mode = "exact",
+    per: Literal["query_head", "kv_head"] = "query_head",
+    capacity: int | None = None,
+    transpose: bool = True,
+) -> BlockMask:
+    """The causal mask of one layer that keeps the model closest to itself at a budget.
+
+    Estimates every block's attention mass from pooled queries and keys, and keeps the blocks that save most of Σ ω δ²
+    (`selection.gain`) over all rows and heads of the layer. Works under jit with static shapes and no host round trip,
+    and in a gradient, for which the mask is a constant.
+
+    Args:
+      query, key: of the layer, [B, T, H, D] and [B, T, K, D], rotary positions applied.
+      profile: of this model, from `hads.calibrate`.
+      budget: a share of the model's causal blocks (0.2 is 20%), or the counts that `hads.layer_counts` made of one,
+        i32[L] ([L, H] of `hads.head_counts` in the static mode), which may be traced: new ones do not recompile.
+      layer: this layer's number.
+      mode: "exact" keeps the layer's share of the budget on every input, to the block; "elastic" keeps what is worth
+        the gain at which the budget cuts on average, so that density follows the input (`budget` must be a float);
+        "static" keeps an exact number for each head, fixed by calibration.
+      per: a mask for each query head, or one for each KV head, which its query heads share.
+      capacity: list slots a head; by default all causal blocks, which always suffice.
+      transpose: whether gradients will be needed.
+
+    Raises ValueError for a profile of other heads, a layer that it has not, lengths that differ, and a budget under the
+    share of the blocks that are always on. Lengths beyond calibration are served: `HadsProfile` says how.
+    """
+    grid = check_inputs(query, key, profile, layer)
+    if mode not in ("exact", "elastic", "static"):
+        raise ValueError(f'{mode=} must be "exact", "elastic" or "static"')
+    if per not in ("query_head", "kv_head"):
+        raise ValueError(f'{per=} must be "query_head" or "kv_head"')
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"{capacity=} must be at least 1")
+    heads = profile.q_heads if per == "query_head" else profile.kv_heads
+    kept = _kept(profile, budget, mode, heads, grid.length, layer)
+
+    weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
+    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *weights, kept)))
+    shape: dict[str, Any] = dict(
+        block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
+    )
+    hint = density_bucket(budget) if isinstance(budget, float) else None
+    room = None if transpose or not isinstance(given.query, jax.core.Tracer) else capacity or grid.blocks
+    kept_blocks = chosen(grid, heads, given, room=room)
+    if room is None:
+        return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
+    return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
+
+
+def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> CausalGrid:
+    """The grid of a layer's inputs; ValueError where they are not the profile's. A traced layer is not checked."""
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(f"query and key must be [B, T, heads, D]; got shapes {query.shape} and {key.shape}")
+    given = query.shape[2], key.shape[2], query.shape[3]
+    wanted = profile.q_heads, profile.kv_heads, profile.head_dim
+    if given != wanted or key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"the profile of {profile.model!r} is for (query heads, KV heads, head_dim)={wanted}; query and key of "
+            f"shapes {query.shape} and {key.shape} have {given}: calibrate this model"
+        )
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
+            "keys (for a filled cache, attend densely)"
+        )
+    if isinstance(layer, int | np.integer) and not 0 <= layer < profile.layers:
+        raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
+    return CausalGrid(query.shape[1], profile.block)
+
+
+def _kept(profile: HadsProfile, budget: Any, mode: Mode, heads: int, length: int, layer: int) -> dict[str, Any]:
+    """The `count` or `threshold` of `choose`."""
+    if mode != "exact" and heads != profile.q_heads:
+        raise ValueError(f'{mode=} is calibrated for query heads; use mode="exact" with per="kv_head"')
+    if isinstance(budget, int | float):
+        if mode == "elastic":
+            return {"threshold": threshold(profile, budget, length)}
+        if mode == "static":
+            return {"count": head_counts(profile, budget, length)[layer].astype(np.int32)}
+        return {"count": int(layer_counts(profile, budget, length, heads=heads)[layer])}
+    wanted = {"exact": (profile.layers,), "static": (profile.layers, profile.q_heads)}.get(mode)
+    if wanted is None:
+        raise ValueError("the elastic mode takes its budget as a float")
+    if np.shape(budget) != wanted or not jnp.issubdtype(budget.dtype, jnp.integer):
+        raise ValueError(f"budget counts must be integers of shape {wanted}; got {budget.dtype}{np.shape(budget)}")
+    return {"count": jnp.asarray(budget, jnp.int32)[layer]}

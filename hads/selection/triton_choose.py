@@ -1,0 +1,293 @@
+"""The rule of `selection.choice` as GPU kernels: no row leaves its registers between its logits and its sorted gains.
+
+One kernel takes a row's logits to masses, sorts them and writes every block's gain in falling order of mass. Then the
+largest cut that enough blocks reach is found four bits at a time: since rows are sorted, a row's count above a cut is a
+search of a few steps, and fifteen cuts are searched at once. Counts are added up in integers, so that every run agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Bool, Float, Int
+
+from xsake.hads.mask.triton_call import TILE, iota, launch, whole
+from xsake.hads.profile.causal_grid import DENSE_ROWS, LAST_ROWS, LAST_WEIGHT, CausalGrid
+from xsake.hads.selection.gain import FORCED
+from xsake.hads.selection.triton_sort import sort_rows
+
+_TWO_ROWS = 512  # blocks a row up to which a program sorts two
+_SORT_WARPS, _CUT_WARPS, _LIST_WARPS = 4, 8, 4
+_LIST_ENTRIES = 2048  # that a program looks at
+_DIGIT = 4  # bits of the cut that one pass finds
+_PASSES = 6
+_DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut does not tell apart
+
+
+class Choice(NamedTuple):
+    """Rows keep their `kept` blocks with the largest keys, the least of which is `last`."""
+
+    keys: Int[Array, "B H m width"]
+    last: Int[Array, "B H n"]
+    kept: Int[Array, "B H n"]
+
+    def blocks(self, grid: CausalGrid) -> Bool[Array, "B H n n"]:
+        n = grid.side
+        reach = self.keys[:, :, :n, :n] >= self.last[..., None]
+        return reach & grid.causal() & (self.kept > 0)[..., None]
+
+    def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
+        """As `compact.compact` makes them of the blocks. The diagonal, which is always on, is the one partial block."""
+        b, h, _ = self.kept.shape
+        ends = jnp.cumsum(self.kept, -1, dtype=jnp.int32)
+        row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
+        num_full = jnp.where(grid.full().any(-1), self.kept - 1, 0)
+        return _columns(self, capacity, row_ptr), row_ptr, num_full
+
+
+def choose(
+    logits: Float[Array, "B H m width"],
+    grid: CausalGrid,
+    *,
+    sensitivity: Float[Array, "H"],
+    burstiness: Float[Array, "H"],
+    count: Int[Array | np.ndarray, "..."] | int | None = None,
+    threshold: Float[Array | np.ndarray, ""] | float | None = None,
+    normalise: bool = True,
+) -> Choice:
+    """`choice.choose`, from `padded` logits or, with `normalise=False`, from masses.
+
+    What lies above the diagonal or past the last row is never read. Gains that agree in 16 bits of their mantissa count
+    as equal.
+    """
+    b, h, m, width = logits.shape
+    n = grid.side
+    keys, rows, gain = _sorted_gains(logits, n, sensitivity, burstiness, normalise)
+    order = lax.bitcast_convert_type(gain, jnp.int32)
+    if threshold is not None:
+        cut = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
+        kept = _reach(order, cut, 0, n, m)[..., 0]
+    else:
+        wanted = jnp.asarray(count, jnp.int32)
+        groups = h if wanted.ndim else 1
+        wanted = jnp.broadcast_to(wanted, (b, groups))
+        grouped = order.reshape(b, groups, h // groups * m, width)
+        cut, above_all = _largest_cut(grouped, wanted, n, m)
+        reach = _reach(grouped, jnp.stack([cut, cut + 1], -1), _DROPPED, n, m)
+        above, equal = reach[..., 1], reach[..., 0] - reach[..., 1]
+        later = lax.cumsum(equal, 2, reverse=True) - equal
+        left = (wanted - above_all)[..., None]
+        kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
+    kept = kept[..., :n]
+    last = jnp.take_along_axis(rows[:, :, :n], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
+    return Choice(keys, last, kept)
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]) -> Int[Array, "B H {capacity}"]:
+    """Columns of the chosen blocks, row after row; slots past the last one are not written."""
+    b, h, m, width = choice.keys.shape
+    n = choice.kept.shape[-1]
+    tile = _LIST_ENTRIES // width or 1
+
+    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any) -> None:
+        first = pl.program_id(0) * tile
+        row = first + iota(tile)
+        exists = row < n
+        start = plgpu.load(row_ptr_ref.at[row], mask=exists, other=0)
+        end = plgpu.load(row_ptr_ref.at[row + 1], mask=exists, other=0)
+        last = plgpu.load(last_ref.at[row], mask=exists, other=0)
+        nonempty = exists & (end > start)
+
+        def at(used: int) -> None:
+            column = jnp.broadcast_to(iota(used)[None, :], (tile, used))
+            inside = (column <= row[:, None]) & nonempty[:, None]
+            keys = plgpu.load(keys_ref.at[pl.ds(first, tile), pl.ds(0, used)], mask=inside, other=-1)
+            chosen = inside & (keys >= last[:, None])
+            slot = start[:, None] + jnp.cumsum(chosen.astype(jnp.int32), 1) - 1
+            written = chosen & (slot < capacity)
+            # The spare slot is for interpretation, which writes also what is masked, back as it was.
+            plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], column, mask=written)
+
+        _by_width(first + tile - 1, width, at)
+
+    (out,) = launch(
+        kernel,
+        "hads_lists",
+        (-(-n // tile), h, b),
+        [
+            (choice.keys, whole(None, None, m, width)),
+            (choice.last, whole(None, None, n)),
+            (row_ptr, whole(None, None, n + 1)),
+        ],
+        [((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1))],
+        num_warps=_LIST_WARPS,
+    )
+    return out[..., :capacity]
+
+
+# -- gains -----------------------------------------------------------------------------------------------------------
+
+
+def _sorted_gains(
+    logits: Float[Array, "B H m width"], n: int, sensitivity: Array, burstiness: Array, normalise: bool
+) -> tuple[Array, ...]:
+    """The keys of `gain.block_keys`, and the same sorted upwards with their gains, [B, H, m, width] each.
+
+    A row's own are the last entries of the sorted ones; what lies before them is not written.
+    """
+    b, h, m, width = logits.shape
+    tile = 2 if width <= _TWO_ROWS else 1
+    steps = -(-n // tile)
+    scalars = jnp.stack([jnp.asarray(sensitivity), jnp.asarray(burstiness)], -1).astype(jnp.float32)
+
+    def kernel(logits_ref: Any, scalars_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
+        first = (steps - 1 - pl.program_id(0)) * tile  # long rows first
+        omega, phi = scalars_ref[0], scalars_ref[1]
+        row = (first + iota(tile))[:, None]
+        omega = jnp.where(row < n - LAST_ROWS, omega, LAST_WEIGHT * omega)
+
+        def at(used: int) -> None:
+            column = iota(used)[None, :]
+            inside = column <= row
+            here = (pl.ds(first, tile), pl.ds(0, used))
+            x = plgpu.load(logits_ref.at[here], mask=inside, other=-jnp.inf if normalise else 0.0)
+            if normalise:
+                x = jnp.exp(x - x.max(1)[:, None])
+                x = x / x.sum(1)[:, None]
+            keys = _keys(x, row, column, n)
+            plgpu.store(keys_ref.at[here], keys, mask=inside)
+            ordered = sort_rows(jnp.where(inside, keys, -1))
+            is_forced = ordered >= FORCED
+            bits = jnp.where(is_forced, ordered - FORCED, jnp.maximum(ordered, 0))
+            mass = lax.bitcast_convert_type(bits, jnp.float32)
+            gain = omega * mass * (2 * jnp.cumsum(mass, 1) - mass + phi)
+            gain = jnp.where(is_forced, jnp.inf, gain)
+            there = (pl.ds(first, tile), pl.ds(width - used, used))
+            plgpu.store(rows_ref.at[there], ordered, mask=ordered >= 0)
+            plgpu.store(gain_ref.at[there], gain, mask=ordered >= 0)
+
+        _by_width(first + tile - 1, width, at)
+
+    square = whole(None, None, m, width)
+    return launch(
+        kernel,
+        "hads_sorted_gains",
+        (steps, h, b),
+        [(logits, square), (scalars, pl.BlockSpec((None, 2), lambda i, h, b: (h, 0)))],
+        [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
+        num_warps=_SORT_WARPS,
+    )
+
+
+def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
+    """at(columns that a row needs): a quarter of them, half or all."""
+    widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
+    for shorter, used in zip([0, *widths], widths, strict=False):
+        pl.when((row >= shorter) & (row < used))(partial(at, used))
+
+
+def _keys(mass: Array, row: Array, column: Array, n: int) -> Array:
+    low = (1 << max(n - 1, 1).bit_length()) - 1
+    keys = (lax.bitcast_convert_type(mass, jnp.int32) & ~low) | column
+    forced = (column == 0) | (row - column <= 1) | (row < DENSE_ROWS)
+    return jnp.where(forced, keys + FORCED, keys)
+
+
+# -- the cut ---------------------------------------------------------------------------------------------------------
+
+
+def _largest_cut(
+    order: Int[Array, "B G rows width"], wanted: Int[Array, "B G"], n: int, m: int
+) -> tuple[Int[Array, "B G"], Int[Array, "B G"]]:
+    """The largest number that at least `wanted` entries of a group reach, without their lowest bits, and how many
+    are above it."""
+    b, groups, rows, width = order.shape
+    cuts = 1 << _DIGIT
+    counts = jnp.zeros((b, groups, _PASSES, cuts), jnp.int32)
+    block = whole(None, None, _PASSES, cuts)
+    for number in range(_PASSES):
+
+        def kernel(order_ref: Any, wanted_ref: Any, _: Any, counts_ref: Any, number: int = number) -> None:
+            digits = _known(counts_ref, wanted_ref[0], number) + (iota(cuts) << _place(number))
+            found = _search(order_ref, digits, _DROPPED, n, m)
+            jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
+
+        (counts,) = launch(
+            kernel,
+            f"hads_cut_{number}",
+            (rows // TILE, groups, b),
+            [(order, whole(None, None, rows, width)), (wanted[..., None], whole(None, None, 1)), (counts, block)],
+            [(counts.shape, jnp.int32, block)],
+            num_warps=_CUT_WARPS,
+            aliases={2: 0},
+        )
+    digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
+    cut = (digits << np.array([_place(number) for number in range(_PASSES)], np.int32)).sum(-1)
+    # The number after the cut is the next digit of the last pass that found less than the largest one. Every pass
+    # counted what reaches its digits, and of all that do not suffice it has the most.
+    return cut, jnp.where(counts < wanted[..., None, None], counts, 0).max((-2, -1))
+
+
+def _place(number: int) -> int:
+    return _DIGIT * (_PASSES - 1 - number)
+
+
+def _known(counts_ref: Any, wanted: Array, passes: int) -> Array:
+    """The digits that earlier passes found, in their places."""
+    cut = jnp.int32(0)
+    for number in range(passes):
+        enough = (counts_ref[number, :] >= wanted) & (iota(1 << _DIGIT) > 0)
+        cut = cut + (enough.astype(jnp.int32).sum() << _place(number))
+    return cut
+
+
+def _reach(
+    order: Int[Array, "B G rows width"], cuts: Int[Array, "B G C"], dropped: int, n: int, m: int
+) -> Int[Array, "B G rows C"]:
+    """How many entries of each row reach each cut."""
+    b, groups, rows, width = order.shape
+    c = cuts.shape[-1]
+
+    def kernel(order_ref: Any, cuts_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, n, m)
+
+    (out,) = launch(
+        kernel,
+        "hads_reach",
+        (rows // TILE, groups, b),
+        [(order, whole(None, None, rows, width)), (cuts, whole(None, None, c))],
+        [((b, groups, rows, c), jnp.int32, pl.BlockSpec((None, None, TILE, c), lambda i, g, b: (b, g, i, 0)))],
+        num_warps=1,
+    )
+    return out
+
+
+def _search(order_ref: Any, cuts: Int[Array, "C"], dropped: int, n: int, m: int) -> Int[Array, "R C"]:
+    """Entries of this program's rows that reach each cut; rows rise, and the i-th of each head has i + 1."""
+    width = order_ref.shape[1]
+    row = pl.program_id(0) * TILE + iota(TILE)
+    i = lax.rem(row, jnp.int32(m))
+    own = jnp.where(i < n, i + 1, 0)
+    shape = (TILE, cuts.shape[0])
+    row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
+    low = jnp.broadcast_to((width - own)[:, None], shape)
+    high = jnp.full(shape, width, jnp.int32)
+    for _ in range(width.bit_length()):
+        searching = low < high
+        middle = (low + high) >> 1
+        value = plgpu.load(order_ref.at[row, middle], mask=searching, other=0)
+        reaches = (value >> dropped) >= cuts
+        high = jnp.where(searching & reaches, middle, high)
+        low = jnp.where(searching & ~reaches, middle + 1, low)
+    return width - low

@@ -1,0 +1,299 @@
+"""The estimate of `pooled` and `estimate` as GPU kernels: queries and keys are read once, and no logit of a
+single key is written.
+
+Three steps: both sides' pooled features, with the weights applied; the tokens' feature of every pair of blocks; and
+their sum with the rest, tile by tile. Products are of 16-bit numbers, summed in float32: an estimate needs no more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Float
+
+from xsake._trace import interpreting
+from xsake.hads.mask.triton_call import TILE, Output, iota, launch, padded
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import Estimator, bucket_of
+from xsake.hads.selection.pooled import spread_weights
+
+_PARTS = 5
+_CHUNK, _PROGRAMS = 16, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
+_TOGETHER = 2  # query heads, at most, that share this reading
+_POOLED_BY_A_WARP = 8192  # numbers: more would not fit its registers
+_TOKENS_WARPS, _TOKENS_STAGES = 8, 2
+_SUM_WARPS, _SUM_STAGES = 4, 2
+_LOG2_E = math.log2(math.e)
+
+
+def block_logits(
+    query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], estimator: Estimator, grid: CausalGrid
+) -> Float[Array, "B H m width"]:
+    """`estimate.block_logits`, `padded`; what lies above the diagonal or past the last row is not written."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    together = math.gcd(heads // kv_heads, _TOGETHER)
+    q_mean, q_features = _pool_queries(query, estimator, grid, together)
+    k_features = _pool_keys(key, grid)
+    tokens = _tokens(q_mean, key, k_features, grid)
+    return _sum(q_features, k_features, tokens, estimator, grid, together)
+
+
+# -- pooled features -------------------------------------------------------------------------------------------------
+
+
+def _pool_queries(
+    query: Float[Array, "B T H D"], estimator: Estimator, grid: CausalGrid, together: int
+) -> tuple[Array, Array]:
+    """Means, [B, H / together, tiles, together * TILE, D], and weighted features, [B, H, m, 5, D].
+
+    The means' products with keys are logits in base 2.
+    """
+    b, _, h, d = query.shape
+    m, _ = padded(grid.side)
+    root, parts = d**-0.5, h // together
+    weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
+
+    def kernel(x_ref: Any, weights_ref: Any, mean_ref: Any, features_ref: Any) -> None:
+        mean, variance = _moments(x_ref, grid)
+        mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
+        parts = (
+            mean * root,
+            (mean * mean + variance) * (0.5 / d),
+            variance * (0.5 / d),
+            jnp.maximum(mean, 0) * root,
+            jnp.minimum(mean, 0) * root,
+        )
+        for number, part in enumerate(parts):
+            features_ref[:, number, :] = (part * weights_ref[:, number, :]).astype(features_ref.dtype)
+
+    def mean_at(part: Any, i: Any, b: Any) -> tuple:
+        return b, part, lax.div(i, TILE), 0, lax.rem(i, TILE), 0
+
+    mean, features = launch(
+        kernel,
+        "hads_pool_queries",
+        (parts, grid.side, b),
+        [
+            (query, _of_a_block(grid, together, d)),
+            (weights, pl.BlockSpec((together, _PARTS, d), lambda part, i, b: (part, 0, 0))),
+        ],
+        [
+            (
+                (b, parts, m // TILE, together, TILE, d),
+                query.dtype if query.dtype.itemsize == 2 else jnp.bfloat16,
+                pl.BlockSpec((None, None, None, together, None, d), mean_at),
+            ),
+            _features(b, h, m, together, d),
+        ],
+        num_warps=_pool_warps(grid.block * together * d),
+    )
+    return mean.reshape(b, parts, m // TILE, together * TILE, d), features
+
+
+def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
+    b, _, kv_heads, d = key.shape
+
+    def kernel(x_ref: Any, features_ref: Any) -> None:
+        mean, variance = _moments(x_ref, grid)
+        largest = _tokens_of(x_ref, grid, -jnp.inf).astype(jnp.float32).max(0)
+        smallest = _tokens_of(x_ref, grid, jnp.inf).astype(jnp.float32).min(0)
+        for number, part in enumerate((mean, variance, mean * mean, largest, smallest)):
+            features_ref[:, number, :] = part.astype(features_ref.dtype)
+
+    (features,) = launch(
+        kernel,
+        "hads_pool_keys",
+        (kv_heads, grid.side, b),
+        [(key, _of_a_block(grid, 1, d))],
+        [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
+        num_warps=_pool_warps(grid.block * d),
+    )
+    return features
+
+
+def _pool_warps(numbers: int) -> int:
+    return max(numbers // _POOLED_BY_A_WARP, 1)
+
+
+def _features(b: int, heads: int, m: int, together: int, d: int) -> Output:
+    spec = pl.BlockSpec((None, together, None, _PARTS, d), lambda h, i, b: (b, h, i, 0, 0))
+    return (b, heads, m, _PARTS, d), jnp.bfloat16, spec
+
+
+def _of_a_block(grid: CausalGrid, together: int, d: int) -> pl.BlockSpec:
+    """Heads before blocks: programs that run together read what lies together."""
+    return pl.BlockSpec((None, grid.block, together, d), lambda h, i, b: (b, i, h, 0))
+
+
+def _tokens_of(ref: Any, grid: CausalGrid, other: float) -> Array:
+    """This program's block, `other` past the last token."""
+    if grid.length % grid.block == 0:
+        return ref[...]
+    inside = (pl.program_id(1) * grid.block + iota(grid.block) < grid.length)[:, None, None]
+    inside = jnp.broadcast_to(inside, ref.shape)
+    return plgpu.load(ref.at[...], mask=inside, other=other)
+
+
+def _moments(ref: Any, grid: CausalGrid) -> tuple[Array, Array]:
+    """Mean and variance; the padding is 0 and counts only in the number of tokens."""
+    x = _tokens_of(ref, grid, 0.0).astype(jnp.float32)
+    share = 1 / _size(pl.program_id(1), grid)
+    mean = x.sum(0) * share
+    return mean, jnp.maximum((x * x).sum(0) * share - mean * mean, 0)
+
+
+def _size(block: Array, grid: CausalGrid) -> Array:
+    return jnp.minimum(grid.length - block * grid.block, grid.block).astype(jnp.float32)
+
+
+# -- the tokens' feature ---------------------------------------------------------------------------------------------
+
+
+def _tokens(
+    mean: Float[Array, "B parts tiles R D"],
+    key: Float[Array, "B T K D"],
+    k_features: Float[Array, "B K m 5 D"],
+    grid: CausalGrid,
+) -> Float[Array, "B parts tiles m R"]:
+    """Of a tile's mean queries and each block's keys, the log of the mean exponential."""
+    b, parts, tiles, rows, d = mean.shape
+    kv_heads = key.shape[2]
+    chunk = _chunk(b * parts * tiles * grid.side)
+    chunks = -(-grid.side // chunk)
+    m, tail = padded(grid.side)[0], grid.length % grid.block
+
+    def kernel(mean_ref: Any, key_ref: Any, features_ref: Any, out_ref: Any) -> None:
+        tile, first = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * chunk
+        q = mean_ref[...]
+
+        def step(j: Array, about: Array) -> Array:
+            token = j * grid.block + iota(grid.block)
+            inside = jnp.broadcast_to((token < grid.length)[:, None], (grid.block, d)) if tail else None
+            here = key_ref.at[pl.ds(j * grid.block, grid.block), :]
+            k = plgpu.load(here, mask=inside, other=0.0 if tail else None)
+            above = _exp2(_dot(q, k.astype(q.dtype)) - about[:, None])
+            if tail:
+                above = jnp.where((token < grid.length)[None, :], above, 0.0)
+            average = above.sum(1) / _size(j, grid)
+            # Nothing stands out from the block before by a factor of 2 ** 120.
+            out = about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
+            out_ref[j, :] = out * (1 / _LOG2_E)
+            return out
+
+        # Exponents are taken about the result of the block before: no pass for the largest logit or the mean.
+        about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
+        last = jnp.minimum(jnp.minimum((tile + 1) * TILE, first + chunk), grid.side)
+        lax.fori_loop(first, last, step, about)
+
+    def at(place: Any, part: Any, b: Any) -> tuple:
+        return b, part, lax.div(place, chunks), 0, 0
+
+    def kv_head(part: Any) -> Any:
+        return lax.div(part, parts // kv_heads)
+
+    (out,) = launch(
+        kernel,
+        "hads_tokens",
+        (tiles * chunks, parts, b),
+        [
+            (mean, pl.BlockSpec((None, None, None, rows, d), at)),
+            (key, pl.BlockSpec((None, grid.side * grid.block, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
+            (k_features, pl.BlockSpec((None, None, m, _PARTS, d), lambda _, p, b: (b, kv_head(p), 0, 0, 0))),
+        ],
+        [((b, parts, tiles, m, rows), jnp.float32, pl.BlockSpec((None, None, None, m, rows), at))],
+        num_warps=_TOKENS_WARPS,
+        num_stages=_TOKENS_STAGES,
+    )
+    return out
+
+
+def _chunk(tiles: int) -> int:
+    """Blocks of keys for one program: few where there is little to do, so that every processor has some."""
+    return min(max(pl.next_power_of_2(tiles // _PROGRAMS + 1) // 2, 4), _CHUNK)
+
+
+def _exp2(x: Array) -> Array:
+    if interpreting():
+        return jnp.exp2(x)
+    # The plain one handles denormals, which are 0 here, in four instructions more.
+    asm = "ex2.approx.ftz.f32 $0, $1;"
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[like])[0]
+
+
+# -- their sum -------------------------------------------------------------------------------------------------------
+
+
+def _sum(
+    q_features: Float[Array, "B H m 5 D"],
+    k_features: Float[Array, "B K m 5 D"],
+    tokens: Float[Array, "B parts tiles m R"],
+    estimator: Estimator,
+    grid: CausalGrid,
+    together: int,
+) -> Float[Array, "B H m width"]:
+    b, h, m, _, d = q_features.shape
+    kv_heads = k_features.shape[1]
+    group, tiles = h // kv_heads, m // TILE
+    width = padded(grid.side)[1]
+    by_distance = jnp.asarray(estimator.distance)[:, bucket_of(np.arange(m))]
+    scalars = jnp.stack([jnp.asarray(estimator.tokens), jnp.asarray(estimator.sink)], -1)
+
+    def kernel(q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, scalars_ref: Any, out_ref: Any) -> None:
+        i, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(j <= i)
+        def _() -> None:
+            here = pl.ds(j * TILE, TILE)
+
+            def add(part: Array, total: Array) -> Array:
+                return total + _dot(k_ref[here, part, :], q_ref[:, part, :])
+
+            # The tokens' feature has keys before queries.
+            sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
+            sums = (sums + scalars_ref[0] * tokens_ref[here, :]).T
+            row, column = (i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
+            distance = jnp.maximum(row - column, 0)
+            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, scalars_ref[1], 0.0)
+            out_ref[:, here] = sums
+
+    def tokens_at(i: Any, j: Any, x: Any) -> tuple:
+        return x // h, x % h // together, i, 0, x % together
+
+    (out,) = launch(
+        kernel,
+        "hads_block_logits",
+        (tiles, tiles, b * h),
+        [
+            (q_features, pl.BlockSpec((None, None, TILE, _PARTS, d), lambda i, j, x: (x // h, x % h, i, 0, 0))),
+            (
+                k_features,
+                pl.BlockSpec((None, None, m, _PARTS, d), lambda i, j, x: (x // h, x % h // group, 0, 0, 0)),
+            ),
+            (tokens, pl.BlockSpec((None, None, None, m, TILE), tokens_at)),
+            (by_distance, pl.BlockSpec((None, m), lambda i, j, x: (x % h, 0))),
+            (scalars, pl.BlockSpec((None, 2), lambda i, j, x: (x % h, 0))),
+        ],
+        [
+            (
+                (b, h, m, width),
+                jnp.float32,
+                pl.BlockSpec((None, None, TILE, width), lambda i, j, x: (x // h, x % h, i, 0)),
+            )
+        ],
+        num_warps=_SUM_WARPS,
+        num_stages=_SUM_STAGES,
+    )
+    return out
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """a @ b.T in float32."""
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,53 @@
+"""The `xsake` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xsake._cli import autotune, data, generate, hads, model, train, tuning
+
+app = typer.Typer(
+    help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.command("info")
+def _info() -> None:
+    """Devices, versions, which implementation serves what here, and where its tuning comes from."""
+    from xsake._cli import info
+
+    info.show()
+
+
+@app.command("demo")
+def _demo(
+    length: int = typer.Option(4096, help="Tokens.", min=256),
+    heads: int = typer.Option(8, help="Heads; their densities run from 10% to 90%.", min=2),
+    head_dim: int = typer.Option(64, help="Size of a head.", min=16),
+    model: bool = typer.Option(True, help="Also SmolLM2 with HADS; it is fetched if it is not here (93 MB)."),
+    out: Annotated[Path, typer.Option(help="Where its records and pictures go.")] = Path("out/demo"),
+) -> None:
+    """A mask for each head, sparse attention against dense on this machine: the same numbers, and the time of each;
+    then a language model with fewer and fewer blocks, chosen by HADS and by others."""
+    from xsake._cli import demo, demo_model, info
+
+    info.show()
+    demo.show(length=length, heads=heads, head_dim=head_dim)
+    if model:
+        demo_model.show(out)
+
+
+app.command()(autotune.autotune)
+app.add_typer(tuning.app, name="tuning")
+app.command()(generate.generate)
+app.add_typer(model.app, name="model")
+app.add_typer(data.app, name="data")
+app.command()(train.train)
+app.command()(hads.calibrate)
+app.command()(hads.evaluate)

@@ -1,0 +1,41 @@
+"""`xsake data`: make training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xsake._cli.errors import plain_errors
+
+app = typer.Typer(help="Make training data from text.", no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Make training data from text."""
+
+
+@app.command()
+def build(
+    files: Annotated[list[Path], typer.Argument(help="Text files, or folders of them; each file is one text.")],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary that is trained.")] = 16384,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
+    holdout: Annotated[float, typer.Option(help="Share of the texts that is kept for evaluation.")] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in a file.", min=1)] = 1 << 25,
+) -> None:
+    """Train a byte-level BPE tokenizer on text, and write the text as memory-mapped token files."""
+    with plain_errors():
+        from xsake.model import data_build
+
+        built = data_build.build(
+            files, out, vocab_size=vocab, tokenizer=tokenizer, holdout=holdout, shard_tokens=shard_tokens
+        )
+        per_token = built.bytes_read / max(1, sum(built.tokens.values()))
+        typer.echo(f"{out}: vocabulary of {built.vocab_size}, {per_token:.2f} bytes a token")
+        for split, tokens in built.tokens.items():
+            typer.echo(f"{split:6} {tokens:>13,} tokens from {built.texts[split]:,} texts")
+        if built.not_utf8:
+            typer.echo(f"{built.not_utf8} files were not UTF-8; their other bytes became replacement characters")

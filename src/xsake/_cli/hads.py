@@ -1,0 +1,154 @@
+"""`xsake calibrate` and `xsake evaluate`: HADS on a model, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xsake._cli.errors import plain_errors
+
+Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
+Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
+Domains = Annotated[str | None, typer.Option(help="Only these domains, comma-separated.")]
+DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default the latter on a GPU or TPU.")]
+
+
+def calibrate(
+    texts: Texts,
+    out: Annotated[Path, typer.Option(help="Where the profile goes (JSON).")],
+    model: Model = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=64)] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences of each domain.", min=1)] = 4,
+    block: Annotated[int, typer.Option(help="Tokens of a block.", min=8)] = 64,
+    domains: Domains = None,
+    dtype: DType = None,
+) -> None:
+    """Learn a model's heads from a few texts: what HADS needs to choose their blocks."""
+    with plain_errors():
+        import numpy as np
+
+        from xsake.hads.calibration.calibrate import calibrate
+        from xsake.hads.study.texts import load_texts
+
+        loaded, encode = _load(model, texts, dtype)
+        found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
+        typer.echo(
+            f"{len(found)} sequences of {length} tokens from {', '.join(dict.fromkeys(t.domain for t in found))}"
+        )
+        with _progress() as progress:
+            profile = calibrate(
+                loaded, np.stack([t.tokens for t in found]), name=_name(model), block=block, progress=progress
+            )
+        profile.save(out)
+        typer.echo(f"{profile!r}\n{out}")
+
+
+def evaluate(
+    texts: Texts,
+    profile: Annotated[Path, typer.Option(help="From `xsake calibrate`.", exists=True)],
+    out: Annotated[
+        Path, typer.Option(help="A folder for records, tables and pictures; a run that was cut off goes on.")
+    ],
+    model: Model = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=64)] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences of each domain.", min=1)] = 4,
+    methods: Annotated[
+        str, typer.Option(help="Names or groups, comma-separated: short, published, forced, oracles, ablations, ...")
+    ] = "short",
+    budgets: Annotated[str, typer.Option(help="Shares of active blocks, comma-separated.")] = "0.2,0.43",
+    layers: Annotated[str, typer.Option(help="A budget's division among layers: profile or uniform.")] = "profile",
+    tasks: Annotated[int, typer.Option(help="Also so many of each task, made from the first texts.", min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    domains: Domains = None,
+    dtype: DType = None,
+) -> None:
+    """Compare HADS with patterns, published methods and oracles at exactly equal numbers of blocks.
+
+    Each method moves the model's predictions; the table says how far, and whether HADS moves them less. Tasks (copies,
+    pairs and needles far back in the text) say how many of the dense model's right answers each method keeps.
+    """
+    with plain_errors():
+        import jax.numpy as jnp
+
+        from xsake.hads.profile.profile import HadsProfile
+        from xsake.hads.study.evaluation import evaluate
+        from xsake.hads.study.groups import expand
+        from xsake.hads.study.records import Records
+        from xsake.hads.study.result import write
+        from xsake.hads.study.tasks import make
+        from xsake.hads.study.texts import load_texts
+
+        learned = HadsProfile.load(profile)
+        name = _name(model)
+        if learned.model != name:
+            raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
+        names, shares = expand(methods), [float(b) for b in budgets.split(",")]
+        loaded, encode = _load(model, texts, dtype, needs_tokenizer=tasks > 0)
+        found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
+        if tasks:
+            assert encode is not None
+            if asking := sorted({text.domain for text in found if text.items is not None}):
+                raise ValueError(f"{', '.join(asking)} of the texts are tasks already: leave --tasks out")
+            found += make([text.tokens for text in found[:tasks]], encode)
+        about = {"model": name, "length": length, "block": learned.block, "dtype": jnp.dtype(loaded.dtype).name}
+        records = Records(out / "records.jsonl", about)
+        with _progress() as progress:
+            evaluate(
+                loaded,
+                learned,
+                found,
+                methods=names,
+                budgets=shares,
+                records=records,
+                batch=batch,
+                layers=layers,
+                progress=progress,
+            )
+        write(records, out, model=loaded, profile=learned, text=found[0])
+
+
+def _load(
+    model: str, texts: list[Path], dtype: str | None, *, needs_tokenizer: bool = False
+) -> tuple[Any, Callable[[str], list[int]] | None]:
+    """The model and, if it is needed or some text is plain, its tokenizer's `encode`."""
+    import jax
+    import jax.numpy as jnp
+
+    from xsake.model import load_pretrained, load_tokenizer, open_model
+
+    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in kinds:
+        raise ValueError(f"{dtype=} must be float32 or bfloat16")
+    file = open_model(model)
+    needs_tokenizer |= any(path.suffix != ".npz" for path in texts)
+    encode = load_tokenizer(file).encode if needs_tokenizer else None
+    return load_pretrained(file, dtype=kinds[dtype], param_dtype=kinds[dtype]), encode
+
+
+def _name(model: str) -> str:
+    """A published model's name, also of its file; otherwise the file's own."""
+    from xsake.model.fetch import PUBLISHED
+
+    files = {Path(published.member).name: name for name, published in PUBLISHED.items()}
+    return model if model in PUBLISHED else files.get(Path(model).name, Path(model).stem)
+
+
+def _split(names: str | None) -> list[str] | None:
+    return None if names is None else names.split(",")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that says what is being done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("")
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

@@ -1,0 +1,44 @@
+"""What device a call runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def platform_of(array: Any) -> str:
+    """The platform of a concrete array's device; while tracing, the default one."""
+    device = _device_of(array)
+    return jax.default_backend() if device is None else device.platform
+
+
+def device_kind(array: Any) -> str:
+    """The kind of a concrete array's device; while tracing, of the default one."""
+    device = _device_of(array)
+    return (jax.local_devices()[0] if device is None else device).device_kind
+
+
+def _device_of(array: Any) -> jax.Device | None:
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices()))
+    return None
+
+
+def compute_capability() -> str | None:
+    """Of the first local GPU, such as "9.0"; None without one, or where it is not NVIDIA's."""
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+    capability = str(getattr(device, "compute_capability", ""))
+    return capability if capability.replace(".", "", 1).isdigit() else None
+
+
+def on_gpu(kernels: Callable, otherwise: Callable, *args: Any) -> Any:
+    """`kernels(*args)` where this is compiled for a GPU of compute capability 8.0 or above, else `otherwise(*args)`."""
+    capability = compute_capability()
+    if capability is None or float(capability) < 8.0:
+        return otherwise(*args)
+    return jax.lax.platform_dependent(*args, cuda=kernels, default=otherwise)

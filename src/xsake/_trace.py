@@ -1,0 +1,45 @@
+"""The context in which a call is traced: interpreted or compiled, and over which mesh axes its arrays vary."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax import Array
+
+_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpret", default=False)
+
+
+@contextlib.contextmanager
+def interpret(on: bool = True) -> Iterator[None]:
+    """Inside, accelerator backends run on any machine by interpretation: slow, for tests and for debugging kernels.
+
+    It is read while tracing: a function that was compiled outside is not interpreted inside.
+    """
+    token = _interpret.set(on)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    return _interpret.get()
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which anything in the tree varies: empty outside `jax.shard_map`."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The same values, typed as varying over all of `axes`; its transpose sums over the axes that are added."""
+
+    def cast(x: Array) -> Array:
+        missing = tuple(axes - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)

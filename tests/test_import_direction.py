@@ -1,0 +1,121 @@
+"""Who may import whom, read from the sources: the floors of the house, and no circle of modules."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "xsake"
+
+# From the ground up. A room imports itself and floors below its own: no floor above, and no neighbour.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("xsake._trace", "xsake._device"),
+    ("xsake.hads.mask", "xsake.tuning_db"),
+    ("xsake._backend",),
+    ("xsake.kernels_xla_ref", "xsake.kernels_pallas_gpu", "xsake.kernels_pallas_tpu", "xsake._registry"),
+    ("xsake._arguments", "xsake._fold", "xsake._tuned"),
+    ("xsake._op",),
+    ("xsake",),  # the door to the operation and to masks
+    ("xsake.hads.profile",),
+    ("xsake.hads.selection",),
+    ("xsake.hads.calibration",),
+    ("xsake.hads",),  # the door to HADS
+    ("xsake.hads.study", "xsake.autotune"),
+    ("xsake.model",),
+    ("xsake._cli",),
+    ("xsake.__main__", "xsake.autotune.__main__"),
+)
+# A door hands out names of the rooms behind it, which it imports when they are first asked for.
+DOORS = ("xsake", "xsake.hads")
+# A class forwards saving, loading and drawing to modules that know the class.
+FORWARDED = {
+    ("xsake.hads.mask.block_mask", "xsake.hads.mask.file"),
+    ("xsake.hads.mask.block_mask", "xsake.hads.mask.picture"),
+    ("xsake.hads.profile.profile", "xsake.hads.profile.file"),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package; subpackages are links to folders beside src."""
+    found = {}
+    for folder, _, files in os.walk(SOURCE, followlinks=True):
+        for path in (Path(folder) / file for file in files if file.endswith(".py")):
+            parts = path.relative_to(SOURCE).with_suffix("").parts
+            found[".".join(("xsake", *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The package's modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports from the package's root"
+            for alias in node.names if node.module in MODULES else ():
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
+
+
+GRAPH = {name: set(imports(path)) for name, path in MODULES.items()}
+
+
+def place(module: str) -> tuple[int, str]:
+    """(floor, room) of a module: the longest room name that it begins with."""
+    if module in DOORS:
+        return next((floor, module) for floor, rooms in enumerate(FLOORS) if module in rooms)
+    rooms = [
+        (len(room), floor, room)
+        for floor, rooms in enumerate(FLOORS)
+        for room in rooms
+        if room not in DOORS and (module == room or module.startswith(f"{room}."))
+    ]
+    assert rooms, f"{module} stands on no floor: name its place in FLOORS"
+    return max(rooms)[1:]
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - set(DOORS)))
+def test_a_module_imports_only_floors_below_its_own(name):
+    floor, room = place(name)
+    for other in GRAPH[name] - {name}:
+        other_floor, other_room = place(other)
+        assert other_room == room or other_floor < floor, f"{name} imports {other}, which does not stand below it"
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    graph = {
+        name: {other for other in others if (name, other) not in FORWARDED and other not in DOORS} - {name}
+        for name, others in GRAPH.items()
+        if name not in DOORS
+    }
+    TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def test_forwarding_is_still_needed():
+    assert all(other in GRAPH[name] for name, other in FORWARDED)
+
+
+def test_hads_has_a_few_rooms():
+    entries = [entry.name for entry in (ROOT / "hads").iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= 7, sorted(entries)
+
+
+def test_no_file_is_longer_than_500_lines():
+    skipped = {".git", ".mypy_cache", ".pytest_cache", "build", "dist", "vendor", "out"}
+    long = {}
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".venv")]
+        for path in (Path(folder) / file for file in files if file.endswith(".py")):
+            lines = len(path.read_text().splitlines())
+            if lines > 500:
+                long[str(path.relative_to(ROOT))] = lines
+    assert not long, long
