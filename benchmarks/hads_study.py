@@ -42,8 +42,7 @@ from xsake.hads.calibration.fit import STEPS, fit_weights
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.profile.shape import profile_shape
+from xsake.hads.profile.profile import HadsProfile, profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
 from xsake.hads.study.evaluation import evaluate

@@ -77,14 +77,10 @@ def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskF
     """HADS at the configuration's density. Raises where the blocks that are always on do not leave it a choice."""
     from xsake.hads.calibration.recalibration import recalibration
     from xsake.hads.profile.budgets import uniform_counts
-    from xsake.hads.profile.causal_grid import DENSE_ROWS, CausalGrid
+    from xsake.hads.profile.causal_grid import CausalGrid
 
     grid = CausalGrid(config.length, config.block)
-    if grid.side <= 2 * DENSE_ROWS:
-        raise ValueError(
-            f'attention="hads" needs more than {2 * DENSE_ROWS} blocks a sequence; length={config.length} in blocks of '
-            f"block={config.block} has {grid.side}"
-        )
+    grid.check_choice('attention="hads": sequences')
     uniform_counts(1, 1, config.density, grid)
     if jax.process_count() > 1:
         raise ValueError('attention="hads" calibrates within one process: give the trainer a recalibrate callback')

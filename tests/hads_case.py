@@ -6,6 +6,7 @@ import numpy as np
 
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.rule import RULE
 
 
 def random_profile(
@@ -36,6 +37,7 @@ def random_profile(
         length=256,
         kv_heads=kv_heads,
         digests=("0123456789abcdef",),
+        rule=RULE,
     )
 
 

@@ -16,8 +16,9 @@ from xsake.hads.calibration.calibrate import _for_large_errors
 from xsake.hads.calibration.fit import fit_estimator
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
-from xsake.hads.profile.budgets import FREE_SHARES
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import FREE_SHARES
+from xsake.hads.profile.rule import RULE
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import pool
 from xsake.model import PRESETS, Transformer
@@ -83,7 +84,7 @@ def test_cost_of_dropping_is_that_of_dense_attention():
 
 
 def test_sensitivity_is_eased_more_within_layers_than_between_them():
-    eased = _for_large_errors(np.array([[1.0, 16.0], [256.0, 4096.0]]))
+    eased = _for_large_errors(np.array([[1.0, 16.0], [256.0, 4096.0]]), RULE)
     np.testing.assert_allclose(eased[:, 1] / eased[:, 0], 4, rtol=1e-5)
     np.testing.assert_allclose(eased[1] / eased[0], 64, rtol=1e-5)
     assert eased.mean() == pytest.approx(1)

@@ -20,6 +20,7 @@ from xsake.hads.mask import compact, triton_compact
 from xsake.hads.mask.triton_call import pad, padded
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
+from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection import choice, estimate, program, triton_choose, triton_estimate
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.program import unsupported
@@ -100,7 +101,9 @@ def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     "name", ["all heads together", pytest.param("a number a head", marks=pytest.mark.slow), "a threshold"]
 )
 def test_choice_is_xlas(name: str):
-    grid = CausalGrid(630, 16)
+    """By other constants than the present ones too."""
+    other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
+    grid = CausalGrid(630, 16, other if name == "a threshold" else RULE)
     _, mass = of_few_values(grid)
     wanted = choice.choose(jnp.asarray(mass), grid, **rule(1, 3), **COUNTS[name])
     with interpret():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from xsake.hads import HadsProfile
+from xsake.hads.profile.rule import VERSION_3, Rule
 
 
 def test_round_trip_is_exact_and_readable(tmp_path: Path):
@@ -44,6 +45,28 @@ def test_a_profile_that_is_wrong_is_not_written(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_profile_keeps_the_rule_that_it_was_made_with(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    made_with = Rule(sink_blocks=2, near_blocks=3, dense_rows=1, last_rows=5, last_weight=2.5)
+    dataclasses.replace(case.random_profile(), rule=made_with).save(path)
+    again = HadsProfile.load(path)
+    assert again.rule == made_with
+    i = np.arange(16)
+    forced = (i < 2) | (i[:, None] - i <= 3) | (i[:, None] < 1)
+    assert np.array_equal(again.grid(256).forced(), forced & (i[:, None] >= i))
+    assert again.grid(256).row_weights().tolist() == [1.0] * 11 + [2.5] * 5
+
+
+def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path):
+    """Also when the present rule has moved on."""
+    path = tmp_path / "profile.json"
+    case.random_profile().save(path)
+    data = json.loads(path.read_text())
+    del data["rule"]
+    path.write_text(json.dumps(data | {"version": 3}))
+    assert HadsProfile.load(path).rule == VERSION_3 == Rule(last_rows=2, last_weight=4.0, dense_rows=4)
+
+
 def test_files_that_are_no_profiles(tmp_path: Path):
     path = tmp_path / "profile.json"
     case.random_profile().save(path)
@@ -57,12 +80,22 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     refused("", "not a HADS profile, or is damaged")
     refused(json.dumps(good)[:-20], "damaged")
     refused("[1, 2]", "damaged")
-    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* version 3: calibrate again")
+    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3 and 4: calibrate again")
     refused(json.dumps(good | {"format": "other"}), "format 'other'")
     refused(json.dumps({k: v for k, v in good.items() if k != "block"}), "block")
     refused(json.dumps(good | {"block": -64}), "block=-64 must be")
     refused(json.dumps(good | {"heads": good["heads"][:-1]}), "not complete and in order")
     refused(json.dumps(good | {"distance_buckets": [0, 1]}), "features or distance buckets")
+    refused(json.dumps(good | {"heads": [*good["heads"][:-1], good["heads"][-1] | {"layer": 10**12}]}), "not complete")
+    refused(json.dumps(good | {"heads": []}), "damaged")
+    refused(json.dumps(good | {"heads": 7}), "damaged")
+    refused(json.dumps(good | {"free_shares": [10**400]}), "damaged")
+    refused(json.dumps(good | {"digests": "abc"}), "digests a list of strings")
+    refused(json.dumps(good | {"model": 3}), "model must be a string")
+    refused(json.dumps(good | {"rule": good["rule"] | {"dense_rows": -1}}), "dense_rows=-1 must be an int from 0")
+    refused(json.dumps(good | {"rule": good["rule"] | {"own_part": float("nan")}}), "own_part=nan must be a number")
+    refused(json.dumps(good | {"rule": {"colour": 1}}), "colour")
+    refused("[" * 100_000, "damaged")
     short = [line | {"features": line["features"][:1]} for line in good["heads"]]
     refused(json.dumps(good | {"heads": short}), "features must have shape")
     with pytest.raises(FileNotFoundError):

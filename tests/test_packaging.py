@@ -21,7 +21,8 @@ def folders_with_code() -> set[str]:
 def test_every_folder_is_declared_and_linked() -> None:
     expected = {f"xsake.{name}" for name in folders_with_code()} | {"xsake"}
     assert set(PACKAGES["package-dir"]) == expected
-    inits = (path.relative_to(ROOT) for name in folders_with_code() for path in (ROOT / name).rglob("__init__.py"))
+    inits = [path.relative_to(ROOT) for name in folders_with_code() for path in (ROOT / name).rglob("__init__.py")]
+    inits += [path.relative_to(ROOT / "src" / "xsake") for path in (ROOT / "src" / "xsake").glob("*/__init__.py")]
     nested = {".".join(("xsake", *path.parent.parts)) for path in inits}
     assert set(PACKAGES["packages"]) == nested | {"xsake"}
     for name in folders_with_code():

@@ -17,24 +17,18 @@ from xsake.hads.calibration.fit import STEPS, fit_estimator
 from xsake.hads.calibration.observe import Observation, observe, touch
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
-from xsake.hads.profile.budgets import FREE_SHARES, uniform_counts
-from xsake.hads.profile.causal_grid import DENSE_ROWS, CausalGrid
+from xsake.hads.profile.budgets import uniform_counts
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, bucket_of
-from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
+from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
-from xsake.hads.selection.gain import block_keys, gains_of_sorted
+from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.pooled import Pooled
 
 Progress = Callable[[str, int, int], None]
 _choose = jax.jit(choose, static_argnames="grid")
-_REFERENCE_BUDGET = 0.15  # at which sensitivity is measured; the result serves budgets from 10% to 50%
-
-# These were chosen by SmolLM2's divergence at budgets from 10% to 43%, on texts that no result is of.
-# A block's own part of the error over its products with other blocks' errors, which point elsewhere.
-_OWN_PART = 4.0
-# Sensitivity is the curvature for small errors. Larger ones cost less than it says, most where it is large.
-_BETWEEN_LAYERS, _WITHIN_LAYERS = 0.75, 0.5
 
 
 def calibrate(
@@ -46,6 +40,7 @@ def calibrate(
     sensitivity_sequences: int = 4,
     steps: int = STEPS,
     seed: int = 0,
+    rule: Rule = RULE,
     progress: Progress | None = None,
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
@@ -61,17 +56,14 @@ def calibrate(
       sensitivity_sequences: how many sequences the backward pass sees.
       steps: of the fit.
       seed: of the sampled likelihood.
+      rule: the constants of the choice, kept in the profile.
       progress: called as progress(what, done, of).
     """
     count, length = tokens.shape
-    grid = CausalGrid(length, block)
+    grid = CausalGrid(length, block, rule)
     if count < 1 or sensitivity_sequences < 1:
         raise ValueError(f"calibration needs at least one sequence; got {count} and {sensitivity_sequences=}")
-    if grid.side <= 2 * DENSE_ROWS:
-        raise ValueError(
-            f"sequences of {length} tokens have {grid.side} blocks of {block}, most of them always on: use at least "
-            f"{(2 * DENSE_ROWS + 1) * block} tokens, or smaller blocks"
-        )
+    grid.check_choice("sequences")
     report = progress or (lambda what, done, of: None)
 
     seen: list[list[Observation]] = []
@@ -80,10 +72,10 @@ def calibrate(
         seen.append(jax.block_until_ready(observe(model, jnp.asarray(tokens[n : n + 1], jnp.int32), block)))
     layers = [_stack([sequence[layer] for sequence in seen]) for layer in range(len(seen[0]))]
     variance = np.stack([_variance(layer, grid) for layer in layers])
-    burstiness = _OWN_PART * variance
+    burstiness = rule.own_part * variance
 
     back = min(sensitivity_sequences, count)
-    sensitivity = _for_large_errors(_sensitivity(model, tokens[:back], seen, variance, grid, seed, report))
+    sensitivity = _for_large_errors(_sensitivity(model, tokens[:back], seen, variance, grid, seed, report), rule)
     del seen
 
     estimators, gains = [], []
@@ -114,6 +106,7 @@ def calibrate(
         length=length,
         kv_heads=layers[0].pooled.key.shape[1],
         digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
+        rule=rule,
     )
     profile.check()
     return profile
@@ -161,7 +154,7 @@ def _sensitivity(
 ) -> np.ndarray:
     """f64[L, H]: measured with the blocks that the rule would keep if all heads were alike."""
     layers, heads = variance.shape
-    budget = min(max(_REFERENCE_BUDGET, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
+    budget = min(max(grid.rule.reference_budget, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
     wanted = int(uniform_counts(1, heads, budget, grid)[0])
     equal = np.ones(heads, np.float32)
     errors, drops = np.zeros((layers, heads)), np.zeros((layers, heads))
@@ -180,10 +173,10 @@ def _sensitivity(
     return np.clip(ratio, 1e-3 * typical, 1e3 * typical) if typical > 0 else np.ones_like(ratio)
 
 
-def _for_large_errors(sensitivity: np.ndarray) -> np.ndarray:
-    """f32[L, H], 1 on average."""
+def _for_large_errors(sensitivity: np.ndarray, rule: Rule) -> np.ndarray:
+    """f32[L, H]: sensitivities eased by the rule's exponents, 1 on average."""
     of_layer = np.exp(np.log(sensitivity).mean(1, keepdims=True))
-    eased = of_layer**_BETWEEN_LAYERS * (sensitivity / of_layer) ** _WITHIN_LAYERS
+    eased = of_layer**rule.between_layers * (sensitivity / of_layer) ** rule.within_layers
     return (eased / eased.mean()).astype(np.float32)
 
 
@@ -191,5 +184,4 @@ def _for_large_errors(sensitivity: np.ndarray) -> np.ndarray:
 def _gains(
     pooled: Pooled, estimator: Any, sensitivity: np.ndarray | Array, burstiness: np.ndarray | Array, grid: CausalGrid
 ) -> Array:
-    keys = jnp.sort(block_keys(block_mass(pooled, estimator, grid), grid, grid.forced()), -1)
-    return gains_of_sorted(keys, grid, sensitivity, burstiness)
+    return sorted_gains(block_mass(pooled, estimator, grid), grid, sensitivity, burstiness)[-1]

@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads.profile.causal_grid import DENSE_ROWS, CausalGrid
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator, bucket_of
 from xsake.hads.selection.estimate import block_logits
-from xsake.hads.selection.pooled import Pooled
+from xsake.hads.selection.pooled import KIND_OF_PART, Pooled
 
 STEPS = 300
 
@@ -27,7 +27,7 @@ def fit_estimator(
     Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks count
     as one: they are kept whatever they weigh, and which of them is the heaviest need not be known.
     """
-    if grid.side <= DENSE_ROWS:
+    if grid.side <= grid.rule.dense_rows:
         raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
     weights, loss = fit_weights(pooled, mass, grid, steps)
     estimator = Estimator(*(np.asarray(x) for x in weights))
@@ -37,7 +37,7 @@ def fit_estimator(
 @partial(jax.jit, static_argnames=("grid", "steps"))
 def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
     """As `fit_estimator`, compiled, with no thought for distances that were not seen."""
-    heads, pairs = mass.shape[1], pooled.query.shape[-1] // 10
+    heads, pairs = mass.shape[1], pooled.query.shape[-1] // (2 * len(KIND_OF_PART))
     scale = _typical_size(pooled, heads)
     none = jnp.zeros(heads)
     zero = Estimator(jnp.zeros((heads, len(KINDS), pairs)), none, jnp.zeros((heads, len(BUCKETS))), none)
@@ -75,7 +75,7 @@ def _divergence(logits: Float[Array, "H n n"], mass: Float[Array, "H n n"], grid
     log_forced = jax.nn.logsumexp(jnp.where(forced, log_estimate, -jnp.inf), -1)
     rows = in_forced * (jnp.log(jnp.maximum(in_forced, 1e-9)) - log_forced)
     rows += jnp.where(free, mass * (log_mass - jnp.where(free, log_estimate, 0)), 0).sum(-1)
-    return rows[:, DENSE_ROWS:].mean(-1).sum()
+    return rows[:, grid.rule.dense_rows :].mean(-1).sum()
 
 
 def _typical_size(pooled: Pooled, heads: int) -> Float[Array, "H kinds pairs"]:
@@ -83,11 +83,10 @@ def _typical_size(pooled: Pooled, heads: int) -> Float[Array, "H kinds pairs"]:
     q = jnp.sqrt(jnp.square(pooled.query).mean((0, 2)))
     k = jnp.repeat(jnp.sqrt(jnp.square(pooled.key).mean((0, 2))), heads // pooled.key.shape[1], 0)
     squares = jnp.square(q * k)
-    pairs = squares.shape[-1] // 10
-    # Of each kind's products (two for the bound), those of a pair of dimensions together.
-    parts = squares.reshape(heads, 5, 2, pairs).sum(2)
-    by_kind = jnp.concatenate([parts[:, :3], parts[:, 3:].sum(1, keepdims=True)], 1)
-    return jnp.sqrt(by_kind) + 1e-6
+    # Of each part's products, those of a pair of dimensions together; of each kind's parts, their sum.
+    parts = squares.reshape(heads, len(KIND_OF_PART), 2, -1).sum(2)
+    by_kind = [parts[:, np.equal(KIND_OF_PART, kind)].sum(1) for kind in range(len(KINDS))]
+    return jnp.sqrt(jnp.stack(by_kind, 1)) + 1e-6
 
 
 def _adam(carry: tuple, gradient: Any, rate: Array, t: Array) -> tuple:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xsake.hads.profile.budgets import FREE_SHARES
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import FREE_SHARES
 
 
 class Tables(NamedTuple):

@@ -7,9 +7,6 @@ import numpy as np
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 
-# Budgets of a profile's tables, as shares of the blocks that are not forced.
-FREE_SHARES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8], np.float32)
-
 
 def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int | None = None) -> np.ndarray:
     """i64[L]: the blocks that each layer keeps, all heads together, so that the model keeps `budget` of them exactly.
@@ -18,7 +15,7 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
     sum is that share rounded to one block. `heads` is the number of masks a layer has: query heads by default, KV heads
     for one mask a group. ValueError if the blocks that are always on do not fit.
     """
-    grid = CausalGrid(length, profile.block)
+    grid = profile.grid(length)
     heads = profile.q_heads if heads is None else heads
     free, free_total = _free(budget, grid, profile.layers * heads)
     share = free / max(free_total, 1)
@@ -36,7 +33,7 @@ def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> 
 
 def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
     """i64[L, H]: as `layer_counts`, with each layer's blocks given to its heads as calibration gave them on average."""
-    grid = CausalGrid(length, profile.block)
+    grid = profile.grid(length)
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
     points, table = np.asarray(profile.free_shares), np.asarray(profile.head_shares)
     shares = _interpolate(free / max(free_total, 1), points, table)
@@ -50,7 +47,7 @@ def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
 
 def threshold(profile: HadsProfile, budget: float, length: int) -> float:
     """The gain at which `budget` cuts on average, for the elastic mode."""
-    grid = CausalGrid(length, profile.block)
+    grid = profile.grid(length)
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
     if free == free_total:
         return 0.0

@@ -6,14 +6,12 @@ import dataclasses
 
 import numpy as np
 
-DENSE_ROWS = 4
-# What follows a sequence is made from its end: an error in its last rows of blocks counts so much.
-LAST_ROWS, LAST_WEIGHT = 2, 4.0
+from xsake.hads.profile.rule import RULE, Rule
 
 
 @dataclasses.dataclass(frozen=True)
 class CausalGrid:
-    """`length` tokens in blocks of `block`, queries and keys alike; the last block may be short.
+    """`length` tokens in blocks of `block`, queries and keys alike, chosen from by `rule`; the last block may be short.
 
     >>> grid = CausalGrid(1024, 64)
     >>> grid.side, grid.blocks, grid.forced_blocks
@@ -22,6 +20,7 @@ class CausalGrid:
 
     length: int
     block: int
+    rule: Rule = RULE
 
     def __post_init__(self) -> None:
         for name in ("length", "block"):
@@ -58,16 +57,23 @@ class CausalGrid:
         return whole[:, None] & (self.distance() >= (1 if self.block > 1 else 0))
 
     def forced(self) -> np.ndarray:
-        """bool[side, side]: the blocks that are always on: the first (the attention sink), the diagonal, the one before
-        it (a block's first tokens have all their near context there), and everything in the first rows."""
+        """bool[side, side]: the blocks that are always on (`Rule.forces`)."""
         i = np.arange(self.side)
-        distance = self.distance()
-        return self.causal() & ((i == 0) | (distance <= 1) | (i[:, None] < DENSE_ROWS))
+        return self.causal() & self.rule.forces(i[:, None], i)
 
     def row_weights(self) -> np.ndarray:
-        """f32[side]: what an error in each row counts."""
-        return np.where(np.arange(self.side) < self.side - LAST_ROWS, 1.0, LAST_WEIGHT).astype(np.float32)
+        """f32[side]: what an error in each row counts (`Rule.row_weight`)."""
+        return self.rule.row_weight(np.arange(self.side), self.side).astype(np.float32)
 
     @property
     def forced_blocks(self) -> int:
         return int(self.forced().sum())
+
+    def check_choice(self, what: str) -> None:
+        """ValueError if most blocks are always on, so that there is next to nothing to choose."""
+        least = 2 * self.rule.dense_rows + 1
+        if self.side < least:
+            raise ValueError(
+                f"{what} of {self.length} tokens have {self.side} blocks of {self.block}, most of them always on: use "
+                f"at least {least * self.block} tokens, or smaller blocks"
+            )

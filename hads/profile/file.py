@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -12,23 +13,29 @@ from typing import Any
 import numpy as np
 
 from xsake.hads.profile.estimator import BUCKETS, KINDS
-from xsake.hads.profile.profile import _HEADS, _STATIC, _TABLES, HadsProfile
+from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
+from xsake.hads.profile.rule import VERSION_3, Rule
 
-FORMAT, VERSION = "xsake.HadsProfile", 3
+FORMAT, VERSION = "xsake.HadsProfile", 4
+
+_PER_HEAD = [name for name, field in ARRAYS.items() if field["axes"][:2] == ("layers", "heads")]
+_TABLES = [name for name in ARRAYS if name not in _PER_HEAD]
 
 
 def save(profile: HadsProfile, path: str | os.PathLike) -> None:
     profile.check()
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    head |= {name: getattr(profile, name) for name in _STATIC}
+    head |= {name: getattr(profile, name) for name in STATIC} | {"rule": dataclasses.asdict(profile.rule)}
     head |= {"feature_kinds": KINDS, "distance_buckets": BUCKETS.tolist()}
     tables = {name: _numbers(getattr(profile, name)) for name in _TABLES}
     lines = [
-        json.dumps({"layer": layer, "head": h} | {name: _numbers(getattr(profile, name)[layer, h]) for name in _HEADS})
+        json.dumps(
+            {"layer": layer, "head": h} | {name: _numbers(getattr(profile, name)[layer, h]) for name in _PER_HEAD}
+        )
         for layer in range(profile.layers)
         for h in range(profile.q_heads)
     ]
-    # One name a line, and in `heads` one head a line.
+    # One name per line, and in `heads` one head per line.
     rows = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in (head | tables).items()]
     rows.append(' "heads": [\n  ' + ",\n  ".join(lines) + "\n ]")
     text = "{\n" + ",\n".join(rows) + "\n}\n"
@@ -48,35 +55,22 @@ def save(profile: HadsProfile, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> HadsProfile:
+    """The profile of a file. One of version 3 has no rule of its own: it gets the constants that it was made with."""
     damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
     try:
         data = json.loads(Path(path).read_text())
         version = data["format"], data["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{damaged}: {error!r}") from error
-    if version != (FORMAT, VERSION):
+    if version not in ((FORMAT, 3), (FORMAT, VERSION)):
         raise ValueError(
-            f"{os.fspath(path)} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} version "
-            f"{VERSION}: calibrate again"
+            f"{os.fspath(path)} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} versions "
+            f"3 and {VERSION}: calibrate again"
         )
     try:
-        if (tuple(data["feature_kinds"]), data["distance_buckets"]) != (KINDS, BUCKETS.tolist()):
-            raise ValueError("its features or distance buckets are not those of this version")
-        places = [(line["layer"], line["head"]) for line in data["heads"]]
-        layers, heads = (max(place[axis] for place in places) + 1 for axis in (0, 1))
-        if places != [(layer, h) for layer in range(layers) for h in range(heads)]:
-            raise ValueError("its heads are not complete and in order")
-        arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in _TABLES}
-        for name in _HEADS:
-            flat = np.asarray([line[name] for line in data["heads"]], np.float32)
-            arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
-        static: dict[str, Any] = {name: data[name] for name in _STATIC} | {"digests": tuple(data["digests"])}
-        for name in ("block", "length", "kv_heads"):
-            if not isinstance(static[name], int) or static[name] < 1:
-                raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
-        profile = HadsProfile(**arrays, **static)
+        profile = _profile(data, VERSION_3 if version[1] == 3 else Rule(**data["rule"]))
         profile.check()
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"{damaged}: {error}") from error
     return profile
 
@@ -85,6 +79,28 @@ def shipped(model: str) -> HadsProfile:
     """The profile of a published model that comes with xsake."""
     with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / f"{model}.json") as path:
         return load(path)
+
+
+def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
+    if (tuple(data["feature_kinds"]), data["distance_buckets"]) != (KINDS, BUCKETS.tolist()):
+        raise ValueError("its features or distance buckets are not those of this version")
+    places = [(line["layer"], line["head"]) for line in data["heads"]]
+    layers, heads = (places[-1][axis] + 1 for axis in (0, 1))
+    # The count first: a damaged number must not make a list of a billion places.
+    if len(places) != layers * heads or places != [(layer, h) for layer in range(layers) for h in range(heads)]:
+        raise ValueError("its heads are not complete and in order")
+    arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in _TABLES}
+    for name in _PER_HEAD:
+        flat = np.asarray([line[name] for line in data["heads"]], np.float32)
+        arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
+    static: dict[str, Any] = {name: data[name] for name in STATIC if name != "rule"}
+    for name in ("block", "length", "kv_heads"):
+        if type(static[name]) is not int or static[name] < 1:
+            raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
+    texts = [static["model"], *static["digests"]] if isinstance(static["digests"], list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("model must be a string, and digests a list of strings")
+    return HadsProfile(**arrays, **static | {"digests": tuple(static["digests"]), "rule": rule})
 
 
 def _numbers(value: Any) -> Any:

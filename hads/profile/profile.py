@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator
+from xsake.hads.profile.rule import RULE, Rule
 
-_HEADS = ("features", "tokens", "distance", "sink", "sensitivity", "burstiness", "entropy", "distance_mass")
-_TABLES = ("free_shares", "layer_shares", "head_shares", "log_thresholds")
-_STATIC = ("model", "block", "length", "kv_heads", "digests")
+# Budgets of a profile's tables, as shares of the blocks that are not forced.
+FREE_SHARES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8], np.float32)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=_HEADS + _TABLES, meta_fields=_STATIC)
+def _array(*axes: str, above: float | None = None, least: float | None = None) -> Any:
+    """A float32 array of a profile: the names of its axes, and what its values must exceed or reach."""
+    return dataclasses.field(metadata={"axes": axes, "above": above, "least": least})
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class HadsProfile:
     """A model's heads as HADS needs to know them; make one with `calibrate`, keep it with `save` and `load`.
@@ -34,28 +39,32 @@ class HadsProfile:
       layer_shares [X, L], head_shares [X, L, H]: what each layer and head gets of its own free blocks.
       log_thresholds [X]: the gain at which a budget cuts, for the elastic mode.
 
-    `model` names the model, `block` is the block size, `length` that of the sequences it was calibrated on, and
-    `digests` what they were, so that nobody evaluates on them. Other lengths work: nothing in a profile depends on the
-    length except the distances that were seen, and a distance beyond them is taken for the farthest one seen.
+    `model` names the model, `block` is the block size, `length` that of the sequences it was calibrated on, `digests`
+    tells what they were, so that nobody evaluates on them, and `rule` holds the constants that the profile was made
+    with and is used with. Other lengths work: nothing in a profile depends on the length except the distances that
+    were seen, and a distance beyond them is taken for the farthest one seen.
+
+    The fields below are the only list of a profile's contents: shapes, files and checks are derived from them.
     """
 
-    features: Any
-    tokens: Any
-    distance: Any
-    sink: Any
-    sensitivity: Any
-    burstiness: Any
-    entropy: Any
-    distance_mass: Any
-    free_shares: Any
-    layer_shares: Any
-    head_shares: Any
-    log_thresholds: Any
+    features: Any = _array("layers", "heads", "kinds", "pairs")
+    tokens: Any = _array("layers", "heads")
+    distance: Any = _array("layers", "heads", "buckets")
+    sink: Any = _array("layers", "heads")
+    sensitivity: Any = _array("layers", "heads", above=0.0)
+    burstiness: Any = _array("layers", "heads", least=0.0)
+    entropy: Any = _array("layers", "heads")
+    distance_mass: Any = _array("layers", "heads", "buckets")
+    free_shares: Any = _array("budgets")
+    layer_shares: Any = _array("budgets", "layers")
+    head_shares: Any = _array("budgets", "layers", "heads")
+    log_thresholds: Any = _array("budgets")
     model: str
     block: int
     length: int
     kv_heads: int
     digests: tuple[str, ...]
+    rule: Rule
 
     @property
     def layers(self) -> int:
@@ -69,33 +78,35 @@ class HadsProfile:
     def head_dim(self) -> int:
         return 2 * self.features.shape[-1]
 
+    def grid(self, length: int) -> CausalGrid:
+        """The blocks of a sequence, chosen from by this profile's rule."""
+        return CausalGrid(length, self.block, self.rule)
+
     def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
         return Estimator(self.features[layer], self.tokens[layer], self.distance[layer], self.sink[layer])
 
     def check(self) -> None:
         """Raise ValueError if shapes or values cannot be a profile's."""
-        lead = np.shape(self.sink)
-        if len(lead) != 2 or 0 in lead:
-            raise ValueError(f"sink must be [layers, heads], got shape {lead}")
-        points = np.shape(self.free_shares)
-        wanted: dict[str, tuple] = {name: lead for name in _HEADS}
-        wanted["features"] = (*lead, len(KINDS), self.features.shape[-1])
-        wanted["distance"] = wanted["distance_mass"] = (*lead, len(BUCKETS))
-        wanted |= {"free_shares": points, "log_thresholds": points}
-        wanted |= {"layer_shares": (*points, lead[0]), "head_shares": (*points, *lead)}
-        for name, shape in wanted.items():
+        for name, axes in (("sink", 2), ("features", 4), ("free_shares", 1)):
+            shape = np.shape(getattr(self, name))
+            if len(shape) != axes or 0 in shape:
+                raise ValueError(f"{name} must be [{', '.join(ARRAYS[name]['axes'])}], got shape {shape}")
+        wanted = shapes(layers=self.layers, heads=self.q_heads, pairs=self.head_dim // 2, budgets=len(self.free_shares))
+        for name, field in ARRAYS.items():
             value = np.asarray(getattr(self, name))
-            if value.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
+            if value.shape != wanted[name]:
+                raise ValueError(f"{name} must have shape {wanted[name]}, got {value.shape}")
             if not np.isfinite(value).all():
                 raise ValueError(f"{name} has values that are not finite")
-        if (np.asarray(self.sensitivity) <= 0).any() or (np.asarray(self.burstiness) < 0).any():
-            raise ValueError("sensitivity must be above 0 and burstiness not below")
-        if len(points) != 1 or (np.diff(np.asarray(self.free_shares)) <= 0).any():
+            if field["above"] is not None and (value <= field["above"]).any():
+                raise ValueError(f"{name} must be above {field['above']:g}, got {value.min()}")
+            if field["least"] is not None and (value < field["least"]).any():
+                raise ValueError(f"{name} must be at least {field['least']:g}, got {value.min()}")
+        if (np.diff(np.asarray(self.free_shares)) <= 0).any():
             raise ValueError("free_shares must rise")
-        if lead[1] % self.kv_heads:
-            raise ValueError(f"{lead[1]} query heads are not a multiple of kv_heads={self.kv_heads}")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads} query heads are not a multiple of kv_heads={self.kv_heads}")
 
     def save(self, path: str | os.PathLike) -> None:
         """Write one JSON file, a line for each head, atomically."""
@@ -116,3 +127,27 @@ class HadsProfile:
             f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {len(self.digests)} x {self.length} "
             "tokens)"
         )
+
+
+# What `_array` declared, by name, and the names of the other fields.
+ARRAYS = {f.name: f.metadata for f in dataclasses.fields(HadsProfile) if f.metadata}
+STATIC = tuple(f.name for f in dataclasses.fields(HadsProfile) if not f.metadata)
+jax.tree_util.register_dataclass(HadsProfile, data_fields=tuple(ARRAYS), meta_fields=STATIC)
+
+
+def shapes(*, layers: int, heads: int, pairs: int, budgets: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of a profile."""
+    sizes = dict(layers=layers, heads=heads, pairs=pairs, budgets=budgets, kinds=len(KINDS), buckets=len(BUCKETS))
+    return {name: tuple(sizes[axis] for axis in field["axes"]) for name, field in ARRAYS.items()}
+
+
+def profile_shape(
+    *, layers: int, q_heads: int, kv_heads: int, head_dim: int, model: str, block: int, length: int, rule: Rule = RULE
+) -> HadsProfile:
+    """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
+
+    Has no digests: a compiled function must be given a profile without them.
+    """
+    wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
+    arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
+    return HadsProfile(**arrays, model=model, block=block, length=length, kv_heads=kv_heads, digests=(), rule=rule)

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection.gain import block_keys, gains_of_sorted
+from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.keep import nonnegative_order, row_counts
 
 
@@ -20,16 +20,13 @@ def choose(
     burstiness: Float[Array | np.ndarray, "H"],
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
-    forced: np.ndarray | None = None,
 ) -> Bool[Array, "B H n n"]:
     """The blocks with the largest gains (`selection.gain`), the forced ones among them.
 
     Give `count`, the blocks that every sequence keeps: a number for all heads together, or [H], one for each head; or
     `threshold`, the gain from which on a block is kept. A count must cover the forced blocks.
     """
-    keys = block_keys(mass, grid, grid.forced() if forced is None else forced)
-    rows = jnp.sort(keys, -1)
-    gain = gains_of_sorted(rows, grid, sensitivity, burstiness)
+    keys, rows, gain = sorted_gains(mass, grid, sensitivity, burstiness)
     if threshold is not None:
         kept = (gain >= threshold).sum(-1)
     else:

@@ -41,7 +41,7 @@ class HadsMask:
 
 def mask_shape(*, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
     """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
-    from xsake.hads.profile.shape import profile_shape
+    from xsake.hads.profile.profile import profile_shape
 
     profile = profile_shape(model=name, block=block, length=length, **heads)
     return HadsMask(profile, jax.ShapeDtypeStruct((profile.layers,), jnp.int32))

@@ -30,8 +30,10 @@ from jaxtyping import Float
 
 from xsake.hads.profile.causal_grid import CausalGrid
 
-_PARTS = 4
-_WORTH_A_PART = 64  # rows: fewer are done before more programs are launched
+# The kind of each part of the pooled vectors: the bound is a sum of two products.
+KIND_OF_PART = (0, 1, 2, 3, 3)
+_ROW_PARTS = 4
+_ROWS_PER_PART = 64  # at least: fewer are done before more programs are launched
 
 
 class Pooled(NamedTuple):
@@ -48,23 +50,12 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
     keys = _blocks(key, grid)
     k_mean, k_var = _moments(keys, grid)
     k_max, k_min = _extremes(keys, grid)
-    d = query.shape[-1]
-    root = d**-0.5
     return Pooled(
-        jnp.concatenate(
-            [
-                q_mean * root,
-                (jnp.square(q_mean) + q_var) * (0.5 / d),
-                q_var * (0.5 / d),
-                jnp.maximum(q_mean, 0) * root,
-                jnp.minimum(q_mean, 0) * root,
-            ],
-            -1,
-        ),
-        jnp.concatenate([k_mean, k_var, jnp.square(k_mean), k_max, k_min], -1),
+        jnp.concatenate(query_parts(q_mean, q_var), -1),
+        jnp.concatenate(key_parts(k_mean, k_var, k_max, k_min), -1),
         # Around the mean, which costs less than the largest one. Nothing stands out by a factor of exp(80).
         over_keys(
-            q_mean * root,
+            q_mean * query.shape[-1] ** -0.5,
             key,
             k_mean,
             grid,
@@ -72,6 +63,28 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
             lambda mean, total: mean + jnp.log(total),
         ),
     )
+
+
+def query_parts(mean: Array, variance: Array) -> tuple[Array, ...]:
+    """The queries' side of the products, one part for each of `KIND_OF_PART`."""
+    d = mean.shape[-1]
+    root = d**-0.5
+    return (
+        mean * root,
+        (mean * mean + variance) * (0.5 / d),
+        variance * (0.5 / d),
+        jnp.maximum(mean, 0) * root,
+        jnp.minimum(mean, 0) * root,
+    )
+
+
+def key_parts(mean: Array, variance: Array, largest: Array, smallest: Array) -> tuple[Array, ...]:
+    """The keys' side of the products."""
+    return mean, variance, mean * mean, largest, smallest
+
+
+def variance(mean_of_squares: Array, mean: Array) -> Array:
+    return jnp.maximum(mean_of_squares - mean * mean, 0)
 
 
 def over_keys(
@@ -93,7 +106,7 @@ def over_keys(
     sizes = jnp.asarray(grid.sizes, jnp.float32)
     parts = []
     # A part of the rows sees no key after it: in four parts, three eighths of the work are never done.
-    bounds = np.linspace(0, n, min(1 + n // _WORTH_A_PART, _PARTS) + 1).round().astype(int)
+    bounds = np.linspace(0, n, min(1 + n // _ROWS_PER_PART, _ROW_PARTS) + 1).round().astype(int)
     for first, end in itertools.pairwise(bounds.tolist()):
         some = query[:, :, :, first:end]
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
@@ -110,7 +123,7 @@ def over_keys(
 def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "*lead five_D"]:
     """A weight for each of the 5 D products, from one for each kind of feature and rotary pair."""
     both = jnp.concatenate([weights, weights], -1)  # dimensions p and p + D/2
-    parts = [both[..., kind, :] for kind in (0, 1, 2, 3, 3)]
+    parts = [both[..., kind, :] for kind in KIND_OF_PART]
     return jnp.concatenate(parts, -1)
 
 
@@ -128,7 +141,7 @@ def _moments(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Ar
     tokens = jnp.asarray(grid.sizes, jnp.float32)[:, None]
     wide = x.astype(jnp.float32)
     mean = wide.sum(2).swapaxes(1, 2) / tokens
-    return mean, jnp.maximum(jnp.square(wide).sum(2).swapaxes(1, 2) / tokens - jnp.square(mean), 0)
+    return mean, variance(jnp.square(wide).sum(2).swapaxes(1, 2) / tokens, mean)
 
 
 def _extremes(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:

@@ -92,7 +92,7 @@ def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> Caus
         )
     if isinstance(layer, int | np.integer) and not 0 <= layer < profile.layers:
         raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
-    return CausalGrid(query.shape[1], profile.block)
+    return profile.grid(query.shape[1])
 
 
 def _kept(profile: HadsProfile, budget: Any, mode: Mode, heads: int, length: int, layer: int) -> dict[str, Any]:

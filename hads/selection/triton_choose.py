@@ -20,8 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.mask.triton_call import TILE, iota, launch, whole
-from xsake.hads.profile.causal_grid import DENSE_ROWS, LAST_ROWS, LAST_WEIGHT, CausalGrid
-from xsake.hads.selection.gain import FORCED
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.triton_sort import sort_rows
 
 _TWO_ROWS = 512  # blocks a row up to which a program sorts two
@@ -70,7 +70,7 @@ def choose(
     """
     b, h, m, width = logits.shape
     n = grid.side
-    keys, rows, gain = _sorted_gains(logits, n, sensitivity, burstiness, normalise)
+    keys, rows, gain = _sorted_gains(logits, grid, sensitivity, burstiness, normalise)
     order = lax.bitcast_convert_type(gain, jnp.int32)
     if threshold is not None:
         cut = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
@@ -140,22 +140,22 @@ def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]
 
 
 def _sorted_gains(
-    logits: Float[Array, "B H m width"], n: int, sensitivity: Array, burstiness: Array, normalise: bool
+    logits: Float[Array, "B H m width"], grid: CausalGrid, sensitivity: Array, burstiness: Array, normalise: bool
 ) -> tuple[Array, ...]:
-    """The keys of `gain.block_keys`, and the same sorted upwards with their gains, [B, H, m, width] each.
+    """As `gain.sorted_gains`, [B, H, m, width] each.
 
     A row's own are the last entries of the sorted ones; what lies before them is not written.
     """
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
-    steps = -(-n // tile)
+    steps = -(-grid.side // tile)
     scalars = jnp.stack([jnp.asarray(sensitivity), jnp.asarray(burstiness)], -1).astype(jnp.float32)
 
     def kernel(logits_ref: Any, scalars_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
         first = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = scalars_ref[0], scalars_ref[1]
         row = (first + iota(tile))[:, None]
-        omega = jnp.where(row < n - LAST_ROWS, omega, LAST_WEIGHT * omega)
+        weight = omega * grid.rule.row_weight(row, grid.side)
 
         def at(used: int) -> None:
             column = iota(used)[None, :]
@@ -165,14 +165,10 @@ def _sorted_gains(
             if normalise:
                 x = jnp.exp(x - x.max(1)[:, None])
                 x = x / x.sum(1)[:, None]
-            keys = _keys(x, row, column, n)
+            keys = key_of(x, row, column, grid)
             plgpu.store(keys_ref.at[here], keys, mask=inside)
             ordered = sort_rows(jnp.where(inside, keys, -1))
-            is_forced = ordered >= FORCED
-            bits = jnp.where(is_forced, ordered - FORCED, jnp.maximum(ordered, 0))
-            mass = lax.bitcast_convert_type(bits, jnp.float32)
-            gain = omega * mass * (2 * jnp.cumsum(mass, 1) - mass + phi)
-            gain = jnp.where(is_forced, jnp.inf, gain)
+            gain = gains_of_sorted(ordered, weight, phi)
             there = (pl.ds(first, tile), pl.ds(width - used, used))
             plgpu.store(rows_ref.at[there], ordered, mask=ordered >= 0)
             plgpu.store(gain_ref.at[there], gain, mask=ordered >= 0)
@@ -195,13 +191,6 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
     widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
     for shorter, used in zip([0, *widths], widths, strict=False):
         pl.when((row >= shorter) & (row < used))(partial(at, used))
-
-
-def _keys(mass: Array, row: Array, column: Array, n: int) -> Array:
-    low = (1 << max(n - 1, 1).bit_length()) - 1
-    keys = (lax.bitcast_convert_type(mass, jnp.int32) & ~low) | column
-    forced = (column == 0) | (row - column <= 1) | (row < DENSE_ROWS)
-    return jnp.where(forced, keys + FORCED, keys)
 
 
 # -- the cut ---------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from xsake._trace import interpreting
 from xsake.hads.mask.triton_call import TILE, Output, iota, launch, padded
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
-from xsake.hads.selection.pooled import spread_weights
+from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, spread_weights, variance
 
-_PARTS = 5
+_PARTS = len(KIND_OF_PART)
 _CHUNK, _PROGRAMS = 16, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
 _TOGETHER = 2  # query heads, at most, that share this reading
 _POOLED_BY_A_WARP = 8192  # numbers: more would not fit its registers
@@ -61,16 +61,9 @@ def _pool_queries(
     weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
 
     def kernel(x_ref: Any, weights_ref: Any, mean_ref: Any, features_ref: Any) -> None:
-        mean, variance = _moments(x_ref, grid)
+        mean, spread = _moments(x_ref, grid)
         mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
-        parts = (
-            mean * root,
-            (mean * mean + variance) * (0.5 / d),
-            variance * (0.5 / d),
-            jnp.maximum(mean, 0) * root,
-            jnp.minimum(mean, 0) * root,
-        )
-        for number, part in enumerate(parts):
+        for number, part in enumerate(query_parts(mean, spread)):
             features_ref[:, number, :] = (part * weights_ref[:, number, :]).astype(features_ref.dtype)
 
     def mean_at(part: Any, i: Any, b: Any) -> tuple:
@@ -101,10 +94,10 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
     b, _, kv_heads, d = key.shape
 
     def kernel(x_ref: Any, features_ref: Any) -> None:
-        mean, variance = _moments(x_ref, grid)
+        mean, spread = _moments(x_ref, grid)
         largest = _tokens_of(x_ref, grid, -jnp.inf).astype(jnp.float32).max(0)
         smallest = _tokens_of(x_ref, grid, jnp.inf).astype(jnp.float32).min(0)
-        for number, part in enumerate((mean, variance, mean * mean, largest, smallest)):
+        for number, part in enumerate(key_parts(mean, spread, largest, smallest)):
             features_ref[:, number, :] = part.astype(features_ref.dtype)
 
     (features,) = launch(
@@ -146,7 +139,7 @@ def _moments(ref: Any, grid: CausalGrid) -> tuple[Array, Array]:
     x = _tokens_of(ref, grid, 0.0).astype(jnp.float32)
     share = 1 / _size(pl.program_id(1), grid)
     mean = x.sum(0) * share
-    return mean, jnp.maximum((x * x).sum(0) * share - mean * mean, 0)
+    return mean, variance((x * x).sum(0) * share, mean)
 
 
 def _size(block: Array, grid: CausalGrid) -> Array:

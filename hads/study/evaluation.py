@@ -14,7 +14,6 @@ from jax import Array
 
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts, uniform_counts
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
@@ -57,7 +56,7 @@ def evaluate(
         raise ValueError(f"the profile was calibrated on {seen[:3]}: evaluate on other texts")
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
-    total = profile.q_heads * profile.layers * CausalGrid(length, profile.block).blocks
+    total = profile.q_heads * profile.layers * profile.grid(length).blocks
     # Without the digests, which are not arrays: to the compiler, profiles of different texts are alike.
     on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
     work = list(itertools.product(budgets, methods))
@@ -104,7 +103,7 @@ def evaluate(
 def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np.ndarray:
     if layers == "profile":
         return layer_counts(profile, budget, length)
-    return uniform_counts(profile.layers, profile.q_heads, budget, CausalGrid(length, profile.block))
+    return uniform_counts(profile.layers, profile.q_heads, budget, profile.grid(length))
 
 
 def _line(text: Text, method: str, budget: float, layers: str, density: float, one: Compared) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from xsake.hads.calibration.observe import observe
 from xsake.hads.profile.budgets import layer_counts
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
@@ -31,7 +30,7 @@ def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float
     The head shown is, of those that keep no more than the budget's share, the one with most mass beyond the forced
     blocks: a fixed pattern would do it most harm.
     """
-    grid = CausalGrid(len(tokens), profile.block)
+    grid = profile.grid(len(tokens))
     counts = layer_counts(profile, budget, grid.length)
     shares, best, found = [], -2.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
     for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), profile.block)):
