@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake import _tuned
+from xsake import _atomic, _tuned
 from xsake._backend import Call
 from xsake.autotune.problem import Problem
 from xsake.autotune.workloads import Workload
@@ -38,7 +38,7 @@ def record_calls(path: str | os.PathLike) -> Iterator[None]:
     with _tuned.listening(listen):
         yield
     calls = [dict(facts) | {"traced": times} for facts, times in heard.most_common()]
-    Path(path).write_text(json.dumps({"version": _VERSION, "calls": calls}, indent=1) + "\n")
+    _atomic.write_text(path, json.dumps({"version": _VERSION, "calls": calls}, indent=1) + "\n")
 
 
 def _facts(name: str, call: Call) -> dict[str, Any]:

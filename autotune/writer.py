@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from xsake import _atomic
 from xsake.tuning_db import Database, Entry, UnknownSchema, UnreadableDatabase
 
 _PATIENCE = 30.0  # seconds for another writer to finish
@@ -25,9 +24,7 @@ def check_writable(path: Path) -> None:
     """Raises what a later `merge` would: better before the tuning than after it."""
     with _locked(path):
         _existing(path, "", set_aside=False)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        os.close(handle)
-        os.unlink(temporary)
+        _atomic.check_writable(path)
 
 
 def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: Mapping[str, Any]) -> Database:
@@ -56,20 +53,10 @@ def _outranks(new: Entry, old: Entry | None) -> bool:
 
 def write(path: Path, database: Database) -> Database:
     """Atomically: a reader sees the old file or the new one, whatever happens to the writer."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(database.dump())
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        _atomic.write_text(path, database.dump())
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise CannotWrite(f"{path} could not be written and is as it was: {error}") from error
     return database
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -36,6 +35,7 @@ from jax import Array
 import xsake
 from benchmarks import record
 from benchmarks.hads_texts import CALIBRATION, EVALUATION
+from xsake import _atomic
 from xsake.hads.calibration import observe
 from xsake.hads.calibration.calibrate import calibrate
 from xsake.hads.calibration.fit import STEPS, fit_weights
@@ -426,12 +426,10 @@ def join(inputs: Path, work: Path) -> Path:
     path = work / pieces[0].stem
     work.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with part.open("wb") as sink:
+        with _atomic.replacing(path) as sink:
             for piece in pieces:
                 with piece.open("rb") as source:
                     shutil.copyfileobj(source, sink, 1 << 24)
-        part.rename(path)
     return path
 
 

@@ -8,12 +8,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from xsake import _atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,11 +41,7 @@ def save(name: str, results: Any, where: Path = RESULTS, **extra: Any) -> Path:
     where.mkdir(parents=True, exist_ok=True)
     path = where / f"{name}.json"
     text = json.dumps({"environment": environment() | extra, "results": results}, indent=1)
-    handle, temporary = tempfile.mkstemp(dir=where, prefix=name, suffix=".part")
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    _atomic.write_text(path, text + "\n")
     return path
 
 

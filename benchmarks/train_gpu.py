@@ -30,6 +30,7 @@ from typing import Any
 import jax
 
 from benchmarks import record
+from xsake import _atomic
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.config import PRESETS
 from xsake.model.run_file import read_events
@@ -77,10 +78,8 @@ def unpack(data: Path, work: Path) -> Path:
 
     def one(path: Path) -> None:
         if not (target / path.stem).exists():
-            part = target / f"{path.stem}.part"
-            with lzma.open(path) as source, open(part, "wb") as sink:
+            with lzma.open(path) as source, _atomic.replacing(target / path.stem) as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
-            part.rename(target / path.stem)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, packed))

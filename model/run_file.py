@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from xsake import _atomic
+
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every whole line; one that a kill cut off is not an event."""
@@ -30,12 +32,7 @@ class RunFile:
         events = read_events(path)
         kept = [event for event in events if event["step"] <= step] if step else []
         if len(kept) < len(events) or (path.exists() and not path.read_bytes().endswith(b"\n")):
-            part = path.with_suffix(".part")
-            with open(part, "w") as file:
-                file.writelines(json.dumps(event) + "\n" for event in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
+            _atomic.write_text(path, "".join(json.dumps(event) + "\n" for event in kept))
         self._file: TextIO = open(path, "a")  # noqa: SIM115 (open for the life of the run)
         if step:
             self.write("resumed", step)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xsake import _atomic
 from xsake.model import llama_names
 from xsake.model.config import ModelConfig
 
@@ -66,7 +67,7 @@ def save_pretrained(model: Transformer, folder: str | os.PathLike) -> None:
     The folder must not hold a model yet. Put the tokenizer's tokenizer.json beside them.
     """
     from flax import nnx
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     folder = Path(folder)
     if folder.exists() and any(folder.glob("*.safetensors")):
@@ -77,10 +78,9 @@ def save_pretrained(model: Transformer, folder: str | os.PathLike) -> None:
         weight = np.asarray(variable[...])
         tensors[names[path]] = np.ascontiguousarray(weight.T if path[-1] == "kernel" else weight)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_write_config(model.config), indent=2) + "\n")
-    part = folder / "model.safetensors.part"
-    save_file(tensors, part)
-    os.replace(part, folder / "model.safetensors")
+    _atomic.write_text(folder / "config.json", json.dumps(_write_config(model.config), indent=2) + "\n")
+    with _atomic.replacing(folder / "model.safetensors") as file:
+        file.write(save(tensors))  # its save_file writes another file and renames it, past the lock and the fsync
 
 
 # Ours and Hugging Face's.

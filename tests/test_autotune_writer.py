@@ -101,10 +101,10 @@ def test_a_read_only_file_system(path, monkeypatch):
     """As it looks to the writer; root is not refused by permissions."""
     merge(path, entry(1))
 
-    def refuse(**_):
+    def refuse(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(writer.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(writer._atomic, "_new_part", refuse)
     for write in (lambda: merge(path, entry(2)), lambda: writer.check_writable(path)):
         with pytest.raises(writer.CannotWrite, match="Read-only file system"):
             write()
@@ -150,6 +150,7 @@ def test_kill_9_while_writing_leaves_a_whole_file(path):
         process.stdout.close()
         assert len(Database.read(path)) in (size, size + 1)
     assert len(merge(path, entry(8, heads=64, date="2026-02-02"))) == size + 1, "and the lock is free"
+    assert not leftovers(path), "of the writers that were killed"
 
 
 def test_a_full_disk_leaves_the_old_file(path):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake import _atomic
 from xsake.hads.mask.block_mask import BlockMask
 
 FORMAT, VERSION = "xsake.BlockMask", 2
@@ -32,17 +31,8 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
         else:
             static[field.name] = value
     header = json.dumps({"format": FORMAT, "version": VERSION, "static": static})
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, header=np.array(header), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with _atomic.replacing(path) as file:
+        np.savez_compressed(file, header=np.array(header), **arrays)
 
 
 def load(path: str | os.PathLike) -> BlockMask:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xsake import _atomic
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
 from xsake.hads.profile.rule import VERSION_3, Rule
@@ -39,19 +39,7 @@ def save(profile: HadsProfile, path: str | os.PathLike) -> None:
     rows = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in (head | tables).items()]
     rows.append(' "heads": [\n  ' + ",\n  ".join(lines) + "\n ]")
     text = "{\n" + ",\n".join(rows) + "\n}\n"
-
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    _atomic.write_text(path, text)
 
 
 def load(path: str | os.PathLike) -> HadsProfile:

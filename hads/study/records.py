@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from xsake import _atomic
+
 KEY = ("sequence", "method", "budget", "layers")
 
 
@@ -49,9 +51,8 @@ class Records:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _rewrite(self) -> None:
-        whole = self.path.with_name(self.path.name + ".part")
-        whole.write_text("".join(json.dumps(line) + "\n" for line in [{"about": self.about}, *self._lines.values()]))
-        os.replace(whole, self.path)
+        lines = [{"about": self.about}, *self._lines.values()]
+        _atomic.write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,0 +1,74 @@
+"""Whole files or none: written beside their place, then renamed onto it. Leftovers of killed writers are removed.
+
+While a writer lives it holds a lock on its `.part` file. The system frees the lock of a process that dies, however it
+dies and on whichever host, so a `.part` file that nobody has locked is a leftover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Open a new file that replaces `path` when the block ends. If the block raises, `path` is as it was.
+
+    >>> with replacing(path) as file:
+    ...     file.write(b"all of it")
+    """
+    with _part_of(Path(path)) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, path)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Replace the file's contents by this text, in UTF-8."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raise the OSError that writing to `path` would raise now; nothing is changed."""
+    with _part_of(Path(path)):
+        pass
+
+
+@contextlib.contextmanager
+def _part_of(path: Path) -> Iterator[BinaryIO]:
+    """A new locked file beside `path`, deleted at the end unless it was renamed."""
+    _remove_leftovers(path)
+    file = _new_part(path)
+    try:
+        with file:
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.name)
+
+
+def _new_part(path: Path) -> BinaryIO:
+    while True:
+        file = open(path.with_name(f"{path.name}.{secrets.token_hex(4)}.part"), "xb")  # noqa: SIM115 closed in _part_of
+        with contextlib.suppress(OSError):  # a file system without locks: there no leftover is ever removed
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(file.name):
+            return file
+        file.close()  # taken for a leftover by another writer, before it was locked
+
+
+def _remove_leftovers(path: Path) -> None:
+    leftover = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.part")
+    with contextlib.suppress(OSError):  # what cannot be listed or removed stays, and whoever asked can still write
+        for name in filter(leftover.fullmatch, os.listdir(path.parent)):
+            with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path.with_name(name), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(file.name)
