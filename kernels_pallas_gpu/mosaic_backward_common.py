@@ -140,6 +140,8 @@ class LogitRule:
     band: Band
     soft_cap: float | None
     has_bias: bool
+    # Rows past the last query have no weight, but a bias of NaN for keys that they alone attend would reach dK.
+    rows_share_bias: bool = False
 
     @property
     def by_position(self) -> bool:
@@ -172,7 +174,12 @@ class LogitRule:
                 slope = 1.0 - t * t
                 logits = t * self.soft_cap
             p = jnp.exp2(logits * LOG2E - lse)
-        p = p if mask is None else jnp.where(mask, p, 0.0)
+        if mask is not None:
+            if self.rows_share_bias:
+                mask = mask & (lse < jnp.inf)
+            p = jnp.where(mask, p, 0.0)
+            if slope is not None and self.has_bias:
+                slope = jnp.where(mask, slope, 0.0)  # of a bias that is NaN it is NaN
         return p, p if slope is None else p * slope
 
     def may_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:

@@ -71,7 +71,13 @@ def dkv(
     if block_q % tile:
         raise ValueError(f"{block_q=} must be a multiple of {config.tile=}")
     tiles_per_block = block_q // tile
-    rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
+    rule = LogitRule(
+        scale=scale,
+        band=band,
+        soft_cap=soft_cap,
+        has_bias=bias is not None,
+        rows_share_bias=bias is not None and bias.shape[2] == 1 and q_len % block_q != 0,
+    )
     # Where both accumulators do not fit in the registers of one warpgroup, two of them share 64 keys: one computes P
     # and dV, the other dP and dK, and P goes from the first to the second through shared memory.
     split = d + dv_dim > 256 if config.split is None else config.split

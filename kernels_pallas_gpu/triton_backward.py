@@ -80,6 +80,8 @@ def _gradient_of_logits(
     x, c, slope = tiles.logits(products, bias)
     if ok is not None:
         x = jnp.where(ok, x, NEG_INF)
+        if slope is not None and bias is not None:
+            slope = jnp.where(ok, slope, 0.0)  # of a bias that is NaN it is NaN
     p = tiles.units.exp(x * c - lse)
     ds = p * (d_p - delta)
     return p, ds if slope is None else ds * slope
@@ -212,6 +214,8 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
     k = tiles.load(refs["key"].at[rows], first_kv, tiles.tkv, tiles.kv_len, tiles.head_dim)
     v = tiles.load(refs["value"].at[rows], first_kv, tiles.tkv, tiles.kv_len, tiles.value_dim)
     kv_tokens = tiles.kv_tokens(refs, first_kv, axis=0)
+    # Rows past the last query have no weight, but a bias of NaN for keys that they alone attend would reach dK.
+    rows_share_bias = "bias" in refs and tiles.bias_shape[2] == 1 and tiles.q_tail
 
     def of_head(g: Array | int, d_kv: tuple[Array, Array]) -> tuple[Array, Array]:
         list_g = g if lists_differ else zero(g)
@@ -236,7 +240,10 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
                     )
                     bias = bias.T if bias.ndim else bias
                 if tested:
-                    ok = tiles.attends(tiles.q_tokens(refs, first_q, axis=1), kv_tokens)
+                    q_tokens = tiles.q_tokens(refs, first_q, axis=1)
+                    ok = tiles.attends(q_tokens, kv_tokens)
+                    if ok is not None and rows_share_bias:
+                        ok &= q_tokens.index < tiles.q_len
                 p, ds = _gradient_of_logits(tiles, dot(k, q, (1, 1)), dot(v, d_out, (1, 1)), bias, ok, lse, delta)
                 dv = dv + dot(p.astype(d_out.dtype), d_out)
                 dk = dk + dot(ds.astype(q.dtype), q)

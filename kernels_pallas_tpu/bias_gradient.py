@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake._trace import vary, varying_axes
-from xsake.kernels_pallas_tpu.element import NEG_INF, Rule, dot, lane_index, row_index, row_statistics
+from xsake.kernels_pallas_tpu.element import Rule, dot, lane_index, row_index, row_statistics
 from xsake.kernels_pallas_tpu.tiles import Axis, pitch_of, tile_of
 
 
@@ -63,7 +63,8 @@ def bias_gradient(
             rule.q_vectors(lambda axis, fill: row_index(axis, i, 1, fill), lambda r: q_tokens[b, i, r][:, None]),
             rule.kv_vectors(lambda axis, fill: lane_index(axis, [j], [live], fill), lambda r: kv_tokens[b, j, r][None]),
         )
-        p = rule.exp(jnp.where(ok & live, x, NEG_INF) - statistics[b, h, i, 0][:, None])
+        x, slope = rule.masked(x, slope, ok & live)
+        p = rule.exp(x - statistics[b, h, i, 0][:, None])
         dx = p * (dot(d_o[b, h, i], value[b, k, j], (1, 1), True) - statistics[b, h, i, 1][:, None])
         if slope is not None:
             dx = dx * slope

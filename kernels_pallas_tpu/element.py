@@ -147,6 +147,12 @@ class Rule:
         t = jnp.tanh(x / self.soft_cap)
         return self.soft_cap * t, 1 - t * t
 
+    def masked(self, x: Array, slope: Array | None, ok: Array) -> tuple[Array, Array | None]:
+        """-inf and a slope of 0 where an element does not attend: of a bias that is NaN the slope is NaN."""
+        if slope is not None and self.bias:
+            slope = jnp.where(ok, slope, 0.0)
+        return jnp.where(ok, x, NEG_INF), slope
+
 
 def _bounds(position: Array, band: Band) -> tuple[Array, Array | None]:
     """A query's largest and smallest allowed key position, saturating at the ends of int32."""

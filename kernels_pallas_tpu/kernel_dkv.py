@@ -17,7 +17,6 @@ from xsake._backend import Call
 from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
 from xsake.kernels_pallas_tpu.config import Tiling, dkv_axes
 from xsake.kernels_pallas_tpu.element import (
-    NEG_INF,
     NOTHING,
     Pair,
     Rule,
@@ -91,7 +90,7 @@ def dkv(
                     added = bias.read(refs.bias_buffer, slot, first // q.tile, first % q.tile, width)
                 x, slope = rule.logits(product, added)
                 if tested:
-                    x = jnp.where(rule.attends(cut_lanes(tokens, first, width), kv_vectors()), x, NEG_INF)
+                    x, slope = rule.masked(x, slope, rule.attends(cut_lanes(tokens, first, width), kv_vectors()))
                 p = rule.exp(x - read_lanes(refs.statistics_buffer, slot, 0, first, width))
                 # dV
                 do = pair.read(refs, True, slot, first, width)

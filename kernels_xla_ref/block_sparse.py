@@ -117,8 +117,11 @@ class _Tiles:
         tiles = tiles.reshape(self.call.batch, heads, -1, tiles.shape[-1])[:, :, :length]
         return tiles.swapaxes(1, 2)
 
-    def row_tiles(self, x: Float[Array, "B H T"]) -> Float[Array, "N tq"]:
-        return self.q_tiles(x.swapaxes(1, 2)[..., None])[..., 0]
+    def row_tiles(self, x: Float[Array, "B H T"], fill: float) -> Float[Array, "N tq"]:
+        padded = jnp.pad(
+            x.astype(self.dtype), ((0, 0), (0, 0), (0, self.num_q * self.tq - x.shape[2])), constant_values=fill
+        )
+        return padded.reshape(-1, self.tq)
 
     def work(self) -> _Work:
         """The mask's lists as one list of tiles: by batch, head, row of tiles, then the row's entries in order."""
@@ -166,6 +169,8 @@ class _Tiles:
         padded = self.num_kv * self.tkv != call.kv_len
         if not padded and call.band == (None, None) and call.q_segments is None:
             return lambda chosen: None
+        # Rows past the last query have no weight, but a bias of NaN for keys that they alone attend would reach dK.
+        padded_bias = call.bias is not None and call.bias.shape[2] == 1 and self.num_q * self.tq != call.q_len
 
         def test(chosen: _Chosen) -> Array:
             ok = jnp.ones((self.chunk, self.tq, self.tkv), bool)
@@ -174,6 +179,8 @@ class _Tiles:
             ok &= call.band.allows(tokens.kv_position(chosen)[:, None, :] - tokens.q_position(chosen)[:, :, None])
             if call.q_segments is not None:
                 ok &= tokens.same_segment(chosen)
+            if padded_bias:
+                ok &= (tokens.q_index(chosen) < call.q_len)[:, :, None]
             return ok
 
         return test
@@ -273,7 +280,7 @@ def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
 def _logits(
     tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Array, c: _Chosen
 ) -> tuple[Array, Array | None]:
-    """Logits of chosen tiles, -inf where an element does not attend, and the soft cap's derivative."""
+    """Logits of chosen tiles, -inf where an element does not attend, and the soft cap's derivative, 0 there."""
     call = tiles.call
     x = _dot("cqd,ckd->cqk", q[c.q_tile], k[c.kv_tile])
     if bias is not None:
@@ -283,7 +290,9 @@ def _logits(
         t = jnp.tanh(x / call.soft_cap)
         x, slope = call.soft_cap * t, 1 - t * t
     ok = test(c)
-    return (x if ok is None else jnp.where(ok, x, NEG_INF)), slope
+    if ok is None:
+        return x, slope
+    return jnp.where(ok, x, NEG_INF), None if slope is None else jnp.where(ok, slope, 0.0)
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
@@ -345,8 +354,9 @@ def backward(
     """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
     tiles = _Tiles(call, config.backward)
     q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
-    d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta)
-    row_lse = tiles.row_tiles(jnp.where(lse == NEG_INF, math.inf, lse))
+    d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta, 0.0)
+    # Rows that attend nothing or do not exist weigh exp(-inf) = 0, however large their logits are.
+    row_lse = tiles.row_tiles(jnp.where(lse == NEG_INF, math.inf, lse), math.inf)
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
     test, work = tiles.attends(), tiles.work()
 

@@ -39,6 +39,9 @@ ARGUMENTS = {
     "column bias": dict(bias=np.zeros((1, 1, 512, 1), np.float32)),
     "soft cap and sinks": dict(logits_soft_cap=20.0, sinks=np.zeros(4, np.float32)),
     "negative scale": dict(scale=-0.1),
+    "row bias and soft cap, odd length": dict(
+        q_len=333, bias=np.zeros((1, 4, 1, 512), np.float32), logits_soft_cap=20.0
+    ),
 }
 
 

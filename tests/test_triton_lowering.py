@@ -96,9 +96,10 @@ def test_every_config_of_the_search_space_lowers(dtype: str, dim: int) -> None:
         {"bias": jnp.zeros((1, 4, 1, 256))},
         {"bias": jnp.zeros((1, 4, 256, 1))},
         {"bias": jnp.zeros((1, 4, 1, 1), jnp.bfloat16)},
+        {"length": 200, "is_causal": True, "bias": jnp.zeros((1, 4, 1, 200)), "logits_soft_cap": 5.0},
         {"block": 48, "dim": 256, "local_window_size": (30, 7)},
     ],
-    ids=["tail", "positions", "bias", "bias_row", "bias_column", "bias_scalar", "window"],
+    ids=["tail", "positions", "bias", "bias_row", "bias_column", "bias_scalar", "bias_row_tail_cap", "window"],
 )
 def test_every_argument_lowers(arguments: dict) -> None:
     call = _call(**arguments)
