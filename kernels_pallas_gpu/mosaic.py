@@ -28,6 +28,10 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairin
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # of heads; others are padded to the next
 
+HONOURS = frozenset(
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

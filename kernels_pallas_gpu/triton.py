@@ -44,6 +44,10 @@ class Config:
 
 # -- what it serves ----------------------------------------------------------------------------------------------
 
+HONOURS = frozenset(
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+)
+
 
 def unavailable() -> str | None:
     if interpreting():

@@ -12,6 +12,7 @@ from xsake._backend import Call
 from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, misfit, search_space
 
 __all__ = [
+    "HONOURS",
     "Config",
     "Tiling",
     "backward",
@@ -23,6 +24,10 @@ __all__ = [
     "unavailable",
     "unsupported",
 ]
+
+HONOURS = frozenset(
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+)
 
 
 def unavailable() -> str | None:

@@ -6,6 +6,7 @@ from xsake._backend import Call
 from xsake.kernels_xla_ref.block_sparse import Config, Tiling, backward, default_config, forward, misfit, search_space
 
 __all__ = [
+    "HONOURS",
     "Config",
     "Tiling",
     "backward",
@@ -17,6 +18,10 @@ __all__ = [
     "unavailable",
     "unsupported",
 ]
+
+HONOURS = frozenset(
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+)
 
 
 def unavailable() -> str | None:

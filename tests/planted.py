@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xsake import _registry, kernels_xla_ref
 from xsake.autotune.bench import Bench
-from xsake.kernels_xla_ref import Tiling, default_blocks, unavailable, unsupported  # noqa: F401
+from xsake.kernels_xla_ref import HONOURS, Tiling, default_blocks, unavailable, unsupported  # noqa: F401
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

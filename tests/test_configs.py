@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,19 +123,3 @@ def test_two_backward_runs_give_the_same_bits(implementation, dtype):
             again = jax.tree.map(np.asarray, grads(inputs))
             for name in first:
                 assert first[name].tobytes() == again[name].tobytes(), f"d_{name} differs between two runs"
-
-
-def test_backend_has_the_protocol_s_names(implementation):
-    backend = importlib.import_module(get(implementation.name).__name__)
-    for name in (
-        "Config",
-        "unavailable",
-        "unsupported",
-        "default_blocks",
-        "default_config",
-        "search_space",
-        "misfit",
-        "forward",
-        "backward",
-    ):
-        assert hasattr(backend, name), name

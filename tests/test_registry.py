@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 
 import jax
@@ -10,6 +12,9 @@ import pytest
 
 import xsake
 from xsake import _op, _registry
+from xsake._arguments import build_call
+from xsake._backend import Backend, Call
+from xsake._fold import fold_call
 from xsake.kernels_pallas_gpu import mosaic, triton
 
 
@@ -75,3 +80,63 @@ def test_nothing_is_said_on_a_cpu(caplog):
     with caplog.at_level(logging.WARNING, logger="xsake"):
         xsake.attention(q, q, q)
     assert not caplog.records
+
+
+# -- what a backend honours --------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class CallOfTomorrow(Call):
+    """`Call` with optional fields that no backend has heard of."""
+
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
+    temperature: jax.Array | None = dataclasses.field(default=None, metadata={"shared_batch": True})
+
+
+def call_of_tomorrow(batch=2, **fields):
+    q = jnp.ones((batch, 64, 1, 16))
+    call = build_call(q, q, q, None, default_blocks=(64, 64))
+    given = {field.name: getattr(call, field.name) for field in dataclasses.fields(Call)}
+    return CallOfTomorrow(**given, **fields)
+
+
+@pytest.mark.parametrize("name", _registry._BACKENDS)
+def test_a_field_that_a_backend_does_not_know_is_refused_by_name(name):
+    assert not {"dropout", "temperature"} & set(call_of_tomorrow().uses())
+    for field, value in (("dropout", 0.1), ("temperature", jnp.ones(1))):
+        with pytest.raises(NotImplementedError, match=rf"'{name}': it does not honour {field}"):
+            _registry.choose([name], call_of_tomorrow(**{field: value}))
+
+
+def test_a_call_goes_to_the_first_that_honours_all_of_it(monkeypatch):
+    monkeypatch.setattr(triton, "HONOURS", triton.HONOURS - {"soft_cap"})
+    q = jnp.ones((1, 64, 1, 16))
+    for cap, expected in ((None, "triton"), (5.0, "xla")):
+        call = build_call(q, q, q, None, default_blocks=(64, 64), logits_soft_cap=cap)
+        assert _registry.choose(["triton", "xla"], call) == expected
+    with pytest.raises(NotImplementedError, match="'triton': it does not honour logits_soft_cap"):
+        _registry.choose(["triton"], call)
+
+
+def test_vmap_folds_every_array_of_a_call():
+    """Also one that was added to `Call` later: what is declared there says how."""
+    call = call_of_tomorrow(temperature=jnp.ones((1, 3)))
+    mapped = jax.tree.map(lambda _: False, call)
+    assert fold_call(5, call, mapped).temperature.shape == (1, 3)
+    shared = fold_call(5, call, mapped)
+    assert shared.query.shape == (10, 64, 1, 16) and shared.mask.batch == 1
+    stacked = dataclasses.replace(call, temperature=jnp.ones((5, 2, 3)))
+    assert fold_call(5, stacked, dataclasses.replace(mapped, temperature=True)).temperature.shape == (10, 3)
+
+
+@pytest.mark.parametrize("name", _registry._BACKENDS)
+def test_a_backend_has_the_names_and_the_parameters_of_the_protocol(name):
+    backend = _registry.get(name)
+    assert isinstance(backend, Backend)
+    optional = {f.name for f in dataclasses.fields(Call) if f.default is not dataclasses.MISSING}
+    assert optional | {"symbolic_batch"} >= backend.HONOURS, "a name that no call has"
+    for method, wanted in inspect.getmembers(Backend, inspect.isfunction):
+        if not method.startswith("_"):
+            given = list(inspect.signature(inspect.unwrap(getattr(backend, method))).parameters)
+            assert given == list(inspect.signature(wanted).parameters)[1:], f"{name}.{method}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,22 +17,13 @@ from jaxtyping import Float, Int
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 
-_ARRAYS = (
-    "query",
-    "key",
-    "value",
-    "mask",
-    "bias",
-    "q_segments",
-    "kv_segments",
-    "q_positions",
-    "kv_positions",
-    "sink_lse",
-)
-_STATIC = ("band", "scale", "soft_cap")
+# How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
+_STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
+_SHARED = {"shared_batch": True}  # its batch may be 1 where the query's is not
+_UNBOUNDED = Band()
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=_STATIC)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One attention call after validation, with every convenience of the public signature resolved.
@@ -43,21 +33,40 @@ class Call:
     - Lengths and padding are segment ids: elements attend iff their ids are equal, and padding never is.
     - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
       head whose mask overflowed, so that NaN reaches every output.
+
+    A field with a default is optional: a call that gives it another value goes only to backends that name the field in
+    `HONOURS`. vmap, trees and the registry read the fields from here. `argument` is what users call a field.
     """
 
     query: Float[Array, "B T H D"]
     key: Float[Array, "B S K D"]
     value: Float[Array, "B S K Dv"]
-    mask: BlockMask
-    bias: Float[Array, "Bb Hb Tb Sb"] | None
-    q_segments: Int[Array, "B T"] | None
-    kv_segments: Int[Array, "B S"] | None
-    q_positions: Int[Array, "B T"] | None
-    kv_positions: Int[Array, "B S"] | None
-    sink_lse: Float[Array, "Bs H"] | None
-    band: Band
-    scale: float
-    soft_cap: float | None
+    mask: BlockMask = dataclasses.field(metadata=_SHARED)
+    scale: float = dataclasses.field(metadata=_STATIC)
+    bias: Float[Array, "Bb Hb Tb Sb"] | None = dataclasses.field(default=None, metadata=_SHARED)
+    q_segments: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata={"argument": "segment_ids"})
+    kv_segments: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata={"argument": "segment_ids"})
+    q_positions: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata={"argument": "positions"})
+    kv_positions: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata={"argument": "positions"})
+    sink_lse: Float[Array, "Bs H"] | None = dataclasses.field(default=None, metadata=_SHARED | {"argument": "sinks"})
+    band: Band = dataclasses.field(
+        default=_UNBOUNDED, metadata=_STATIC | {"argument": "is_causal and local_window_size"}
+    )
+    soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
+
+    @classmethod
+    def array_fields(cls) -> list[dataclasses.Field]:
+        return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
+
+    def uses(self) -> dict[str, str]:
+        """The optional fields that this call gives, and what users call them."""
+        used = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            neutral = value is field.default or (field.metadata.get("static") and value == field.default)
+            if field.default is not dataclasses.MISSING and not neutral:
+                used[field.name] = field.metadata.get("argument", field.name)
+        return used
 
     @property
     def batch(self) -> int:
@@ -99,15 +108,22 @@ class Backend(Protocol):
 
     `Config` is a frozen keyword-only dataclass with a field for each direction that is tuned by itself (such as
     forward, dq and dkv), and each of these is such a dataclass too. They validate themselves.
+
+    `HONOURS` names the optional fields of `Call` that the backend honours. The registry refuses a call that uses
+    another one, so that a field added to `Call` later is never ignored.
     """
 
     Config: type
+    HONOURS: frozenset[str]
 
     def unavailable(self) -> str | None:
         """Why this backend cannot run in this process, or None."""
 
     def unsupported(self, call: Call) -> str | None:
-        """Why this backend cannot serve the call, naming the argument, or None."""
+        """Why this backend cannot serve such shapes or dtypes, naming the argument, or None.
+
+        The call uses no optional field that is not in `HONOURS`.
+        """
 
     def default_blocks(self, q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
         """(block_q, block_kv) of the mask that is made when the caller gives none."""

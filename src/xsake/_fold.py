@@ -11,22 +11,18 @@ from jax import Array
 
 from xsake._backend import Call
 
-# Fields whose batch may stay 1, shared by all.
-_SHAREABLE = ("mask", "bias", "sink_lse")
-
 
 def fold_call(size: int, call: Call, mapped: Call) -> Call:
     """The call with `size` copies along the batch; `mapped` says which leaves have a leading axis of that size."""
     batch = call.query.shape[1 if mapped.query else 0]
 
-    def fold_field(name: str) -> Any:
-        share = name in _SHAREABLE
+    def fold_field(field: dataclasses.Field) -> Any:
+        share = field.metadata.get("shared_batch", False)
         return jax.tree.map(
-            lambda x, m: fold(size, batch, x, m, share=share), getattr(call, name), getattr(mapped, name)
+            lambda x, m: fold(size, batch, x, m, share=share), getattr(call, field.name), getattr(mapped, field.name)
         )
 
-    arrays = ("query", "key", "value", "q_segments", "kv_segments", "q_positions", "kv_positions", *_SHAREABLE)
-    return dataclasses.replace(call, **{name: fold_field(name) for name in arrays})
+    return dataclasses.replace(call, **{field.name: fold_field(field) for field in call.array_fields()})
 
 
 def fold(size: int, batch: int, x: Array, mapped: bool, *, share: bool = False) -> Array:

@@ -82,11 +82,20 @@ def _say_once(message: str) -> None:
     _logger().warning(message)
 
 
+def unsupported(name: str, call: Call) -> str | None:
+    """Why an implementation cannot serve the call, naming the arguments, or None."""
+    backend = get(name)
+    unknown = {argument: None for field, argument in call.uses().items() if field not in backend.HONOURS}
+    if unknown:
+        return f"it does not honour {', '.join(unknown)}"
+    return backend.unsupported(call)
+
+
 def choose(names: list[str], call: Call) -> str:
     """The first of `names` that supports the call. One that was asked for by name runs or raises."""
     reasons: list[str] = []
     for name in names:
-        reason = get(name).unsupported(call)
+        reason = unsupported(name, call)
         if reason is None:
             _logger().info("attention %s runs on %r%s", call.query.shape, name, "".join(f"; not {r}" for r in reasons))
             return name
