@@ -224,13 +224,12 @@ def test_function_of_blocks_for_each_head():
 def test_function_of_tokens(is_causal):
     """Documents whose borders are block borders."""
     document = np.array([0] * 32 + [1] * 48 + [2] * 20)
-    mask = patterns.from_function(
-        100, 100, lambda q, k: document[q] == document[k], of="tokens", block_q=16, block_kv=16, is_causal=is_causal
-    )
-    expected = document[:, None] == document[None]
-    np.testing.assert_array_equal(
-        mask.to_elements()[0, 0], expected & np.tri(100, dtype=bool) if is_causal else expected
-    )
+
+    def function(q, k):
+        return (document[q] == document[k]) & ((k <= q) | (not is_causal))
+
+    mask = patterns.from_function(100, 100, function, of="tokens", block_q=16, block_kv=16, is_causal=is_causal)
+    np.testing.assert_array_equal(mask.to_elements()[0, 0], function(*np.indices((100, 100))))
 
 
 def test_function_of_tokens_for_each_head():
@@ -248,6 +247,17 @@ def test_function_of_tokens_is_judged_after_the_causal_rule():
     np.testing.assert_array_equal(mask.to_elements()[0, 0], np.tri(70, dtype=bool))
     with pytest.raises(ValueError, match="not constant in block"):
         patterns.from_function(70, 70, lambda q, k: k <= q, of="tokens", block_q=16, block_kv=16)
+
+
+@pytest.mark.parametrize("prefix, element", [(5, "query 0, key 1"), (48, "query 0, key 1")])
+def test_function_of_tokens_that_the_causal_rule_would_cut(prefix, element):
+    """A prefix-LM: the causal rule would leave nothing of the prefix, within one block or over several."""
+
+    def prefix_lm(q, k):
+        return (k <= q) | (k < prefix)
+
+    with pytest.raises(ValueError, match=rf"function allows \({element}\), which is_causal=True deletes.*k <= q"):
+        patterns.from_function(70, 70, prefix_lm, of="tokens", block_q=16, block_kv=16, is_causal=True)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (40, 3), (69, 69), (64, 20)])

@@ -214,8 +214,9 @@ def from_function(
 ) -> BlockMask:
     """A mask from your own function, evaluated once, here, on numpy index arrays that broadcast.
 
-    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers, which must be
-    constant in each block after the causal rule; otherwise ValueError. Both may return [..., heads, rows, columns].
+    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers. It must be
+    constant in each block; with `is_causal` it must allow no later key (`k <= q`) and be constant in each block's
+    elements that the causal rule leaves. Otherwise ValueError. Both may return [..., heads, rows, columns].
 
     >>> from_function(256, 256, lambda i, j: i == j).to_blocks()[0, 0].tolist()
     [[True, False], [False, True]]
@@ -244,6 +245,12 @@ def _blocks_of_tokens(g: _Blocks, function: Callable) -> np.ndarray:
             raise TypeError(f"function must return booleans, got dtype {value.dtype}")
         value = np.broadcast_to(np.atleast_2d(value), (*value.shape[:-2], q.shape[0], g.kv_len))
         visible = np.broadcast_to(band.allows(k - q), value.shape)
+        if (deleted := value & ~visible).any():
+            row, column = np.argwhere(deleted)[0][-2:]
+            raise ValueError(
+                f"the token function allows (query {q[row, 0]}, key {column}), which is_causal=True deletes: add "
+                f"`& (k <= q)` to the function if it is to be causal, or leave out is_causal if it is not"
+            )
         on = np.add.reduceat((value & visible).sum(-2), starts, -1)
         seen = np.add.reduceat(visible.sum(-2), starts, -1)
         mixed = (on > 0) & (on < seen)
