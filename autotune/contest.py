@@ -19,7 +19,7 @@ from xsake._backend import Call
 from xsake.autotune import verify
 from xsake.autotune.chain import chain
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
-from xsake.autotune.timing import seconds_a_call
+from xsake.autotune.timing import seconds_per_call
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db.key import UNKNOWN_DENSITY
 
@@ -177,10 +177,10 @@ class Contest:
     # -- racing ----------------------------------------------------------------------------------------------------
 
     def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
-        """One round: seconds a call of every contestant, one after the other."""
+        """One round: seconds per call of every contestant, one after the other."""
         runs = [self._runner(direction, density, part) for part in parts]
         calls = self._repeats_of(direction, density)
-        return [seconds_a_call(run, calls) / self._chained for run in runs]
+        return [seconds_per_call(run, calls) / self._chained for run in runs]
 
     def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
         program, arguments = self._program(direction, part), self._arguments(direction, density)
@@ -192,10 +192,10 @@ class Contest:
         return run
 
     def _repeats_of(self, direction: str, density: Any) -> int:
-        """Calls a round: the same for all contestants, by the time of the heuristic."""
+        """Calls per round: the same for all contestants, by the time of the heuristic."""
         if (direction, density) not in self._repeats:
             run = self._runner(direction, density, self._defaults[direction, density])
-            self._repeats[direction, density] = max(1, round(self._round_seconds / seconds_a_call(run, 1)))
+            self._repeats[direction, density] = max(1, round(self._round_seconds / seconds_per_call(run, 1)))
         return self._repeats[direction, density]
 
     # -- checking --------------------------------------------------------------------------------------------------

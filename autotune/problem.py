@@ -12,7 +12,6 @@ from xsake.tuning_db import Key
 
 Part = dict[str, Any]  # one direction's configuration, field by field
 
-DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)
 # By platform: names of workloads, mask blocks and precision of the default set.
 DEFAULT_SETS = {
     "cpu": (("cpu4k",), (128,), "float32"),

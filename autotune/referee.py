@@ -50,7 +50,7 @@ class Referee:
         return broken
 
     def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[list[float]]:
-        """One round: seconds a call, for each density of the plan and each part. Raises `Failed`."""
+        """One round: seconds per call, for each density of the plan and each part. Raises `Failed`."""
         self._make_ready(plan.key.direction, parts)
         return [self._ask("race", plan.key.direction, d, list(parts), limit=self._limit) for d in plan.densities]
 

@@ -13,7 +13,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the median over rounds, and the quartiles around it."""
+    """Seconds per call: the median over rounds, and the quartiles around it."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Timing:
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high, len(seconds))
 
-    def a_call(self, calls: int) -> Timing:
+    def per_call(self, calls: int) -> Timing:
         """Of one of `calls` that were timed as one."""
         return Timing(self.median / calls, self.low / calls, self.high / calls, self.rounds)
 
@@ -48,16 +48,16 @@ def race(
     calls = {}
     for name, run in contestants.items():
         wait(run())
-        calls[name] = max(1, round(min_seconds / seconds_a_call(run, 1, wait)))
+        calls[name] = max(1, round(min_seconds / seconds_per_call(run, 1, wait)))
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
             wait(run())
-            seconds[name].append(seconds_a_call(run, calls[name], wait))
+            seconds[name].append(seconds_per_call(run, calls[name], wait))
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def seconds_a_call(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
+def seconds_per_call(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
     """Many calls queued, one wait: the device is never idle between them, and the host's own time is hidden."""
     start = time.perf_counter()
     for _ in range(calls):

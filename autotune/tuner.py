@@ -30,7 +30,7 @@ _Pending = tuple[Problem, dict[str, float] | None]  # directions to tune, and th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """budget: seconds in all; trials: at most so many a study; rounds, final_rounds: of a trial's race and of the last;
+    """budget: seconds in all; trials: at most so many per study; rounds, final_rounds: of a trial's race and of the last;
     batch: configurations compiled side by side; limit: seconds after which a race counts as hanging.
     """
 

@@ -127,7 +127,7 @@ class Bench:
 
     def race(self, contestants: dict[str, Callable], rounds: int, wait: Callable = jax.block_until_ready) -> dict:
         times = race(contestants, rounds=rounds, min_seconds=0.04, wait=wait)
-        return {who: timing.a_call(self.calls) for who, timing in times.items()}
+        return {who: timing.per_call(self.calls) for who, timing in times.items()}
 
     def compile(self) -> None:
         """Ahead of all timing; several of these run side by side."""

@@ -28,7 +28,7 @@ def test_what_a_contestant_leaves_behind_is_not_the_next_ones_time():
 def test_quartiles():
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.5, 2.5, 3)
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
-    assert Timing(8.0, 4.0, 16.0, 3).a_call(4) == Timing(2.0, 1.0, 4.0, 3)
+    assert Timing(8.0, 4.0, 16.0, 3).per_call(4) == Timing(2.0, 1.0, 4.0, 3)
 
 
 @pytest.mark.parametrize("min_seconds", [0.0, 0.02])

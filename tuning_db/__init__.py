@@ -1,4 +1,4 @@
-"""Tuned configurations, one JSON file a device kind, and their reader. `xsake.autotune` writes them."""
+"""Tuned configurations, one JSON file per kind of device, and their reader. `xsake.autotune` writes them."""
 
 from xsake.tuning_db.database import SCHEMA_VERSION, Database, Entry, UnknownSchema, UnreadableDatabase, file_name
 from xsake.tuning_db.key import Key

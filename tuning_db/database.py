@@ -127,7 +127,7 @@ class Database:
             raise UnreadableDatabase(f"it is not text: {error}") from error
 
     def dump(self) -> str:
-        """Readable, sorted, an entry a line; only the environments that entries speak of."""
+        """Readable, sorted, one entry per line; only the environments that entries speak of."""
         used = {e.about.get("environment") for e in self.entries}
         lines = ",\n".join(json.dumps(e.json()) for e in self.entries)
         environments = ",\n".join(

@@ -52,7 +52,7 @@ def autotune(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; this device's usual by default.")] = "",
     implementation: Annotated[str, typer.Option(help="A backend; the one that serves the calls by default.")] = "",
     budget: Annotated[str, typer.Option(help="Time in all, such as 90s, 5m or 1h.")] = "5m",
-    trials: Annotated[int, typer.Option(help="At most so many configurations a study.", min=1)] = 1000,
+    trials: Annotated[int, typer.Option(help="At most so many configurations per study.", min=1)] = 1000,
     out: Annotated[Path | None, typer.Option(help="Folder of the database; the user's own by default.")] = None,
     storage: Annotated[
         str, typer.Option(help="Optuna storage: a journal file or a URL (sqlite:///, postgresql://).")

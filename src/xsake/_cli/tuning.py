@@ -37,7 +37,7 @@ def _given(files: list[Path] | None) -> list[Path]:
 
 @app.command()
 def show(files: _Files = None) -> None:
-    """What is in a database: an entry a row."""
+    """What is in a database: one entry per row."""
     console = Console()
     for path in _given(files):
         database = _read(path)
@@ -154,7 +154,7 @@ def problems_of(path: Path) -> list[str]:
             f"{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in validator.iter_errors(json.loads(text))
         ]
     if database.dump() != text:
-        problems.append("entries are not sorted one a line, or there are two for one key")
+        problems.append("entries are not sorted one per line, or there are two for one key")
     if path.name != tuning_db.file_name(database.device_kind):
         problems.append(
             f"it is for {database.device_kind!r} and must be named {tuning_db.file_name(database.device_kind)}"
