@@ -16,6 +16,7 @@ from jax import Array
 from xsake import _registry, _tuned
 from xsake._arguments import build_call
 from xsake._backend import Call
+from xsake._buckets import power_of_two_at_least
 from xsake.autotune import verify
 from xsake.autotune.chain import chain
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
@@ -250,6 +251,6 @@ def _bare(mask: BlockMask) -> BlockMask:
 def _trimmed(mask: BlockMask, *, known: bool) -> BlockMask:
     """As a user has it: lists of a power of two, and a density hint unless it is not known."""
     need = int(np.asarray(mask.kv_row_ptr)[..., -1].max())
-    room = min(1 << max(need - 1, 0).bit_length(), mask.capacity)
+    room = min(power_of_two_at_least(need), mask.capacity)
     lists = {name: getattr(mask, name)[..., :room] for name in ("kv_indices", "q_indices")}
     return dataclasses.replace(mask, **lists, density_hint=mask.density_hint if known else None)

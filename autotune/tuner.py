@@ -30,8 +30,8 @@ _Pending = tuple[Problem, dict[str, float] | None]  # directions to tune, and th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """budget: seconds in all; trials: at most so many per study; rounds, final_rounds: of a trial's race and of the last;
-    batch: configurations compiled side by side; limit: seconds after which a race counts as hanging.
+    """budget: seconds in all; trials: at most so many per study; rounds: of a trial's race; final_rounds: of the last
+    race; batch: configurations compiled side by side; limit: seconds after which a race counts as hanging.
     """
 
     budget: float = math.inf

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake._backend import Call
+from xsake._buckets import power_of_two_at_least
 from xsake._trace import vary, varying_axes
 
 NEG_INF = float("-inf")
@@ -73,7 +74,7 @@ def _default_tiling(call: Call, tiles: int) -> Tiling:
 
 def _tile(block: int, length: int) -> int:
     """The largest divisor of the block that is at most 128 and not needlessly longer than the sequence."""
-    limit = min(128, 1 << max(length - 1, 0).bit_length())
+    limit = min(128, power_of_two_at_least(length))
     return max(d for d in range(1, min(block, limit) + 1) if block % d == 0)
 
 

@@ -7,6 +7,8 @@ import itertools
 import math
 from typing import Any
 
+from xsake._buckets import density_bucket, half_octaves, nearest_power_of_two
+
 REACH = 3.0  # octaves: a configuration that was tuned farther away is no better than the heuristic
 UNKNOWN_DENSITY = 0.5  # what a mask of unknown density is taken for when nothing was tuned for it
 
@@ -47,10 +49,10 @@ class Key:
         """A key for exact sizes: they are put in their buckets."""
         return cls(
             **same,
-            q_len=_power_of_two(q_len),
-            kv_len=_power_of_two(kv_len),
-            heads=_power_of_two(heads),
-            density=None if density is None else round(2 ** (_half_octaves(density) / 2), 4),
+            q_len=nearest_power_of_two(q_len),
+            kv_len=nearest_power_of_two(kv_len),
+            heads=nearest_power_of_two(heads),
+            density=None if density is None else density_bucket(density),
         )
 
     @property
@@ -62,7 +64,7 @@ class Key:
     def place(self) -> tuple[int, int, int, int | None]:
         """Where in its family: octaves of both lengths and of the heads, half octaves of density."""
         q, kv, heads = (round(math.log2(n)) for n in (self.q_len, self.kv_len, self.heads))
-        return q, kv, heads, None if self.density is None else _half_octaves(self.density)
+        return q, kv, heads, None if self.density is None else half_octaves(self.density)
 
     def __str__(self) -> str:
         density = "any density" if self.density is None else f"density {self.density:g}"
@@ -75,18 +77,10 @@ class Key:
         )
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << round(math.log2(size))
-
-
-def _half_octaves(density: float) -> int:
-    return round(2 * math.log2(max(density, 2**-10)))
-
-
 def places_near(place: tuple[int, int, int, int | None]) -> itertools.chain[tuple]:
     """Places of a family, nearest first, as far as `REACH`; for an unknown density those without one first."""
     q, kv, heads, density = place
-    middle = _half_octaves(UNKNOWN_DENSITY) if density is None else density
+    middle = half_octaves(UNKNOWN_DENSITY) if density is None else density
     known = ((q + a, kv + b, heads + c, middle + d) for a, b, c, d in _OFFSETS)
     unknown = ((q + a, kv + b, heads + c, None) for a, b, c, d in _OFFSETS if d == 0)
     return itertools.chain(unknown, known) if density is None else itertools.chain(known, unknown)

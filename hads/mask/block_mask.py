@@ -10,7 +10,6 @@ For one head of a causal mask with 4 blocks a side and blocks (0,0) (1,1) (2,0) 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from xsake._buckets import density_bucket, power_of_two_at_least
 from xsake.hads.mask.band import Band, parse_window
 
 ArrayT = Any  # numpy outside jit, jax inside
@@ -112,7 +112,7 @@ class BlockMask:
             per_head = active.sum((-2, -1))
             need = int(per_head.max())
             if capacity is None:
-                capacity = min(_power_of_two(need), max(num_allowed, 1))
+                capacity = min(power_of_two_at_least(need), max(num_allowed, 1))
             elif need > capacity:
                 b, h = np.unravel_index(int(per_head.argmax()), per_head.shape)
                 raise ValueError(
@@ -476,12 +476,3 @@ def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
         return array.at[where].set(value)
     array[where] = value
     return array
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def density_bucket(density: float) -> float:
-    """The half-octave bucket that tuning is keyed by: 1, 0.707, 0.5, 0.354, 0.25, ... (never below 2**-10)."""
-    return round(2 ** (round(2 * math.log2(max(density, 2**-10))) / 2), 4)
