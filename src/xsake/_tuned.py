@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import hashlib
-import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from xsake import _registry, tuning_db
+from xsake import _kernel_hash, _registry, tuning_db
 from xsake._backend import Backend, Call
 from xsake._device import device_kind
 from xsake.tuning_db import Found, Key
@@ -60,7 +58,7 @@ def _with_part(backend: Backend, call: Call, config: Any, direction: str, found:
 def _tell(name: str, direction: str, found: Found) -> None:
     if not found.exact:
         _log.info("attention %s on %r: tuned configuration of the nearest entry (%s)", direction, name, found)
-    if found.entry.about.get("kernel") != kernel_hash(name):
+    if _log.isEnabledFor(logging.INFO) and found.entry.about.get("kernel") != kernel_hash(name):
         _tell_stale(name, found.origin)
 
 
@@ -105,11 +103,8 @@ def key_of(name: str, call: Call, direction: str) -> Key:
 
 @cache
 def kernel_hash(name: str) -> str:
-    """Of the sources that an implementation is made of: those named after its module, or its whole folder."""
-    file = Path(inspect.getfile(typing.cast(Any, _registry.get(name))))
-    pattern = "*.py" if file.stem == "__init__" else f"{file.stem}*.py"
-    sources = b"".join(path.read_bytes() for path in sorted(file.parent.glob(pattern)))
-    return hashlib.sha256(sources).hexdigest()[:16]
+    """Of the code that an implementation is made of."""
+    return _kernel_hash.kernel_hash(typing.cast(ModuleType, _registry.get(name)))
 
 
 # -- who listens -----------------------------------------------------------------------------------------------------
