@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake._device import compute_capability
+from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import (
     mosaic_backward_common,
@@ -40,6 +41,9 @@ class Config:
     forward: ForwardConfig
     dq: BackwardConfig
     dkv: BackwardConfig
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def unavailable() -> str | None:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
 
@@ -42,21 +43,17 @@ class BackwardConfig:
       do not fit in one.
     """
 
-    tile: int = 64
-    stages: int = 2
-    inner_stages: int = 2
-    compute_wgs: int = 2
-    split: bool | None = None
-    compute_registers: int = 240
-    memory_registers: int = 24
+    tile: int = one_of(64, 128, default=64)
+    stages: int = whole(1, 32, default=2)
+    inner_stages: int = whole(1, 32, default=2)
+    compute_wgs: int = one_of(1, 2, default=2)
+    split: bool | None = one_of(None, False, True, default=None)
+    # What a warpgroup may ask for: the instruction takes multiples of 8.
+    compute_registers: int = whole(24, 256, multiple_of=8, default=240)
+    memory_registers: int = whole(24, 256, multiple_of=8, default=24)
 
     def __post_init__(self) -> None:
-        if self.tile not in (64, 128):
-            raise ValueError(f"{self.tile=} must be 64 or 128")
-        if min(self.stages, self.inner_stages) < 1:
-            raise ValueError(f"{self.stages=} and {self.inner_stages=} must be positive")
-        if self.compute_wgs not in (1, 2):
-            raise ValueError(f"{self.compute_wgs=} must be 1 or 2")
+        check_fields(self)
         # A CTA of three warpgroups starts with 168 registers a thread; asking for more than it gives back would hang.
         if self.compute_wgs * self.compute_registers + self.memory_registers > 504:
             raise ValueError(f"{self.compute_registers=} and {self.memory_registers=} exceed the register file")

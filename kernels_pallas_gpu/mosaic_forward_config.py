@@ -6,6 +6,8 @@ from typing import Literal
 
 from jax.experimental import pallas as pl
 
+from xsake._fields import check_fields, flag, one_of, whole
+
 WG_ROWS = 64  # query rows of a compute warpgroup
 SMEM_LIMIT = 232448
 
@@ -39,25 +41,16 @@ class ForwardConfig:
     while the other computes its softmax.
     """
 
-    tile_kv: int = 128
-    stages: int = 2
-    q_stages: int = 2
-    num_ctas: int = 132
-    head_group: int = 0
-    schedule: Literal["dynamic", "static"] = "dynamic"
-    take_turns: bool = True
+    tile_kv: int = one_of(64, 128, default=128)
+    stages: int = whole(2, 32, default=2)
+    q_stages: int = one_of(1, 2, default=2)
+    num_ctas: int = whole(0, 2**16, default=132)
+    head_group: int = whole(0, 2**16, default=0)
+    schedule: Literal["dynamic", "static"] = one_of("dynamic", "static", default="dynamic")
+    take_turns: bool = flag(default=True)
 
     def __post_init__(self) -> None:
-        if self.tile_kv not in (64, 128):
-            raise ValueError(f"{self.tile_kv=} must be 64 or 128")
-        if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2")
-        if self.q_stages not in (1, 2):
-            raise ValueError(f"{self.q_stages=} must be 1 or 2")
-        if self.schedule not in ("dynamic", "static"):
-            raise ValueError(f"{self.schedule=} must be 'dynamic' or 'static'")
-        if self.num_ctas < 0 or self.head_group < 0:
-            raise ValueError(f"{self.num_ctas=} and {self.head_group=} must not be negative")
+        check_fields(self)
 
     def smem_bytes(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> int:
         compute_wgs, rings = 1 if pairing is Pairing.ALONE else 2, 2 if pairing is Pairing.APART else 1

@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake._device import compute_capability
+from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import triton_backward, triton_forward
 from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
@@ -36,10 +37,7 @@ class Config:
     dkv: Tiling
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, Tiling):
-                raise TypeError(f"{field.name} must be a Tiling, got {type(value).__name__}")
+        check_fields(self)
 
 
 # -- what it serves ----------------------------------------------------------------------------------------------

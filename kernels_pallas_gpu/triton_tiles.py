@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from xsake._backend import Call
+from xsake._fields import check_fields, one_of, whole
 from xsake._trace import interpreting, varying_axes
 
 LOG2_E = math.log2(math.e)
@@ -31,21 +32,13 @@ Refs = dict[str, Any]
 class Tiling:
     """One kernel's tile (its rows and columns must divide the mask's block), its warps and its pipeline's depth."""
 
-    q: int
-    kv: int
-    num_warps: int
-    num_stages: int
+    q: int = one_of(16, 32, 64, 128, 256)
+    kv: int = one_of(16, 32, 64, 128, 256)
+    num_warps: int = one_of(1, 2, 4, 8, 16)
+    num_stages: int = whole(1, 8)
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("q", (16, 32, 64, 128, 256)),
-            ("kv", (16, 32, 64, 128, 256)),
-            ("num_warps", (1, 2, 4, 8, 16)),
-            ("num_stages", tuple(range(1, 9))),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        check_fields(self)
 
 
 class Units(NamedTuple):

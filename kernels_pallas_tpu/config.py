@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from xsake._backend import Call
+from xsake._fields import check_fields, flag, whole
 from xsake.kernels_pallas_tpu.tiles import LANES, Axis, pitch_of, round_up, tile_of
 
 
@@ -24,21 +25,16 @@ class Tiling:
     mixed: wide chunks test every element and take any block: for short blocks, where full ones rarely fill a chunk.
     """
 
-    own: int
-    entry: int
-    wide: int
-    narrow: int
-    compute: int
-    fold: int = 1
-    mixed: bool = False
+    own: int = whole(1, 2**20)
+    entry: int = whole(1, 2**20)
+    wide: int = whole(1, 2**20)
+    narrow: int = whole(1, 2**20)
+    compute: int = whole(1, 2**20)
+    fold: int = whole(1, 2**20, default=1)
+    mixed: bool = flag(default=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mixed, bool):
-            raise ValueError(f"mixed={self.mixed!r} must be a bool")
-        for name in ("own", "entry", "wide", "narrow", "compute", "fold"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive int")
+        check_fields(self)
         if self.mixed and self.narrow < self.wide < 2 * self.narrow:
             raise ValueError(f"mixed needs wide={self.wide} to be narrow={self.narrow} or at least twice that")
         if self.wide < self.narrow:
@@ -62,6 +58,9 @@ class Config:
     forward: Tiling
     dq: Tiling
     dkv: Tiling
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def sublanes(call: Call) -> int:

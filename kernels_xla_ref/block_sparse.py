@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from xsake._backend import Call
 from xsake._buckets import power_of_two_at_least
+from xsake._fields import check_fields, whole
 from xsake._trace import vary, varying_axes
 
 NEG_INF = float("-inf")
@@ -28,21 +29,21 @@ NEG_INF = float("-inf")
 class Tiling:
     """A tile's rows and columns, which must divide the mask's block, and how many tiles one step takes."""
 
-    q: int
-    kv: int
-    chunk: int
+    q: int = whole(1, 2**16)
+    kv: int = whole(1, 2**16)
+    chunk: int = whole(1, 2**16)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name}={value!r} must be a positive int")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     forward: Tiling
     backward: Tiling
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def default_config(call: Call) -> Config:

@@ -15,6 +15,7 @@ from typing import Any
 from xsake import _kernel_hash, _registry, tuning_db
 from xsake._backend import Backend, Call
 from xsake._device import device_kind
+from xsake._fields import from_stored
 from xsake.tuning_db import Found, Key
 
 _log = logging.getLogger("xsake")
@@ -75,12 +76,8 @@ def directions(backend: Backend) -> tuple[str, ...]:
 
 
 def make_part(backend: Backend, direction: str, values: Any) -> Any:
-    """One direction's configuration from stored values. Every field must be there: a default may have changed since."""
-    part = typing.get_type_hints(backend.Config)[direction]
-    names = [field.name for field in dataclasses.fields(part)]
-    if sorted(values) != sorted(names):
-        raise ValueError(f"{part.__name__} has the fields {names}, the entry has {sorted(values)}")
-    return part(**values)
+    """One direction's configuration from stored values."""
+    return from_stored(typing.get_type_hints(backend.Config)[direction], values)
 
 
 def key_of(name: str, call: Call, direction: str) -> Key:

@@ -1,0 +1,78 @@
+"""Fields of a configuration: the values that each may have, declared once and checked whenever one is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_ALLOWED, _BEFORE = "allowed", "before"
+
+
+def whole(low: int, high: int, *, multiple_of: int = 1, **rest: Any) -> Any:
+    """A field for an int from `low` to `high`.
+
+    `rest`, here and below: `default`, as of any dataclass field; `before`, the value that a stored configuration stands
+    for if it was written before the field existed. Without `before`, a stored configuration must have the field.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Tiling:
+    ...     rows: int = whole(1, 256)
+    ...     order: str = one_of("rows", "columns", default="columns", before="rows")
+    ...     def __post_init__(self) -> None:
+    ...         check_fields(self)
+    >>> from_stored(Tiling, {"rows": 64})
+    Tiling(rows=64, order='rows')
+    >>> Tiling(rows=512)
+    Traceback (most recent call last):
+    ValueError: rows=512 must be an int from 1 to 256
+    """
+    words = f"an int from {low} to {high}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
+    return _field(lambda value: type(value) is int and low <= value <= high and value % multiple_of == 0, words, **rest)
+
+
+def one_of(*choices: Any, **rest: Any) -> Any:
+    """A field for one of a few values; True is not taken for 1, nor 2.0 for 2."""
+    kinds = [(type(choice), choice) for choice in choices]
+    return _field(
+        lambda value: any(type(value) is kind and value == c for kind, c in kinds), f"one of {choices}", **rest
+    )
+
+
+def flag(**rest: Any) -> Any:
+    return one_of(False, True, **rest)
+
+
+def _field(allows: Callable[[Any], bool], words: str, **rest: Any) -> Any:
+    before = {_BEFORE: rest.pop(_BEFORE)} if _BEFORE in rest else {}
+    return dataclasses.field(metadata={_ALLOWED: (allows, words), **before}, **rest)
+
+
+def check_fields(config: Any) -> None:
+    """Raises ValueError for the first field whose value is not allowed; for `__post_init__`.
+
+    A field that holds another configuration, such as a direction's, is declared by its type alone.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        allows, words = field.metadata.get(_ALLOWED) or _instance_of(type(config), field.name)
+        if not allows(value):
+            raise ValueError(f"{field.name}={reprlib.repr(value)} must be {words}")
+
+
+def _instance_of(config: type, name: str) -> tuple[Callable[[Any], bool], str]:
+    kind = typing.get_type_hints(config)[name]
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{config.__name__}.{name} must declare its values: use whole, one_of or flag")
+    return lambda value: isinstance(value, kind), f"a {kind.__name__}"
+
+
+def from_stored(kind: type, values: Mapping[str, Any]) -> Any:
+    """A configuration from stored values. Defaults are not used: one may have changed since the values were stored."""
+    fields = dataclasses.fields(kind)
+    given = {f.name: f.metadata[_BEFORE] for f in fields if _BEFORE in f.metadata} | dict(values)
+    if given.keys() != {f.name for f in fields}:
+        raise ValueError(f"{kind.__name__} has the fields {[f.name for f in fields]}, the entry has {sorted(values)}")
+    return kind(**given)
