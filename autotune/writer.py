@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,14 @@ def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: 
         old = _existing(path, device_kind, set_aside=True)
         if old.device_kind != device_kind:
             raise CannotWrite(f"{path} is for {old.device_kind!r}, and the entries are for {device_kind!r}")
-        return write(path, merged(old, Database(device_kind, entries, environments)))
+        return _write(path, merged(old, Database(device_kind, entries, environments)))
+
+
+def prune(path: Path, keep: Callable[[Entry], bool]) -> Database:
+    """Drop the entries that are not to be kept; a file that cannot be read is left alone."""
+    with _locked(path):
+        old = Database.read(path)
+        return _write(path, Database(old.device_kind, filter(keep, old.entries), old.environments))
 
 
 def merged(old: Database, new: Database) -> Database:
@@ -51,10 +58,9 @@ def _outranks(new: Entry, old: Entry | None) -> bool:
     return old is None or rank(new) >= rank(old)
 
 
-def write(path: Path, database: Database) -> Database:
+def _write(path: Path, database: Database) -> Database:
     """Atomically: a reader sees the old file or the new one, whatever happens to the writer."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _atomic.write_text(path, database.dump())
     except OSError as error:
         raise CannotWrite(f"{path} could not be written and is as it was: {error}") from error

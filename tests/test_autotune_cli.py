@@ -179,6 +179,13 @@ def test_validate_tells_what_is_wrong(home):
     (home / "cpu.json").write_text(Database("cpu", [entry(1)]).dump())
     result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
     assert result.exit_code == 1 and "'seed' is a required property" in result.output
-    (home / "cpu.json").write_text("{")
+    odd = Entry(entry(1).key, {"q": 32, "kv": 32, "chunk": True}, entry(1).about)
+    other = entry(2, direction="dq")
+    (home / "cpu.json").write_text(Database("cpu", [odd, other]).dump())
     result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
-    assert result.exit_code == 1 and "not JSON" in result.output
+    assert result.exit_code == 1 and "chunk=True must be an int from 1 to 65536" in result.output
+    assert "'xla' has the directions ('forward', 'backward')" in result.output
+    for text in ("{", "[" * 100_000):
+        (home / "cpu.json").write_text(text)
+        result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
+        assert result.exit_code == 1 and "not JSON" in result.output

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from tuning_fakes import KEY
 
 from xsake.autotune import writer
@@ -151,6 +152,30 @@ def test_kill_9_while_writing_leaves_a_whole_file(path):
         assert len(Database.read(path)) in (size, size + 1)
     assert len(merge(path, entry(8, heads=64, date="2026-02-02"))) == size + 1, "and the lock is free"
     assert not leftovers(path), "of the writers that were killed"
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(path):
+    merge(path, entry(1))
+    mine, others = path.with_name("cpu.jsonx1y2.part"), path.with_name("tpu.jsonx1y2.part")
+    for write in (
+        lambda: merge(path, entry(2)),
+        lambda: writer.check_writable(path),
+        lambda: writer.prune(path, lambda entry: True),
+    ):
+        for left in (mine, others):
+            left.write_text("half a fi")
+        write()
+        assert leftovers(path) == [others.name]
+
+
+def test_nobody_writes_without_the_lock(path, monkeypatch):
+    merge(path, entry(1))
+    monkeypatch.setattr(writer, "_PATIENCE", 0.01)
+    with FileLock(f"{path}.lock"):
+        for write in (lambda: merge(path, entry(2)), lambda: writer.prune(path, lambda entry: False)):
+            with pytest.raises(writer.CannotWrite, match="is locked by another writer for more than 0.01 s"):
+                write()
+    assert len(writer.prune(path, lambda entry: False)) == len(Database.read(path)) == 0
 
 
 def test_a_full_disk_leaves_the_old_file(path):

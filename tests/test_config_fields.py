@@ -68,7 +68,7 @@ PARTS_OF = {name: [direction for n, direction, _ in PARTS.values() if n == name]
 @pytest.mark.parametrize("registers", [-8, 23, 241, 264])
 def test_registers_that_no_warpgroup_can_have(registers):
     good = PARTS["mosaic_gpu dq"][2]
-    with pytest.raises(ValueError, match="memory_registers=.* must be an int from 24 to 256 and a multiple of 8"):
+    with pytest.raises(ValueError, match=r"memory_registers=.* must be an int from 24 to 256 and a multiple of 8"):
         _tuned.make_part(_registry.get("mosaic_gpu"), "dq", good | {"memory_registers": registers})
 
 

@@ -223,6 +223,8 @@ BAD_FILES = {
     "no schema": '{"entries": []}',
     "future schema": json.dumps({"schema_version": 2, "entries": "of another kind"}),
     "no entries": json.dumps({"schema_version": 1, "device_kind": "cpu", "environments": {}}),
+    "deeply nested": '{"schema_version": 1, "entries": ' + "[" * 100_000,
+    "a number of 5000 digits": "1" * 5000,
     "an odd entry": json.dumps({"schema_version": 1, "device_kind": "cpu", "environments": {}, "entries": [3]}),
 }
 
@@ -246,7 +248,18 @@ def test_a_file_that_is_not_text(user, caplog):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("head_dim", "64"), ("head_dim", True), ("head_dim", 0), ("density", -1.0), ("causal", 1), ("dtype", None)],
+    [
+        ("head_dim", "64"),
+        ("head_dim", True),
+        ("head_dim", 0),
+        ("head_dim", 64.0),
+        ("q_len", 10**30),
+        ("density", -1.0),
+        ("density", 1.5),
+        ("density", float("nan")),
+        ("causal", 1),
+        ("dtype", None),
+    ],
 )
 def test_keys_are_checked(field, value):
     given = entry().json()
@@ -257,7 +270,16 @@ def test_keys_are_checked(field, value):
 
 def test_entries_are_checked():
     good = entry().json()
-    for change in (dict(source="guessed"), dict(config=None), dict(config={}), dict(key={"direction": "forward"})):
+    for change in (
+        dict(source="guessed"),
+        dict(config=None),
+        dict(config={}),
+        dict(key={"direction": "forward"}),
+        dict(kernel=None),
+        dict(date=20260101),
+        dict(environment=["e"]),
+        dict(speedup="fast"),
+    ):
         with pytest.raises(tuning_db.UnreadableDatabase):
             Entry.parse(good | change)
 

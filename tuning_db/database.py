@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "dtype": (str,),
     "causal": (bool,),
     "density": (int, float, type(None)),
+}
+_LARGEST = {"density": 1}  # of a key's numbers; sizes are at most 2**63
+_ABOUT_TYPES: dict[str, tuple[type, ...]] = {
+    "kernel": (str,),
+    "date": (str,),
+    "environment": (str,),
+    "speedup": (int, float),
 }
 
 
@@ -52,21 +60,27 @@ class Entry:
         if sorted(key) != sorted(names):
             raise UnreadableDatabase(f"a key must have the fields {names}, got {sorted(key)}")
         for name, value in key.items():
-            kinds = _KEY_TYPES.get(name, (int,))
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise UnreadableDatabase(
-                    f"key.{name}={value!r} must be of type {' or '.join(k.__name__ for k in kinds)}"
-                )
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-                raise UnreadableDatabase(f"key.{name}={value!r} must be above 0")
+            _check_type(f"key.{name}", value, _KEY_TYPES.get(name, (int,)))
+            largest = _LARGEST.get(name, 2**63)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value <= largest:
+                raise UnreadableDatabase(f"key.{name}={reprlib.repr(value)} must be above 0 and at most {largest}")
         if not isinstance(config, dict) or not config:
             raise UnreadableDatabase(f"config must be an object with every field of the configuration, got {config!r}")
         if source not in SOURCES:
-            raise UnreadableDatabase(f"source={source!r} must be one of {SOURCES}")
+            raise UnreadableDatabase(f"source={reprlib.repr(source)} must be one of {SOURCES}")
+        for name, kinds in _ABOUT_TYPES.items():
+            if name in given:
+                _check_type(name, given[name], kinds)
         return cls(Key(**key), config, {k: v for k, v in given.items() if k not in ("key", "config")})
 
     def json(self) -> dict[str, Any]:
         return {"key": dataclasses.asdict(self.key), "config": dict(self.config), **self.about}
+
+
+def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise UnreadableDatabase(f"{name}={reprlib.repr(value)} must be of type {words}")
 
 
 class Database:
@@ -106,7 +120,7 @@ class Database:
     def parse(cls, text: str) -> Database:
         try:
             given = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnreadableDatabase(f"it is not JSON: {error}") from error
         if not isinstance(given, dict) or "schema_version" not in given:
             raise UnreadableDatabase("it has no schema_version")

@@ -112,16 +112,17 @@ def prune(
 
     database = _read(file)
 
-    def stale(entry: Entry) -> bool:
+    def fresh(entry: Entry) -> bool:
         name = entry.key.implementation
-        return name not in xsake.implementations() or entry.about.get("kernel") != _tuned.kernel_hash(name)
+        return name in xsake.implementations() and entry.about.get("kernel") == _tuned.kernel_hash(name)
 
-    kept = [entry for entry in database.entries if not stale(entry)]
+    kept = sum(map(fresh, database.entries))
     if not dry_run:
-        writer.write(file, Database(database.device_kind, kept, database.environments))
-    typer.echo(
-        f"{file}: {len(database) - len(kept)} stale entries {'found' if dry_run else 'dropped'}, {len(kept)} kept"
-    )
+        try:
+            kept = len(writer.prune(file, fresh))
+        except (OSError, UnreadableDatabase) as error:
+            raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{file}: {len(database) - kept} stale entries {'found' if dry_run else 'dropped'}, {kept} kept")
 
 
 @app.command()
@@ -153,6 +154,7 @@ def problems_of(path: Path) -> list[str]:
         problems += [
             f"{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in validator.iter_errors(json.loads(text))
         ]
+    problems += filter(None, map(_config_problem, database.entries))
     if database.dump() != text:
         problems.append("entries are not sorted one per line, or there are two for one key")
     if path.name != tuning_db.file_name(database.device_kind):
@@ -160,3 +162,18 @@ def problems_of(path: Path) -> list[str]:
             f"it is for {database.device_kind!r} and must be named {tuning_db.file_name(database.device_kind)}"
         )
     return problems
+
+
+def _config_problem(entry: Entry) -> str | None:
+    """Why the backend would refuse the entry's configuration, or None."""
+    from xsake import _registry, _tuned
+
+    try:
+        _registry.check_name(entry.key.implementation)
+        backend = _registry.get(entry.key.implementation)
+        if entry.key.direction not in _tuned.directions(backend):
+            return f"{entry.key}: {entry.key.implementation!r} has the directions {_tuned.directions(backend)}"
+        _tuned.make_part(backend, entry.key.direction, entry.config)
+    except ValueError as error:
+        return f"{entry.key}: {error}"
+    return None
