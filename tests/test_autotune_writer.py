@@ -173,7 +173,7 @@ def test_nobody_writes_without_the_lock(path, monkeypatch):
     monkeypatch.setattr(writer, "_PATIENCE", 0.01)
     with FileLock(f"{path}.lock"):
         for write in (lambda: merge(path, entry(2)), lambda: writer.prune(path, lambda entry: False)):
-            with pytest.raises(writer.CannotWrite, match="is locked by another writer for more than 0.01 s"):
+            with pytest.raises(writer.CannotWrite, match=r"is locked by another writer for more than 0.01 s"):
                 write()
     assert len(writer.prune(path, lambda entry: False)) == len(Database.read(path)) == 0
 
