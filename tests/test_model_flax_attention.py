@@ -92,18 +92,100 @@ def test_the_layers_dtype_is_used():
     assert out.dtype == jnp.bfloat16
 
 
+def decoder(fn):
+    layer = nnx.MultiHeadAttention(num_heads=HEADS, in_features=WIDTH, decode=True, rngs=nnx.Rngs(0), attention_fn=fn)
+    layer.init_cache((2, LENGTH, WIDTH))
+    return layer
+
+
+def test_decoding_attends_to_the_querys_row_of_a_block_mask():
+    ours, theirs = decoder(partial(attention_fn, block_mask=SPARSE)), decoder(nnx.dot_product_attention)
+    step = nnx.jit(lambda layer, x, **call: layer(x, **call))
+    for i in range(40):
+        at = jnp.full((2, 1), i)
+        found = step(ours, X[:, i : i + 1], input_positions=at)
+        expected = step(theirs, X[:, i : i + 1], mask=jax.lax.dynamic_slice_in_dim(ELEMENTS, i, 1, axis=2))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def one_query(**options):
+    query, cache = jnp.ones((2, 1, HEADS, 16)), jnp.ones((2, LENGTH, HEADS, 16))
+    return attention_fn(query, cache, cache, block_mask=SPARSE, **options)
+
+
+def test_each_batch_entry_decodes_at_its_own_position():
+    query = jax.random.normal(jax.random.key(1), (2, 1, HEADS, 16))
+    key, value = (jax.random.normal(jax.random.key(i), (2, LENGTH, HEADS, 16)) for i in (2, 3))
+    decode = jax.jit(lambda *arrays, at: attention_fn(*arrays, block_mask=SPARSE, input_positions=at))
+    found = decode(query, key, value, at=jnp.array([[3], [37]]))
+    rows = jnp.stack([ELEMENTS[0, :, i : i + 1] for i in (3, 37)])
+    expected = nnx.dot_product_attention(query, key, value, mask=rows)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_outside_the_block_mask():
+    with pytest.raises(ValueError, match=r"input_positions must be in \[0, 48\)"):
+        one_query(input_positions=jnp.array([[48]]))
+    assert jnp.isnan(jax.jit(lambda at: one_query(input_positions=at))(jnp.array([[48]]))).all()
+
+
+def test_decoding_without_positions_says_what_to_give():
+    with pytest.raises(ValueError, match=r"block_mask is for 48 queries and this call has one.*input_positions"):
+        one_query()
+
+
+def test_rotary_positions_go_to_a_function_around():
+    rope = nnx.RoPE()
+
+    def rotated(query, key, value, *, input_positions, **rest):
+        turn = jax.vmap(lambda x: jax.vmap(rope)(x, input_positions), in_axes=-2, out_axes=-2)
+        return attention_fn(turn(query), turn(key), value, **rest)
+
+    at = jnp.tile(jnp.arange(7.0, LENGTH + 7), (2, 1))
+    shifted, unshifted = (of_nnx(X, rotated, input_positions=x) for x in (at, at - 7))
+    np.testing.assert_allclose(shifted, unshifted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="input_positions are for one query"):
+        of_nnx(X, attention_fn, input_positions=at)
+
+
+def test_rank_promotion_may_be_forbidden():
+    query = jnp.ones((2, 3, 8, HEADS, 16))
+    bias, mask = jnp.zeros((1, HEADS, 8, 8)), jnp.ones((2, 3, 1, 8, 8), bool)
+    with jax.numpy_rank_promotion("raise"):
+        assert jax.eval_shape(attention_fn, query, query, query, bias, mask).shape == query.shape
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8, HEADS, 16), (6, 8, HEADS, 16)])
+def test_batch_dims_that_differ_are_refused(shape):
+    query, key = jnp.ones((2, 3, 8, HEADS, 16)), jnp.ones(shape)
+    with pytest.raises(ValueError, match="same batch dims"):
+        attention_fn(query, key, key)
+
+
+NAMES = ["default", "fastest", "bfloat16", "high", "tensorfloat32", "bfloat16_3x", "highest", "float32"]
+
+
+@pytest.mark.parametrize("precision", [None, *jax.lax.Precision, *NAMES, ("high", "default")], ids=str)
+def test_every_precision_of_jax_is_satisfied(precision):
+    query = jnp.ones((1, 8, HEADS, 16))
+    assert jax.eval_shape(partial(attention_fn, precision=precision), query, query, query).shape == query.shape
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        (dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)), "dropout_rate=0.1"),
-        (dict(module=object()), "sow_weights"),
-        (dict(precision="default"), "precision='default'"),
-        (dict(qk_attn_weights_einsum=jnp.einsum), "qk_attn_weights_einsum"),
+        (dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)), NotImplementedError, "dropout_rate=0.1.*nnx.Dropout"),
+        (dict(dropout_rate=-0.1), ValueError, r"dropout_rate must be in the range \[0, 1\), got -0.1"),
+        (dict(dropout_rate=float("nan")), ValueError, "dropout_rate"),
+        (dict(module=object()), NotImplementedError, "sow_weights.*Flax's own"),
+        (dict(precision="TF32_TF32_F32"), NotImplementedError, "precision='TF32_TF32_F32'"),
+        (dict(precision=("high", jax.lax.DotAlgorithmPreset.BF16_BF16_F32)), NotImplementedError, "BF16_BF16_F32"),
+        (dict(qk_attn_weights_einsum=jnp.einsum), NotImplementedError, "qk_attn_weights_einsum"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options, message):
+def test_what_cannot_be_honoured_is_refused(options, error, message):
     query = jnp.ones((1, 8, HEADS, 16))
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(error, match=message):
         attention_fn(query, query, query, **options)
 
 
