@@ -156,7 +156,7 @@ def test_kill_9_while_writing_leaves_a_whole_file(path):
 
 def test_the_next_writer_removes_what_a_killed_one_left(path):
     merge(path, entry(1))
-    mine, others = path.with_name("cpu.jsonx1y2.part"), path.with_name("tpu.jsonx1y2.part")
+    mine, others = path.with_name("cpu.json.0123abcd.part"), path.with_name("tpu.json.0123abcd.part")
     for write in (
         lambda: merge(path, entry(2)),
         lambda: writer.check_writable(path),
