@@ -22,7 +22,7 @@ from xsake.autotune.chain import chain
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.autotune.timing import seconds_per_call
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.tuning_db.key import UNKNOWN_DENSITY
+from xsake.tuning_db import UNKNOWN_DENSITY
 
 RESULTS = {
     "forward": ("out", "lse"),

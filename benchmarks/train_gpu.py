@@ -95,7 +95,7 @@ def precompile(trainer: Trainer) -> None:
     if config.attention == "hads":  # there is no mask before the first calibration
         model = config.model
         heads = dict(layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
-        mask_fn = mask_shape(block=config.block, length=config.length, **heads)
+        mask_fn = mask_shape(budget=config.density, block=config.block, length=config.length, **heads)
     program.step.lower(state, mask_fn, batch).compile()
     if config.length == USUAL:
         program.evaluate.lower(state.params, mask_fn, batch).compile()

@@ -124,7 +124,7 @@ def test_hads_calibrates_itself_in_training(data, tmp_path):
     trainer = Trainer(config, data=data)
     trainer.begin()
     first = trainer.mask_fn
-    shape = mask_shape(block=4, length=64, layers=1, q_heads=4, kv_heads=2, head_dim=16)
+    shape = mask_shape(budget=0.5, block=4, length=64, layers=1, q_heads=4, kv_heads=2, head_dim=16)
     assert jax.tree.structure(shape) == jax.tree.structure(first)
     pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(first), strict=True)
     assert all((a.shape, a.dtype, False) == (b.shape, b.dtype, b.weak_type) for a, b in pairs)

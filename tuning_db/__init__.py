@@ -1,12 +1,13 @@
 """Tuned configurations, one JSON file per kind of device, and their reader. `xsake.autotune` writes them."""
 
 from xsake.tuning_db.database import SCHEMA_VERSION, Database, Entry, UnknownSchema, UnreadableDatabase, file_name
-from xsake.tuning_db.key import Key
+from xsake.tuning_db.key import UNKNOWN_DENSITY, Key
 from xsake.tuning_db.lookup import SHIPPED, Found, find, heuristics_only, overlay, user_directory, warn_once
 
 __all__ = [
     "SCHEMA_VERSION",
     "SHIPPED",
+    "UNKNOWN_DENSITY",
     "Database",
     "Entry",
     "Found",

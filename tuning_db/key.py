@@ -10,7 +10,7 @@ from typing import Any
 from xsake._buckets import density_bucket, half_octaves, nearest_power_of_two
 
 REACH = 3.0  # octaves: a configuration that was tuned farther away is no better than the heuristic
-UNKNOWN_DENSITY = 0.5  # what a mask of unknown density is taken for when nothing was tuned for it
+UNKNOWN_DENSITY = 0.5  # a mask of unknown density counts as this one, where nothing was tuned for unknown densities
 
 # Sequence lengths, heads and density may differ between a call and the entry that serves it; the rest may not.
 _BUCKETS = ("q_len", "kv_len", "heads", "density")
@@ -21,7 +21,8 @@ class Key:
     """One direction of one operation on calls of about one size.
 
     `direction` is a field of the implementation's Config. `q_len`, `kv_len` and `heads` (batch times query heads) are
-    powers of two; `density` is a bucket of half an octave, or None where the mask does not say.
+    powers of two; `density` is a bucket of half an octave, or None where it is unknown: the nearest entry is then one
+    that was tuned for unknown densities, or else one for `UNKNOWN_DENSITY`.
 
     >>> key = Key.of(implementation="xla", direction="forward", dtype="float32", head_dim=64, value_dim=64, group=1,
     ...              block_q=128, block_kv=128, causal=True, q_len=5000, kv_len=5000, heads=8, density=0.5)

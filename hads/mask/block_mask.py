@@ -249,6 +249,11 @@ class BlockMask:
         return self.kv_indices.shape[2]
 
     @property
+    def most_density(self) -> float:
+        """What the lists have room for: an upper bound of the density that is known while tracing."""
+        return min(1.0, self.capacity / max(self._grid.num_allowed, 1))
+
+    @property
     def num_q_blocks(self) -> int:
         return -(-self.q_len // self.block_q)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.block_mask import BlockMask, density_bucket
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import select
@@ -18,30 +18,42 @@ from xsake.hads.selection.select import select
 NAME = "in training"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose",))
+@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose", "density_hint"))
 @dataclasses.dataclass(frozen=True)
 class HadsMask:
     """`select` for every layer at an exact budget: `model(tokens, mask_fn=HadsMask.of(profile, 0.2, length))`.
 
-    A pytree of arrays: as an argument of a compiled step, a new profile or budget compiles nothing.
+    A pytree of arrays: as an argument of a compiled step, a new profile compiles nothing, and a new budget only if its
+    `density_hint`, by which attention finds its tuned configuration, is another one.
     """
 
     profile: HadsProfile
     counts: Any  # i32[L]
     transpose: bool = True
+    density_hint: float | None = None  # a bucket of half an octave
 
     @classmethod
     def of(cls, profile: HadsProfile, budget: float, length: int, *, transpose: bool = True) -> HadsMask:
         """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only."""
-        return cls(profile, jnp.asarray(layer_counts(profile, budget, length), jnp.int32), transpose)
+        counts = jnp.asarray(layer_counts(profile, budget, length), jnp.int32)
+        return cls(profile, counts, transpose, density_bucket(budget))
 
     def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
-        return select(query, key, self.profile, self.counts, layer=layer, transpose=self.transpose)
+        return select(
+            query,
+            key,
+            self.profile,
+            self.counts,
+            layer=layer,
+            transpose=self.transpose,
+            density_hint=self.density_hint,
+        )
 
 
-def mask_shape(*, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
+def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
     """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
     from xsake.hads.profile.profile import profile_shape
 
     profile = profile_shape(model=name, block=block, length=length, **heads)
-    return HadsMask(profile, jax.ShapeDtypeStruct((profile.layers,), jnp.int32))
+    counts = jax.ShapeDtypeStruct((profile.layers,), jnp.int32)
+    return HadsMask(profile, counts, density_hint=density_bucket(budget))

@@ -28,6 +28,7 @@ def select(
     per: Literal["query_head", "kv_head"] = "query_head",
     capacity: int | None = None,
     transpose: bool = True,
+    density_hint: float | None = None,
 ) -> BlockMask:
     """The causal mask of one layer that keeps the model closest to itself at a budget.
 
@@ -47,6 +48,8 @@ def select(
       per: a mask for each query head, or one for each KV head, which its query heads share.
       capacity: list slots a head; by default all causal blocks, which always suffice.
       transpose: whether gradients will be needed.
+      density_hint: the budget that counts were made of. Attention looks up its tuned configuration by it; counts alone
+        do not say, as they may be traced. It is static: a hint of another half octave recompiles.
 
     Raises ValueError for a profile of other heads, a layer that it has not, lengths that differ, and a budget under the
     share of the blocks that are always on. Lengths beyond calibration are served: `HadsProfile` says how.
@@ -66,12 +69,20 @@ def select(
     shape: dict[str, Any] = dict(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
-    hint = density_bucket(budget) if isinstance(budget, float) else None
+    hint = _density_bucket(budget, density_hint)
     room = None if transpose or not isinstance(given.query, jax.core.Tracer) else capacity or grid.blocks
     kept_blocks = chosen(grid, heads, given, room=room)
     if room is None:
         return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
     return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
+
+
+def _density_bucket(budget: Any, density_hint: float | None) -> float | None:
+    if density_hint is None:
+        return density_bucket(budget) if isinstance(budget, int | float) else None
+    if not 0 < density_hint <= 1:
+        raise ValueError(f"{density_hint=} must be above 0 and at most 1")
+    return density_bucket(density_hint)
 
 
 def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> CausalGrid:

@@ -14,8 +14,10 @@ from typing import Any
 
 from xsake import _kernel_hash, _registry, tuning_db
 from xsake._backend import Backend, Call
+from xsake._buckets import density_bucket
 from xsake._device import device_kind
 from xsake._fields import from_stored
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import Found, Key
 
 _log = logging.getLogger("xsake")
@@ -94,8 +96,15 @@ def key_of(name: str, call: Call, direction: str) -> Key:
         q_len=call.q_len,
         kv_len=call.kv_len,
         heads=call.batch * call.q_heads,
-        density=call.mask.density_hint,
+        density=_density(call.mask),
     )
+
+
+def _density(mask: BlockMask) -> float | None:
+    """The mask's hint. Without one, the lists' room bounds the density: it counts where it is below the usual guess."""
+    if mask.density_hint is None and density_bucket(mask.most_density) < tuning_db.UNKNOWN_DENSITY:
+        return mask.most_density
+    return mask.density_hint
 
 
 @cache
