@@ -67,19 +67,22 @@ def read_calls(path: Path) -> list[Problem]:
             raise ValueError(f"its version is {given['version']!r}, and {_VERSION} is known")
         found: dict[Problem, list[float | None]] = {}
         for call in given["calls"]:
-            found.setdefault(_problem(call), []).append(call["density"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no recording of calls: {type(error).__name__}: {error}") from error
+            problem = _problem(call)
+            found.setdefault(dataclasses.replace(problem, densities=()), []).extend(problem.densities)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no recording of calls that can be tuned: {type(error).__name__}: {error}"
+        ) from error
     return [dataclasses.replace(p, densities=tuple(dict.fromkeys(d))) for p, d in found.items()]
 
 
 def _problem(call: dict[str, Any]) -> Problem:
     names = ("batch", "length", "kv_length", "q_heads", "kv_heads", "head_dim", "value_dim", "block", "block_kv")
-    sizes: dict[str, int] = {name: int(call[name]) for name in names}
+    sizes: dict[str, int] = {name: call[name] for name in names}
     name = f"{sizes['batch']}x{sizes['length']}x{sizes['q_heads']}x{sizes['head_dim']}"
     return Problem(
         workload=Workload(name=name, is_causal=bool(call["is_causal"]), **sizes),
         dtype=str(call["dtype"]),
-        densities=(),
+        densities=(call["density"],),
         implementation=str(call["implementation"]),
     )

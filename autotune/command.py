@@ -51,13 +51,22 @@ def run(
             workloads or list(names), blocks or list(default_blocks), densities, precision, implementation
         )
 
+    problems("cpu")  # wrong options are told before anything starts
+    _make_folder(folder)
+    if report_folder is not None:
+        from xsake.autotune import plots  # noqa: F401 what a report needs may not be installed
+
+        _make_folder(report_folder)
+    studies = open_storage(storage or folder / "studies.journal")
     worker = (Worker if isolate else Here)(Bench)
     try:
         with Bar(console, settings.budget) as bar:
-            tuner = Tuner(worker, open_storage(storage or folder / "studies.journal"), folder, settings, bar)
+            tuner = Tuner(worker, studies, folder, settings, bar)
             console.print(f"{tuner.facts.device_kind}: results go to {tuner.path}", soft_wrap=True)
             with contextlib.suppress(KeyboardInterrupt):  # what was found is written, and told below
                 tuner.tune(problems(tuner.facts.platform))
+    except optuna.exceptions.StorageInternalError as error:
+        raise OSError(f"the storage of studies failed: {error}".partition("\n")[0]) from error
     finally:
         worker.close()
     for line in tuner.unopened:
@@ -66,3 +75,10 @@ def run(
     if report_folder is not None:
         console.print(f"report: {report.write(tuner.results, tuner.facts, report_folder)}", soft_wrap=True)
     return any(result.config is not None for result in tuner.results)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{path} cannot be made a folder: {error.strerror}") from error

@@ -12,6 +12,7 @@ from xsake.tuning_db import Key
 
 Part = dict[str, Any]  # one direction's configuration, field by field
 
+DTYPES = ("bfloat16", "float16", "float32")
 # By platform: names of workloads, mask blocks and precision of the default set.
 DEFAULT_SETS = {
     "cpu": (("cpu4k",), (128,), "float32"),
@@ -28,6 +29,20 @@ class Problem:
     dtype: str
     densities: tuple[float | None, ...]
     implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        workload = self.workload
+        for field in dataclasses.fields(workload):
+            value = getattr(workload, field.name)
+            if isinstance(value, int | float) and field.name != "is_causal" and not (type(value) is int and value > 0):
+                raise ValueError(f"{field.name}={value!r} must be a positive int")
+        if workload.q_heads % workload.kv_heads:
+            raise ValueError(f"q_heads={workload.q_heads} must be divisible by kv_heads={workload.kv_heads}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {DTYPES}")
+        for density in self.densities:
+            if density is not None and not 0 < density <= 1:
+                raise ValueError(f"{density=} must be above 0 and at most 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +95,8 @@ def from_call(text: str, dtype: str, densities: list[float], implementation: str
     unknown = sorted(set(given) - {"kv", "dv", "block", "causal", "density", "dtype"})
     if unknown:
         raise ValueError(f"call {text!r}: unknown {unknown}; it must be {_CALL}")
+    if len(given) < len(options) or given.get("causal"):
+        raise ValueError(f"call {text!r}: causal has no value, and nothing is given twice; it must be {_CALL}")
 
     def sizes(name: str, value: str, counts: tuple[int, ...]) -> list[int]:
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value) or value.count("x") + 1 not in counts:
@@ -88,27 +105,26 @@ def from_call(text: str, dtype: str, densities: list[float], implementation: str
 
     batch, length, q_heads, head_dim = sizes("the query's shape", shape, (4,))
     kv_length, kv_heads = sizes("kv", given["kv"], (2,)) if "kv" in given else (length, q_heads)
-    if q_heads % kv_heads:
-        raise ValueError(f"call {text!r}: {q_heads=} must be divisible by {kv_heads=}")
     block = sizes("block", given.get("block", "128"), (1, 2))
-    density = float(given["density"]) if "density" in given else None
-    if density is not None and not 0 < density <= 1:
-        raise ValueError(f"call {text!r}: {density=} must be above 0 and at most 1")
-    return Problem(
-        workload=Workload(
-            name=shape,
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            length=length,
-            head_dim=head_dim,
-            is_causal="causal" in given,
-            block=block[0],
-            kv_length=kv_length if kv_length != length else None,
-            value_dim=sizes("dv", given["dv"], (1,))[0] if "dv" in given else None,
-            block_kv=block[-1] if block[-1] != block[0] else None,
-        ),
-        dtype=given.get("dtype", dtype),
-        densities=tuple(densities) if density is None else (density,),
-        implementation=implementation,
+    workload = Workload(
+        name=shape,
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        length=length,
+        head_dim=head_dim,
+        is_causal="causal" in given,
+        block=block[0],
+        kv_length=kv_length if kv_length != length else None,
+        value_dim=sizes("dv", given["dv"], (1,))[0] if "dv" in given else None,
+        block_kv=block[-1] if block[-1] != block[0] else None,
     )
+    try:
+        return Problem(
+            workload=workload,
+            dtype=given.get("dtype", dtype),
+            densities=(float(given["density"]),) if "density" in given else tuple(densities),
+            implementation=implementation,
+        )
+    except ValueError as error:
+        raise ValueError(f"call {text!r}: {error}") from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import warnings
 from pathlib import Path
 
 import optuna
@@ -10,11 +13,27 @@ from filelock import FileLock
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend, JournalStorage
 
 
+class CannotOpen(ValueError):
+    """There is no storage at that address, or no way to speak to it."""
+
+
 def open_storage(where: str | os.PathLike) -> optuna.storages.BaseStorage:
     """A path is a journal; `redis://` a journal there; any other URL (`sqlite:///`, `postgresql://`) a database."""
     text = os.fspath(where)
+    try:
+        return _open(text)
+    except Exception as error:  # every database's driver raises errors of its own
+        shown = re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", text)  # without the password
+        raise CannotOpen(
+            f"storage {shown!r} cannot be opened: {_reason(error)} (give a file, or a URL such as sqlite:///studies.db)"
+        ) from error
+
+
+def _open(text: str) -> optuna.storages.BaseStorage:
     if text.startswith("redis://"):
-        return JournalStorage(JournalRedisBackend(text))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return JournalStorage(JournalRedisBackend(text))
     if "://" in text:
         return optuna.storages.RDBStorage(text)
     path = Path(text)
@@ -22,6 +41,16 @@ def open_storage(where: str | os.PathLike) -> optuna.storages.BaseStorage:
     lock = _Lock(text + ".lock")
     _mend(path, lock)
     return JournalStorage(JournalFileBackend(text, lock_obj=lock))  # type: ignore[arg-type]
+
+
+def _reason(error: BaseException) -> str:
+    """One line, with the package that is missing if that is the cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError):
+            return f"the package {cause.name!r} is not installed"
+        cause = cause.__cause__ or cause.__context__
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class _Lock:
@@ -39,14 +68,28 @@ class _Lock:
 
 
 def _mend(path: Path, lock: _Lock) -> None:
-    """Cut off a last line that was never finished: the next one would be glued to it, and the journal unreadable."""
+    """Cut off a last line that was never finished: the next one would be glued to it, and the journal unreadable.
+
+    A file with other lines than a journal's is left alone: ValueError.
+    """
     if not path.exists():
         return
     lock.acquire()
     try:
         with path.open("rb+") as file:
             data = file.read()
-            if not data.endswith(b"\n"):
-                file.truncate(data.rfind(b"\n") + 1)
+            whole = data.rfind(b"\n") + 1
+            for number, line in enumerate(data[:whole].splitlines(), 1):
+                if not _is_record(line):
+                    raise ValueError(f"its line {number} is no record of a journal: give another file")
+            if whole < len(data):
+                file.truncate(whole)
     finally:
         lock.release()
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return "op_code" in json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import xsake
 from xsake import _tuned, tuning_db
 from xsake._cli import app
 from xsake.autotune import calls, record_calls
+from xsake.autotune.storage import CannotOpen, open_storage
 from xsake.tuning_db import Database, Entry
 
 
@@ -70,19 +73,58 @@ def test_info_says_where_a_configuration_comes_from(home):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--budget", "soon"], "'soon' is no duration; write 90s, 5m or 1h"),
+        (["--budget", "soon"], "'soon' is no duration of up to 1000h; write 90s, 5m or 1h"),
         (["--densities", "2"], "must be numbers above 0 and at most 1"),
         (["--blocks", "wide"], "must be whole numbers"),
         (["--workloads", "gpt5", "--no-isolate"], "are unknown; there are"),
         (["--from-call", "1x2x3", "--no-isolate"], "BxTxHxD"),
         (["--calls", "nothing.json", "--no-isolate"], "nothing.json is no recording of calls"),
         (["--implementation", "abacus", "--no-isolate"], "implementation='abacus' is unknown"),
+        (["--budget", "9" * 400], "is no duration of up to 1000h"),
+        (["--limit", "2000h"], "'2000h' is no duration of up to 1000h"),
+        (["--seed", str(10**23)], "4294967295"),
+        (["--seed", "-1"], "0"),
+        (["--dtype", "int8"], "dtype='int8' must be one of ('bfloat16', 'float16', 'float32')"),
+        (["--from-call", "1x16x1x16,density=x"], "call '1x16x1x16,density=x': could not convert"),
+        (["--from-call", "1x16x1x16,causal=no"], "causal has no value"),
+        (["--from-call", "1x16x1x16,block=16,block=32"], "nothing is given twice"),
+        (["--from-call", "1x16x1x16", "--calls", "c.json"], "give one of --workloads, --from-call and --calls; got"),
+        (["--from-call", "1x16x1x16", "--blocks", "16"], "--from-call says that itself: leave out --blocks"),
+        (["--calls", "c.json", "--dtype", "float16"], "--calls says that itself: leave out --dtype"),
+        (
+            ["--storage", "foo://bar"],
+            "storage 'foo://bar' cannot be opened: Can't load plugin: sqlalchemy.dialects:foo",
+        ),
+        (["--storage", "://"], "storage '://' cannot be opened: Could not parse"),
+        (["--storage", "sqlite:////nowhere/at/all.db"], "cannot be opened: (sqlite3.OperationalError) unable to open"),
+        (["--storage", "FILE"], "FILE' cannot be opened: its line 1 is no record of a journal: give another file"),
+        (["--storage", "."], "storage '.' cannot be opened: [Errno 21] Is a directory"),
+        (["--out", "FILE"], "FILE cannot be made a folder: File exists"),
+        (["--report", "FILE"], "FILE cannot be made a folder: File exists"),
     ],
+    ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
 )
-def test_autotune_refuses_nonsense(home, arguments, told):
+def test_autotune_refuses_nonsense(home, arguments, told, monkeypatch):
+    """In a sentence, before a device is asked for."""
+    monkeypatch.setattr("xsake.autotune.command.Worker", None)
+    monkeypatch.setattr("xsake.autotune.command.Here", None)
+    (home / "FILE").write_text("a file\n")
+    monkeypatch.chdir(home)
     result = CliRunner().invoke(app, ["autotune", *arguments])
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.exception
     assert told in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql+psycopg2://me:secret@h/x", "mysql+pymysql://me:secret@h/x", "redis://:secret@h"]
+)
+def test_a_missing_database_driver_is_named_and_no_password(home, monkeypatch, url):
+    for package in ("psycopg2", "pymysql", "redis"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CannotOpen) as caught:
+        open_storage(url)
+    assert re.search(r"storage '.*:\*\*\*@h.*' cannot be opened: the package '\w+' is not installed", str(caught.value))
+    assert "secret" not in str(caught.value)
 
 
 def test_recorded_calls_become_problems(tmp_path):
@@ -106,7 +148,9 @@ def test_recorded_calls_become_problems(tmp_path):
     assert [c["traced"] for c in recorded["calls"]] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"version": 2, "calls": []}', '{"version": 1, "calls": [{"batch": 1}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[" * 100_000, '{"version": 2, "calls": []}', '{"version": 1, "calls": [{"batch": 1}]}']
+)
 def test_a_recording_that_is_none(tmp_path, text):
     (tmp_path / "calls.json").write_text(text)
     with pytest.raises(ValueError, match=r"calls.json is no recording of calls"):

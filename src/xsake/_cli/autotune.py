@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_LONGEST = 1000 * 3600
+_DENSITIES = "1,0.5,0.43,0.25,0.1"
 
 
 def _duration(text: str) -> float:
@@ -17,9 +19,14 @@ def _duration(text: str) -> float:
     180.0
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if not found or float(found[1]) <= 0:
-        raise typer.BadParameter(f"{text!r} is no duration; write 90s, 5m or 1h")
-    return float(found[1]) * _SECONDS[found[2]]
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise typer.BadParameter(f"{_short(text)} is no duration of up to 1000h; write 90s, 5m or 1h")
+    return seconds
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 60 else f"{text[:57]}...")
 
 
 def _densities(text: str) -> list[float]:
@@ -38,6 +45,18 @@ def _blocks(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
+def _check_together(given: dict[str, object]) -> None:
+    """No option is ignored because another one says the same."""
+    told = [option for option, value in given.items() if value]
+    sources = [option for option in ("--workloads", "--from-call", "--calls") if option in told]
+    if len(sources) > 1:
+        raise typer.BadParameter(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
+    own = {"--from-call": ("--blocks",), "--calls": ("--blocks", "--densities", "--dtype", "--implementation")}
+    for source in sources:
+        if twice := [option for option in own.get(source, ()) if option in told]:
+            raise typer.BadParameter(f"{source} says that itself: leave out {' and '.join(twice)}")
+
+
 def autotune(
     workloads: Annotated[str, typer.Option(help="Named workloads, with commas; this device's set by default.")] = "",
     from_call: Annotated[
@@ -47,7 +66,7 @@ def autotune(
         ),
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="A recording of your program's own calls instead.")] = None,
-    densities: Annotated[str, typer.Option(help="Densities of the masks.")] = "1,0.5,0.43,0.25,0.1",
+    densities: Annotated[str, typer.Option(help=f"Densities of the masks; {_DENSITIES} by default.")] = "",
     blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; this device's set by default.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; this device's usual by default.")] = "",
     implementation: Annotated[str, typer.Option(help="A backend; the one that serves the calls by default.")] = "",
@@ -59,22 +78,31 @@ def autotune(
     ] = "",
     report: Annotated[Path | None, typer.Option(help="Folder for a report with plots.")] = None,
     limit: Annotated[str, typer.Option(help="After this long a configuration counts as hanging.")] = "60s",
-    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampler.", min=0, max=2**32 - 1)] = 0,
     isolate: Annotated[bool, typer.Option(help="Measure in a process of its own, which may hang or crash.")] = True,
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
+    _check_together(
+        {
+            "--workloads": workloads,
+            "--from-call": from_call,
+            "--calls": calls,
+            "--blocks": blocks,
+            "--densities": densities,
+            "--dtype": dtype,
+            "--implementation": implementation,
+        }
+    )
     try:
         from xsake.autotune import command
         from xsake.autotune.isolation import Failed
         from xsake.autotune.tuner import Settings
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
-    try:
+
         written = command.run(
             workloads=workloads.split(",") if workloads else None,
             from_call=from_call or [],
             calls=calls,
-            densities=_densities(densities),
+            densities=_densities(densities or _DENSITIES),
             blocks=_blocks(blocks) if blocks else None,
             dtype=dtype or None,
             implementation=implementation or None,
@@ -84,6 +112,8 @@ def autotune(
             report_folder=report,
             isolate=isolate,
         )
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
     except (ValueError, OSError, Failed) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(code=0 if written else 1)
