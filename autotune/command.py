@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 import optuna
@@ -72,9 +73,12 @@ def run(
     for line in tuner.unopened:
         console.print(f"not tuned: {line}", markup=False)
     report.show(tuner.results, console)
+    if tuner.least_budget is not None:
+        minutes = math.ceil(tuner.least_budget / 60)
+        console.print(f"{settings.budget:g} s were too short for one entry on this machine: try --budget {minutes}m.")
     if report_folder is not None:
         console.print(f"report: {report.write(tuner.results, tuner.facts, report_folder)}", soft_wrap=True)
-    return any(result.config is not None for result in tuner.results)
+    return tuner.has_written
 
 
 def _make_folder(path: Path) -> None:

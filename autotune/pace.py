@@ -14,10 +14,13 @@ FIRST_BATCH = 4  # nobody knows yet how long a configuration takes to compile
 
 
 class Pace:
-    """The time of one direction's studies, up to `end` on the monotonic clock. The last races are kept room for."""
+    """The time of one direction's studies, up to `end` on the monotonic clock. Time for the last races is reserved.
 
-    def __init__(self, end: float, final_rounds: int):
-        self._end, self._final_rounds = end, final_rounds
+    `guess`: seconds that a configuration may take, before one was tried in this direction.
+    """
+
+    def __init__(self, end: float, final_rounds: int, guess: float = 0.0):
+        self._end, self._final_rounds, self._guess = end, final_rounds, guess
         self._turn: dict[str, float] = {}  # seconds that a contestant takes in a round, by study
         self._longest = 0.0  # sum of them, before the last races
         self._part: float | None = None  # seconds that a configuration took in the last batch
@@ -36,10 +39,15 @@ class Pace:
 
     def affordable(self, most: int) -> int:
         """Configurations of the next batch: few at first, then as many as there is time for."""
-        if self._part is None:
-            return min(most, FIRST_BATCH)
         left = self._left() - self._last_races(self._final_rounds)
-        return most if left >= most * self._part else max(0, round(left / self._part))
+        if left <= 0:
+            return 0
+        most = min(most, FIRST_BATCH) if self._part is None else most
+        return most if left >= most * self._seconds_per_part else round(left / self._seconds_per_part)
+
+    @property
+    def _seconds_per_part(self) -> float:
+        return self._guess if self._part is None else self._part
 
     @contextlib.contextmanager
     def race(self, plan: StudyPlan, contestants: int) -> Iterator[None]:
@@ -54,7 +62,7 @@ class Pace:
 
     def least(self) -> float:
         """Seconds for one more configuration and the last races after it."""
-        return (self._part or 0.0) + self._longest * self._final_rounds * (1 + FINALISTS)
+        return self._seconds_per_part + self._longest * self._final_rounds * (1 + FINALISTS)
 
     def final_rounds(self, plan: StudyPlan) -> int:
         """As many as asked for, or what the studies that still have theirs to come can all afford."""

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import optuna
 
@@ -16,7 +16,7 @@ from xsake import tuning_db
 from xsake.autotune import environment, writer
 from xsake.autotune.contest import COMPILERS
 from xsake.autotune.isolation import Caller, Failed
-from xsake.autotune.pace import FINALISTS, Pace
+from xsake.autotune.pace import FEWEST_ROUNDS, FINALISTS, Pace
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.autotune.referee import Referee
 from xsake.autotune.result import Measured, Result, geometric_mean
@@ -25,6 +25,7 @@ from xsake.autotune.timing import Timing
 from xsake.tuning_db import Key
 
 _HINTS = 3
+_Candidates = list[tuple[Study, Candidate]]
 _Pending = tuple[Problem, dict[str, float] | None]  # directions to tune, and the least seconds it takes; None: all
 
 
@@ -65,22 +66,34 @@ class Tuner:
         observer: Observer,
     ):
         self._worker, self._storage, self._settings, self._observer = worker, storage, settings, observer
-        self._end = monotonic() + settings.budget
+        self._start = monotonic()
+        self._end = self._start + settings.budget
         self.facts: environment.Facts = worker.call("facts", limit=4 * settings.limit)
         self.path = folder / tuning_db.file_name(self.facts.device_kind)
         writer.check_writable(self.path)
         self._results: dict[tuple[Problem, Key], Result] = {}
+        self._compile_seconds = 0.0  # the longest that a configuration took so far
         self.unopened: list[str] = []  # problems that could not even be set up, and why
 
     @property
     def results(self) -> list[Result]:
         return list(self._results.values())
 
+    @property
+    def has_written(self) -> bool:
+        return any(result.config is not None for result in self.results)
+
+    @property
+    def least_budget(self) -> float | None:
+        """Seconds to try next, twice those that were spent, where there was no time for a single entry."""
+        now = monotonic()
+        return None if self.has_written or now < self._end else 2 * (now - self._start)
+
     def tune(self, problems: Sequence[Problem]) -> None:
-        """Time is shared evenly by problems and their directions; what one does not use, the next ones have, and what
-        is left in the end, those that were not done.
+        """Time is shared evenly by problems, small ones first, and their directions; what one does not use, the next
+        ones have, and what is left in the end, those that were not done.
         """
-        pending: list[_Pending] = [(problem, None) for problem in problems]
+        pending: list[_Pending] = [(p, None) for p in sorted(problems, key=lambda p: p.workload.flops())]
         trials = -1
         while pending and monotonic() < self._end and self._trials() > trials:  # a round of nothing new is the last
             trials = self._trials()
@@ -118,7 +131,7 @@ class Tuner:
                 turn = left / (len(pending) - behind) / len(directions)
                 if needs is not None:  # enough for something, rather than the same for all
                     turn = min(left, max(turn, needs[direction]))
-                pace = Pace(monotonic() + turn, self._settings.final_rounds)
+                pace = Pace(monotonic() + turn, self._settings.final_rounds, self._compile_seconds)
                 plans = [plan for plan in referee.plans if plan.key.direction == direction]
                 if not self._tune_direction(problem, referee, plans, pace):
                     undone[direction] = opening + pace.least()
@@ -135,31 +148,63 @@ class Tuner:
         for study in studies:
             for hint in self._hints(study.plan):
                 study.enqueue(hint)
-        while candidates := self._batch(studies, pace):
-            parts = {label(c.part): c.part for _, c in candidates}
-            with pace.batch(len(parts)):
-                start = monotonic()
-                broken = referee.compile(plans[0].key.direction, list(parts.values()))
-                # What took long to compile is raced for as long, over its share if need be, not over the budget.
-                # Without the heuristic's time a study has nothing: that may take longer still.
-                worth = min(self._end, 2 * monotonic() - start)
-                for study, candidate in candidates:
-                    end = self._end if candidate.part == study.plan.default else worth
-                    if pace.is_over() and pace.is_over(end):
-                        study.abandon(candidate)
-                    else:
-                        self._try(study, candidate, referee, broken.get(label(candidate.part)), pace)
+        if not self.has_written:
+            self._make_first_entry(problem, studies, referee, pace, conditions)
+        while candidates := self._batch(studies, pace.affordable(self._settings.batch)):
+            with pace.batch(len({label(candidate.part) for _, candidate in candidates})):
+                broken, worth = self._compile(candidates, referee)
+                self._race(candidates, broken, worth, referee, pace)
         for study in studies:
-            result = self._finish(problem, study, referee, pace)
-            if result.config is not None:
-                entry = result.entry(
-                    seed=self._settings.seed, environment=self.facts.environment_id, conditions=conditions
-                )
-                known = {self.facts.environment_id: self.facts.environment}
-                writer.merge(self.path, self.facts.device_kind, [entry], known)
-            self._results[problem, study.plan.key] = result
-            self._observer.done(result)
+            early = self._results.get((problem, study.plan.key))
+            if early is None or len(early.tried) < len(study.tried) or not pace.is_over(self._end):
+                early = self._finish(problem, study, referee, pace.final_rounds(study.plan))
+                self._write(early, problem, conditions)
+            self._observer.done(early)
         return not any(self._can_go_on(study) for study in studies)
+
+    def _make_first_entry(
+        self, problem: Problem, studies: list[Study], referee: Referee, pace: Pace, conditions: dict[str, Any]
+    ) -> None:
+        """A short budget gives one entry rather than half of many: the cheapest study goes ahead of the others."""
+        cheapest = min(studies, key=lambda study: min(study.plan.true_densities))
+        candidates = self._batch(studies, 2)
+        broken, worth = self._compile(candidates, referee)
+        self._race([c for c in candidates if c[0] is cheapest], broken, self._end, referee, pace)
+        self._write(self._finish(problem, cheapest, referee, FEWEST_ROUNDS), problem, conditions)
+        self._race([c for c in candidates if c[0] is not cheapest], broken, worth, referee, pace)
+
+    def _compile(self, candidates: _Candidates, referee: Referee) -> tuple[dict[str, str], float]:
+        """(what went wrong by label, until when to race the rest)
+
+        What took long to compile is raced for as long, over its share if need be, not over the budget.
+        """
+        start = monotonic()
+        parts = {label(candidate.part): candidate.part for _, candidate in candidates}
+        direction = next((study.plan.key.direction for study, _ in candidates), "")
+        broken = referee.compile(direction, list(parts.values())) if parts else {}
+        took = monotonic() - start
+        self._compile_seconds = max(self._compile_seconds, took / max(len(parts), 1))
+        return broken, min(self._end, start + 2 * took)
+
+    def _race(
+        self, candidates: _Candidates, broken: dict[str, str], worth: float, referee: Referee, pace: Pace
+    ) -> None:
+        """Those that time does not suffice for are abandoned. Without the heuristic's time a study has nothing: that
+        may take until the end of the budget.
+        """
+        for study, candidate in candidates:
+            end = self._end if candidate.part == study.plan.default else worth
+            if pace.is_over() and pace.is_over(end):
+                study.abandon(candidate)
+            else:
+                self._try(study, candidate, referee, broken.get(label(candidate.part)), pace)
+
+    def _write(self, result: Result, problem: Problem, conditions: dict[str, Any]) -> None:
+        if result.config is not None:
+            entry = result.entry(seed=self._settings.seed, environment=self.facts.environment_id, conditions=conditions)
+            known = {self.facts.environment_id: self.facts.environment}
+            writer.merge(self.path, self.facts.device_kind, [entry], known)
+        self._results[problem, result.plan.key] = result
 
     def _can_go_on(self, study: Study) -> bool:
         return bool(study.untried) and len(study.tried) < self._settings.trials
@@ -175,10 +220,9 @@ class Tuner:
         feasible = {label(part) for part in plan.parts}
         return list({label(h): h for h in hints if label(h) in feasible}.values())[:_HINTS]
 
-    def _batch(self, studies: list[Study], pace: Pace) -> list[tuple[Study, Candidate]]:
-        """Configurations to compile together. What one density's study asks for, the others try too: it is compiled."""
-        most = pace.affordable(self._settings.batch)
-        asked: list[tuple[Study, Candidate]] = []
+    def _batch(self, studies: list[Study], most: int) -> _Candidates:
+        """At most so many configurations to compile together. What one density's study asks for, the others try too."""
+        asked: _Candidates = []
         parts: dict[str, Part] = {}
         room = {study.name: self._settings.trials - len(study.tried) for study in studies}
 
@@ -229,7 +273,7 @@ class Tuner:
 
     # -- the last race ---------------------------------------------------------------------------------------------
 
-    def _finish(self, problem: Problem, study: Study, referee: Referee, pace: Pace) -> Result:
+    def _finish(self, problem: Problem, study: Study, referee: Referee, rounds: int) -> Result:
         """The fastest that is right; the heuristic unless another beats it in three rounds of four."""
         plan, tried = study.plan, study.tried
         if not any(t.part == plan.default and t.state == "complete" for t in tried):
@@ -239,8 +283,8 @@ class Tuner:
             return Result(plan=plan, tried=tried, failure="there was time for the heuristic's configuration only")
         finalists = [plan.default, *[t.part for t in study.best if t.part != plan.default][:FINALISTS]]
         try:
-            rounds = [referee.race(plan, finalists) for _ in range(pace.final_rounds(plan))]
-            for i in self._ranking(rounds):
+            races = [referee.race(plan, finalists) for _ in range(rounds)]
+            for i in self._ranking(races):
                 verdict = referee.verify(plan, finalists[i])
                 if verdict.problem is None:
                     break
@@ -253,8 +297,8 @@ class Tuner:
             Measured(
                 workload=problem.workload.name,
                 density=density,
-                default=Timing.of([seconds[d][0] for seconds in rounds]),
-                tuned=Timing.of([seconds[d][i] for seconds in rounds]),
+                default=Timing.of([seconds[d][0] for seconds in races]),
+                tuned=Timing.of([seconds[d][i] for seconds in races]),
             )
             for d, density in enumerate(plan.true_densities)
         ]

@@ -146,20 +146,27 @@ def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
     assert min(counts) >= trials, f"{counts}: every problem has its share"
 
 
-def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
-    """The first problem's configurations take long to compile, longer than its share; the others' do not."""
+def compiling_takes(clock, monkeypatch, seconds) -> None:
+    """So many seconds by problem; what is compiled stays so while the problem is open."""
     real = Lengths.open
 
     def opened(self, problem):
-        self.slow = problem.workload.name == "0"
+        self.ready, self.seconds = set(), seconds(problem)
         return real(self, problem)
 
     def compiled(self, direction, parts):
-        clock[0] += (20.0 if self.slow else 0.0) * len(parts)
+        new = {(direction, p["tile"]) for p in parts} - self.ready
+        clock[0] += self.seconds * len(new)
+        self.ready |= new
         return [None for _ in parts]
 
     monkeypatch.setattr(Lengths, "open", opened)
     monkeypatch.setattr(Lengths, "compile", compiled)
+
+
+def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
+    """The first problem's configurations take long to compile, longer than its share; the others' do not."""
+    compiling_takes(clock, monkeypatch, lambda problem: 20.0 if problem.workload.name == "0" else 0.0)
     done = tune(Lengths, tmp_path, problems=_three_problems(), budget=220.0, rounds=2, batch=14)
     assert clock[0] <= 220
     assert [len(r.tried) for r in done.results] == [5] * 6 and all(r.config == part(2) for r in done.results)
@@ -167,13 +174,72 @@ def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, mon
 
 
 def test_what_was_compiled_is_raced_although_compiling_took_the_whole_share(tmp_path, clock, monkeypatch):
-    def compiled(self, direction, parts):
-        clock[0] += 6.0 * len(parts)
-        return [None for _ in parts]
-
-    monkeypatch.setattr(Lengths, "compile", compiled)
+    compiling_takes(clock, monkeypatch, lambda problem: 6.0)
     done = tune(Lengths, tmp_path, problems=_three_problems(), budget=30.0, rounds=2, batch=14)
-    assert [len(r.tried) for r in done.results[:2]] == [4, 4] and all(done.results[n].config for n in (0, 1))
+    assert [len(r.tried) for r in done.results[:2]] == [2, 2] and all(done.results[n].config for n in (0, 1))
+
+
+@pytest.fixture
+def busy(clock, monkeypatch):
+    """A busy machine: everything takes its time, and each of four densities takes as long again."""
+
+    def takes(method: str, seconds) -> None:
+        real = getattr(tuning_fakes.Hands, method)
+
+        def slow(self, *arguments):
+            clock[0] += seconds(*arguments)
+            return real(self, *arguments)
+
+        monkeypatch.setattr(tuning_fakes.Hands, method, slow)
+
+    takes("open", lambda problem: 20.0)
+    takes("compile", lambda direction, parts: 2.0 * len(parts))
+    takes("race", lambda direction, density, parts: 0.6 * len(parts))
+    takes("verify", lambda direction, density, part: 3.0)
+    return clock
+
+
+FOUR = dataclasses.replace(PROBLEM, densities=(1.0, 0.5, 0.25, 0.1))
+
+
+def test_a_short_budget_gives_one_entry_rather_than_half_of_many(tmp_path, busy):
+    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=60.0)
+    assert busy[0] <= 60
+    written = [r for r in done.results if r.config is not None]
+    assert [r.plan.key.density for r in written] == [0.1], "the cheapest"
+    assert len(Database.read(done.path)) == 1 and len(written[0].tried) == 2
+
+
+def test_with_more_time_every_density_has_its_entry(tmp_path, busy):
+    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=400.0)
+    assert busy[0] <= 400
+    assert [len(r.tried) for r in done.results] == [5] * 4 and len(Database.read(done.path)) == 4
+    first = Database.read(done.path).exact(done.results[-1].plan.key)
+    assert first.about["measured"][0]["tuned"]["rounds"] == 9, "the early entry is replaced by a well measured one"
+
+
+def test_what_an_entry_would_take_is_told_where_there_is_none(tmp_path, busy):
+    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=25.0)
+    assert not done.path.exists()
+    needed = done.least_budget
+    assert needed == 2 * busy[0]
+    busy[0] = 0.0
+    again = tune(tuning_fakes.Hands, tmp_path / "again", problems=[FOUR], budget=needed)
+    assert again.path.exists() and again.least_budget is None
+
+
+def test_small_workloads_come_first(tmp_path, clock):
+    opened = []
+
+    class Sizes(tuning_fakes.Hands):
+        def open(self, problem):
+            opened.append(problem.workload.length)
+            return super().open(problem)
+
+    lengths = (4096, 128, 1024)
+    problems = [dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, length=n)) for n in lengths]
+    tune(Sizes, tmp_path, problems=problems, trials=1)
+    assert opened[:3] == [128, 1024, 4096]
 
 
 def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
