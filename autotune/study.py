@@ -72,12 +72,14 @@ class Study:
 
     @property
     def tried(self) -> list[Tried]:
-        """Every trial that ended with something to tell; infeasible draws and abandoned trials are none."""
+        """Every trial that ended with something to tell. Infeasible draws and abandoned trials are none, and neither is
+        one that was complete, but whose process was killed before it could tell its time.
+        """
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         return [
             Tried(t.user_attrs["part"], t.user_attrs["end"], t.value, t.user_attrs.get("reason"))
             for t in ended
-            if "end" in t.user_attrs
+            if "end" in t.user_attrs and (t.value is not None or t.user_attrs["end"] != "complete")
         ]
 
     @property

@@ -326,6 +326,19 @@ def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path
     assert len(set(labels)) == 5, "nothing is tried twice"
 
 
+def test_a_trial_killed_before_it_told_its_time_is_tried_again(tmp_path, monkeypatch):
+    def killed(self, candidate, value):
+        candidate.trial.set_user_attr("end", "complete")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Study, "complete", killed)
+        patch.setattr(os, "getpid", lambda: 2**22 + 1)  # no process has this number
+        tune(tuning_fakes.Hands, tmp_path)
+    done = tune(tuning_fakes.Hands, tmp_path)
+    assert [len(r.tried) for r in done.results] == [5, 5] and all(r.config == part(2) for r in done.results)
+
+
 def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
     tune(tuning_fakes.Hands, tmp_path, trials=2)
     with (tmp_path / "studies.journal").open("a") as file:
