@@ -72,7 +72,7 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         (["--mesh", "4"], "mesh='4' must be two numbers of devices"),
         (["--mesh", "64x64"], "needs 4096 devices, and there are"),
         (["--attention", "all"], "attention='all' must be one of"),
-        (["--attention", "hads"], "needs more than 8 blocks a sequence; length=512 in blocks of block=128 has 4"),
+        (["--attention", "hads"], "sequences of 512 tokens have 4 blocks of 128, most of them always on"),
         (["--attention", "hads", "--block", "16", "--density", "0.1"], "budget=0.1 is below 0.1"),
         (["--processes", "2"], "missing: coordinator, process"),
         (["--eval-every", "1", "--length", "64"], "has no held-*.tokens file"),

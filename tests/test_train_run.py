@@ -201,7 +201,7 @@ def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):
     refused(ValueError, "data=0", mesh=(0, 1))
     refused(ValueError, "batch=4 in microbatches=1 cannot be divided over the mesh's data=8", mesh=(8, 1))
     refused(ValueError, "kv_heads=2 cannot be divided over the mesh's model=4", mesh=(2, 4))
-    refused(ValueError, "needs more than 8 blocks a sequence", config=make_config(attention="hads"))
+    refused(ValueError, "most of them always on: use at least 144 tokens", config=make_config(attention="hads"))
     refused(ValueError, "checkpoint_every=0", checkpoint_every=0)
     refused(ValueError, "keep=0", keep=0)
     refused(ValueError, "fewer than one batch of 40", config=make_config(batch=40), eval_every=1)
