@@ -129,8 +129,9 @@ class _Tiles:
         """The mask's lists as one list of tiles: by batch, head, row of tiles, then the row's entries in order."""
         call, mask = self.call, self.call.mask
         heads = np.arange(call.q_heads) * mask.heads // call.q_heads
-        batch = np.arange(call.batch) * mask.batch // call.batch
-        ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)[batch[:, None], heads[None, :]]
+        shared = mask.batch == 1
+        ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)[:, heads]
+        ptr = jnp.broadcast_to(ptr, (call.batch, *ptr.shape[1:]))
         first_row = np.arange(mask.num_q_blocks) * self.split_q
         rows_here = np.clip(
             -(-call.q_len // self.tq) - first_row, 0, self.split_q
@@ -149,7 +150,8 @@ class _Tiles:
         head, block_row = row // mask.num_q_blocks, row % mask.num_q_blocks
         b, h = head // call.q_heads, head % call.q_heads
         slot = ptr[..., :-1].reshape(-1)[row] + entry // self.split_kv
-        block = mask.kv_indices[jnp.asarray(batch)[b], jnp.asarray(heads)[h], jnp.minimum(slot, mask.capacity - 1)]
+        slot = jnp.minimum(slot, mask.capacity - 1)
+        block = mask.kv_indices[jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h], slot]
         q_tile = head * self.num_q + block_row * self.split_q + jnp.minimum(sub_row, self.split_q - 1)
         kv_head = b * call.kv_heads + h // self.group
         kv_tile = kv_head * self.num_kv + block * self.split_kv + entry % self.split_kv
@@ -240,7 +242,7 @@ class _BiasTiles:
 
     def __init__(self, tiles: _Tiles, bias: Float[Array, "Bb Hb Tb Sb"]):
         self.shape = b, h, t, s = bias.shape
-        self._batch, self._heads = b > 1, h > 1
+        self._batch, self._heads = b != 1, h != 1
         self.num_q, self.tq = (tiles.num_q, tiles.tq) if t > 1 else (1, 1)
         self.num_kv, self.tkv = (tiles.num_kv, tiles.tkv) if s > 1 else (1, 1)
         x = jnp.pad(

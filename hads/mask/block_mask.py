@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from xsake._buckets import density_bucket, power_of_two_at_least
+from xsake.hads.mask import exported
 from xsake.hads.mask.band import Band, parse_window
 
 ArrayT = Any  # numpy outside jit, jax inside
@@ -30,6 +31,7 @@ _COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
 _STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint", "complete")
 
 
+@partial(exported.register, lists=_ROWS + _COLUMNS, static=_STATIC)
 @partial(jax.tree_util.register_dataclass, data_fields=_ROWS + _COLUMNS, meta_fields=_STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BlockMask:
@@ -237,7 +239,7 @@ class BlockMask:
     # -- shape ---------------------------------------------------------------------------------------------------------
 
     @property
-    def batch(self) -> int:
+    def batch(self) -> Any:  # an int, or a dimension variable of jax.export
         return self.kv_indices.shape[0]
 
     @property

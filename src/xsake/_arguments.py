@@ -14,6 +14,8 @@ from xsake._backend import Call
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 
+Size = Any  # an int, or a batch size that `jax.export` does not know yet
+
 
 def check_inputs(query: Any, key: Any, value: Any) -> None:
     """Shapes and dtypes of the three arrays."""
@@ -24,6 +26,11 @@ def check_inputs(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} must be [batch, length, heads, head_dim]; got shape {tuple(x.shape)}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point (bfloat16, float16 or float32); got dtype {x.dtype}")
+        if not all(isinstance(size, int) for size in x.shape[1:]):
+            raise NotImplementedError(
+                f"{name} has the symbolic shape {tuple(x.shape)}; of the four sizes only the batch may be symbolic: "
+                f"export a program for each length, and pad shorter sequences with key_value_seq_lengths"
+            )
         if 0 in x.shape:
             raise ValueError(f"{name} must not be empty; got shape {tuple(x.shape)}")
     if not query.dtype == key.dtype == value.dtype:
@@ -113,7 +120,7 @@ def build_call(
     )
 
 
-def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int) -> None:
+def _check_mask(mask: Any, batch: Size, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int) -> None:
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a BlockMask or None, got {type(mask).__name__}; "
@@ -129,7 +136,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int, num_q_heads: int
         raise ValueError(f"mask has {mask.heads} heads; it must be 1, {num_kv_heads=} or {num_q_heads=}")
 
 
-def _check_bias(bias: Any, full: tuple[int, int, int, int]) -> Array:
+def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
@@ -140,7 +147,7 @@ def _check_bias(bias: Any, full: tuple[int, int, int, int]) -> Array:
     return bias
 
 
-def _tokens(name: str, given: Any, batch: int, q_len: int, kv_len: int) -> tuple[Array, Array] | tuple[None, None]:
+def _tokens(name: str, given: Any, batch: Size, q_len: int, kv_len: int) -> tuple[Array, Array] | tuple[None, None]:
     """One integer array for queries and keys, or a (query, key) pair, as [B, T] and [B, S]."""
     if given is None:
         return None, None
@@ -163,7 +170,7 @@ def _tokens(name: str, given: Any, batch: int, q_len: int, kv_len: int) -> tuple
     return q, kv
 
 
-def _lengths(name: str, given: Any, batch: int) -> Array | None:
+def _lengths(name: str, given: Any, batch: Size) -> Array | None:
     if given is None:
         return None
     x = jnp.asarray(given)
@@ -187,7 +194,7 @@ def _segments(
             ids = jnp.zeros((1, length), jnp.int32)
         return jnp.where(inside & (ids >= 0), ids, padding)
 
-    batch = next(len(x) for x in (*segments, q_lengths, kv_lengths) if x is not None)
+    batch = next(x.shape[0] for x in (*segments, q_lengths, kv_lengths) if x is not None)
     q, kv = merge(segments[0], q_lengths, q_len, -1), merge(segments[1], kv_lengths, kv_len, -2)
     return jnp.broadcast_to(q, (batch, q_len)), jnp.broadcast_to(kv, (batch, kv_len))
 

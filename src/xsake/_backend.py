@@ -59,8 +59,8 @@ class Call:
         return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
 
     def uses(self) -> dict[str, str]:
-        """The optional fields that this call gives, and what users call them."""
-        used = {}
+        """The optional fields that this call gives, and what users call them; and `symbolic_batch` of jax.export."""
+        used = {} if isinstance(self.batch, int) else {"symbolic_batch": "a symbolic batch size"}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             neutral = value is field.default or (field.metadata.get("static") and value == field.default)
@@ -109,8 +109,9 @@ class Backend(Protocol):
     `Config` is a frozen keyword-only dataclass with a field for each direction that is tuned by itself (such as
     forward, dq and dkv), and each of these is such a dataclass too. They validate themselves.
 
-    `HONOURS` names the optional fields of `Call` that the backend honours. The registry refuses a call that uses
-    another one, so that a field added to `Call` later is never ignored.
+    `HONOURS` names the optional fields of `Call` that the backend honours, and "symbolic_batch" if the batch may be a
+    dimension variable of `jax.export`. The registry refuses a call that uses another one, so that a field added to
+    `Call` later is never ignored.
     """
 
     Config: type

@@ -106,10 +106,12 @@ def attention(
 
 
 def _resolve_config(name: str, call: Call, config: Any) -> Any:
-    _tuned.announce(name, call)
-    if config is None:
-        return _tuned.choose(name, call).config
     backend = _registry.get(name)
+    known = isinstance(call.batch, int)  # tuning is keyed by sizes
+    if known:
+        _tuned.announce(name, call)
+    if config is None:
+        return _tuned.choose(name, call).config if known else backend.default_config(call)
     if not isinstance(config, backend.Config):
         raise TypeError(
             f"config must be a {backend.Config.__module__}.{backend.Config.__qualname__} for implementation {name!r}; "
