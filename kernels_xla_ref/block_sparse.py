@@ -137,7 +137,7 @@ class _Tiles:
             -(-call.q_len // self.tq) - first_row, 0, self.split_q
         )  # tiles of padding only have no work
         per_row = (ptr[..., 1:] - ptr[..., :-1]) * self.split_kv
-        amount = (per_row * rows_here).reshape(-1)
+        amount = (per_row * rows_here[None, None]).reshape(-1)
         ends = jnp.cumsum(amount)
 
         size = call.batch * call.q_heads * mask.capacity * self.split_q * self.split_kv
@@ -220,10 +220,10 @@ class _TokenTiles:
         self._kv_segments = cut(call.kv_segments, tiles.num_kv, tiles.tkv)
 
     def q_index(self, c: _Chosen) -> Array:
-        return c.i[:, None] * self._t.tq + jnp.arange(self._t.tq)
+        return c.i[:, None] * self._t.tq + jnp.arange(self._t.tq)[None]
 
     def kv_index(self, c: _Chosen) -> Array:
-        return c.j[:, None] * self._t.tkv + jnp.arange(self._t.tkv)
+        return c.j[:, None] * self._t.tkv + jnp.arange(self._t.tkv)[None]
 
     def q_position(self, c: _Chosen) -> Array:
         return self.q_index(c) if self._q_positions is None else self._q_positions[c.batch * self._t.num_q + c.i]

@@ -50,7 +50,7 @@ class KVCache:
 
     def slots(self, tokens: int) -> Array:
         """i32[B, tokens]: where the next tokens go, which is also their position."""
-        return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
 
     def write(self, layer: int, key: Array, value: Array) -> KVCache:
         """With one layer's keys and values [B, T, K, D] of the next tokens."""

@@ -18,7 +18,7 @@ class Rotation(NamedTuple):
     @classmethod
     def of(cls, positions: Int[Array, "b T"], head_dim: int, base: float) -> Rotation:
         frequency = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-        angle = positions.astype(jnp.float32)[:, :, None, None] * frequency
+        angle = positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
         return cls(jnp.cos(angle), jnp.sin(angle))
 
     def turn(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B T heads D"]:

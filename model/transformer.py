@@ -35,7 +35,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: States) -> States:
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+        return (wide * self.scale[...].astype(jnp.float32)[None, None]).astype(self.dtype)
 
 
 class Attention(nnx.Module):

@@ -43,6 +43,7 @@ assert not any(name.split(".")[0] == "xsake" for name in sys.modules), (
 _HOOK = jaxtyping.install_import_hook(_MODULES, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _SLOW_START = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 hypothesis.settings.register_profile(

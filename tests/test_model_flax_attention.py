@@ -40,7 +40,7 @@ def of_linen(x, fn=None, **call):
 
 
 @pytest.mark.parametrize("layer", [of_nnx, of_linen])
-@pytest.mark.parametrize("mask", [None, CAUSAL, (CAUSAL > 0) | (jnp.arange(LENGTH) < 3)])
+@pytest.mark.parametrize("mask", [None, CAUSAL, (CAUSAL > 0) | (jnp.arange(LENGTH) < 3)[None, None, None]])
 def test_dense_attention_is_flaxs(layer, mask):
     np.testing.assert_allclose(layer(X, attention_fn, mask=mask), layer(X, mask=mask), rtol=1e-4, atol=1e-5)
 
@@ -53,7 +53,7 @@ def test_block_masks_are_flaxs_with_the_same_elements(layer):
 
 
 def test_block_and_array_masks_together():
-    padding = (jnp.arange(LENGTH) < jnp.array([[48], [20]]))[:, None, None]
+    padding = (jnp.arange(LENGTH)[None] < jnp.array([[48], [20]]))[:, None, None]
     both = of_nnx(X, partial(attention_fn, block_mask=SPARSE), mask=padding)
     np.testing.assert_allclose(both[1, :20], of_nnx(X[1:, :20], mask=ELEMENTS[..., :20, :20])[0], rtol=1e-4, atol=1e-5)
 
@@ -68,7 +68,8 @@ def test_any_number_of_batch_dimensions(lead):
     query, key, value = (jax.random.normal(jax.random.key(i), (*lead, 8, HEADS, 16)) for i in range(3))
     bias = jax.random.normal(jax.random.key(3), (*lead[-1:], HEADS, 8, 8))
     mask = jax.random.bernoulli(jax.random.key(4), 0.7, (*lead[:1], *(1,) * len(lead[1:]), 1, 8, 8))
-    expected = linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
+    with jax.numpy_rank_promotion("allow"):  # as linen does it
+        expected = linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
     found = jax.jit(attention_fn)(query, key, value, bias, mask)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

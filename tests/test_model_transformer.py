@@ -123,7 +123,7 @@ def test_masks_may_be_computed_in_jit(model):
         q, k = (x.reshape(2, LENGTH // 8, 8, 4, -1).mean(2) for x in (query, key))
         near = jnp.einsum("bihd,bjhd->bhij", q, k) > 0
         size = dict(block_q=8, block_kv=8, q_len=LENGTH, kv_len=LENGTH)
-        return xsake.BlockMask.from_blocks(near | jnp.eye(LENGTH // 8, dtype=bool), is_causal=True, **size)
+        return xsake.BlockMask.from_blocks(near | jnp.eye(LENGTH // 8, dtype=bool)[None, None], is_causal=True, **size)
 
     assert jnp.isfinite(run(model, TOKENS, mask_fn=mask_fn)).all()
 

@@ -55,10 +55,11 @@ def block_statistics(
     def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array, Array]:
         weights, seen = attention_rows(q, key, i, grid, scale)
         in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
-        by_block = block_sums(weights, grid) * in_row[:, None]
+        by_block = block_sums(weights, grid) * in_row[None, None, None, :, None]
         # A query that sees one key has entropy 0 and log(1) = 0 to divide by.
         entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), -1)
-        entropy = entropy / jnp.log(jnp.maximum(seen, 2).astype(jnp.float32)) * in_row
+        most = jnp.log(jnp.maximum(seen, 2).astype(jnp.float32))
+        entropy = entropy / most[None, None, None] * in_row[None, None, None]
         queries = in_row.sum()
         return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries, entropy.sum(-1)
 
@@ -107,7 +108,7 @@ def attention_rows(
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
     logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
     t = i * grid.block + jnp.arange(grid.block)
-    logits = jnp.where(t[:, None] >= jnp.arange(grid.length), logits, -jnp.inf)
+    logits = jnp.where(t[:, None] >= jnp.arange(grid.length)[None], logits, -jnp.inf)
     return jax.nn.softmax(logits, -1), jnp.minimum(t + 1, grid.length)
 
 

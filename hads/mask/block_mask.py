@@ -107,7 +107,7 @@ class BlockMask:
             raise ValueError(f"blocks must not be empty, got shape {blocks.shape}")
         xp: Any = jnp if traced else np
         allowed, full = grid.allowed_and_full()
-        active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed
+        active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed[None, None]
 
         num_allowed = grid.num_allowed
         if not traced:
@@ -136,7 +136,7 @@ class BlockMask:
         if traced:
             return mask
         with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
-            return jax.tree.map(jnp.asarray, mask)
+            return jax.device_put(mask)
 
     @classmethod
     def of_rows(cls, lists: tuple[ArrayT, ...], *, density_hint: float | None = None, **grid: Any) -> BlockMask:
@@ -279,17 +279,20 @@ class BlockMask:
     def _traced(self) -> bool:
         return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
 
+    def _read(self, lists: ArrayT) -> ArrayT:
+        """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
+        return jnp.asarray(lists) if self._traced else np.asarray(jax.device_get(lists))
+
     def overflowed(self) -> ArrayT:
         """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
-        xp: Any = jnp if self._traced else np
-        return xp.asarray(self.kv_row_ptr)[..., -1] > self.capacity
+        return self._read(self.kv_row_ptr)[..., -1] > self.capacity
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def to_blocks(self) -> ArrayT:
         """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
         xp: Any = jnp if self._traced else np
-        ptr, indices = xp.asarray(self.kv_row_ptr), xp.asarray(self.kv_indices)
+        ptr, indices = self._read(self.kv_row_ptr), self._read(self.kv_indices)
         slots = np.arange(self.capacity)
         # Row of a slot: how many rows end at or before it. Slots past the last entry land in a spare row.
         ends = xp.minimum(ptr[..., 1:], self.capacity)
@@ -311,12 +314,11 @@ class BlockMask:
         elements = xp.repeat(xp.repeat(blocks, self.block_q, -2), self.block_kv, -1)
         elements = elements[..., : self.q_len, : self.kv_len]
         offset = np.arange(self.kv_len)[None, :] - np.arange(self.q_len)[:, None]
-        return elements & self.band.allows(offset)
+        return elements & self.band.allows(offset[None, None])
 
     def density(self, *, per_head: bool = False) -> Any:
         """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
-        xp: Any = jnp if self._traced else np
-        per = xp.asarray(self.kv_row_ptr)[..., -1] / max(self._grid.num_allowed, 1)
+        per = self._read(self.kv_row_ptr)[..., -1] / max(self._grid.num_allowed, 1)
         return per if per_head else per.mean()
 
     def union(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
@@ -454,7 +456,8 @@ def _finished(xp: Any, indices: ArrayT, row_ptr: ArrayT, num_full: ArrayT) -> tu
     capacity = indices.shape[-1]
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
-    indices = xp.where(np.arange(capacity) < used, indices, xp.where(used > 0, last, 0)).astype(np.int32)
+    inside = np.arange(capacity)[None, None] < used
+    indices = xp.where(inside, indices, xp.where(used > 0, last, 0)).astype(np.int32)
     order = xp.argsort(-xp.diff(row_ptr, axis=-1), axis=-1, stable=True).astype(np.int32)
     return indices, row_ptr, num_full, order
 

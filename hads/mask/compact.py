@@ -42,6 +42,7 @@ def _by_kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, A
 
 def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     b, h, _, columns = active.shape
+    full = full[None, None]
     first, second = _pack(active & full), _pack(active & ~full)
     first_counts, second_counts = _ones(first), _ones(second)
     num_full = first_counts.sum(-1)
@@ -64,8 +65,13 @@ def _pack(bits: Bool[Array, "*lead columns"]) -> UInt[Array, "*lead words"]:
     """Bit k of word w is column 32 w + k."""
     words = -(-bits.shape[-1] // 32)
     padded = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, 32 * words - bits.shape[-1])])
-    parts = padded.reshape(*bits.shape[:-1], words, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    parts = padded.reshape(*bits.shape[:-1], words, 32).astype(jnp.uint32) << _places(bits.ndim)
     return parts.sum(-1, dtype=jnp.uint32)
+
+
+def _places(lead: int) -> UInt[Array, "*lead 32"]:
+    """The bits' places in a word, after as many axes."""
+    return jnp.arange(32, dtype=jnp.uint32).reshape((1,) * lead + (32,))
 
 
 def _ones(words: UInt[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -77,6 +83,6 @@ def _slots(
 ) -> Int[Array, "*lead bits"]:
     """The slot of each bit if it is set: `start` and the set bits before it."""
     before = start + jnp.cumsum(counts, -1, dtype=jnp.int32) - counts
-    lower = (jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)) - jnp.uint32(1)
+    lower = (jnp.uint32(1) << _places(words.ndim)) - jnp.uint32(1)
     inside = before[..., None] + _ones(words[..., None] & lower)
     return inside.reshape(*words.shape[:-1], -1)

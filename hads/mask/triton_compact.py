@@ -21,7 +21,7 @@ def compact(
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """As `compact.compact`."""
     b, h, rows, columns = active.shape
-    num_full = (active & full).sum(-1, dtype=jnp.int32)
+    num_full = (active & full[None, None]).sum(-1, dtype=jnp.int32)
     ends = jnp.cumsum(active.sum(-1, dtype=jnp.int32), -1, dtype=jnp.int32)
     row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
     width = pl.next_power_of_2(columns)

@@ -18,12 +18,12 @@ def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Floa
     """Unnormalised log mass; -inf where causality forbids."""
     b, h, n, width = pooled.query.shape
     kv_heads = pooled.key.shape[1]
-    weighted = pooled.query * spread_weights(jnp.asarray(estimator.features))[:, None]
+    weighted = pooled.query * spread_weights(jnp.asarray(estimator.features))[None, :, None]
     # An estimate: the default precision (TF32 on a GPU) is far finer than what is left unknown.
     logits = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, n, width), pooled.key)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance())]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    bias = bias + jnp.asarray(estimator.tokens)[:, None, None] * pooled.tokens
+    bias = bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * pooled.tokens
     return jnp.where(grid.causal(), logits.reshape(b, h, n, n) + bias, -jnp.inf)
 
 

@@ -62,9 +62,14 @@ def sorted_gains(
 ) -> tuple[Int[Array, "*B H n n"], Int[Array, "*B H n n"], Float[Array, "*B H n n"]]:
     """(keys of the blocks, -1 where causality forbids; the same with rows sorted upwards; the sorted ones' gains, -1
     where forbidden)."""
+
+    def aligned(x: Any) -> Array:
+        return jax.lax.broadcast_to_rank(jnp.asarray(x), mass.ndim)
+
     i = jnp.arange(grid.side, dtype=jnp.int32)
-    keys = jnp.where(grid.causal(), key_of(mass.astype(jnp.float32), i[:, None], i, grid), -1)
+    keys = key_of(mass.astype(jnp.float32), aligned(i[:, None]), aligned(i), grid)
+    keys = jnp.where(grid.causal(), keys, -1)
     rows = jnp.sort(keys, -1)
-    omega, phi = (jnp.asarray(x)[:, None, None] for x in (sensitivity, burstiness))
-    gain = gains_of_sorted(rows, omega * grid.row_weights()[:, None], phi)
+    omega, phi = (aligned(jnp.asarray(x)[:, None, None]) for x in (sensitivity, burstiness))
+    gain = gains_of_sorted(rows, omega * aligned(grid.row_weights()[:, None]), phi)
     return keys, rows, jnp.where(rows < 0, -1.0, gain)

@@ -67,9 +67,10 @@ def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> U
     Every entry is compared with fifteen cuts in one pass: few launches, where a search in each row would be many.
     """
     cut = jnp.zeros(order.shape[:-2], jnp.uint32)
-    digits = jnp.arange(1, 16, dtype=jnp.uint32)
+    digits = jax.lax.broadcast_to_rank(jnp.arange(1, 16, dtype=jnp.uint32), cut.ndim + 1)
+    wanted = jax.lax.broadcast_to_rank(jnp.asarray(count), cut.ndim)[..., None]
     for shift in range(28, -1, -4):
         cuts = cut[..., None] + (digits << jnp.uint32(shift))
         reach = (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2))
-        cut = cut + ((reach >= jnp.asarray(count)[..., None]).sum(-1).astype(jnp.uint32) << jnp.uint32(shift))
+        cut = cut + ((reach >= wanted).sum(-1).astype(jnp.uint32) << jnp.uint32(shift))
     return cut

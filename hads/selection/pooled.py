@@ -115,7 +115,7 @@ def over_keys(
         above = summed(logits.astype(jnp.float32) - mean[..., None])
         if tail and end == n:
             above = jnp.where(_inside(grid)[..., 0], above, 0)
-        part = finish(mean, above.sum(-1) / sizes[:end])
+        part = finish(mean, above.sum(-1) / sizes[None, None, None, None, :end])
         parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - end),)))
     return jnp.where(grid.causal(), jnp.concatenate(parts, 3).reshape(b, h, n, n), 0.0)
 
@@ -138,7 +138,7 @@ def _blocks(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B
 
 def _moments(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:
     """Mean and variance over a block's tokens. The padding is 0 and counts only in the number of tokens."""
-    tokens = jnp.asarray(grid.sizes, jnp.float32)[:, None]
+    tokens = jnp.asarray(grid.sizes, jnp.float32)[None, None, :, None]
     wide = x.astype(jnp.float32)
     mean = wide.sum(2).swapaxes(1, 2) / tokens
     return mean, variance(jnp.square(wide).sum(2).swapaxes(1, 2) / tokens, mean)

@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     def blocks(self, grid: CausalGrid) -> Bool[Array, "B H n n"]:
         n = grid.side
         reach = self.keys[:, :, :n, :n] >= self.last[..., None]
-        return reach & grid.causal() & (self.kept > 0)[..., None]
+        return reach & grid.causal()[None, None] & (self.kept > 0)[..., None]
 
     def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
         """As `compact.compact` makes them of the blocks. The diagonal, which is always on, is the one partial block."""
@@ -222,7 +222,8 @@ def _largest_cut(
             aliases={2: 0},
         )
     digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
-    cut = (digits << np.array([_place(number) for number in range(_PASSES)], np.int32)).sum(-1)
+    places = np.array([_place(number) for number in range(_PASSES)], np.int32)
+    cut = (digits << places[None, None]).sum(-1)
     # The number after the cut is the next digit of the last pass that found less than the largest one. Every pass
     # counted what reaches its digits, and of all that do not suffice it has the most.
     return cut, jnp.where(counts < wanted[..., None, None], counts, 0).max((-2, -1))
