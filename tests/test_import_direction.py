@@ -15,7 +15,15 @@ SOURCE = ROOT / "src" / "xsake"
 
 # From the ground up. A room imports itself and floors below its own: no floor above, and no neighbour.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("xsake._atomic", "xsake._buckets", "xsake._device", "xsake._fields", "xsake._kernel_hash", "xsake._trace"),
+    (
+        "xsake._atomic",
+        "xsake._buckets",
+        "xsake._derivatives",
+        "xsake._device",
+        "xsake._fields",
+        "xsake._kernel_hash",
+        "xsake._trace",
+    ),
     ("xsake.hads.mask", "xsake.tuning_db"),
     ("xsake._backend",),
     ("xsake.kernels_xla_ref", "xsake.kernels_pallas_gpu", "xsake.kernels_pallas_tpu", "xsake._registry"),

@@ -130,6 +130,12 @@ def test_vmap_folds_every_array_of_a_call():
     assert fold_call(5, stacked, dataclasses.replace(mapped, temperature=True)).temperature.shape == (10, 3)
 
 
+def test_a_field_without_a_gradient_is_refused_by_name():
+    plan = _op._Plan("xla", _registry.get("xla").default_config(call_of_tomorrow()), False, False)
+    with pytest.raises(NotImplementedError, match="no gradient with respect to temperature"):
+        jax.grad(lambda t: _op._attend(plan, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
+
+
 @pytest.mark.parametrize("name", _registry._BACKENDS)
 def test_a_backend_has_the_names_and_the_parameters_of_the_protocol(name):
     backend = _registry.get(name)

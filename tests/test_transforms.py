@@ -230,13 +230,6 @@ def test_checkpointed_scan_over_layers(implementation):
         np.testing.assert_allclose(np.asarray(saved[name]), np.asarray(plain[name]), rtol=1e-5, atol=1e-5)
 
 
-def test_jvp_raises(implementation):
-    case = cases(implementation, 1)[0]
-    mask = case.mask()
-    with pytest.raises(TypeError, match="forward-mode"), implementation.context():
-        jax.jvp(lambda x: attend(implementation, x, mask, {})[0], (case.inputs,), (case.inputs,))
-
-
 def test_gradient_of_lse_alone_and_of_one_input(implementation):
     case = cases(implementation, 1)[0]
     case, mask = case.replace(d_out=np.zeros_like(case.d_out)), case.mask()

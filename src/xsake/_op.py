@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
@@ -16,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from xsake import _registry, _tuned
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
+from xsake._derivatives import differentiable_again, forward_mode_refusal
 from xsake._device import platform_of
 from xsake._fold import fold, fold_call, unfold
 from xsake._trace import interpret, interpreting, vary, varying_axes
@@ -98,11 +100,16 @@ def attention(
         default_blocks=_registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
     )
     name = _registry.choose(names, call)
-    plan = _Plan(name, _resolve_config(name, call, config), interpreting())
-    out, lse = _attend(plan, vary(call, varying_axes(call)))
+    plan = _Plan(name, _resolve_config(name, call, config), interpreting(), bool(jax.config.jax_debug_infs))
+    try:
+        out, lse = _attend(plan, vary(call, varying_axes(call)))
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(forward_mode_refusal()) from error
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # and no cotangent of padding gets in
-    return (out, lse.swapaxes(1, 2)) if return_lse else out
+    return (out, plan.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
 
 
 def _resolve_config(name: str, call: Call, config: Any) -> Any:
@@ -120,6 +127,14 @@ def _resolve_config(name: str, call: Call, config: Any) -> Any:
     return config
 
 
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@partial(jax.jit, inline=True)
+def _with_infinity(lse: Array) -> Array:
+    return jnp.where(lse == _LOWEST, -jnp.inf, lse)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What runs a call: everything that is decided while tracing."""
@@ -127,11 +142,18 @@ class _Plan:
     implementation: str
     config: Any
     interpret: bool
+    finite_lse: bool  # jax_debug_infs would take the -inf of an empty row, which the operation keeps, for a mistake
 
     def forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
-            result = _registry.get(self.implementation).forward(call, self.config)
-        return vary(result, varying_axes(call))  # a kernel's own outputs may not say that they vary
+            out, lse = _registry.get(self.implementation).forward(call, self.config)
+        if self.finite_lse:
+            lse = jnp.maximum(lse, _LOWEST)
+        return vary((out, lse), varying_axes(call))  # a kernel's own outputs may not say that they vary
+
+    def contract_lse(self, lse: Array) -> Array:
+        """-inf for an empty row."""
+        return _with_infinity(lse) if self.finite_lse else lse
 
     def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
         """Gradients of query, key and value and, if asked for, of the bias."""
@@ -161,7 +183,8 @@ def _mappable_forward(plan: _Plan) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    return run
+    # As one program also outside jit, where jax_debug_infs would take every -inf on the way for a mistake.
+    return _differentiable_again(plan, jax.jit(run, inline=True), plan.forward)
 
 
 @cache
@@ -183,13 +206,20 @@ def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
             grads[3] = grads[3].sum(1, keepdims=True)
         return tuple(grads), (True,) * len(grads)
 
-    return run
+    return _differentiable_again(plan, run, backward)
+
+
+def _differentiable_again(plan: _Plan, run: Callable, plain: Callable) -> Callable:
+    return differentiable_again(run, plain if plan.implementation == "xla" else None, plan.implementation)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
     bias: bool
+
+
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sink_lse")  # the fields of `Call` that `_gradients` serves
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,6 +234,13 @@ def _attend_fwd(plan: _Plan, primals: Any) -> tuple:
             "mask was built with transpose=False, for inference only; gradients need its transposed lists: "
             "build it with transpose=True"
         )
+    for field in call.array_fields():
+        perturbed = any(
+            p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact)
+            for p in jax.tree.leaves(getattr(primals, field.name))
+        )
+        if perturbed and field.name not in _DIFFERENTIABLE:
+            raise NotImplementedError(f"attention has no gradient with respect to {field.name}")
     out, lse = _mappable_forward(plan)(call)
     wanted = _Wanted(bias=call.bias is not None and primals.bias.perturbed)
     return (out, lse), (call, out, lse, wanted)
@@ -212,33 +249,40 @@ def _attend_fwd(plan: _Plan, primals: Any) -> tuple:
 def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
     call, out, lse, wanted = residuals
     d_out, d_lse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
-    d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
-    weight = jnp.einsum(
-        "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
-    )
-    delta = weight - d_lse
-    # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
-    attends = lse != -jnp.inf
-    if call.q_segments is not None:
-        attends &= (call.q_segments >= 0)[:, None, :]
-    live_delta = jnp.where(attends, delta, 0.0)
-    dq, dk, dv, *d_bias = _mappable_backward(plan, wanted.bias)(call, lse, live_delta, d_out)
-
-    d_sink = None
-    if call.sink_lse is not None:
-        # A sink is a logit whose value is 0: its weight times -(delta).
-        sink = call.sink_lse[:, :, None]
-        p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
-        d_sink = -(p * delta).sum(-1)
-        if call.sink_lse.shape[0] == 1:
-            d_sink = d_sink.sum(0, keepdims=True)
-        d_sink = d_sink.astype(call.sink_lse.dtype)
     zeros = jax.tree.map(lambda _: None, call)
-    return (
-        dataclasses.replace(
-            zeros, query=dq, key=dk, value=dv, bias=d_bias[0] if wanted.bias else None, sink_lse=d_sink
-        ),
-    )
+    return (dataclasses.replace(zeros, **_gradients(plan, wanted.bias)(call, out, lse, d_out, d_lse)),)
+
+
+@cache
+def _gradients(plan: _Plan, with_bias: bool) -> Callable:
+    """By the names of `Call`'s fields, for those that have a gradient."""
+
+    @partial(jax.jit, inline=True)
+    def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> dict[str, Array]:
+        d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
+        lse = plan.contract_lse(lse)
+        weight = jnp.einsum(
+            "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
+        )
+        delta = weight - d_lse
+        # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
+        attends = lse != -jnp.inf
+        if call.q_segments is not None:
+            attends &= (call.q_segments >= 0)[:, None, :]
+        live_delta = jnp.where(attends, delta, 0.0)
+        grads = _mappable_backward(plan, with_bias)(call, lse, live_delta, d_out)
+        found = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
+        if call.sink_lse is not None:
+            # A sink is a logit whose value is 0: its weight times -(delta).
+            sink = call.sink_lse[:, :, None]
+            p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
+            d_sink = -(p * delta).sum(-1)
+            if call.sink_lse.shape[0] == 1:
+                d_sink = d_sink.sum(0, keepdims=True)
+            found["sink_lse"] = d_sink.astype(call.sink_lse.dtype)
+        return found
+
+    return gradients
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

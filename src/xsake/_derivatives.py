@@ -1,0 +1,62 @@
+"""Derivatives of the attention's own forward and backward: second derivatives of the operation.
+
+Plain XLA has them in forward mode, which is what `jax.hessian` asks for (forward over reverse). Everything else is
+refused in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+from jax import Array
+
+_DENSE = "xsake.kernels_xla_ref.oracle.attention, which is dense and has all derivatives"
+
+
+def forward_mode_refusal() -> str:
+    return (
+        f"xsake.attention has no forward-mode derivative: use jax.grad, jax.vjp or jax.jacrev instead of jax.jvp and "
+        f"jax.jacfwd, or {_DENSE}"
+    )
+
+
+def differentiable_again(run: Callable, plain: Callable | None, implementation: str) -> Callable:
+    """`run`, and its derivative in forward mode if it is `plain` XLA; without `plain` it has none."""
+    again = jax.custom_jvp(run)
+
+    @again.defjvp
+    def jvp(primals: tuple, tangents: tuple) -> tuple:
+        if plain is None:
+            raise NotImplementedError(
+                f"implementation={implementation!r} has no second derivatives: use implementation='xla' with "
+                f"jax.hessian or with jax.jvp of jax.grad, or {_DENSE}"
+            )
+        # The value apart from the derivative, which reverse mode would otherwise lose in the loop's.
+        _, tangent = jax.jvp(plain, primals, tangents)
+        return again(*primals), jax.tree.map(_forward_mode_only().bind, tangent)
+
+    return again
+
+
+@cache
+def _forward_mode_only() -> Any:
+    """The identity, as the last thing that happens to a derivative: the first that reverse mode comes to."""
+    from jax.extend.core import Primitive  # imports Pallas
+    from jax.interpreters import ad, batching, mlir
+
+    def refuse(cotangent: Array, x: Any) -> list:
+        raise NotImplementedError(
+            f"xsake.attention has no second derivatives in reverse mode: instead of jax.grad or jax.jacrev of jax.grad "
+            f"use jax.hessian, or jax.jvp or jax.jacfwd of jax.grad, or {_DENSE}"
+        )
+
+    identity = Primitive("xsake_forward_mode_only")
+    identity.def_impl(lambda x: x)
+    identity.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(identity, lambda context, x: [x])
+    batching.defvectorized(identity)
+    ad.deflinear2(identity, refuse)
+    return identity

@@ -1,0 +1,85 @@
+"""Derivatives other than gradients: forward over reverse in plain XLA, the rest refused in one line."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels_xla_ref import oracle
+
+T, H, D = 7, 2, 4
+MASK = xsake.BlockMask.from_blocks(
+    np.array([[1, 0], [0, 1]], bool), block_q=4, block_kv=4, q_len=T, kv_len=T, is_causal=True
+)
+ARGUMENTS = {
+    "mask": dict(mask=MASK),
+    "bias and soft cap": dict(is_causal=True, bias=jnp.linspace(-1, 1, T)[None, None, None], logits_soft_cap=2.0),
+    "sinks and empty rows": dict(sinks=jnp.array([0.3, -0.4]), query_seq_lengths=jnp.array([5])),
+}
+
+
+def inputs():
+    return tuple(jax.random.normal(jax.random.key(i), (1, T, H, D)) for i in range(3))
+
+
+def loss(attention, **arguments):
+    weight = jax.random.normal(jax.random.key(9), (1, T, H, D))
+
+    def of(inputs):
+        out, lse = attention(*inputs, **arguments, return_lse=True)
+        return (out * weight).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    return of
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_hessian(name):
+    arguments = ARGUMENTS[name]
+    found = jax.jit(jax.hessian(loss(xsake.attention, **arguments, implementation="xla")))(inputs())
+    expected = jax.jit(jax.hessian(loss(oracle.attention, **arguments)))(inputs())
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_hessian_times_a_vector():
+    x, direction = inputs(), inputs()[::-1]
+
+    def product(attention):
+        gradient = jax.grad(loss(attention, mask=MASK))
+        return jax.jit(lambda x, direction: jax.jvp(gradient, (x,), (direction,)))(x, direction)
+
+    found, expected = product(xsake.attention), product(oracle.attention)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), found, expected)
+
+
+REVERSE_TWICE = {
+    "grad of grad": lambda f: jax.grad(lambda x: sum(jnp.sum(g) for g in jax.grad(f)(x))),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(f)),
+    "of a compiled grad": lambda f: jax.jacrev(jax.jit(jax.grad(f))),
+    "of a checkpoint": lambda f: jax.jacrev(jax.grad(jax.checkpoint(f))),
+}
+
+
+@pytest.mark.parametrize("name", REVERSE_TWICE)
+def test_reverse_over_reverse_is_refused(name):
+    with pytest.raises(NotImplementedError, match=r"no second derivatives in reverse mode.*jax\.hessian.*oracle"):
+        jax.jit(REVERSE_TWICE[name](loss(xsake.attention, implementation="xla")))(inputs())
+
+
+@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.jacrev(jax.grad(f))])
+def test_kernels_have_no_second_derivatives(second):
+    with xsake.interpret(), pytest.raises(NotImplementedError, match=r"'triton' has no second derivatives.*'xla'"):
+        second(loss(xsake.attention, implementation="triton"))(inputs())
+
+
+@pytest.mark.parametrize("of", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+def test_forward_mode_is_refused(of):
+    with pytest.raises(TypeError, match=r"no forward-mode derivative: use jax\.grad.*oracle"):
+        of(loss(xsake.attention))(inputs())
+
+
+def test_forward_mode_of_a_compiled_call_is_refused_by_jax():
+    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
+        jax.jvp(jax.jit(loss(xsake.attention)), (inputs(),), (inputs(),))

@@ -1,0 +1,100 @@
+"""Calls under the settings with which JAX looks for mistakes: what is legal stays legal."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import attend, check, collect, make, run, with_grads
+
+import xsake
+
+
+def cases(implementation):
+    """No row of these is empty but where the name says so."""
+    n = implementation.size(39)
+    lengths = np.array([n - 5, n], np.int32)
+    small = dict(q_len=39, q_heads=2, kv_heads=1, mask=(1, 2), density=1.0)
+    return {
+        "mask, bias and sinks": make(implementation, **small, mask_causal=True, bias=(1, 1, 0, 0), sinks=(2,)),
+        "no mask": make(implementation, **(small | {"mask": None}), is_causal=True, logits_soft_cap=3.0),
+        "empty rows": make(implementation, **(small | {"density": 0.3}), query_seq_lengths=lengths),
+    }
+
+
+NAMES = ["mask, bias and sinks", "no mask", "empty rows"]
+
+
+def eager(implementation, case):
+    """Output and gradients without jit; no lse, which is -inf in empty rows."""
+    mask = case.mask()
+
+    def loss(inputs):
+        out = xsake.attention(**inputs, **case.rest, mask=mask, **case.options, implementation=implementation.name)
+        return (out.astype(jnp.float32) * case.d_out.astype(np.float32)).sum(), out
+
+    with implementation.context():
+        (_, out), grads = jax.value_and_grad(loss, has_aux=True)(case.inputs)
+    return out, grads
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_debug_infs_and_nans_without_jit(implementation, name):
+    """The -inf of masked logits and of empty rows is no mistake."""
+    case = cases(implementation)[name]
+    case = case.replace(d_lse=np.zeros_like(case.d_lse))
+    with jax.debug_infs(True), jax.debug_nans(True):
+        out, grads = eager(implementation, case)
+    check(case, collect(case, (out, run(implementation, case).lse), grads))
+
+
+def test_debug_infs_reports_an_lse_that_is_infinite():
+    case = cases(_xla())["empty rows"]
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        attend(_xla(), case.inputs, case.mask(), case.rest)
+
+
+def test_debug_infs_reports_what_is_wrong():
+    case = cases(_xla())["no mask"]
+    value = case.value.copy()
+    value[0, 3] = np.inf
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        eager(_xla(), case.replace(value=value))
+
+
+def _xla():
+    from contract.target import TARGETS
+
+    return TARGETS[0]
+
+
+@contextlib.contextmanager
+def no_transfers():
+    with jax.transfer_guard("disallow"):
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tracing_transfers_nothing_unasked(implementation, name):
+    """The mask of a call that gives none is made, and put on the device, while tracing."""
+    case = cases(implementation)[name]
+    inputs, rest, cotangents = jax.device_put((case.inputs, case.rest, case.cotangents))
+    mask = None if case.blocks is None else jax.device_put(case.mask())
+
+    @jax.jit
+    def everything(inputs, rest, cotangents):
+        return with_grads(lambda x: attend(implementation, x, mask, rest, **case.options), inputs, cotangents)
+
+    with implementation.context(), no_transfers():
+        results = everything(inputs, rest, cotangents)
+    check(case, collect(case, *results))
+
+
+def test_masks_are_made_and_read_without_unasked_transfers():
+    with no_transfers():
+        mask = xsake.patterns.sink_window(256, 256, sink=64, window=64, block_q=64, block_kv=64)
+        assert 0 < mask.density() <= 1 and mask.to_blocks().shape == (1, 1, 4, 4) and not mask.overflowed().any()
+        assert "256 x 256" in repr(mask) and str(mask)
