@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo lint bench slow interpret pretrained compile-gpu compile-tpu wheel clean
+.PHONY: test demo lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -34,6 +34,13 @@ compile-gpu: $(STAMP)
 compile-tpu: $(if $(XSAKE_TPU_PYTHON),,$(STAMP))
 	PYTHONPATH=src $(or $(XSAKE_TPU_PYTHON),$(BIN)/python) -m xsake.kernels_pallas_tpu.ahead $(ARGS)
 
+# JAX's, Flax's, tokamax's and ejkernel's own attention tests; PEERS="flax tokamax" runs only those two. See tests/peers.
+peer-tests: $(STAMP)
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -e . -r tests/peers/requirements.txt
+	.venv-peers/bin/python -m pip install --quiet --no-deps ejkernel==0.0.80.3
+	.venv-peers/bin/python tests/peers/run.py $(PEERS)
+
 demo: $(STAMP)
 	$(BIN)/xsake demo
 
@@ -49,7 +56,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
