@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from xsake._backend import Call
-from xsake._device import compute_capability
+from xsake._device import compute_capability, cpu_workers
 from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import (
@@ -28,6 +28,9 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairin
 
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # of heads; others are padded to the next
+# In the interpreter a warpgroup may wait for a barrier in a thread of XLA's pool. A CTA has up to four warpgroups, of
+# which one is not waiting, and the program around them waits too: with one thread more, something always goes on.
+_INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
     {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
@@ -48,7 +51,13 @@ class Config:
 
 def unavailable() -> str | None:
     if interpreting():
-        return None
+        workers = cpu_workers()
+        if workers >= _INTERPRETER_THREADS:
+            return None
+        return (
+            f"interpreted, it may hang unless XLA's CPU pool has {_INTERPRETER_THREADS} threads, and it has {workers}; "
+            "set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts"
+        )
     capability = compute_capability()
     if capability is None:
         return "it needs an NVIDIA GPU"

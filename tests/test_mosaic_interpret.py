@@ -7,12 +7,20 @@ are plain ones there, and the schedule is the static one.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import Counter
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
 
+import xsake
+from xsake._device import cpu_workers
+from xsake.kernels_pallas_gpu import mosaic
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
@@ -60,3 +68,32 @@ def test_segments_and_positions():
         positions=rng.permutation(length)[None].astype(np.int32),
     )
     check_run(TARGET, case)
+
+
+# -- the threads that interpretation needs ---------------------------------------------------------------------------
+
+
+def test_workers_are_the_threads_of_xlas_pool():
+    jax.block_until_ready(jnp.zeros(1))
+    if sys.platform == "linux":
+        threads = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+        assert threads["tf_XLAEigen"] == cpu_workers()
+    assert cpu_workers() >= len(jax.devices("cpu"))
+
+
+def test_a_process_with_too_few_workers_is_told_what_to_set(monkeypatch):
+    monkeypatch.setattr(mosaic, "cpu_workers", lambda: 2)
+    q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    with (
+        xsake.interpret(),
+        pytest.raises(NotImplementedError, match=r"5 threads, and it has 2; set XLA_FLAGS=--xla_force_host"),
+    ):
+        xsake.attention(q, q, q, implementation="mosaic_gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_products_that_xla_spreads_over_its_pool():
+    """With head_dim 256, warpgroups go on waiting in threads of the pool: two threads were too few."""
+    wide = dataclasses.replace(TARGET, head_dim=256, value_dim=256)
+    check_run(wide, make(wide, **(SMALL | dict(block_q=32, block_kv=32, density=1.0))))

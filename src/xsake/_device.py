@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,16 @@ def compute_capability() -> str | None:
         return None
     capability = str(getattr(device, "compute_capability", ""))
     return capability if capability.replace(".", "", 1).isdigit() else None
+
+
+def cpu_workers() -> int:
+    """Threads of the pool in which XLA computes on the CPU: one per core or per CPU device, whichever are more.
+
+    The cores are those that this process may use, or as many as NPROC says.
+    """
+    given = os.environ.get("NPROC", "")
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return max(int(given) if given.isdigit() else len(cores), len(jax.local_devices(backend="cpu")))
 
 
 def on_gpu(kernels: Callable, otherwise: Callable, *args: Any) -> Any:
