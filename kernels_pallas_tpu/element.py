@@ -228,10 +228,10 @@ class Pair(NamedTuple):
 
     def read(self, refs: Any, second: bool, slot: Array, start: int, width: int) -> Array:
         """Tokens of one of the two on the sublanes, [width, dim]."""
-        other = getattr(refs, self.second + "_buffer")
-        buffer = other if second and other is not None else getattr(refs, self.first + "_buffer")
+        together = f"{self.second}_buffer" not in refs
+        buffer = getattr(refs, f"{self.second if second and not together else self.first}_buffer")
         entry = buffer.shape[-2]
-        which = (int(second),) if other is None else ()
+        which = (int(second),) if together else ()
         if width < entry:
             return buffer[(slot, start // entry, *which, slice(start % entry, start % entry + width))]
         entries = slice(start // entry, (start + width) // entry)

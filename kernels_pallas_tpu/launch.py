@@ -25,13 +25,21 @@ interpreter: Any = pltpu.InterpretParams()
 
 
 class Refs:
-    """Operands by name; those that were not given are None."""
+    """Operands and scratch of a kernel by name. An operand that the call does not have has no name here."""
 
     def __init__(self, names: Sequence[str], refs: Sequence[Any]):
         self._refs = dict(zip(names, refs, strict=True))
+        if len(self._refs) != len(names):
+            raise ValueError(f"operands and scratch of a kernel must have different names; got {list(names)}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._refs
 
     def __getattr__(self, name: str) -> Any:
-        return self._refs.get(name)
+        refs = vars(self)["_refs"]
+        if name not in refs:
+            raise AttributeError(f"this kernel has no operand or scratch named {name!r}; it has {sorted(refs)}")
+        return refs[name]
 
 
 def grid_places(*sizes: int) -> list[np.ndarray]:

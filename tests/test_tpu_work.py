@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xsake
-from xsake.kernels_pallas_tpu.launch import grid_places
+from xsake.kernels_pallas_tpu.launch import Refs, grid_places
 from xsake.kernels_pallas_tpu.tiles import Axis, pitch_of, tile_of
 from xsake.kernels_pallas_tpu.work import WORDS, lists_and_records
 
@@ -81,3 +81,12 @@ def test_indices_out_of_range_stay_inside():
     work = lists_and_records(broken, mask.kv_row_ptr, mask.kv_num_full, rows=q, columns=kv, steps=(b, h, i))
     assert int(work.lists.min()) >= 0
     assert int(work.lists.max()) < kv.blocks
+
+
+def test_a_name_that_a_kernel_does_not_have_is_an_error():
+    refs = Refs(["query", "acc"], [1, 2])
+    assert refs.acc == 2 and "query" in refs and "bias" not in refs
+    with pytest.raises(AttributeError, match=r"no operand or scratch named 'total'; it has \['acc', 'query'\]"):
+        _ = refs.total
+    with pytest.raises(ValueError, match="different names"):
+        Refs(["lse", "lse"], [1, 2])
