@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+
+from xsake.model.fields import Flag, Kind, Number, Whole, check_all
+
+FIELDS: dict[str, Kind] = {
+    "vocab_size": Whole(),
+    "layers": Whole(most=1024),  # each takes tens of milliseconds to build
+    "width": Whole(),
+    "q_heads": Whole(),
+    "kv_heads": Whole(),
+    "head_dim": Whole(),
+    "mlp_width": Whole(),
+    "context": Whole(),
+    "rope_base": Number(above=0),
+    "norm_eps": Number(above=0),
+    "tied": Flag(),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +52,7 @@ class ModelConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "width", "q_heads", "kv_heads", "head_dim", "mlp_width", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an int of at least 1")
-        for name in ("rope_base", "norm_eps"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{name}={value!r} must be a finite number above 0")
-        if not isinstance(self.tied, bool):
-            raise ValueError(f"tied={self.tied!r} must be True or False")
+        check_all(self, FIELDS)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
         if self.head_dim % 2:

@@ -15,10 +15,19 @@ from pathlib import Path
 import numpy as np
 
 from xsake import _atomic
+from xsake.model.fields import Kind, OneOf, Text, Whole, check
 
 FORMAT, VERSION = "xsake-tokens", 1
 HEADER_BYTES = 4096
 SUFFIX = ".tokens"
+_HEADER: dict[str, Kind] = {
+    "format": OneOf((FORMAT,)),
+    "version": Whole(),
+    "dtype": OneOf(("uint16", "uint32")),
+    "tokens": Whole(0, 2**62),
+    "vocab_size": Whole(1, 2**32),
+    "tokenizer": Text(),
+}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -58,15 +67,17 @@ def open_shard(path: Path) -> Shard:
         head = file.read(HEADER_BYTES)
     try:
         header = json.loads(head)
-        known = header["format"] == FORMAT
-        version, dtype, count = header["version"], np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
-        vocab_size, tokenizer = header["vocab_size"], header["tokenizer"]
-    except (ValueError, KeyError, TypeError):
-        known, version, dtype, count, vocab_size, tokenizer = False, 0, np.dtype("<u2"), 0, 0, ""
-    if not known:
-        raise ValueError(f"{path} is no token file: its header was not understood. Build one with `xsake data build`")
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version} of the token format; this xsake reads version {VERSION}")
+        for name, kind in _HEADER.items():
+            check(name, header[name], kind)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no token file: its header was not understood ({error}). Build one with `xsake data build`"
+        ) from error
+    if header["version"] != VERSION:
+        raise ValueError(
+            f"{path} has version {header['version']} of the token format; this xsake reads version {VERSION}"
+        )
+    dtype, count = np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
     expected, found = HEADER_BYTES + count * dtype.itemsize, path.stat().st_size
     if found != expected:
         raise ValueError(
@@ -74,7 +85,7 @@ def open_shard(path: Path) -> Shard:
             f"({expected} bytes), and it has {found} bytes. Build or copy it again"
         )
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,)) if count else np.zeros(0, dtype)
-    return Shard(path=path, tokens=tokens, vocab_size=vocab_size, tokenizer=tokenizer)
+    return Shard(path=path, tokens=tokens, vocab_size=header["vocab_size"], tokenizer=header["tokenizer"])
 
 
 def open_shards(folder: Path, split: str) -> list[Shard]:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 from xsake.model.config import ModelConfig
+from xsake.model.fields import Flag, Kind, Number, OneOf, Text, Whole, check_all
 
-DTYPES = ("bfloat16", "float32")
+FIELDS: dict[str, Kind] = {
+    "length": Whole(),
+    "batch": Whole(),
+    "steps": Whole(),
+    "microbatches": Whole(),
+    "learning_rate": Number(above=0),
+    "warmup": Whole(0),
+    "final_fraction": Number(least=0, most=1),
+    "weight_decay": Number(least=0),
+    "beta1": Number(least=0, below=1),
+    "beta2": Number(least=0, below=1),
+    "clip": Number(above=0),
+    "attention": Text(),
+    "density": Number(above=0, most=1),
+    "block": Whole(),
+    "recalibrate_every": Whole(0),
+    "dtype": OneOf(("bfloat16", "float32")),
+    "remat": Flag(),
+    "loss_chunk": Whole(),
+    "seed": Whole(0, 2**32 - 1),  # jax.random.key would quietly drop higher bits
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,25 +76,13 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch", "steps", "microbatches", "block", "loss_chunk"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("warmup", "recalibrate_every", "seed"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("learning_rate", "clip"):
-            _number(name, getattr(self, name), "above 0", lambda x: x > 0)
-        for name in ("beta1", "beta2"):
-            _number(name, getattr(self, name), "at least 0 and below 1", lambda x: 0 <= x < 1)
-        _number("weight_decay", self.weight_decay, "at least 0", lambda x: x >= 0)
-        _number("final_fraction", self.final_fraction, "at least 0 and at most 1", lambda x: 0 <= x <= 1)
-        _number("density", self.density, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        check_all(self, FIELDS)
         if self.length > self.model.context:
             raise ValueError(f"length={self.length} is beyond the model's context of {self.model.context} tokens")
         if self.batch % self.microbatches:
             raise ValueError(f"batch={self.batch} must be divisible by microbatches={self.microbatches}")
         if self.warmup > self.steps:
             raise ValueError(f"warmup={self.warmup} must be at most steps={self.steps}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
 
     @property
     def tokens_a_step(self) -> int:
@@ -87,13 +94,3 @@ class TrainConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
         return cls(**values | {"model": ModelConfig(**values["model"])})
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-
-
-def _number(name: str, value: Any, allowed: str, good: Callable[[float], bool]) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
-        raise ValueError(f"{name}={value!r} must be a finite number, {allowed}")

@@ -39,9 +39,15 @@ def test_a_truncated_file_is_refused(tmp_path, lost):
 
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "train-00000.tokens"
-    for data in (b"", b"hello", b'{"format": "other"}', b"\x00" * 5000, b"[]"):
+    for data in (b"", b"hello", b'{"format": "other"}', b"\x00" * 5000, b"[]", b"[" * 4096):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is no token file"):
+            open_shard(path)
+    good = json.loads(write(tmp_path / "first.tokens").read_bytes()[:HEADER_BYTES])
+    wrong = ({"dtype": "float64"}, {"dtype": ["u2"]}, {"tokens": -1}, {"tokens": "100"}, {"tokens": True})
+    for change in (*wrong, {"tokens": 10**30}, {"vocab_size": 0}, {"vocab_size": "x"}, {"tokenizer": 5}, {"format": 1}):
+        path.write_bytes(json.dumps(good | change).encode().ljust(HEADER_BYTES) + bytes(200))
+        with pytest.raises(ValueError, match=rf"is no token file: .* \({next(iter(change))}=.* must be"):
             open_shard(path)
     later = json.loads(write(tmp_path / "good.tokens").read_bytes()[:HEADER_BYTES]) | {"version": 2}
     path.write_bytes(json.dumps(later).encode().ljust(HEADER_BYTES) + bytes(200))
