@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from xsake.model.tokenizer_file import read_tokenizer
+
 END_OF_TEXT = "<|endoftext|>"
 LEAST_VOCAB = 257  # every byte, and the end of a text
 
@@ -31,12 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer file of the `tokenizers` library that knows where a text ends."""
-    if not path.is_file():
-        raise FileNotFoundError(f"tokenizer {path} does not exist")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is no tokenizer file: {error}") from error
+    tokenizer = read_tokenizer(path)
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"the tokenizer {path} has no token {END_OF_TEXT}, which ends a text in the token files")
     return tokenizer

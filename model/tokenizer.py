@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
+
+from xsake.model.chat_template import render
+from xsake.model.fields import Text, check, read_json
+from xsake.model.tokenizer_file import plain_tokenizer_errors, read_tokenizer
 
 # How text is cut before merging, by llama.cpp's names for it.
 _LLAMA3 = (
@@ -52,17 +56,20 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text, with the beginning token if the model is used to one."""
-        return self.core.encode(text).ids
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; those that are not text, such as the end of an answer, are left out."""
-        return self.core.decode(list(tokens))
+        with plain_tokenizer_errors("the model's tokenizer cannot decode these tokens"):
+            return self.core.decode(list(tokens))
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """`decode`, piece by piece as tokens arrive; never half a character."""
         stream = decoders.DecodeStream(skip_special_tokens=True)
         for token in tokens:
-            if piece := stream.step(self.core, token):
+            with plain_tokenizer_errors("the model's tokenizer cannot decode these tokens"):
+                piece = stream.step(self.core, token)
+            if piece:
                 yield piece
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -72,18 +79,18 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError("this model has no chat template: it continues text, with `encode`")
-        import jinja2.sandbox
-
-        def refuse(message: str) -> None:
-            raise ValueError(f"the model's chat template refuses these messages: {message}")
-
-        # As Hugging Face renders them; sandboxed, because a template is code from a file.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        text = environment.from_string(self.template).render(
-            messages=messages, add_generation_prompt=True, bos_token=self.bos or "", eos_token=self.eos or ""
+        text = render(
+            self.template,
+            messages=list(messages),
+            add_generation_prompt=True,
+            bos_token=self.bos or "",
+            eos_token=self.eos or "",
         )
-        return self.core.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with plain_tokenizer_errors("the model's tokenizer cannot encode this text"):
+            return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def byte_level_bpe(
@@ -101,14 +108,16 @@ def byte_level_bpe(
     if split not in _SPLITS:
         raise NotImplementedError(f"text split {split!r} is not supported; these are: {', '.join(_SPLITS)}")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, [_pair(merge) for merge in merges]))
-    core.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[split]))  # type: ignore[assignment]
-    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    core.add_special_tokens(special)
-    if add_bos and bos is not None:
-        core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
-        )
+    pairs = [_pair(merge) for merge in merges]
+    with plain_tokenizer_errors("no tokenizer can be made of its tokens and merges"):
+        core = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
+        core.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[split]))  # type: ignore[assignment]
+        core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        core.add_special_tokens(special)
+        if add_bos and bos is not None:
+            core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+                single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])]
+            )
     return Tokenizer(core=core, eos=eos, bos=bos, template=template)
 
 
@@ -117,21 +126,33 @@ def from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: the tokenizer must be beside the model's weights")
-    try:
-        core = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is no tokenizer file: {error}") from error
+    core = read_tokenizer(path)
     beside = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(beside.read_text()) if beside.is_file() else {}
-    bos, eos = (_text(config.get(name)) for name in ("bos_token", "eos_token"))
-    return Tokenizer(core=core, eos=eos, bos=bos, template=config.get("chat_template"))
+    config = read_json(beside) if beside.is_file() else {}
+    found = {
+        "eos_token": _content(config.get("eos_token")),
+        "bos_token": _content(config.get("bos_token")),
+        "chat_template": _default(config.get("chat_template")),
+    }
+    for name, value in found.items():
+        if value is not None:
+            check(name, value, Text(), beside)
+    return Tokenizer(core=core, eos=found["eos_token"], bos=found["bos_token"], template=found["chat_template"])
+
+
+def _content(token: Any) -> Any:
+    """A token in tokenizer_config.json is text, or a table that holds the text."""
+    return token.get("content", token) if isinstance(token, dict) else token
+
+
+def _default(template: Any) -> Any:
+    """A template is text, or one of a list of tables: {"name": "default", "template": text}."""
+    tables = [t for t in template if isinstance(t, dict)] if isinstance(template, list) else []
+    return next((t.get("template") for t in tables if t.get("name") == "default"), template)
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    first, _, second = merge.partition(" ")
-    return first, second
-
-
-def _text(token: Any) -> str | None:
-    """A token in tokenizer_config.json is text, or a dictionary that holds it."""
-    return token["content"] if isinstance(token, dict) else token
+    parts = merge.split(" ")
+    if len(parts) != 2 or not all(parts):
+        raise ValueError(f"the merge {reprlib.repr(merge)} must be two tokens with a space between them")
+    return parts[0], parts[1]

@@ -121,6 +121,8 @@ print(json.dumps(failed))
         "tokamax",
         "tokenizers",
         "matplotlib",
+        "gguf",
+        "jinja2",
     )
     failed = json.loads(python(code))
     wrong = {name: missing for name, missing in failed.items() if missing.split(".")[0] not in extras}

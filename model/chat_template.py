@@ -1,0 +1,55 @@
+"""A chat template is a program from a model's file: it runs in a process of its own, with little time and memory.
+
+Jinja's sandbox keeps a template from reaching Python, but not from looping for days or asking for all memory. There
+are too many ways to do so (loops, recursion, `center`, `*`, formats, constants folded while compiling) to watch each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PROCESS = Path(__file__).with_name("chat_template_process.py")
+CPU_SECONDS = 1.0  # of the template alone: a busy machine does not refuse a good one
+_WALL_SECONDS = 60.0  # in case that processor time does not pass
+MEMORY_BYTES = 1 << 29
+EXTRA_CHARACTERS = 1 << 18  # beyond four times the text that the template is given
+
+
+def render(template: str, **variables: Any) -> str:
+    """The text that a chat template makes of these variables, which must be values that JSON knows.
+
+    Raises ValueError if the template is wrong, refuses the variables, or needs more than its limits.
+    """
+    given = json.dumps({"template": template, "variables": variables, "seconds": CPU_SECONDS, "bytes": MEMORY_BYTES})
+    most = EXTRA_CHARACTERS + 4 * len(given)
+    process = subprocess.Popen(
+        # -P: not with this folder on the path, whose modules are named like others.
+        [sys.executable, "-P", str(_PROCESS), str(most)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            answer, said = process.communicate(given.encode(), timeout=_WALL_SECONDS)
+            stopped = process.returncode == -signal.SIGPROF
+        except subprocess.TimeoutExpired:
+            stopped = True
+        finally:
+            process.kill()
+    if stopped:
+        raise ValueError(f"the model's chat template ran for more than {CPU_SECONDS:g} s and was stopped")
+    if process.returncode:
+        reason = (said.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        raise ValueError(f"the model's chat template could not be run: {reason}")
+    outcome, text = json.loads(answer)
+    if outcome != "text":
+        raise ValueError(f"the model's chat template {text}")
+    return text
