@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,26 +10,43 @@ import numpy as np
 
 from xsake.model import llama_names
 from xsake.model.config import ModelConfig
+from xsake.model.fields import Flag, Kind, ListOf, Text, Whole, check
 
 if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of token that text is never split inside
 
+# The fields that are read, those of the model's shape apart: `llama_names` has them.
+_FIELDS: dict[str, Kind] = {
+    "general.architecture": Text(),
+    "llama.rope.scaling.type": Text(),
+    "llama.rope.dimension_count": Whole(),
+    "tokenizer.ggml.model": Text(),
+    "tokenizer.ggml.tokens": ListOf(Text()),
+    "tokenizer.ggml.token_type": ListOf(Whole(0)),
+    "tokenizer.ggml.merges": ListOf(Text()),
+    "tokenizer.ggml.pre": Text(),
+    "tokenizer.ggml.bos_token_id": Whole(0),
+    "tokenizer.ggml.eos_token_id": Whole(0),
+    "tokenizer.ggml.add_bos_token": Flag(),
+    "tokenizer.chat_template": Text(),
+}
+
 
 class GGUFFile:
     """One model; nothing is dequantised before it is asked for."""
 
     def __init__(self, path: Path):
-        import gguf
+        from xsake.model.gguf_header import read_header
 
         self.path = path
         try:
-            reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, OSError) as error:
+            self._data = np.memmap(path, np.uint8, "r")
+            header = read_header(self._data)
+        except (ValueError, OSError) as error:
             raise ValueError(f"{path} cannot be read as a GGUF file; is it cut short? ({error})") from error
-        self._fields = dict(reader.fields)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._fields, self._tensors = header.fields, header.tensors
         self.config = self._read_config()
         self.names = llama_names.gguf_names(self.config)
 
@@ -39,15 +57,22 @@ class GGUFFile:
     @property
     def formats(self) -> dict[str, int]:
         """How many tensors are stored in which way, such as {"F32": 61, "Q4_1": 210, "Q8_0": 1}."""
-        names = [tensor.tensor_type.name for tensor in self._tensors.values()]
+        names = [tensor.kind.name for tensor in self._tensors.values()]
         return {name: names.count(name) for name in sorted(set(names))}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32; matrices are [out, in], and rotary pairs are i and i + D/2."""
         import gguf
 
         tensor = self._tensors[name]
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        stored = self._data[tensor.start : tensor.start + tensor.size]
+        try:
+            weight = gguf.dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.kind)
+        except NotImplementedError as error:
+            raise ValueError(f"{self.path}: {name} is stored as {tensor.kind.name}, which cannot be read") from error
         for part, heads in (("attn_q", self.config.q_heads), ("attn_k", self.config.kv_heads)):
             if f".{part}." in name:
                 weight = _pairs_to_halves(weight, heads)
@@ -64,17 +89,27 @@ class GGUFFile:
                 f"model's safetensors folder, with its tokenizer.json"
             )
         tokens, kinds = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
-        bos = self._get("tokenizer.ggml.bos_token_id", None)
-        return tokenizer.byte_level_bpe(
-            tokens=tokens,
-            merges=self._get("tokenizer.ggml.merges"),
-            split=self._get("tokenizer.ggml.pre", "gpt-2"),
-            special=[t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)],
-            bos=None if bos is None else tokens[bos],
-            eos=tokens[self._get("tokenizer.ggml.eos_token_id")],
-            add_bos=self._get("tokenizer.ggml.add_bos_token", False),
-            template=self._get("tokenizer.chat_template", None),
-        )
+        if len(kinds) != len(tokens):
+            raise ValueError(f"{self.path} has {len(tokens)} tokens, but {len(kinds)} types of tokens")
+        try:
+            return tokenizer.byte_level_bpe(
+                tokens=tokens,
+                merges=self._get("tokenizer.ggml.merges"),
+                split=self._get("tokenizer.ggml.pre", "gpt-2"),
+                special=[t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)],
+                bos=self._token("tokenizer.ggml.bos_token_id", tokens, None),
+                eos=self._token("tokenizer.ggml.eos_token_id", tokens),
+                add_bos=self._get("tokenizer.ggml.add_bos_token", False),
+                template=self._get("tokenizer.chat_template", None),
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    def _token(self, name: str, tokens: list[str], *default: Any) -> Any:
+        number = self._get(name, *default)
+        if number is not None and number >= len(tokens):
+            raise ValueError(f"{name}={number} must be below the number of tokens, {len(tokens)}")
+        return None if number is None else tokens[number]
 
     def _read_config(self) -> ModelConfig:
         architecture = self._get("general.architecture")
@@ -83,37 +118,29 @@ class GGUFFile:
         scaling = self._get("llama.rope.scaling.type", "none")
         if scaling != "none" or "rope_freqs.weight" in self._tensors:
             raise NotImplementedError(f"{self.path} scales its rotary positions ({scaling!r}), which is not supported")
-        width, q_heads = self._get("llama.embedding_length"), self._get("llama.attention.head_count")
-        head_dim = self._get("llama.attention.key_length", width // q_heads)
-        turned = self._get("llama.rope.dimension_count", head_dim)
-        if turned != head_dim:
-            raise NotImplementedError(f"{self.path} turns {turned} of {head_dim} features of a head; all must be")
         embedding = self._tensors.get("token_embd.weight")
-        if embedding is None:
-            raise ValueError(f"{self.path} lacks the tensor token_embd.weight")
-        vocab_size = int(embedding.shape[1])
-        if (tokens := self._fields.get("tokenizer.ggml.tokens")) is not None and len(tokens.data) != vocab_size:
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError(f"{self.path} lacks the tensor token_embd.weight, a matrix")
+        vocab_size = embedding.shape[0]
+        if (tokens := self._get("tokenizer.ggml.tokens", None)) is not None and len(tokens) != vocab_size:
             raise ValueError(
-                f"{self.path} has {len(tokens.data)} tokens, but an embedding of {vocab_size}: vocabulary mismatch"
+                f"{self.path} has {len(tokens)} tokens, but an embedding of {vocab_size}: vocabulary mismatch"
             )
-        return ModelConfig(
-            vocab_size=vocab_size,
-            layers=self._get("llama.block_count"),
-            width=width,
-            q_heads=q_heads,
-            kv_heads=self._get("llama.attention.head_count_kv", q_heads),
-            head_dim=head_dim,
-            mlp_width=self._get("llama.feed_forward_length"),
-            context=self._get("llama.context_length"),
-            rope_base=_decimal(self._get("llama.rope.freq_base", 10_000.0)),
-            norm_eps=_decimal(self._get("llama.attention.layer_norm_rms_epsilon")),
-            tied="output.weight" not in self._tensors,
+        found = {"vocab_size": vocab_size, "tied": "output.weight" not in self._tensors}
+        config = llama_names.read_config(
+            self.path, self._fields, llama_names.GGUF_FIELDS, found, tensors=len(self._tensors)
         )
+        turned = self._get("llama.rope.dimension_count", config.head_dim)
+        if turned != config.head_dim:
+            raise NotImplementedError(
+                f"{self.path} turns {turned} of {config.head_dim} features of a head; all must be"
+            )
+        return dataclasses.replace(config, rope_base=_decimal(config.rope_base), norm_eps=_decimal(config.norm_eps))
 
     def _get(self, name: str, *default: Any) -> Any:
-        field = self._fields.get(name)
-        if field is not None:
-            return field.contents()
+        if name in self._fields:
+            check(name, self._fields[name], _FIELDS[name], self.path)
+            return self._fields[name]
         if default:
             return default[0]
         raise ValueError(f"{self.path} lacks the field {name}")

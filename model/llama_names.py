@@ -1,10 +1,40 @@
-"""What the parameters of a Llama are called in the files of others."""
+"""What the configuration and the parameters of a Llama are called in the files of others."""
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-from xsake.model.config import ModelConfig
+from xsake.model.config import FIELDS, ModelConfig
+from xsake.model.fields import check
+
+# Our fields and GGUF's; the embedding's shape and the tensors' names tell the rest.
+GGUF_FIELDS = {
+    "layers": "llama.block_count",
+    "width": "llama.embedding_length",
+    "q_heads": "llama.attention.head_count",
+    "kv_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.attention.key_length",
+    "mlp_width": "llama.feed_forward_length",
+    "context": "llama.context_length",
+    "rope_base": "llama.rope.freq_base",
+    "norm_eps": "llama.attention.layer_norm_rms_epsilon",
+}
+# Our fields and Hugging Face's.
+HUGGING_FACE_FIELDS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "q_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "context": "max_position_embeddings",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
 
 Path = tuple[Any, ...]  # of a parameter, as `nnx.to_flat_state` has it: ("blocks", 0, "mlp", "up", "kernel")
 
@@ -25,6 +55,34 @@ _LAYER = (
     (("mlp", "up", "kernel"), "ffn_up", "mlp.up_proj"),
     (("mlp", "down", "kernel"), "ffn_down", "mlp.down_proj"),
 )
+
+
+def read_config(
+    file: pathlib.Path,
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    found: Mapping[str, Any],
+    *,
+    tensors: int,
+) -> ModelConfig:
+    """The configuration of a file that has these fields and so many tensors.
+
+    `names` are the file's names of our fields, `found` what is known of our fields without them. Files may leave out
+    the number of KV heads, the size of a head and the rotary base.
+    """
+    values = dict(found) | {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+    for ours, value in values.items():
+        check(names.get(ours, ours), value, FIELDS[ours], file)
+    optional = ("kv_heads", "head_dim", "rope_base")
+    if missing := sorted(theirs for ours, theirs in names.items() if ours not in values and ours not in optional):
+        raise ValueError(f"{file} lacks the field {', '.join(missing)}")
+    if values["layers"] > tensors:  # before a name is made for each tensor of each layer
+        raise ValueError(f"{file}: {names['layers']}={values['layers']}, but there are only {tensors} tensors")
+    defaults = {"kv_heads": values["q_heads"], "head_dim": values["width"] // values["q_heads"], "rope_base": 10_000.0}
+    try:
+        return ModelConfig(**defaults | values)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def gguf_names(config: ModelConfig) -> dict[Path, str]:

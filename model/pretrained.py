@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,43 +44,43 @@ def load_pretrained(
         raise ValueError(f"{file.path} lacks {len(missing)} tensors: {_some(missing)}")
     if unused := sorted(file.tensor_names - set(file.names.values())):
         raise ValueError(f"{file.path} is not a plain Llama: no use for {len(unused)} of its tensors: {_some(unused)}")
-    graph, state = nnx.split(
-        nnx.eval_shape(
-            lambda: Transformer(
-                file.config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn
-            )
-        )
-    )
+    _check_shapes(file)
+    types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types)))
     weights = []
     for path, variable in nnx.to_flat_state(state):
         weight = file.read(file.names[path])
-        if path[-1] == "kernel":
-            weight = weight.T
-        if weight.shape != variable.shape:
-            raise ValueError(
-                f"{file.path}: {file.names[path]} gives a parameter of shape {weight.shape}, but by the file's "
-                f"configuration it has {variable.shape}"
-            )
+        weight = weight.T if path[-1] == "kernel" else weight
         weights.append((path, variable.replace(jnp.asarray(weight, param_dtype))))
     return nnx.merge(graph, nnx.from_flat_state(weights))
+
+
+def _check_shapes(file: ModelFile) -> None:
+    """Every tensor's shape, before any is read. All layers have the shapes of the first."""
+    one_layer = dataclasses.replace(file.config, layers=1)
+    state = nnx.state(nnx.eval_shape(lambda: Transformer(one_layer, rngs=nnx.Rngs(0))))
+    expected = {path: variable.shape for path, variable in nnx.to_flat_state(state)}
+    for path, name in file.names.items():
+        wanted = expected[("blocks", 0, *path[2:]) if path[0] == "blocks" else path]
+        wanted = wanted[::-1] if path[-1] == "kernel" else wanted
+        if file.shape(name) != wanted:
+            raise ValueError(
+                f"{file.path}: {name} has shape {file.shape(name)}, but by the file's configuration it has {wanted}"
+            )
 
 
 def load_tokenizer(path_or_name: str | os.PathLike | ModelFile) -> Tokenizer:
     """The tokenizer of what `load_pretrained` loads."""
     file = open_model(path_or_name)
     tokenizer = file.tokenizer()
-    if tokenizer.vocab_size > file.config.vocab_size:
-        raise ValueError(
-            f"{file.path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model only {file.config.vocab_size}"
-        )
+    tokens = 1 + max(tokenizer.core.get_vocab().values(), default=0)  # numbers may be left out
+    if tokens > file.config.vocab_size:
+        raise ValueError(f"{file.path}: the tokenizer has {tokens} tokens, but the model only {file.config.vocab_size}")
     return tokenizer
 
 
 def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
-    """A model's file, its configuration read and its weights not yet.
-
-    Opening a GGUF file takes seconds: where both model and tokenizer are loaded, open it once and give them the result.
-    """
+    """A model's file, its configuration read and its weights not yet."""
     if isinstance(path_or_name, ModelFile):
         return path_or_name
     path = Path(path_or_name)
@@ -89,7 +90,7 @@ def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
             raise FileNotFoundError(
                 f"{path_or_name} is not here yet: run `xsake model fetch {path_or_name}`, or put its file at {path}"
             )
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
         raise FileNotFoundError(f"{path} is no file, and no published model ({', '.join(fetch.PUBLISHED)})")
     return GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)
 

@@ -12,10 +12,23 @@ import numpy as np
 from xsake import _atomic
 from xsake.model import llama_names
 from xsake.model.config import ModelConfig
+from xsake.model.fields import Flag, Kind, Table, Text, check, read_json
 
 if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
     from xsake.model.transformer import Transformer
+
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+
+# The fields that are read, those of the model's shape apart: `llama_names` has them.
+_FIELDS: dict[str, Kind] = {
+    "model_type": Text(),
+    "rope_parameters": Table(),
+    "rope_scaling": Table(),
+    "attention_bias": Flag(),
+    "mlp_bias": Flag(),
+    "hidden_act": Text(),
+}
 
 
 class SafetensorsFolder:
@@ -26,16 +39,18 @@ class SafetensorsFolder:
 
         self.path = path if path.is_dir() else path.parent
         files = sorted(self.path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"{path} holds no .safetensors file")
+        if not files or not all(file.is_file() for file in files):
+            raise ValueError(f"{path} holds no .safetensors file, or something of that name that is no file")
         self._where: dict[str, Any] = {}
         for file in files:
             try:
                 opened = safetensors.safe_open(file, framework="numpy")
             except (safetensors.SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read as a safetensors file; is it cut short? ({error})") from error
+            if twice := sorted(self._where.keys() & opened.keys()):
+                raise ValueError(f"{file} has {twice[0]}, which another file of {self.path} has too")
             self._where |= dict.fromkeys(opened.keys(), opened)
-        self.config = _read_config(self.path / "config.json")
+        self.config = _read_config(self.path / "config.json", tensors=len(self._where))
         self.names = llama_names.hugging_face_names(self.config)
 
     @property
@@ -50,8 +65,14 @@ class SafetensorsFolder:
         names = [opened.get_slice(name).get_dtype() for name, opened in self._where.items()]
         return {name: names.count(name) for name in sorted(set(names))}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32; matrices are [out, in], and rotary pairs are i and i + D/2."""
+        kind = self._where[name].get_slice(name).get_dtype()
+        if kind not in _WEIGHTS:
+            raise ValueError(f"{self.path}: {name} is stored as {kind}; weights are read of {', '.join(_WEIGHTS)}")
         return self._where[name].get_tensor(name).astype(np.float32)
 
     def tokenizer(self) -> Tokenizer:
@@ -83,34 +104,18 @@ def save_pretrained(model: Transformer, folder: str | os.PathLike) -> None:
         file.write(save(tensors))  # its save_file writes another file and renames it, past the lock and the fsync
 
 
-# Ours and Hugging Face's.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "q_heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_width": "intermediate_size",
-    "context": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-}
-
-
 def _write_config(config: ModelConfig) -> dict[str, Any]:
     fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    fields = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
-    return fixed | fields | {"rope_theta": config.rope_base}
+    return fixed | {theirs: getattr(config, ours) for ours, theirs in llama_names.HUGGING_FACE_FIELDS.items()}
 
 
-def _read_config(path: Path) -> ModelConfig:
-    try:
-        given = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} must be beside the .safetensors file: it has the model's shape") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+def _read_config(path: Path, *, tensors: int) -> ModelConfig:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be beside the .safetensors file: it has the model's shape")
+    given = {name: value for name, value in read_json(path).items() if value is not None}
+    for name, kind in _FIELDS.items():
+        if name in given:
+            check(name, given[name], kind, path)
     if given.get("model_type") != "llama":
         raise ValueError(f"{path} is of model_type {given.get('model_type')!r}; only 'llama' can be loaded")
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
@@ -122,11 +127,6 @@ def _read_config(path: Path) -> ModelConfig:
     }
     if any(unsupported.values()):
         raise NotImplementedError(f"{path}: not supported: {', '.join(k for k, v in unsupported.items() if v)}")
-    defaults = {"tie_word_embeddings": False, "num_key_value_heads": given.get("num_attention_heads")}
-    if "head_dim" not in given and {"hidden_size", "num_attention_heads"} <= given.keys():
-        defaults["head_dim"] = given["hidden_size"] // given["num_attention_heads"]
-    given = defaults | {k: v for k, v in given.items() if v is not None}
-    if missing := sorted(set(_FIELDS.values()) - given.keys()):
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
-    base = rope.get("rope_theta") or given.get("rope_theta") or 10_000.0
-    return ModelConfig(rope_base=float(base), **{ours: given[theirs] for ours, theirs in _FIELDS.items()})
+    if rope.get("rope_theta") is not None:
+        given["rope_theta"] = rope["rope_theta"]
+    return llama_names.read_config(path, given, llama_names.HUGGING_FACE_FIELDS, {"tied": False}, tensors=tensors)

@@ -103,7 +103,7 @@ def test_defaults_of_old_configurations(folder):
             NotImplementedError,
             "not supported: attention_bias, mlp_bias",
         ),
-        (dict(hidden_size=...), ValueError, "lacks hidden_size"),
+        (dict(hidden_size=...), ValueError, "lacks the field hidden_size"),
         (dict(num_hidden_layers=3), ValueError, r"lacks 9 tensors: model.layers.2.input_layernorm.weight, .*, \.\.\."),
         (dict(num_hidden_layers=1), ValueError, "no use for 9 of its tensors: model.layers.1"),
         (dict(intermediate_size=100), ValueError, r"shape \(192, 64\), but .* \(100, 64\)"),
