@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from xsake import _atomic
+from xsake.model.data_progress import Place, Progress
 from xsake.model.data_shards import SUFFIX, token_dtype, write_shard
-from xsake.model.data_tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
+from xsake.model.data_tokenizer import END_OF_TEXT, check_vocab_size, fingerprint, load_tokenizer, train_tokenizer
+from xsake.model.tokenizer_file import plain_tokenizer_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 _TEXTS_AT_A_TIME = 64
@@ -59,6 +63,9 @@ def build(
 ) -> Built:
     """Make the folder `out` with `tokenizer.json`, `train-*.tokens` and `held-*.tokens`: whole, or not at all.
 
+    What is finished lies in `out.part` meanwhile. If the build is stopped, by Ctrl-C or by anything else, the same call
+    takes up the tokenizer and the token files that are there, and the result is the same.
+
     Args:
       sources: text files, or folders of them. Each file is one text; the token `<|endoftext|>` stands after it.
       vocab_size: of the tokenizer that is trained, on every n-th text so that about `sample_bytes` are read.
@@ -74,27 +81,43 @@ def build(
         raise FileExistsError(f"{out} exists already; give a folder that does not, nothing was overwritten")
     paths = find_texts(sources)
     total = sum(path.stat().st_size for path in paths)
-    if tokenizer is not None:
-        encoder = load_tokenizer(tokenizer)
-    else:
-        sample = paths[:: max(1, -(-total // sample_bytes))]
-        encoder = train_tokenizer((text for path in sample for text in _pieces(_text(path)[0])), vocab_size)
-    encoder.encode_special_tokens = True  # a text that mentions <|endoftext|> does not end there
+    own = None if tokenizer is None else load_tokenizer(tokenizer)
+    if own is None:
+        check_vocab_size(vocab_size)
+    settings = {"holdout": holdout, "shard_tokens": shard_tokens}
+    settings |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes} if own is None else {"own": fingerprint(own)}
 
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    encoder.save(str(part / TOKENIZER_FILE))
-    writers = {split: _Writer(part, split, encoder, shard_tokens) for split in ("train", "held")}
-    not_utf8 = 0
-    for group in itertools.batched(paths, _TEXTS_AT_A_TIME):
-        texts = [_text(path) for path in group]
-        not_utf8 += sum(not valid for _, valid in texts)
-        for text, tokens in zip(texts, _encode(encoder, [text for text, _ in texts]), strict=True):
-            writers["held" if _fraction(text[0]) < holdout else "train"].add(tokens)
-    for writer in writers.values():
-        writer.close()
-    part.rename(out)
+    with Progress(out, paths, settings) as progress:
+        saved = progress.folder / TOKENIZER_FILE
+        if saved.exists():
+            encoder = load_tokenizer(saved)
+        else:
+            sample = paths[:: max(1, -(-total // sample_bytes))]
+            texts = (text for path in sample for text in _pieces(_text(path)[0]))
+            encoder = own or _interruptible(lambda: train_tokenizer(texts, vocab_size))
+            _atomic.write_text(saved, encoder.to_str(pretty=True))
+        encoder.encode_special_tokens = True  # a text that mentions <|endoftext|> does not end there
+        about = {"vocab_size": encoder.get_vocab_size(), "tokenizer": fingerprint(encoder)}
+        writers = {
+            split: _Writer(progress.folder, split, shard_tokens, about, progress.places[split])
+            for split in ("train", "held")
+        }
+        not_utf8 = 0
+        for numbered in itertools.batched(enumerate(paths), _TEXTS_AT_A_TIME):
+            waiting: list[tuple[_Writer, int, str]] = []
+            for number, path in numbered:
+                text, valid = _text(path)
+                not_utf8 += not valid
+                writer = writers["held" if _fraction(text) < holdout else "train"]
+                writer.texts += 1
+                if writer.place.lacks(number):
+                    waiting.append((writer, number, text))
+            for (writer, number, _), tokens in zip(waiting, _encode(encoder, [w[2] for w in waiting]), strict=True):
+                if writer.add(number, tokens):
+                    progress.save({split: writer.place for split, writer in writers.items()})
+        for writer in writers.values():
+            writer.close()
+        progress.finish()
     return Built(
         vocab_size=encoder.get_vocab_size(),
         tokens={split: writer.total for split, writer in writers.items()},
@@ -105,40 +128,65 @@ def build(
 
 
 class _Writer:
-    """Tokens of one split, gathered until a file is full."""
+    """Tokens of one split, gathered until a file is full. `place` is what the finished files hold."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, shard_tokens: int):
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.about: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size(), "tokenizer": fingerprint(tokenizer)}
-        self.dtype = token_dtype(tokenizer.get_vocab_size())
+    def __init__(self, folder: Path, split: str, shard_tokens: int, about: dict[str, Any], place: Place):
+        self.folder, self.split, self.shard_tokens, self.about, self.place = folder, split, shard_tokens, about, place
+        self.dtype = token_dtype(about["vocab_size"])
+        self.total, self.texts = place.files * shard_tokens, 0
         self.waiting: list[np.ndarray] = []
-        self.files = self.total = self.texts = 0
 
-    def add(self, tokens: np.ndarray) -> None:
-        self.texts += 1
+    def add(self, number: int, tokens: np.ndarray) -> bool:
+        """The tokens of text `number`, or those that the finished files do not hold. True if a file was finished."""
+        tokens = self.place.rest_of(number, tokens).astype(self.dtype)
         self.total += tokens.size
-        self.waiting.append(tokens.astype(self.dtype))
-        if self.total >= (self.files + 1) * self.shard_tokens:
-            self._write(whole_only=True)
+        self.waiting.append(tokens)
+        files = self.total // self.shard_tokens
+        if files == self.place.files:
+            return False
+        self._write(files)
+        self.place = Place(files=files, text=number, rest=self.total - files * self.shard_tokens)
+        return True
 
     def close(self) -> None:
-        self._write(whole_only=False)
+        """What is left, in a last file."""
+        self._write(-(-self.total // self.shard_tokens))
 
-    def _write(self, whole_only: bool) -> None:
+    def _write(self, files: int) -> None:
+        """So many files in all."""
         rest = np.concatenate([np.zeros(0, self.dtype), *self.waiting])
-        while rest.size >= (self.shard_tokens if whole_only else 1):
-            path = self.folder / f"{self.split}-{self.files:05d}{SUFFIX}"
+        for file in range(self.place.files, files):
+            path = self.folder / f"{self.split}-{file:05d}{SUFFIX}"
+            path.unlink(missing_ok=True)  # of a build that was stopped before it took note of the file
             write_shard(path, rest[: self.shard_tokens], **self.about)
             rest = rest[self.shard_tokens :]
-            self.files += 1
         self.waiting = [rest]
+
+
+def _interruptible(work: Callable[[], Any]) -> Any:
+    """Work of the tokenizers library, in a thread: there it notices no Ctrl-C, but here its caller does at once.
+
+    The thread itself cannot be stopped, and goes on until it has finished or the process ends.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            with plain_tokenizer_errors("the tokenizer failed"):
+                future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
     """Tokens of each text, its end included. The pieces of all texts are encoded together, on all cores."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     pieces = [_pieces(text) for text in texts]
-    encoded = iter(tokenizer.encode_batch_fast([p for text in pieces for p in text], add_special_tokens=False))
+    flat = [piece for text in pieces for piece in text]
+    encoded = iter(_interruptible(lambda: tokenizer.encode_batch_fast(flat, add_special_tokens=False)))
     for text in pieces:
         yield np.array([t for _ in text for t in next(encoded).ids] + [end], np.int64)
 

@@ -14,10 +14,14 @@ END_OF_TEXT = "<|endoftext|>"
 LEAST_VOCAB = 257  # every byte, and the end of a text
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE as in GPT-2. The vocabulary may come out smaller than asked for, if the text is small."""
+def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < LEAST_VOCAB:
         raise ValueError(f"{vocab_size=} must be at least {LEAST_VOCAB}: every byte, and {END_OF_TEXT}")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE as in GPT-2. The vocabulary may come out smaller than asked for, if the text is small."""
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

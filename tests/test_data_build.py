@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from xsake.model import data_build
 from xsake.model.data_build import TOKENIZER_FILE, build, find_texts
-from xsake.model.data_shards import open_shards
+from xsake.model.data_progress import Progress
+from xsake.model.data_shards import open_shards, write_shard
 from xsake.model.data_tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
 
 WORDS = ["attention", "blocks", "query", "keys", "sparse", "window", "sink", "mask", "layer", "head", "token", "value"]
@@ -71,6 +81,99 @@ def test_long_texts_and_odd_bytes(tmp_path, monkeypatch):
     built = build([tmp_path / "long.txt", tmp_path / "odd.txt"], tmp_path / "out", vocab_size=300, holdout=0.0)
     assert decoded(tmp_path / "out", "train") == [long, "caf\ufffd"]
     assert built.not_utf8 == 1
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ctrl-C while file number `count` is written, before or after it is there."""
+
+    def set_up(count: int, *, after: bool = False) -> None:
+        written = []
+
+        def write(path, *arguments, **options):
+            written.append(path)
+            if len(written) == count and not after:
+                raise KeyboardInterrupt
+            write_shard(path, *arguments, **options)
+            if len(written) == count:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(data_build, "write_shard", write)
+
+    return set_up
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_build_that_was_stopped_goes_on_with_what_is_finished(sources, tmp_path, stop_at, monkeypatch):
+    """Three times, at different places; then the folder is that of a build that nobody stopped."""
+    options = dict(vocab_size=320, holdout=0.3, shard_tokens=700)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    expected = build([sources], whole, **options)
+    monkeypatch.setattr(data_build, "_TEXTS_AT_A_TIME", 3)
+    encoded = []
+    original = data_build._encode
+    monkeypatch.setattr(data_build, "_encode", lambda t, texts: original(t, encoded.append(texts) or texts))
+    for count, after in ((1, False), (4, True), (3, False)):
+        stop_at(count, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            build([sources], out, **options)
+        assert not out.exists()
+        monkeypatch.setattr(data_build, "train_tokenizer", None)  # it is not trained again
+    stop_at(10**6)
+    encoded.clear()
+    assert build([sources], out, **options) == expected
+    assert contents(out) == contents(whole) and not out.with_name("out.part").exists()
+    assert sum(map(len, encoded)) < 35, "texts whose tokens are in finished files are not encoded again"
+
+
+def test_what_is_left_of_another_build_is_not_used(sources, tmp_path, stop_at):
+    stop_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        build([sources], tmp_path / "out", vocab_size=320, shard_tokens=500)
+    stop_at(10**6)
+    for name in ("out", "whole"):
+        build([sources], tmp_path / name, vocab_size=300, shard_tokens=1000)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("text", ["", "[", "5", "{}", '{"places": {}}'])
+def test_a_damaged_note_of_progress_starts_anew(sources, tmp_path, text):
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "progress.json").write_text(text)
+    (tmp_path / "out.part" / "train-00000.tokens").write_text("old")
+    build([sources], tmp_path / "out", vocab_size=300)
+    assert len(decoded(tmp_path / "out", "train")) > 30
+
+
+def test_two_builds_of_one_folder_do_not_mix(sources, tmp_path):
+    with Progress(tmp_path / "out", [], {}), pytest.raises(FileExistsError, match="another process builds"):
+        build([sources], tmp_path / "out", vocab_size=300)
+    build([sources], tmp_path / "out", vocab_size=300)
+
+
+def test_ctrl_c_ends_at_once_in_one_line(tmp_path):
+    """While a tokenizer is trained, which takes a minute and notices no signal."""
+    letters = np.random.default_rng(0).integers(97, 123, (400_000, 10), np.uint8)
+    letters[:, 0] = ord(" ")
+    (tmp_path / "text.txt").write_bytes(letters.tobytes())
+    command = [sys.executable, "-m", "xsake", "data", "build", "text.txt", "--out", "out", "--vocab", "60000"]
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": source}, **pipes)
+    while not (tmp_path / "out.part" / "progress.json").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(1)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - start < 5  # 0.1 s on a quiet machine
+    assert process.returncode == 130
+    assert said == "stopped; the same command goes on with what is finished, in out.part\n"
+    assert json.loads((tmp_path / "out.part" / "progress.json").read_text())["settings"]["vocab_size"] == 60000
 
 
 def test_wrong_calls(sources, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,10 +30,15 @@ def build(
     """Train a byte-level BPE tokenizer on text, and write the text as memory-mapped token files."""
     with plain_errors():
         from xsake.model import data_build
+        from xsake.model.data_progress import part_of
 
-        built = data_build.build(
-            files, out, vocab_size=vocab, tokenizer=tokenizer, holdout=holdout, shard_tokens=shard_tokens
-        )
+        try:
+            built = data_build.build(
+                files, out, vocab_size=vocab, tokenizer=tokenizer, holdout=holdout, shard_tokens=shard_tokens
+            )
+        except KeyboardInterrupt:
+            typer.echo(f"stopped; the same command goes on with what is finished, in {part_of(out)}", err=True)
+            os._exit(130)  # at once: threads of the tokenizers library cannot be stopped
         per_token = built.bytes_read / max(1, sum(built.tokens.values()))
         typer.echo(f"{out}: vocabulary of {built.vocab_size}, {per_token:.2f} bytes a token")
         for split, tokens in built.tokens.items():
