@@ -31,11 +31,12 @@ from xsake.hads import BlockMask, HadsProfile, layer_counts, select
 from xsake.hads.mask.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
+from xsake.hads.profile.rule import RULE
 from xsake.hads.selection import triton_choose, triton_estimate
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import pool
-from xsake.hads.study.methods import MethodMask
+from xsake.hads.study.method_mask import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)
 
@@ -68,6 +69,7 @@ def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> Ha
         length=4096,
         kv_heads=kv_heads,
         digests=(),
+        rule=RULE,
     )
 
 

@@ -1,4 +1,4 @@
-"""The README's tables of HADS, made from the recorded study (benchmarks/hads_study.py)."""
+"""The README's tables of HADS, made from the recorded study (`python -m benchmarks.hads`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record
-from xsake.hads.study.methods import ABLATIONS, ORACLES, PUBLISHED, STRENGTHENED
+from benchmarks.hads.methods import ABLATIONS, ORACLES, PUBLISHED, STRENGTHENED
 
 FOLDER = record.RESULTS / "hads"
 ALWAYS = ("sink_window", "oracle_top_k", "oracle_gain")

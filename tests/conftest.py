@@ -40,6 +40,7 @@ _MODULES = [name for name in _MODULES if name not in ("xsake.__init__", "xsake._
 assert not any(name.split(".")[0] == "xsake" for name in sys.modules), (
     "xsake was imported before its annotations could be checked"
 )
+_MODULES.append("benchmarks.hads")
 _HOOK = jaxtyping.install_import_hook(_MODULES, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

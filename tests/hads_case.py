@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import RULE
@@ -99,3 +102,20 @@ def loss(mass: np.ndarray, kept: np.ndarray, sensitivity: np.ndarray, burstiness
     dropped = (mass * ~kept).sum(-1)
     dropped_cost = sensitivity[:, None] * (dropped**2 + burstiness[:, None] * dropped)
     return float(dropped_cost.sum() + 3 * dropped_cost[:, -2:].sum())
+
+
+def check_scores(
+    got: np.ndarray, value: Callable[..., float], query: np.ndarray, key: np.ndarray, grid: CausalGrid, rtol: float
+) -> None:
+    """Compare block scores [B, H, n, n] of two heads with `value(q, k, i, j)` of lists of blocks' queries and keys."""
+    got, group = np.asarray(got), query.shape[2] // key.shape[2]
+    assert (np.isneginf(got) | (got == 0))[..., ~grid.causal()].all()
+    for b, h in ((0, 0), (1, 3)):
+        q, k = blocks_of(query, b, h, grid), blocks_of(key, b, h // group, grid)
+        for i in range(grid.side):
+            wanted = [value(q, k, i, j) for j in range(i + 1)]
+            np.testing.assert_allclose(got[b, h, i, : i + 1], wanted, rtol=rtol, atol=1e-5)
+
+
+def blocks_of(x: np.ndarray, b: int, h: int, grid: CausalGrid) -> list[np.ndarray]:
+    return [x[b, at : at + grid.block, h].astype(np.float64) for at in range(0, grid.length, grid.block)]

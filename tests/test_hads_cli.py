@@ -1,4 +1,4 @@
-"""`xsake calibrate`, `xsake evaluate`, and the texts and tasks that they read."""
+"""`xsake calibrate`, `xsake evaluate`, and the texts that they read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from xsake._cli import app
 from xsake._cli import hads as cli
 from xsake.hads import HadsProfile
-from xsake.hads.study import tasks
-from xsake.hads.study.groups import expand
 from xsake.hads.study.summary import retention
 from xsake.hads.study.texts import load_texts
 from xsake.model import PRESETS, Transformer
@@ -34,9 +32,10 @@ def run(*words: object) -> tuple[int, str]:
 def tokens(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     filler = rng.integers(0, 500, (3, 300)).astype(np.uint16)
-    asked, items = tasks.copy(filler[2].astype(np.int32), rng, span=16)
+    items = np.zeros((1, 300), np.uint16)
+    items[0, -9:-1] = np.arange(1, 9)  # each of the last eight tokens is an answer
     path = tmp_path / "tokens.npz"
-    arrays = {"calm": filler[:1], "lively": filler[1:], "copy": asked[None], "copy.items": items[None]}
+    arrays = {"calm": filler[:1], "lively": filler[1:], "copy": filler[2:], "copy.items": items}
     np.savez(path, **arrays)
     return path
 
@@ -51,10 +50,10 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert "1 sequences of 300 tokens from calm" in said and "blocks of 16, calibrated on 1 x 300" in said
     assert HadsProfile.load(profile).model == "smollm2"
 
-    options = ["--profile", profile, "--out", out, "--methods", "hads,random", "--budgets", "0.5"]
+    options = ["--profile", profile, "--out", out, "--methods", "hads,sink_window", "--budgets", "0.5"]
     code, said = run("evaluate", tokens, *options, "--length", 300, "--domains", "lively,copy")
     assert code == 0, said
-    assert "hads" in said and "random" in said and "50.00%" in said
+    assert "hads" in said and "sink_window" in said and "50.00%" in said
     assert sorted(path.name for path in out.iterdir()) == [
         "heads.png",
         "mask.png",
@@ -64,7 +63,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     ]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["about"] == {"model": "smollm2", "length": 300, "block": 16, "dtype": "float32"}
-    assert {row["method"]: row["sequences"] for row in summary["methods"]} == {"hads": 2, "random": 2}
+    assert {row["method"]: row["sequences"] for row in summary["methods"]} == {"hads": 2, "sink_window": 2}
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()[1:]]
     assert [line["asked"] for line in lines if line["domain"] == "copy"] == [8, 8]
 
@@ -75,12 +74,8 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "the profile was calibrated on ['calm/0']: evaluate on other texts" in said
     code, said = run("evaluate", tokens, *other, "--model", "another.gguf")
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
-    code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "lively,copy", "--tasks", 1)
-    assert code == 1 and "copy of the texts are tasks already: leave --tasks out" in said
-    code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "lively", "--tasks", 1)
-    assert code == 1 and "300 tokens are too few for 4 needles" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
-    assert code == 1 and "unknown ['nonsense']; groups are short, published" in said
+    assert code == 1 and "unknown ['nonsense']; groups are short, ours, published" in said
 
 
 def test_texts(tokens: Path, tmp_path: Path):
@@ -103,38 +98,7 @@ def test_texts(tokens: Path, tmp_path: Path):
         load_texts([tmp_path / "bad.npz"], length=10)
 
 
-def test_tasks_ask_for_what_stands_before():
-    rng = np.random.default_rng(1)
-    filler = rng.integers(0, 400, 1000).astype(np.int32) * 2
-    tokens, items = tasks.copy(filler, rng, span=32)
-    end = tokens[-32:].tolist()
-    places = [n for n in range(900) if tokens[n : n + 32].tolist() == end]
-    assert len(places) == 1 and (items > 0).sum() == 24 and items[-32:].tolist() == [0] * 7 + [*range(1, 25), 0]
-
-    tokens, items = tasks.pairs(filler, rng, count=8)
-    asked = np.flatnonzero(items)
-    assert items[asked].tolist() == list(range(1, 9))
-    for at in asked:
-        (first, second) = np.flatnonzero(tokens == tokens[at])
-        assert second == at and tokens[first + 1] == tokens[at + 1] and first < len(tokens) // 2 + 500
-
-    tokens, items = tasks.needles(np.resize(filler, 4000), rng, encode, count=2)
-    text = bytes(max(token - 3, 0) % 256 for token in tokens).decode("latin-1")
-    for item in (1, 2):
-        answer = bytes((tokens[np.flatnonzero(items == item) + 1] - 3).tolist()).decode()
-        assert len(answer) == 9 and answer[1:].isdigit() and text.count(f"{answer}.") == 2
-
-    made = tasks.make([np.resize(filler, 4000)] * 2, encode)
-    assert [text.name for text in made] == [f"{name}/{n}" for name in ("copy", "pairs", "needles") for n in (0, 1)]
-    assert [int(text.items.max()) for text in made] == [56, 56, 16, 16, 4, 4]
-
-    for task, least in ((tasks.copy, "spans"), (tasks.pairs, "pairs")):
-        with pytest.raises(ValueError, match=f"100 tokens are too few for .*{least}"):
-            task(filler[:100], rng)
-
-
-def test_retention_and_groups():
+def test_retention():
     line = {"domain": "copy", "method": "hads", "budget": 0.2, "asked": 8}
     lines = [line | {"dense_right": 6, "both_right": 5}, line | {"dense_right": 4, "both_right": 4}]
     assert retention(lines) == [("copy", "hads", 0.2, 10, 0.9)]
-    assert expand("oracles, hads")[-1] == "hads" and "oracle_gain" in expand("oracles")

@@ -1,6 +1,8 @@
 """What ships: every folder is a subpackage of xsake in the wheel, and nothing else is installed."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+METHODS_OF_EVALUATE = (
+    "from xsake.hads.study.methods import GROUPS, METHODS; from xsake._cli.hads import METHODS as help"
+)
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
@@ -70,8 +75,25 @@ def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> N
     for package in PACKAGES["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names
     imports = "; ".join(f"import {package}" for package in PACKAGES["packages"])
-    check = f"{imports}; import xsake; print(xsake.__file__); xsake.attention; xsake.patterns"
+    check = f"{imports}; import xsake; xsake.attention; xsake.patterns; {METHODS_OF_EVALUATE}"
+    check += "; import json; print(json.dumps([xsake.__file__, GROUPS, list(METHODS), help]))"
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert Path(run.stdout.strip()).is_relative_to(tmp_path / "site")
+    file, groups, methods, said = json.loads(run.stdout)
+    assert Path(file).is_relative_to(tmp_path / "site")
+
+    # Other re-implementations of published methods are the study's (benchmarks/hads), not the wheel's.
+    rivals = ["sink_window", "mean_top_k", "x_attention_8", "x_attention_16", "flash_prefill"]
+    assert groups["published"] == rivals and groups["forced"] == [f"{name}+forced" for name in rivals]
+    assert groups["ours"] == ["hads", "hads_group"] and set(groups) == {
+        "short",
+        "ours",
+        "published",
+        "forced",
+        "oracles",
+    }
+    # Help lists what there is, and nothing else: a name, or NAME+forced for the rivals.
+    listed = set(re.findall(r"[\w+]+", said.removeprefix("Groups: ").replace("Methods: ", "")))
+    assert {*groups, *methods} - set(groups["forced"]) <= listed
+    assert {name for name in listed if "_" in name} <= set(methods)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from xsake.hads.profile.budgets import layer_counts, uniform_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
-from xsake.hads.study.methods import METHODS, MethodMask
+from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods import METHODS
 from xsake.hads.study.records import Records
 from xsake.hads.study.texts import Text
 
@@ -33,18 +34,29 @@ def evaluate(
     batch: int = 1,
     layers: str = "profile",
     attention_dtype: Any = None,
+    knowledge: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Run every method at every budget over every text, teacher-forced, and record each sequence's numbers.
 
     The dense model reads a text once; each method then chooses its masks from the sparse model's own queries and keys.
-    `layers` says how a budget is divided: "profile" by the profile's table, the same for every method, or "uniform".
-    What is recorded already is not run again. Budgets are shares of the model's causal blocks. Queries, keys and values
-    are rounded to `attention_dtype`, in the dense model too. `stop` is asked before every method whether to leave the
-    rest for another time; the result says whether all was done.
+    Sequences that `records` has already are not run again.
+
+    Args:
+      methods: names of `METHODS`.
+      budgets: shares of the model's causal blocks.
+      batch: sequences at a time.
+      layers: how a budget is divided among layers: "profile" by the profile's table, the same for every method, or
+        "uniform".
+      attention_dtype: queries, keys and values are rounded to this dtype, in the dense model too.
+      knowledge: by a method's name, what the method must know of the model beyond the profile (`Layer.knowledge`).
+      progress: called as progress(what, done, of).
+      stop: asked before every method whether to leave the rest for another run.
+
+    Returns whether all was done.
     """
-    if unknown := sorted(set(methods) - set(METHODS)):
+    if unknown := sorted({*methods, *(knowledge or ())} - set(METHODS)):
         raise ValueError(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
     if layers not in ("profile", "uniform"):
         raise ValueError(f'{layers=} must be "profile" or "uniform"')
@@ -60,6 +72,7 @@ def evaluate(
     # Without the digests, which are not arrays: to the compiler, profiles of different texts are alike.
     on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
     work = list(itertools.product(budgets, methods))
+    beyond = {name: jax.tree.map(jnp.asarray, known) for name, known in (knowledge or {}).items()}
     report = progress or (lambda what, done, of: None)
 
     def finish(waiting: tuple[Sequence[Text], float, str, Any, Any] | None) -> None:
@@ -91,7 +104,7 @@ def evaluate(
                 finish(waiting)
                 return False
             report(f"{method} at {budget:.0%}", first, len(texts))
-            mask_fn = MethodMask.of(method, on_device, counts[budget])
+            mask_fn = MethodMask.of(method, on_device, counts[budget], knowledge=beyond.get(method))
             sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype)
             compared = compare(model, dense, sparse, tokens)
             finish(waiting)

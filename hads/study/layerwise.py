@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.calibration.layerwise import Layers, run_block
-from xsake.hads.study.methods import MethodMask, causal_mask
+from xsake.hads.study.method_mask import MethodMask, causal_mask
 
 
 def run(

@@ -1,37 +1,41 @@
-"""Published ways to turn block scores into a mask, each as a priority: the highest ones are its mask at a budget.
+"""From block scores to priorities: a method keeps the blocks of highest priority, as many as the budget allows.
 
-A method's own knob (k, a share of mass, a threshold) is one number for a whole layer, so cutting the priorities of the
-layer anywhere gives the mask for some value of the knob, and any number of blocks can be had exactly.
+A published method has a knob (k, a share of the mass, a threshold) that is one number for a whole layer. Cutting a
+layer's priorities at any height gives the method's mask for some value of its knob. So a method can keep any number of
+blocks exactly.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-Blocks = Float[Array, "B H n n"]
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.study.layer import Priority
+
+ALWAYS = 1e6  # added to the priority of blocks that a method always keeps
 
 
 def rank_in_row(score: Float[Array, "*lead n"]) -> Int[Array, "*lead n"]:
-    """0 for the highest of a row, 1 for the next, ...; of equal ones the later (nearer) one first."""
+    """0 for the highest score of a row, 1 for the next, ...; of equal scores the later (nearer) block comes first."""
     order = jnp.argsort(score[..., ::-1], -1, descending=True, stable=True)
     return jnp.argsort(order, -1)[..., ::-1]
 
 
-def constant_count(score: Blocks) -> Blocks:
-    """The same number of blocks in every row (top-k): priority falls with the rank."""
+def constant_count(score: Priority) -> Priority:
+    """Top-k: the same number of blocks in every row."""
     return -rank_in_row(score).astype(jnp.float32)
 
 
-def constant_share(share: Blocks) -> Blocks:
-    """The fewest blocks of a row that hold a given share of its mass (top-p): priority falls with what is held."""
+def constant_share(share: Priority) -> Priority:
+    """Top-p: in every row the fewest blocks that hold a given share of its mass."""
     return -held_before(share)
 
 
 def held_before(share: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
-    """The mass of a row's blocks that rank above each block."""
+    """For each block of a row, the mass of the blocks that rank above it."""
     order = jnp.argsort(share[..., ::-1], -1, descending=True, stable=True)
     sorted_share = jnp.take_along_axis(share[..., ::-1], order, -1)
     before = jnp.cumsum(sorted_share, -1) - sorted_share
@@ -39,19 +43,19 @@ def held_before(share: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
 
 
 def near_peak(log_score: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
-    """Blocks whose score comes within a factor of the row's highest: priority is the logarithm of the factor."""
+    """Blocks whose score comes within a factor of the row's highest; the priority is the logarithm of that factor."""
     return log_score - log_score.max(-1, keepdims=True)
 
 
-def scaled_count(score: Blocks, heads: Float[Array, "*B H"]) -> Blocks:
-    """As `constant_count`, with the numbers of different heads in given proportions."""
-    return -(rank_in_row(score).astype(jnp.float32) + 0.5) / heads[..., None, None]
+def first_columns(grid: CausalGrid, columns: int) -> np.ndarray:
+    """f[n, n]: ALWAYS in the first columns of blocks, 0 elsewhere."""
+    return np.broadcast_to((np.arange(grid.side) < columns) * ALWAYS, (grid.side, grid.side))
 
 
-def pooled_mass(share: Blocks, floor: Float[Array, ""] | float) -> Blocks:
-    """The largest masses of all heads together, after a constant count of `floor` in every row (AdaKV)."""
-    return jnp.where(rank_in_row(share).astype(jnp.float32) < floor, 2.0, share)
+def diagonal(grid: CausalGrid) -> np.ndarray:
+    """f[n, n]: ALWAYS on the diagonal blocks, 0 elsewhere."""
+    return (grid.distance() == 0) * ALWAYS
 
 
-def softmax(logits: Blocks) -> Blocks:
-    return jax.nn.softmax(logits, -1)
+def first_and_diagonal(grid: CausalGrid) -> np.ndarray:
+    return first_columns(grid, 1) + diagonal(grid)

@@ -14,7 +14,7 @@ from rich.console import Console
 from xsake.hads.profile import file
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
-from xsake.hads.study.groups import GROUPS
+from xsake.hads.study.methods import GROUPS
 from xsake.hads.study.records import Records
 from xsake.hads.study.result import write
 from xsake.hads.study.texts import Text

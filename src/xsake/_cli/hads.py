@@ -16,6 +16,13 @@ Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of 
 Domains = Annotated[str | None, typer.Option(help="Only these domains, comma-separated.")]
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default the latter on a GPU or TPU.")]
 
+# What `xsake.hads.study.methods` registers, written out: help must not import it.
+METHODS = (
+    "Groups: short, ours, published, forced, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
+    "x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced (with HADS's forced "
+    "blocks), oracle_top_k, oracle_top_k+forced, oracle_top_p+forced, oracle_gain."
+)
+
 
 def calibrate(
     texts: Texts,
@@ -56,20 +63,17 @@ def evaluate(
     model: Model = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=64)] = 4096,
     sequences: Annotated[int, typer.Option(help="Sequences of each domain.", min=1)] = 4,
-    methods: Annotated[
-        str, typer.Option(help="Names or groups, comma-separated: short, published, forced, oracles, ablations, ...")
-    ] = "short",
+    methods: Annotated[str, typer.Option(help=f"Groups or methods, comma-separated. {METHODS}")] = "short",
     budgets: Annotated[str, typer.Option(help="Shares of active blocks, comma-separated.")] = "0.2,0.43",
     layers: Annotated[str, typer.Option(help="A budget's division among layers: profile or uniform.")] = "profile",
-    tasks: Annotated[int, typer.Option(help="Also so many of each task, made from the first texts.", min=0)] = 0,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     domains: Domains = None,
     dtype: DType = None,
 ) -> None:
-    """Compare HADS with patterns, published methods and oracles at exactly equal numbers of blocks.
+    """Compare HADS with a fixed pattern, published methods and oracles at exactly equal numbers of blocks.
 
-    Each method moves the model's predictions; the table says how far, and whether HADS moves them less. Tasks (copies,
-    pairs and needles far back in the text) say how many of the dense model's right answers each method keeps.
+    Each method moves the model's predictions; the table says how far, and whether HADS moves them less. Texts that ask
+    something (.npz files with `.items`) say how many of the dense model's right answers each method keeps.
     """
     with plain_errors():
         import jax.numpy as jnp
@@ -79,7 +83,6 @@ def evaluate(
         from xsake.hads.study.groups import expand
         from xsake.hads.study.records import Records
         from xsake.hads.study.result import write
-        from xsake.hads.study.tasks import make
         from xsake.hads.study.texts import load_texts
 
         learned = HadsProfile.load(profile)
@@ -87,13 +90,8 @@ def evaluate(
         if learned.model != name:
             raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
-        loaded, encode = _load(model, texts, dtype, needs_tokenizer=tasks > 0)
+        loaded, encode = _load(model, texts, dtype)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
-        if tasks:
-            assert encode is not None
-            if asking := sorted({text.domain for text in found if text.items is not None}):
-                raise ValueError(f"{', '.join(asking)} of the texts are tasks already: leave --tasks out")
-            found += make([text.tokens for text in found[:tasks]], encode)
         about = {"model": name, "length": length, "block": learned.block, "dtype": jnp.dtype(loaded.dtype).name}
         records = Records(out / "records.jsonl", about)
         with _progress() as progress:
@@ -111,10 +109,8 @@ def evaluate(
         write(records, out, model=loaded, profile=learned, text=found[0])
 
 
-def _load(
-    model: str, texts: list[Path], dtype: str | None, *, needs_tokenizer: bool = False
-) -> tuple[Any, Callable[[str], list[int]] | None]:
-    """The model and, if it is needed or some text is plain, its tokenizer's `encode`."""
+def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callable[[str], list[int]] | None]:
+    """The model and, if some text is plain, its tokenizer's `encode`."""
     import jax
     import jax.numpy as jnp
 
@@ -126,8 +122,7 @@ def _load(
     if dtype not in kinds:
         raise ValueError(f"{dtype=} must be float32 or bfloat16")
     file = open_model(model)
-    needs_tokenizer |= any(path.suffix != ".npz" for path in texts)
-    encode = load_tokenizer(file).encode if needs_tokenizer else None
+    encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
     return load_pretrained(file, dtype=kinds[dtype], param_dtype=kinds[dtype]), encode
 
 

@@ -3,7 +3,7 @@
     mkdir packages && cd packages
     apt-get download linux-doc-6.1 perl-doc git-doc postgresql-doc-15 python3.11-doc libpython3.11-stdlib anarchism
     apt-get download doc-rfc-std                                (from Debian's non-free component)
-    cd .. && python -m benchmarks.hads_texts packages --out texts.npz
+    cd .. && python -m benchmarks.hads.texts packages --out texts.npz
 
 Calibrate on some domains and evaluate on others: CALIBRATION and EVALUATION below. A sequence lies within one document
 where the document is long enough; otherwise short documents follow one another. Nothing here uses the network.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xsake.hads.study import tasks
+from benchmarks.hads import tasks
 from xsake.model import load_tokenizer
 
 CALIBRATION = {

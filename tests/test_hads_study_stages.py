@@ -1,4 +1,4 @@
-"""The study's script, stage by stage on a tiny model: what it leaves, and that it goes on where it was stopped."""
+"""The study, stage by stage on a tiny model: what it leaves, and that it goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import hads_study
-from benchmarks.hads_study import Settings, Study
-from benchmarks.hads_texts import CALIBRATION, EVALUATION
-from xsake.hads.study import tasks
+from benchmarks.hads import stages, tasks
+from benchmarks.hads.compile_ahead import compile_evaluation
+from benchmarks.hads.pretrained import join
+from benchmarks.hads.settings import Settings
+from benchmarks.hads.study import Study
+from benchmarks.hads.texts import CALIBRATION, EVALUATION
 from xsake.hads.study.records import read
 from xsake.model import PRESETS, Transformer
 
@@ -27,8 +29,11 @@ SETTINGS = Settings(
     calibration_sequences=1,
     sequences=2,
     name="tiny",
-    methods=("hads", "hads_equal_heads", "oracle_top_k", "sliding_window", "sliding_window+forced", "random"),
+    screened=8,
+    methods=("hads", "hads_equal_heads", "oracle_top_k", "sliding_window", "sliding_window+forced", "hads_v1"),
     budgets=(0.4, 0.6),
+    task_budgets=(0.4,),
+    seed={"sliding_window": 0.4, "hads": 0.6},
 )
 
 
@@ -61,26 +66,23 @@ def test_a_stage_goes_on_where_it_stopped(inputs: Path, model: Transformer, tmp_
 
     study = Study(model, inputs / "texts.npz", tmp_path / "first", settings, stop=stop)
     profile.save(study.profile_path)
-    study.compile_ahead(settings.methods)
-    study.calibrate()
-    study.first()
+    compile_evaluation(study, settings.methods)
+    stages.calibrate(study)
+    stages.first(study)
     assert len(study.records) == 4 * 3
     study = Study(model, inputs / "texts.npz", tmp_path / "second", settings, earlier=tmp_path / "first")
-    study.first()
+    stages.first(study)
     assert len(study.records) == 4 * (3 * 2 + 2)
     about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
     assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
 
 
 @pytest.mark.slow
-def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(hads_study, "SCREENED", 8)
-    monkeypatch.setattr(hads_study, "TASK_BUDGETS", (0.4,))
-    monkeypatch.setattr(hads_study, "SEED", {"sliding_window": 0.4, "hads": 0.6})
+def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, capsys):
     study = Study(model, inputs / "texts.npz", tmp_path / "second", SETTINGS)
-    study.compile_ahead(SETTINGS.methods)
-    for stage in hads_study.STAGES:
-        getattr(study, stage)()
+    compile_evaluation(study, SETTINGS.methods)
+    for stage in stages.STAGES.values():
+        stage(study)
     said = capsys.readouterr().out
     assert "all texts are read" in said
     about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
@@ -106,6 +108,15 @@ def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, monkeypat
 def test_a_model_in_pieces_is_joined(tmp_path: Path):
     (tmp_path / "model.gguf.00").write_bytes(b"ab")
     (tmp_path / "model.gguf.01").write_bytes(b"c")
-    assert hads_study.join(tmp_path, tmp_path / "work").read_bytes() == b"abc"
+    assert join(tmp_path, tmp_path / "work").read_bytes() == b"abc"
     with pytest.raises(SystemExit, match=r"neither \*.gguf nor"):
-        hads_study.join(tmp_path / "work" / "none", tmp_path)
+        join(tmp_path / "work" / "none", tmp_path)
+
+
+def test_a_stage_says_what_is_missing(inputs: Path, model: Transformer, tmp_path: Path):
+    study = Study(model, inputs / "texts.npz", tmp_path, SETTINGS)
+    with pytest.raises(SystemExit, match=r"profile-256-16\.json is missing: run the stage calibrate"):
+        stages.full(study)
+    case.random_profile(head_dim=16).save(study.profile_path)
+    with pytest.raises(SystemExit, match=r"v1-256-16\.npz is missing: run the stage calibrate"):
+        study.evaluate(study.read(EVALUATION, 1), ["hads_v1"], [0.6])

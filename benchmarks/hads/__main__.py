@@ -1,0 +1,100 @@
+"""The HADS study on one GPU: SmolLM2 under every method, budget and text, from a folder of prepared inputs.
+
+    python -m benchmarks.hads INPUTS --out DIR                       everything, in the order of importance
+    python -m benchmarks.hads INPUTS --out DIR --minutes 4           as far as four minutes go
+    python -m benchmarks.hads INPUTS --out DIR --length 4096 --stage screen,full
+
+INPUTS holds the model's GGUF file, whole (`*.gguf`) or in pieces (`*.gguf.00`, `*.gguf.01`, ...), and `texts.npz` of
+`benchmarks.hads.texts`. The files that a run leaves in DIR (a profile, records, summaries) may be put back into INPUTS:
+the next run goes on from there. Needs `gguf`, and neither `tokenizers` nor the command line.
+
+Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
+texts), `screen` (every method on 16 texts), `tasks`, `seed` (the project's first table), `full` (HADS, the three best
+rivals and the oracles on all texts). Programs are compiled side by side while the model is calibrated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import xsake
+from benchmarks import record
+from benchmarks.hads.compile_ahead import compile_calibration, compile_evaluation
+from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, PUBLISHED
+from benchmarks.hads.pretrained import attention_16, join
+from benchmarks.hads.settings import BUDGETS, FIRST, Settings
+from benchmarks.hads.stages import STAGES
+from benchmarks.hads.study import Study
+from xsake.model import load_pretrained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hads", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder for profile, records and summaries")
+    parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "hads_study", help="folder for what is made")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--stage", default=",".join(STAGES), help="with commas between them")
+    parser.add_argument("--methods", default=",".join(METHODS), help="only these, with commas between them")
+    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, the first ones first")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="from the start; then what is left is left")
+    parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
+    parser.add_argument("--sequences", type=int, default=64, help="of each domain at most")
+    parser.add_argument("--calibration", type=int, default=4, help="sequences of each domain to calibrate on")
+    args = parser.parse_args()
+    stages, methods = args.stage.split(","), args.methods.split(",")
+    if unknown := sorted(set(stages) - set(STAGES)):
+        parser.error(f"unknown stages {unknown}; there are {', '.join(STAGES)}")
+    if unknown := sorted(set(methods) - set(METHODS)):
+        parser.error(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
+    start = time.perf_counter()
+    jax.config.update("jax_compilation_cache_dir", str(args.work / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    on_cpu = jax.default_backend() == "cpu"
+    attention = xsake.attention if on_cpu else attention_16
+    model = load_pretrained(
+        join(args.inputs, args.work), dtype=jnp.float32, param_dtype=jnp.float32, attention_fn=attention
+    )
+    settings = Settings(
+        length=args.length,
+        block=args.block,
+        batch=args.batch,
+        sequences=args.sequences,
+        calibration_sequences=args.calibration,
+        budgets=tuple(map(float, args.budgets.split(","))),
+        methods=tuple(methods),
+        # 10 bits of mantissa as in the other products (TF32): bfloat16's rounding would be seen beside small KL.
+        attention_dtype=None if on_cpu else jnp.float16,
+    )
+    study = Study(
+        model,
+        args.inputs / "texts.npz",
+        args.out,
+        settings,
+        earlier=args.inputs,
+        stop=lambda: time.perf_counter() - start > 60 * args.minutes,
+    )
+    study.start = start
+    study.say(f"model loaded; {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    if "calibrate" in stages:
+        compile_calibration(study)
+    if set(stages) - {"calibrate"}:
+        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *PUBLISHED]))
+    for name, stage in STAGES.items():
+        if name in stages and not study.stop():
+            study.say(f"-- {name}")
+            stage(study)
+    study.say("done")
+
+
+if __name__ == "__main__":
+    main()

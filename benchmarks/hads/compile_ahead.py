@@ -1,0 +1,86 @@
+"""A study's programs, compiled from shapes alone while the study does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.hads import v1
+from benchmarks.hads.methods import METHODS
+from benchmarks.hads.study import Study
+from benchmarks.hads.texts import CALIBRATION, EVALUATION
+from xsake.hads.calibration import observe
+from xsake.hads.calibration.fit import STEPS, fit_weights
+from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile, profile_shape
+from xsake.hads.study import layerwise
+from xsake.hads.study.divergence import compare_states, usual_chunk
+from xsake.hads.study.method_mask import MethodMask
+
+CALIBRATION_PROGRAMS = ("observe", "forward", "touch", "likelihood", "cost", "fit")
+
+
+def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
+    """First the programs that every evaluation needs, then the methods' own."""
+    s, config, compile_ = study.settings, study.model.config, study.programs.compile
+    size = min(s.batch, s.sequences * len(EVALUATION))
+    tokens = jax.ShapeDtypeStruct((size, s.length), jnp.int32)
+    x, rotation = jax.eval_shape(study.layers.start, tokens)
+    weights, graph, attention = study.layers.weights[0], study.layers.graph, study.model.attention_fn
+    inputs = jax.eval_shape(lambda w, x, r: layerwise.project(graph, w, x, r, s.attention_dtype), weights, x, rotation)
+    side = -(-s.length // s.block)
+    blocks = jax.ShapeDtypeStruct((size, config.q_heads, side, side), jnp.bool_)
+    attend, states = layerwise.attend, jax.ShapeDtypeStruct((size, s.length, config.width), x.dtype)
+    compile_("project", lambda: layerwise.project.lower(graph, weights, x, rotation, s.attention_dtype))
+    compile_("dense", lambda: attend.lower(graph, attention, weights, x, rotation, inputs))
+    compile_("sparse", lambda: attend.lower(graph, attention, weights, x, rotation, inputs, blocks, s.block))
+    whole = nnx.split(study.model)
+    compile_("compare", lambda: compare_states.lower(*whole, states, states, tokens, usual_chunk()))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    profile = _profile_shape(study)
+    for name in methods:
+        known = v1.shape(config.layers, config.q_heads) if name in v1.NAMES else None
+        mask_fn = jax.eval_shape(
+            lambda p, k, name=name: MethodMask.of(name, p, np.zeros(config.layers), knowledge=k), profile, known
+        )
+        compile_(
+            METHODS[name].program, lambda m=mask_fn: layerwise.choose_blocks.lower(m, number, inputs[0], inputs[1])
+        )
+
+
+def compile_calibration(study: Study) -> None:
+    """Nothing where the profile is there."""
+    if study.profile_path.exists():
+        return
+    s, whole, compile_ = study.settings, nnx.split(study.model), study.programs.compile
+    grid, count = CausalGrid(s.length, s.block), s.calibration_sequences * len(CALIBRATION)
+    x, rotation = jax.eval_shape(study.layers.start, jax.ShapeDtypeStruct((1, s.length), jnp.int32))
+    block = study.layers.graph, study.model.attention_fn
+    args = study.layers.weights[0], x, rotation
+    _, seen = jax.eval_shape(lambda *args: observe.observe_block(*block, *args, s.block), *args)
+    _, touched = jax.eval_shape(lambda *args: observe.touch_block(*block, *args), *args, x)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    kept = jax.ShapeDtypeStruct(seen.statistics.mass.shape, jnp.bool_)
+    many = jax.tree.map(lambda one: jax.ShapeDtypeStruct((count, *one.shape[1:]), one.dtype), seen)
+    lowered = {
+        "observe": lambda: observe.observe_block.lower(*block, *args, s.block),
+        "forward": lambda: observe.forward_block.lower(*block, *args),
+        "touch": lambda: observe.touch_block.lower(*block, *args, x),
+        "likelihood": lambda: observe.likelihood_gradient.lower(*whole, x, key, observe.CHUNK),
+        "cost": lambda: cost_of_dropping.lower(touched, kept, grid),
+        "fit": lambda: fit_weights.lower(many.pooled, many.statistics.mass, grid, STEPS),
+    }
+    for name in CALIBRATION_PROGRAMS:
+        compile_(name, lowered[name])
+
+
+def _profile_shape(study: Study) -> HadsProfile:
+    """What the profile will look like to the compiler."""
+    config, s = study.model.config, study.settings
+    heads = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    return profile_shape(layers=config.layers, **heads, model=s.name, block=s.block, length=s.length)

@@ -1,0 +1,37 @@
+"""What a study compares: sizes, methods and budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.hads.methods import METHODS
+
+BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling ones first: a run may be cut off
+STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
+FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in STRONG), *STRONG)
+TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
+# The project's first table: each pattern at the share of blocks that it had there.
+SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 0.5, "hads": 0.43}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    length: int = 8192
+    block: int = 64
+    batch: int = 8  # sequences at a time
+    calibration_sequences: int = 4  # per domain
+    sequences: int = 64  # per domain, at most
+    screened: int = 16  # sequences on which every method is tried
+    name: str = "smollm2"
+    methods: Sequence[str] = tuple(METHODS)  # no others are run
+    budgets: Sequence[float] = BUDGETS
+    task_budgets: Sequence[float] = (0.2, 0.43, 0.1)  # those of them that are also in `budgets`
+    seed: Mapping[str, float] = MappingProxyType(SEED)
+    attention_dtype: Any = None  # to which queries, keys and values are rounded; None: as the model has them
+
+    def __str__(self) -> str:
+        """What the files of a study are called."""
+        return f"{self.length}-{self.block}"

@@ -1,0 +1,133 @@
+"""The stages of a study, in the order of importance. Each goes on from the records that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks import record
+from benchmarks.hads import v1
+from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
+from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, PUBLISHED, STRENGTHENED
+from benchmarks.hads.settings import FIRST, TASK_METHODS
+from benchmarks.hads.study import Study
+from benchmarks.hads.tasks import NAMES as TASKS
+from benchmarks.hads.texts import CALIBRATION, EVALUATION
+from benchmarks.hads.times import attention_times
+from xsake import _atomic
+from xsake.hads.calibration.calibrate import calibrate as calibrate_model
+from xsake.hads.study.portrait import portrait
+from xsake.hads.study.summary import retention, summarise
+
+
+def calibrate(study: Study) -> None:
+    """The HADS profile and, where HADS-v1 is asked for, its profile; neither where its file is there."""
+    if study.profile_path.exists():
+        study.say(f"{study.profile_path.name} is there")
+    else:
+        _calibrate_hads(study)
+    if study.wanted(v1.NAMES) and not study.v1_path.exists():
+        study.say("measuring the heads for HADS-v1")
+        v1.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.v1_path)
+
+
+def _calibrate_hads(study: Study) -> None:
+    s, tokens = study.settings, _calibration_tokens(study)
+    last = ""
+
+    def report(what: str, done: int, of: int) -> None:
+        nonlocal last
+        if what != last:
+            study.say(f"calibrating on {len(tokens)} texts: {what}")
+        last = what
+
+    compile_calibration(study)
+    study.programs.wait_for(*CALIBRATION_PROGRAMS)
+    profile = calibrate_model(
+        study.model, tokens, name=s.name, block=s.block, sensitivity_sequences=len(CALIBRATION), progress=report
+    )
+    profile.save(study.profile_path)
+    study.say(repr(profile))
+
+
+def _calibration_tokens(study: Study) -> np.ndarray:
+    return np.stack([text.tokens for text in study.read(CALIBRATION, study.settings.calibration_sequences)])
+
+
+def first(study: Study) -> None:
+    """HADS, the oracles and the strongest rivals on the first texts."""
+    s = study.settings
+    texts = study.read(EVALUATION, s.batch // len(EVALUATION) or 1)
+    done = study.evaluate(texts, study.wanted(FIRST), s.budgets)
+    # The oracle in which all heads of all layers are alike: against it the profile's division counts too.
+    done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "hads"]), s.budgets, layers="uniform")
+    if done:  # and how far two kernels' rounding moves a model that leaves nothing out
+        study.evaluate(texts, study.wanted(["sliding_window"]), [1.0])
+    study.report()
+
+
+def screen(study: Study) -> None:
+    """Every method on some texts, and what the pictures of heads and of one mask are made from."""
+    s = study.settings
+    names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *PUBLISHED])
+    texts = study.read(EVALUATION, s.screened // len(EVALUATION))
+    if study.evaluate(texts, names, s.budgets):
+        # As published, methods know nothing of our division among layers: with it they are stronger than without.
+        best = ["hads", "oracle_top_k", *study.best_rivals(among=PUBLISHED)]
+        study.evaluate(texts, study.wanted(best), s.budgets, layers="uniform")
+    study.report()
+    if not study.stop():
+        text = study.read(EVALUATION, 1)[0]
+        seen = portrait(study.model, study.profile, text.tokens, s.budgets[0])._asdict()
+        with _atomic.replacing(study.out / f"portrait-{s}.npz") as file:
+            np.savez_compressed(file, text=text.name, **seen)
+
+
+def tasks(study: Study) -> None:
+    """How many of the dense model's right answers each method keeps."""
+    s = study.settings
+    texts = study.read([f"{name}-{s.length}" for name in TASKS], s.sequences)
+    study.evaluate(texts, study.wanted(TASK_METHODS), [b for b in s.task_budgets if b in s.budgets])
+    for domain, method, budget, asked, share in sorted(retention(study.records)):
+        study.say(f"{domain:14} {method:22} at {budget:.0%} keeps {share:6.1%} of {asked} answers")
+    study.report(quiet=True)
+
+
+def seed(study: Study) -> None:
+    """The project's first table: at its unequal shares of blocks, then all at HADS's; with the times of attention."""
+    s = study.settings
+    texts = study.read(EVALUATION, s.screened // len(EVALUATION))
+    pairs = list(s.seed.items())
+    pairs += [(name, s.seed["hads"]) for name in s.seed if name != "hads"]
+    for name, budget in pairs:
+        if not study.evaluate(texts, study.wanted([name]), [budget]):
+            return
+    timed = [("dense", 1.0), *((name, budget) for name, budget in pairs if name in s.methods)]
+    rows = {(row.method, row.budget): row for row in summarise(study.records) if row.layers == "profile"}
+    lines = []
+    for (name, budget), (mask, attention) in attention_times(study, texts, timed).items():
+        row = rows.get((name, budget))
+        kl, gap = (0.0, 0.0) if row is None else (row.kl, row.perplexity_gap)
+        line = {"method": name, "active_blocks": budget, "mask_ms": mask, "attention_ms": attention, "kl": kl}
+        lines.append(line | {"perplexity_gap": gap})
+        study.say(f"{name:16} {budget:6.1%}  mask {mask:7.2f} ms  attention {attention:7.2f} ms  KL {kl:.4f}")
+    record.save(f"seed-{s}", lines, study.out, settings=study.about())
+
+
+def full(study: Study) -> None:
+    """HADS, the three best rivals and the oracles on all texts.
+
+    Texts are in the outer order, so that a run that is cut off has whole batches.
+    """
+    best = study.best_rivals()
+    texts = study.read(EVALUATION, study.settings.sequences)
+    done = study.evaluate(texts, study.wanted(["hads", *best]), study.settings.budgets)
+    done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "oracle_gain"]), study.settings.budgets)
+    study.report()
+    study.say("all texts are read" if done else "not all texts are read: run again")
+
+
+STAGES: dict[str, Callable[[Study], None]] = {
+    stage.__name__: stage for stage in (calibrate, first, screen, tasks, seed, full)
+}

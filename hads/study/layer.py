@@ -1,0 +1,53 @@
+"""Layer: what a method may look at when it chooses a layer's blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float
+
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.keep import keep_largest
+
+Blocks = Bool[Array, "B H n n"]
+Priority = Float[Array, "B H n n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer's queries and keys, its number in the model, the number of blocks to keep, and what is known beforehand.
+
+    `with_forced` says whether HADS's forced blocks are always kept. `knowledge` is a pytree for a method that must know
+    more of the model than a HADS profile says; None for all others. Everything but the grid may be traced, so that one
+    compiled program serves every layer, budget and profile.
+    """
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B T K D"]
+    grid: CausalGrid
+    number: Array | int
+    count: Array | int
+    profile: HadsProfile
+    with_forced: Array | bool = False
+    knowledge: Any = None
+
+    @property
+    def forced(self) -> Array:
+        return jnp.asarray(self.grid.forced()) & self.with_forced
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.query.shape[0], self.query.shape[2], self.grid.side, self.grid.side
+
+    def everywhere(self, blocks: np.ndarray | Array) -> Priority:
+        """The same [n, n] or [H, n, n] for every sequence and head."""
+        return jnp.broadcast_to(jnp.asarray(blocks, jnp.float32), self.shape)
+
+    def keep(self, priority: Priority) -> Blocks:
+        """Exactly `count` blocks: the forced ones if `with_forced`, then those of the highest priorities."""
+        return keep_largest(priority, self.grid, self.count, self.forced)

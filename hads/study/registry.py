@@ -1,0 +1,55 @@
+"""The methods that an evaluation can compare, by name and by group.
+
+To read METHODS and GROUPS, import them from `xsake.hads.study.methods`, which registers the methods that come with
+xsake. Anyone may register more and evaluate them by name:
+
+    register_rival("nearest", lambda layer: layer.everywhere(-layer.grid.distance()))
+    evaluate(model, profile, texts, methods=["hads", "nearest", "nearest+forced"], ...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.layer import Blocks, Layer, Priority
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to choose a layer's blocks: a program, which several methods may share, and the data that differ.
+
+    `forced`: HADS's forced blocks are always kept. `adapt`: changes the profile's numbers before the program sees them.
+    Methods that share `program` share its compiled form.
+    """
+
+    program: Callable[[Layer], Blocks]
+    forced: bool = True
+    adapt: Callable[[HadsProfile], HadsProfile] | None = None
+
+
+METHODS: dict[str, Method] = {}
+GROUPS: dict[str, list[str]] = {}  # names of methods; a group exists once a method is registered in it
+
+
+def register(name: str, method: Method, *, group: str) -> None:
+    if name in METHODS or name in GROUPS:
+        raise ValueError(f"{name!r} is registered already: use another name")
+    if "," in name or name != name.strip() or not name:
+        raise ValueError(f"{name!r} must have no comma, and no space at its ends: names are listed with commas")
+    METHODS[name] = method
+    GROUPS.setdefault(group, []).append(name)
+
+
+def register_rival(name: str, priority: Callable[[Layer], Priority]) -> None:
+    """Register the method that keeps the blocks of highest priority, in two forms: `name` in the group "published", and
+    `name+forced`, with HADS's forced blocks always kept, in the group "forced"."""
+    program = partial(_by_priority, priority)
+    register(name, Method(program, forced=False), group="published")
+    register(f"{name}+forced", Method(program), group="forced")
+
+
+def _by_priority(priority: Callable[[Layer], Priority], x: Layer) -> Blocks:
+    return x.keep(priority(x))
