@@ -58,8 +58,6 @@ def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> Ha
         sink=normal(),
         sensitivity=np.exp(normal()),
         burstiness=np.abs(normal(scale=0.03)),
-        entropy=np.abs(normal(scale=0.3)),
-        distance_mass=np.abs(normal(len(BUCKETS))),
         free_shares=even,
         layer_shares=even[:, None],
         head_shares=np.broadcast_to(even[:, None, None], (9, 1, q_heads)).copy(),

@@ -29,8 +29,6 @@ def random_profile(
         sink=normal(),
         sensitivity=np.exp(normal()),
         burstiness=np.abs(normal(scale=0.05)),
-        entropy=rng.random((layers, q_heads)).astype(np.float32),
-        distance_mass=np.abs(normal(len(BUCKETS))),
         free_shares=free,
         layer_shares=head_shares.mean(-1),
         head_shares=head_shares,

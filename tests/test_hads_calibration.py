@@ -162,9 +162,6 @@ def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
     assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim) == (2, 4, 2, 16)
     assert (profile.model, profile.block, profile.length, len(profile.digests)) == ("tiny", 16, 250, 2)
     assert profile.sensitivity.mean() == pytest.approx(1, rel=1e-5)
-    assert (profile.entropy > 0).all() and (profile.entropy <= 1).all()
-    # Random weights attend evenly: a far block of 16 tokens has about 1/16 of the mass on average over 16 rows.
-    assert ((profile.distance_mass > 0.01) & (profile.distance_mass < 0.5)).all()
 
 
 def test_the_model_runs_with_its_profile_and_is_itself_at_full_budget(profile: hads.HadsProfile, model: Transformer):

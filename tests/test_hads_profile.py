@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from importlib import resources
 from pathlib import Path
 
 import hads_case as case
 import numpy as np
 import pytest
 
+from benchmarks import record
 from xsake.hads import HadsProfile
+from xsake.hads.profile.file import shipped
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 
@@ -63,8 +66,20 @@ def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path
     case.random_profile().save(path)
     data = json.loads(path.read_text())
     del data["rule"]
-    path.write_text(json.dumps(data | {"version": 3}))
-    assert HadsProfile.load(path).rule == VERSION_3 == Rule(last_rows=2, last_weight=4.0, dense_rows=4)
+    # Version 3 also had two numbers for each head that HADS does not use.
+    heads = [line | {"entropy": 0.5, "distance_mass": [0.1] * 29} for line in data["heads"]]
+    path.write_text(json.dumps(data | {"version": 3, "heads": heads}))
+    again = HadsProfile.load(path)
+    assert again.rule == VERSION_3 == Rule(last_rows=2, last_weight=4.0, dense_rows=4)
+    assert not hasattr(again, "entropy") and not hasattr(again, "distance_mass")
+
+
+def test_recorded_and_shipped_profiles_load():
+    recorded = HadsProfile.load(record.RESULTS / "hads" / "profile-8192-64.json")  # of version 3
+    assert (recorded.model, recorded.block, recorded.length, recorded.rule) == ("smollm2", 64, 8192, VERSION_3)
+    assert shipped("smollm2").rule == VERSION_3
+    text = (resources.files("xsake.hads.profile") / "shipped" / "smollm2.json").read_text()
+    assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
 
 
 def test_files_that_are_no_profiles(tmp_path: Path):

@@ -19,13 +19,10 @@ class BlockStatistics(NamedTuple):
 
     `mass[b, h, i, j]` is the attention that the queries of block i give to the keys of block j, as a mean over those
     queries: a row sums to 1. `square` is the mean of its square: `square - mass ** 2` is its variance among them.
-    `entropy` is the Shannon entropy of a query's weights over the logarithm of the keys that it sees, in [0, 1], as a
-    mean over queries (the first one sees a single key and is left out).
     """
 
     mass: Float[Array, "B H n n"]
     square: Float[Array, "B H n n"]
-    entropy: Float[Array, "B H"]
 
     @property
     def share(self) -> Float[Array, "B H n n"]:
@@ -52,24 +49,20 @@ def block_statistics(
     query, key = jnp.asarray(query), jnp.asarray(key)
     grid = CausalGrid(query.shape[1], block)
 
-    def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array, Array]:
-        weights, seen = attention_rows(q, key, i, grid, scale)
+    def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
+        weights = attention_rows(q, key, i, grid, scale)
         in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
         by_block = block_sums(weights, grid) * in_row[None, None, None, :, None]
-        # A query that sees one key has entropy 0 and log(1) = 0 to divide by.
-        entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), -1)
-        most = jnp.log(jnp.maximum(seen, 2).astype(jnp.float32))
-        entropy = entropy / most[None, None, None] * in_row[None, None, None]
         queries = in_row.sum()
-        return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries, entropy.sum(-1)
+        return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries
 
-    mass, square, entropy = scan_rows(row, query, key.shape[2], grid)
+    mass, square = scan_rows(row, query, key.shape[2], grid)
 
     def heads(x: Array) -> Array:  # [n, B, K, G, ...] of the scan to [B, H, n, ...]
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    return BlockStatistics(heads(mass), heads(square), heads(entropy).sum(-1) / max(grid.length - 1, 1))
+    return BlockStatistics(heads(mass), heads(square))
 
 
 def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
@@ -101,15 +94,15 @@ def _rows_at_once(row_bytes: int, rows: int) -> int | None:
 
 def attention_rows(
     q: Float[Array, "B K G block D"], key: Float[Array, "B T K D"], i: Array, grid: CausalGrid, scale: float | None
-) -> tuple[Float[Array, "B K G block T"], Array]:
-    """Causal attention weights of the queries of block i, and how many keys each sees."""
+) -> Float[Array, "B K G block T"]:
+    """Causal attention weights of the queries of block i."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Products of 16-bit numbers are exact in float32, whatever the precision.
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
     logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
     t = i * grid.block + jnp.arange(grid.block)
     logits = jnp.where(t[:, None] >= jnp.arange(grid.length)[None], logits, -jnp.inf)
-    return jax.nn.softmax(logits, -1), jnp.minimum(t + 1, grid.length)
+    return jax.nn.softmax(logits, -1)
 
 
 def block_sums(weights: Float[Array, "*lead T"], grid: CausalGrid) -> Float[Array, "*lead n"]:

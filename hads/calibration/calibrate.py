@@ -19,7 +19,6 @@ from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.estimator import BUCKETS, bucket_of
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
@@ -95,8 +94,6 @@ def calibrate(
         sink=np.stack([e.sink for e in estimators]),
         sensitivity=sensitivity,
         burstiness=burstiness,
-        entropy=np.stack([np.asarray(layer.statistics.entropy).mean(0) for layer in layers]),
-        distance_mass=np.stack([_distance_mass(layer, grid) for layer in layers]),
         free_shares=FREE_SHARES,
         layer_shares=tables.layer_shares,
         head_shares=tables.head_shares,
@@ -128,19 +125,6 @@ def _variance(layer: Observation, grid: CausalGrid) -> np.ndarray:
     mass = np.asarray(layer.statistics.mass)[..., free]
     variance = np.maximum(np.asarray(layer.statistics.square)[..., free] - mass**2, 0)
     return (variance.sum((0, -1)) / np.maximum(mass.sum((0, -1)), 1e-9)).astype(np.float32)
-
-
-def _distance_mass(layer: Observation, grid: CausalGrid) -> np.ndarray:
-    """f32[H, buckets]: mean mass of a block by distance, the first column aside; unseen ones as the farthest."""
-    inside = grid.causal() & (np.arange(grid.side) > 0)
-    bucket = bucket_of(grid.distance())[inside]
-    mass = np.asarray(layer.statistics.mass)[..., inside].mean(0)
-    blocks = np.bincount(bucket, minlength=len(BUCKETS))
-    sums = np.stack([np.bincount(bucket, head, minlength=len(BUCKETS)) for head in mass])
-    means = sums / np.maximum(blocks, 1)
-    last = int(bucket.max())
-    means[:, last + 1 :] = means[:, last : last + 1]
-    return means.astype(np.float32)
 
 
 def _sensitivity(

@@ -30,7 +30,7 @@ def cost_of_dropping(
     kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, n, n), 3, 0).astype(jnp.float32)
 
     def row(i: Array, q: Array, g: Array) -> tuple[Array, Array]:
-        weights, _ = attention_rows(q, layer.key, i, grid, None)
+        weights = attention_rows(q, layer.key, i, grid, None)
         felt = jnp.einsum("bkgtd,bskd->bkgts", g.astype(jnp.float32), value, precision=jax.lax.Precision.HIGHEST)
         mass, moved = block_sums(weights, grid), block_sums(weights * felt, grid)
         mine = kept_rows[i][..., None, :]

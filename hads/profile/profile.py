@@ -31,8 +31,6 @@ class HadsProfile:
       features, tokens, distance, sink: the weights of the estimate of block mass (`selection.pooled`).
       sensitivity: what a squared unit of dropped mass costs the model, relative to the other heads of all layers.
       burstiness: what a block's own part of that cost counts beyond its products with other blocks' (`selection.gain`).
-      entropy: of a query's weights over the logarithm of the keys that it sees.
-      distance_mass: mean mass of a block by bucket of distance.
 
     Tables over budgets, counted as shares of the blocks that are not forced, so that they hold at any length:
       free_shares [X]: the budgets of the table.
@@ -53,8 +51,6 @@ class HadsProfile:
     sink: Any = _array("layers", "heads")
     sensitivity: Any = _array("layers", "heads", above=0.0)
     burstiness: Any = _array("layers", "heads", least=0.0)
-    entropy: Any = _array("layers", "heads")
-    distance_mass: Any = _array("layers", "heads", "buckets")
     free_shares: Any = _array("budgets")
     layer_shares: Any = _array("budgets", "layers")
     head_shares: Any = _array("budgets", "layers", "heads")
