@@ -142,7 +142,7 @@ def _plain(
     blocks = jnp.repeat(jnp.repeat(mask.to_blocks()[0], mask.block_q, 1), mask.block_kv, 2)
     attends = blocks[:, : q.shape[0], : k.shape[0]]
     if is_causal:
-        attends &= first + jnp.arange(q.shape[0])[:, None] >= jnp.arange(k.shape[0])
+        attends &= (first + jnp.arange(q.shape[0])[:, None] >= jnp.arange(k.shape[0])[None])[None]
     logits = jnp.where(attends, dot("thd,sd->hts", q, k) * scale, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)
     p = jnp.exp(logits - lse[..., None])

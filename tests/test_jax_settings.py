@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
+import hads_case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, collect, make, run, with_grads
+from contract.case import attend, check, collect, make, with_grads
+from contract.reference import Results
 
 import xsake
+from xsake import hads
 
 
 def cases(implementation):
@@ -48,7 +49,7 @@ def test_debug_infs_and_nans_without_jit(implementation, name):
     case = case.replace(d_lse=np.zeros_like(case.d_lse))
     with jax.debug_infs(True), jax.debug_nans(True):
         out, grads = eager(implementation, case)
-    check(case, collect(case, (out, run(implementation, case).lse), grads))
+    check(case, Results(np.asarray(out), None, **{f"d_{k}": np.asarray(v) for k, v in grads.items()}))
 
 
 def test_debug_infs_reports_an_lse_that_is_infinite():
@@ -71,12 +72,6 @@ def _xla():
     return TARGETS[0]
 
 
-@contextlib.contextmanager
-def no_transfers():
-    with jax.transfer_guard("disallow"):
-        yield
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_tracing_transfers_nothing_unasked(implementation, name):
     """The mask of a call that gives none is made, and put on the device, while tracing."""
@@ -88,13 +83,21 @@ def test_tracing_transfers_nothing_unasked(implementation, name):
     def everything(inputs, rest, cotangents):
         return with_grads(lambda x: attend(implementation, x, mask, rest, **case.options), inputs, cotangents)
 
-    with implementation.context(), no_transfers():
+    with implementation.context(), jax.transfer_guard("disallow"):
         results = everything(inputs, rest, cotangents)
     check(case, collect(case, *results))
 
 
 def test_masks_are_made_and_read_without_unasked_transfers():
-    with no_transfers():
+    with jax.transfer_guard("disallow"):
         mask = xsake.patterns.sink_window(256, 256, sink=64, window=64, block_q=64, block_kv=64)
         assert 0 < mask.density() <= 1 and mask.to_blocks().shape == (1, 1, 4, 4) and not mask.overflowed().any()
         assert "256 x 256" in repr(mask) and str(mask)
+
+
+def test_hads_promotes_no_rank_and_transfers_nothing_unasked():
+    profile = hads_case.random_profile()
+    query, key = jax.device_put(hads_case.random_inputs(0, 250, profile, batch=2))
+    with jax.transfer_guard("disallow"):
+        mask = jax.jit(lambda query, key: hads.select(query, key, profile, 0.7, layer=1))(query, key)
+    assert mask.batch == 2 and (mask.density(per_head=True) > 0).all()

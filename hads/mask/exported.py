@@ -13,8 +13,8 @@ FORMAT, VERSION = "xsake.BlockMask", 1
 def register(mask: type, lists: tuple[str, ...], static: tuple[str, ...]) -> type:
     """Masks as arguments and results of exported programs; `lists` and `static` are the fields in their order."""
 
-    def build(values: tuple, children: Any) -> Any:
-        return mask(**dict(zip(lists + static, (*children, *values), strict=True)))
+    def build(aux_data: Any, children: Any) -> Any:
+        return mask(**dict(zip(lists + static, (*children, *aux_data), strict=True)))
 
     return export.register_pytree_node_serialization(
         mask,

@@ -29,7 +29,8 @@ def keep_largest(
     order = jax.lax.bitcast_convert_type(signed, jnp.uint32) ^ jnp.uint32(1 << 31)
     order = jnp.where(np.zeros((1, 1), bool) if forced is None else forced, jnp.uint32(0xFFFFFFFF), order)
     order = jnp.maximum(order & jnp.uint32(~low & 0xFFFFFFFF), jnp.uint32(low + 1))
-    keys = jnp.where(grid.causal(), order | jnp.arange(grid.side, dtype=jnp.uint32), jnp.uint32(0))
+    column = jnp.arange(grid.side, dtype=jnp.uint32)[None, None, None]
+    keys = jnp.where(grid.causal(), order | column, jnp.uint32(0))
     rows = jnp.sort(keys, -1)
     b, h, n, _ = rows.shape
     flat = (rows & jnp.uint32(~low & 0xFFFFFFFF)).reshape(b, h * n, n)

@@ -73,6 +73,9 @@ def attention(
     Returns:
       [B, T, H, Dv] in the query's dtype, or (output, lse).
 
+    Derivatives are taken in reverse mode (jax.grad, jax.vjp). The "xla" implementation has second derivatives too,
+    forward over reverse (jax.hessian, jax.jvp of jax.grad), and takes a symbolic batch size of `jax.export`.
+
     >>> import jax, xsake
     >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
     >>> mask = xsake.patterns.sink_window(256, 256, sink=64, window=64, block_q=64, block_kv=64)
