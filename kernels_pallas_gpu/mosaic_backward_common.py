@@ -311,10 +311,6 @@ def drain(free: Any, ring: int, stages: int, count: Any) -> None:
             plgpu.barrier_wait(free.at[ring, lax.rem(count - 1 - i, stages)])
 
 
-def full(shape: tuple[int, int], value: float) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), WGMMA)
-
-
 def pad(x: Array, axis: int, size: int, value: float = 0) -> Array:
     if x.shape[axis] == size:
         return x

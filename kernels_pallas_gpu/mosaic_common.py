@@ -3,16 +3,15 @@
     RowLists             the block lists of one direction (rows for forward and dQ, columns for dK/dV)
     ListRefs             the same four as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
     list_coords          which (batch, head) of the lists serves a query head
-    ElementRule          the element test; `.tile(shape, q_axis=..., ...)` -> bool tile in the WGMMA layout
+    ElementRule          the forward's element test; `.tile(shape, ...)` -> bool tile in the WGMMA layout
     soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
     matmul, matmul_add   a @ b and acc + a @ b on the tensor core, or by `lax.dot_general` when interpreted
     swizzled             a bf16/f16 tile buffer in 128-byte-swizzled shared memory
-    row_vector, col_vector   load a 1-D shared-memory vector as a per-row / per-column operand of a WGMMA tile
-    per_row, per_col     broadcast such a vector to the tile
+    col_vector           load a 1-D shared-memory vector as a per-column operand of a WGMMA tile
+    per_row, per_col     broadcast a vector along the tile's rows or columns to the tile
     pad_to               zero-pad one axis of a small array so that its rows are legal for TMA
 
-Tiles are [rows, columns] of a WGMMA accumulator: queries are rows (q_axis=0) in forward and dQ, columns (q_axis=1)
-in dK/dV.
+Tiles are [rows, columns] of a WGMMA accumulator: queries are rows in forward and dQ, columns in dK/dV.
 """
 
 import dataclasses
@@ -80,15 +79,6 @@ def list_coords(lists: Any, batch: Any, head: Any, *, num_q_heads: int, num_kv_h
     return b, lax.div(head, jnp.int32(num_q_heads // num_kv_heads))
 
 
-def row_layout(q_axis: int = 0) -> Any:
-    """Layout of a vector along the queries of a tile whose query axis is `q_axis`."""
-    return plgpu.Layout.WGMMA.reduce(1 - q_axis)
-
-
-def row_vector(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
-
-
 def col_vector(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
@@ -101,17 +91,16 @@ def per_col(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return lax.broadcast_in_dim(x, tuple(shape), [1])
 
 
-def wgmma_full(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
-    """A constant in the accumulator layout: [m, n], or [m] as a row vector."""
+def wgmma_full(shape: Sequence[int], value: float) -> jax.Array:
+    """A float32 constant in the accumulator layout: [m, n], or [m] as a row vector."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(tuple(shape), value, dtype), layout)
+    return plgpu.layout_cast(jnp.full(tuple(shape), value, jnp.float32), layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElementRule:
     """Which elements of a listed block attend. Everything static but the tile's place and its vectors."""
 
-    q_len: int
     kv_len: int
     band: Band
 
@@ -129,59 +118,51 @@ class ElementRule:
         self,
         shape: tuple[int, int],
         *,
-        q_axis: int,
         q_start: Any,
         kv_start: Any,
         q_positions: jax.Array | None = None,
         kv_positions: jax.Array | None = None,
         q_segments: jax.Array | None = None,
         kv_segments: jax.Array | None = None,
-        test_q_len: bool = False,
         test_runs: bool = False,
     ) -> jax.Array | None:
-        """bool[shape], or None where nothing is tested.
+        """bool[queries, keys], or None where nothing is tested.
 
         `q_start`, `kv_start`: index of the tile's first query and key; `kv_start` is a tuple where the tile is made of
-        several equal runs of keys. The vectors run
-        along its query or key axis, in the matching reduced WGMMA layout. Queries past `q_len` are tested only on
-        request: a forward or dQ store clips them.
+        several equal runs of keys. Positions and segments are vectors along the tile's queries or keys, in the matching
+        reduced WGMMA layout. Queries past the last are not tested: the store clips them. `test_runs`: test for runs of
+        keys that do not exist, which start below 0.
         """
-        kv_axis = 1 - q_axis
         kv_starts = kv_start if isinstance(kv_start, tuple) else (kv_start,)
 
         def iota(axis: int) -> jax.Array:
             return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
         def kv_index() -> jax.Array:
-            run = shape[kv_axis] // len(kv_starts)
-            index = iota(kv_axis) + kv_starts[0]
+            run = shape[1] // len(kv_starts)
+            index = iota(1) + kv_starts[0]
             for i, start in enumerate(kv_starts[1:], 1):
-                index = jnp.where(iota(kv_axis) < i * run, index, iota(kv_axis) + (start - i * run))
+                index = jnp.where(iota(1) < i * run, index, iota(1) + (start - i * run))
             return index
-
-        def along(x: jax.Array, axis: int) -> jax.Array:
-            return lax.broadcast_in_dim(x, shape, [axis])
 
         left, right = self.band
         tests = []
         if left is not None or right is not None:
-            q_pos = iota(q_axis) + q_start if q_positions is None else along(q_positions, q_axis)
-            kv_pos = kv_index() if kv_positions is None else along(kv_positions, kv_axis)
+            q_pos = iota(0) + q_start if q_positions is None else per_row(q_positions, shape)
+            kv_pos = kv_index() if kv_positions is None else per_col(kv_positions, shape)
             if right is not None:
                 tests.append(q_pos + jnp.int32(right) >= kv_pos)
             if left is not None:
                 tests.append(q_pos - jnp.int32(left) <= kv_pos)
         if q_segments is not None and kv_segments is not None:
-            tests.append(along(q_segments, q_axis) == along(kv_segments, kv_axis))
-        if self.kv_len % (shape[kv_axis] // len(kv_starts)):
+            tests.append(per_row(q_segments, shape) == per_col(kv_segments, shape))
+        if self.kv_len % (shape[1] // len(kv_starts)):
             if len(kv_starts) == 1:
-                tests.append(iota(kv_axis) < self.kv_len - kv_starts[0])
+                tests.append(iota(1) < self.kv_len - kv_starts[0])
             else:
                 tests.append(kv_index() < self.kv_len)
         if test_runs:
             tests.append(kv_index() >= 0)
-        if test_q_len and self.q_len % shape[q_axis]:
-            tests.append(iota(q_axis) < self.q_len - q_start)
         if not tests:
             return None
         mask = tests[0]
@@ -195,10 +176,9 @@ def soft_cap_tanh(x: jax.Array, cap: float) -> jax.Array:
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * jnp.float32(2.0 * LOG2E / cap)))
 
 
-def _operand(x: Any, transpose: bool) -> jax.Array:
+def _operand(x: Any) -> jax.Array:
     is_ref = hasattr(x, "transforms") or "Ref" in type(jax.typeof(x)).__name__
-    value = x[...] if is_ref else x
-    return value.T if transpose else value
+    return x[...] if is_ref else x
 
 
 def matmul(
@@ -206,26 +186,24 @@ def matmul(
     b: Any,
     *,
     interpret: bool,
-    transpose_a: bool = False,
     transpose_b: bool = False,
     overlap: Callable[[], None] | None = None,
 ) -> jax.Array:
     """a @ b in f32: `a` in registers or shared memory, `b` in shared memory. `overlap` runs while it is in flight."""
     if interpret:
-        out = _dot(_operand(a, transpose_a), _operand(b, transpose_b))
+        out = _dot(_operand(a), _operand(b).T if transpose_b else _operand(b))
         if overlap is not None:
             overlap()
         return out
-    lhs = a.transpose((1, 0)) if transpose_a else a
     rhs = b.transpose((1, 0)) if transpose_b else b
 
     def compute(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, lhs, rhs)
+        plgpu.wgmma(acc_ref, a, rhs)
         if overlap is not None:
             overlap()
         return acc_ref[...]
 
-    return pl.run_scoped(compute, plgpu.ACC((lhs.shape[0], rhs.shape[1]), jnp.float32))
+    return pl.run_scoped(compute, plgpu.ACC((a.shape[0], rhs.shape[1]), jnp.float32))
 
 
 def matmul_add(
@@ -234,21 +212,17 @@ def matmul_add(
     b: Any,
     *,
     interpret: bool,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
     overlap: Callable[[], None] | None = None,
 ) -> jax.Array:
     """acc + a @ b, as `matmul`."""
     if interpret:
-        out = acc + _dot(_operand(a, transpose_a), _operand(b, transpose_b))
+        out = acc + _dot(_operand(a), _operand(b))
         if overlap is not None:
             overlap()
         return out
-    lhs = a.transpose((1, 0)) if transpose_a else a
-    rhs = b.transpose((1, 0)) if transpose_b else b
 
     def compute(acc_ref: Any) -> None:
-        plgpu.wgmma(acc_ref, lhs, rhs)
+        plgpu.wgmma(acc_ref, a, b)
         if overlap is not None:
             overlap()
 

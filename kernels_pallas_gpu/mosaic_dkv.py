@@ -20,7 +20,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
-    full,
     launch,
     load_bias,
     mma,
@@ -33,7 +32,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
-from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 
 Array = jax.Array
 
@@ -240,7 +239,7 @@ def dkv(
                             start_s = (
                                 per_col(statistic_smem.at[ring, slot, queries], width)
                                 if rule.folds_lse
-                                else full((ROWS, width), 0.0)
+                                else wgmma_full((ROWS, width), 0.0)
                             )
                             start_dp = per_col(delta_smem.at[ring, inner, queries], width)
                             with_values(
@@ -318,7 +317,7 @@ def dkv(
                     with_values(
                         products,
                         buffers[2:3],
-                        [statistic() if rule.folds_lse else full((ROWS, tile), 0.0)],
+                        [statistic() if rule.folds_lse else wgmma_full((ROWS, tile), 0.0)],
                         interpret=simulate,
                     )
                     release(do_free.at[ring, inner], interpret=simulate)

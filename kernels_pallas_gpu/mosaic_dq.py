@@ -19,7 +19,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
-    full,
     launch,
     load_bias,
     mma,
@@ -32,7 +31,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
-from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 
 Array = jax.Array
 
@@ -208,7 +207,7 @@ def dq(
                                 functools.partial(products, part=part, width=width),
                                 [r.at[:, pl.ds(0, width)] for r in buffers[1:]],
                                 [
-                                    per_row(statistic, width) if rule.folds_lse else full((ROWS, width), 0.0),
+                                    per_row(statistic, width) if rule.folds_lse else wgmma_full((ROWS, width), 0.0),
                                     per_row(neg_delta, width),
                                 ],
                                 interpret=simulate,

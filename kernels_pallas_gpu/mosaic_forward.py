@@ -71,7 +71,7 @@ def forward(
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
         pairing=Pairing.choose(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
-        rule=ElementRule(q_len=q_len, kv_len=kv_len, band=band),
+        rule=ElementRule(kv_len=kv_len, band=band),
         config=config,
         interpret=interpret,
     )

@@ -190,7 +190,7 @@ class Tile:
 
         def with_rule(_: Any, logits: Any) -> Any:
             mask = self.plan.rule.tile(
-                logits.shape, q_axis=0, q_start=self.q_start(), kv_start=starts, test_runs=True, **self.q_vectors
+                logits.shape, q_start=self.q_start(), kv_start=starts, test_runs=True, **self.q_vectors
             )
             return jnp.where(mask, logits, -jnp.inf)
 
@@ -285,7 +285,7 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            mask = plan.rule.tile(shape, q_axis=0, q_start=self.q_start(), kv_start=starts, **vectors)
+            mask = plan.rule.tile(shape, q_start=self.q_start(), kv_start=starts, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits

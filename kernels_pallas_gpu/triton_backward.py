@@ -23,7 +23,6 @@ from xsake.kernels_pallas_gpu.triton_forward import (
     row_inputs,
     store_rows,
     token_inputs,
-    token_vector,
     walk_kv,
 )
 from xsake.kernels_pallas_gpu.triton_tiles import (
@@ -188,7 +187,7 @@ def _dkv(
                 (None, group if h1 else 1, *call.bias.shape[2:]), lambda i, k, b: (b if b1 else 0, k if h1 else 0, 0, 0)
             ),
         )
-    inputs |= token_inputs(call, token_vector)
+    inputs |= token_inputs(call)
     outputs = {
         "dk": (call.key.shape, call.key.dtype, head_rows(call.kv_len, call.head_dim)),
         "dv": (call.value.shape, call.value.dtype, head_rows(call.kv_len, call.value_dim)),
@@ -300,7 +299,7 @@ def _full_bias(call: Call, tiling: Tiling, lse: Array, delta: Array, d_out: Arra
         (None, None, *call.bias.shape[2:]), lambda i, j, bh: (*_divmod(bh, call.bias.shape[1]), 0, 0)
     )
     inputs["bias"] = (call.bias, tile_spec)
-    inputs |= {name: whole(x) for name, (x, _) in token_inputs(call, token_vector).items()}
+    inputs |= {name: whole(x) for name, (x, _) in token_inputs(call).items()}
     grid = (tiles.num_q, tiles.num_kv, call.bias.shape[0] * call.bias.shape[1])
     out = tiles.run(
         lambda refs, outs: _full_bias_kernel(tiles, refs, outs),

@@ -119,7 +119,7 @@ def head_vector(length: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, length), lambda i, h, b: (b, h, 0))
 
 
-def token_vector(length: int) -> pl.BlockSpec:
+def _token_vector(length: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, length), lambda i, h, b: (b, 0))
 
 
@@ -148,14 +148,14 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
             call.bias,
             pl.BlockSpec((None, None, *call.bias.shape[2:]), lambda i, h, b: (b if b1 else 0, h if h1 else 0, 0, 0)),
         )
-    inputs |= token_inputs(call, token_vector)
+    inputs |= token_inputs(call)
     return inputs
 
 
-def token_inputs(call: Call, spec: Callable) -> dict[str, tuple[Any, pl.BlockSpec]]:
+def token_inputs(call: Call) -> dict[str, tuple[Any, pl.BlockSpec]]:
     names = ("q_segments", "kv_segments", "q_positions", "kv_positions")
     present = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
-    return {name: (x, spec(x.shape[1])) for name, x in present.items()}
+    return {name: (x, _token_vector(x.shape[1])) for name, x in present.items()}
 
 
 def q_tile_of(tiles: Tiles, refs: Refs) -> tuple[Array, Array]:

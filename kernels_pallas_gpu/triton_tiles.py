@@ -98,7 +98,6 @@ class Tiles:
         self.has_segments, self.has_positions = call.q_segments is not None, call.q_positions is not None
         self.full_is_exact = call.full_is_exact
         self.bias_shape = None if call.bias is None else call.bias.shape
-        self.sink_batch = None if call.sink_lse is None else call.sink_lse.shape[0]
         self.axes = varying_axes(call)
 
     # -- calling --------------------------------------------------------------------------------------------------
