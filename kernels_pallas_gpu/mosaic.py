@@ -22,6 +22,7 @@ from xsake.kernels_pallas_gpu import (
     mosaic_forward,
     mosaic_forward_config,
 )
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
@@ -122,8 +123,8 @@ def misfit(call: Call, config: Config) -> str | None:
         if split and (part.compute_wgs != 2 or part.tile != 64):
             return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
         need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
-        if need > mosaic_backward_common.SMEM_LIMIT:
-            return f"{name}: it needs {need} bytes of shared memory; {mosaic_backward_common.SMEM_LIMIT} are the limit"
+        if need > HOPPER_SHARED_MEMORY:
+            return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     return None
 
 

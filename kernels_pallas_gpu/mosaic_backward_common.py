@@ -18,13 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
 
 Array = jax.Array
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS, ALONG_COLS = WGMMA.reduce(1), WGMMA.reduce(0)
-SMEM_LIMIT = 227 * 1024
 L2_SHARE = 32 * 2**20  # CTAs that run together should find what they stream in part of the L2.
 ROWS = 64  # The M of a wgmma: resident rows of a compute warpgroup.
 PART = 64  # A tile that needs more than a plain softmax is worked on in parts of this width: its extras take registers.
@@ -113,7 +113,7 @@ def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int) -> l
             config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages)
             # Beyond these widths the accumulators spill.
             accumulators = (d if kernel == "dq" else d + dv) // 2 + tile
-            fits = streamed % tile == 0 and smem_bytes(config, resident, d, dv, split) <= SMEM_LIMIT
+            fits = streamed % tile == 0 and smem_bytes(config, resident, d, dv, split) <= HOPPER_SHARED_MEMORY
             if fits and (tile == ROWS or (accumulators <= 192 and not split)) and config not in found:
                 found.append(config)
     return found
@@ -124,7 +124,7 @@ def first_fit(
 ) -> BackwardConfig:
     for candidate in candidates:
         config = BackwardConfig(**candidate)
-        if smem_bytes(config, resident_block, d, dv, split) <= SMEM_LIMIT:
+        if smem_bytes(config, resident_block, d, dv, split) <= HOPPER_SHARED_MEMORY:
             return config
     raise NotImplementedError(f"no configuration fits in shared memory for {d=}, {dv=}")
 

@@ -7,9 +7,9 @@ from typing import Literal
 from jax.experimental import pallas as pl
 
 from xsake._fields import check_fields, flag, one_of, whole
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS
 
 WG_ROWS = 64  # query rows of a compute warpgroup
-SMEM_LIMIT = 232448
 
 
 class Pairing(enum.Enum):
@@ -44,7 +44,7 @@ class ForwardConfig:
     tile_kv: int = one_of(64, 128, default=128)
     stages: int = whole(2, 32, default=2)
     q_stages: int = one_of(1, 2, default=2)
-    num_ctas: int = whole(0, 2**16, default=132)
+    num_ctas: int = whole(0, 2**16, default=HOPPER_SMS)
     head_group: int = whole(0, 2**16, default=0)
     schedule: Literal["dynamic", "static"] = one_of("dynamic", "static", default="dynamic")
     take_turns: bool = flag(default=True)
@@ -70,7 +70,7 @@ class ForwardConfig:
         # A 64 x 256 accumulator leaves no registers for 128-wide logits.
         if v_head_dim > 128 and self.tile_kv > 64:
             return False
-        return self.smem_bytes(head_dim, v_head_dim, pairing, num_kv_vectors) <= SMEM_LIMIT
+        return self.smem_bytes(head_dim, v_head_dim, pairing, num_kv_vectors) <= HOPPER_SHARED_MEMORY
 
 
 def heuristic(
@@ -83,7 +83,7 @@ def heuristic(
             for stages in (4, 3, 2):
                 # With 64 x 256 accumulators the state of a persistent loop does not fit in registers.
                 config = ForwardConfig(
-                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else 132
+                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else HOPPER_SMS
                 )
                 if config.fits(head_dim, v_head_dim, pairing, num_kv_vectors):
                     return config
@@ -99,7 +99,7 @@ def search_space(
         for tile_kv in (128, 64)
         for stages in (4, 3, 2)
         for q_stages in (2, 1)
-        for num_ctas in (132, 0)
+        for num_ctas in (HOPPER_SMS, 0)
     ]
     configs[:0] = [dataclasses.replace(first, head_group=n) for n in (4, 8, 16, 64)]
     if pairing in (Pairing.ROWS, Pairing.HEADS):

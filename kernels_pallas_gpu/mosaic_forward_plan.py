@@ -10,10 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ElementRule
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfig, Pairing
-
-L2_BYTES = 50 << 20
 
 
 class Item(NamedTuple):
@@ -173,7 +172,7 @@ class Plan:
         share, least = (16 << 20, 2) if self.pairing is Pairing.APART else (32 << 20, 1)
         most = self.config.head_group or max(least, share // kv_bytes) * (self.group // self.heads_a_tile or 1)
         heads = self.batch_size * self.head_tiles
-        if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= L2_BYTES:
+        if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= HOPPER_L2_BYTES:
             most = heads
         return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 

@@ -18,11 +18,9 @@ from xsake._device import compute_capability
 from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import triton_backward, triton_forward
+from xsake.kernels_pallas_gpu.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
 from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
 
-# Shared memory that one block may opt in to, by compute capability; unknown ones are taken for the smallest.
-_SMALLEST = 101376
-_SHARED_MEMORY = {"8.0": 166912, "8.6": _SMALLEST, "8.7": 166912, "8.9": _SMALLEST, "9.0": 232448, "10.0": 232448}
 _PIPELINED_DOTS = ("9.0", "10.0", "10.3")
 _DTYPES = ("bfloat16", "float16", "float32")
 _MAX_DIM = 512
@@ -157,10 +155,10 @@ def _worth_trying(call: Call, tiling: Tiling) -> bool:
 
 def _fits(call: Call, kernel: str, tiling: Tiling, capability: str | None) -> bool:
     """On the GPU of that compute capability; None: on every one."""
-    limits = _SHARED_MEMORY if capability is None else {capability: _SHARED_MEMORY.get(capability, _SMALLEST)}
+    limits = SHARED_MEMORY if capability is None else {capability: shared_memory(capability)}
     need = {name: _shared_memory(call, kernel, tiling, pipelined_dots=name in _PIPELINED_DOTS) for name in limits}
     fits = all(need[name] <= limit for name, limit in limits.items())
-    return fits and _registers(call, kernel, tiling) <= 255
+    return fits and _registers(call, kernel, tiling) <= REGISTERS_PER_THREAD
 
 
 def _shared_memory(call: Call, kernel: str, tiling: Tiling, *, pipelined_dots: bool) -> int:

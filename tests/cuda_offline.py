@@ -10,16 +10,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-# What the compiler asks of a chip: name, compute capability, cores, shared memory a core and a block at most.
-CHIPS = {
-    "sm_80": ("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 166912),
-    "sm_90": ("NVIDIA H100 80GB HBM3", 9, 132, 233472, 232448),
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SMS, SHARED_MEMORY
+
+CHIPS = {  # name, compute capability, streaming multiprocessors
+    "sm_80": ("NVIDIA A100-SXM4-80GB", 8, 108),
+    "sm_90": ("NVIDIA H100 80GB HBM3", 9, HOPPER_SMS),
 }
 _TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
  shared_memory_per_core: {per_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
- l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: {optin}
+ l2_cache_size: {l2} clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: {optin}
  cuda_compute_capability {{ major: {major} }} registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} device_description_str: "{name}"
 """
@@ -40,8 +41,10 @@ def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]
     """The assembler's report of a compilation to machine code. `dump` is where MOSAIC_GPU_DUMP_TO points."""
     from jax.experimental import topologies
 
-    name, major, cores, per_core, optin = CHIPS[chip]
-    target = _TARGET.format(name=name, major=major, cores=cores, per_core=per_core, optin=optin)
+    name, major, cores = CHIPS[chip]
+    optin = SHARED_MEMORY[f"{major}.0"]
+    per_core = optin + 1024  # which the driver keeps
+    target = _TARGET.format(name=name, major=major, cores=cores, per_core=per_core, optin=optin, l2=HOPPER_L2_BYTES)
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=target)
     where = SingleDeviceSharding(topology.devices[0])
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), avals)  # nothing of the CPU's gets in
