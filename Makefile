@@ -50,7 +50,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m pytest benchmarks -q -p no:xdist -p no:cacheprovider
+	$(BIN)/python -m pytest benchmarks -q -rs -p no:xdist -p no:cacheprovider
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -39,6 +39,18 @@ def race(
     min_seconds: float = 0.1,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> dict[str, Timing]:
+    """Seconds per call of every contestant; see `race_rounds`."""
+    rounds_of = race_rounds(contestants, rounds=rounds, min_seconds=min_seconds, wait=wait)
+    return {name: Timing.of(seconds) for name, seconds in rounds_of.items()}
+
+
+def race_rounds(
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 5,
+    min_seconds: float = 0.1,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> dict[str, list[float]]:
     """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
 
     A round queues enough calls to last `min_seconds` and waits once. The first call of a turn is not timed: it finds
@@ -54,7 +66,7 @@ def race(
         for name, run in contestants.items():
             wait(run())
             seconds[name].append(seconds_per_call(run, calls[name], wait))
-    return {name: Timing.of(values) for name, values in seconds.items()}
+    return seconds
 
 
 def seconds_per_call(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from benchmarks.interference import contention, disturbance
 from xsake.autotune.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 
@@ -43,19 +44,26 @@ def compiled(attend: Callable, direction: str, workload: Workload) -> tuple[Call
     return lambda: program(*inputs), program.memory_analysis().temp_size_in_bytes
 
 
-def compare(workload: Workload, density: float, direction: str, rounds: int = 5) -> dict[str, Any]:
+def comparison(workload: Workload, density: float, direction: str) -> Callable[[], dict[str, Any]]:
+    """Compiled once; measures each time it is called."""
     mask = workload.mask(density)
     ours, our_bytes = compiled(sparse(mask), direction, workload)
     theirs, their_bytes = compiled(dense, direction, workload)
-    times = race({"xsake": ours, "jax.nn": theirs}, rounds=rounds, min_seconds=0.5)
-    return {
-        "workload": workload.name,
-        "direction": direction,
-        "density": float(mask.density()),
-        "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
-        "speedup": times["jax.nn"].median / times["xsake"].median,
-        "temporary_bytes": {"xsake": our_bytes, "jax.nn": their_bytes},
-    }
+
+    def measure() -> dict[str, Any]:
+        with contention() as contended:
+            times = race({"xsake": ours, "jax.nn": theirs}, rounds=5, min_seconds=0.5)
+        return {
+            "workload": workload.name,
+            "direction": direction,
+            "density": float(mask.density()),
+            "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
+            "speedup": times["jax.nn"].median / times["xsake"].median,
+            "disturbed": disturbance(times, contended),
+            "temporary_bytes": {"xsake": our_bytes, "jax.nn": their_bytes},
+        }
+
+    return measure
 
 
 def long_sequence() -> dict[str, Any]:
@@ -77,7 +85,7 @@ def long_sequence() -> dict[str, Any]:
 def main() -> None:
     # The long one first: the peak of the process is then its own.
     results = [long_sequence()]
-    results += [compare(WORKLOADS["cpu4k"], d, direction) for d in (0.43, 0.1) for direction in DIRECTIONS]
+    results += [comparison(WORKLOADS["cpu4k"], d, direction)() for d in (0.43, 0.1) for direction in DIRECTIONS]
     table = Table("workload", "direction", "density", "xsake", "jax.nn", "speed-up", "temporary memory")
     for r in results:
         seconds, used = r["seconds"], r["temporary_bytes"]

@@ -4,6 +4,9 @@
     python -m benchmarks.gate --record    measure and write benchmarks/results/gates_<device>.json
 
 A machine's own speed is in both times, and cancels. `make bench` runs the same under pytest.
+
+A case ends in one of three ways: it is as fast as recorded, it is slower, or the machine is busy and there is no
+verdict (benchmarks/interference.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +23,9 @@ from jax import Array
 
 import xsake
 from benchmarks import record
+from benchmarks.interference import Busy, Slower, contention, disturbance, judge
 from xsake import tuning_db
-from xsake.autotune.timing import race
+from xsake.autotune.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 MARGIN = 1.25  # a ratio may be so many times the recorded one
@@ -48,16 +53,12 @@ def cases() -> list[Case]:
     return [Case(WORKLOADS[n], d, direction, dtype) for n in names for d in (0.43, 0.1) for direction in DIRECTIONS]
 
 
-class Regression(AssertionError):
-    """Slower than the gate lets through."""
-
-
 def sparse(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
     return xsake.attention(q, k, v, mask)
 
 
-def measure(case: Case, attend: Callable = sparse, *, rounds: int = 5, round_seconds: float = 0.2) -> dict[str, Any]:
-    """Ratios of a call (with what was tuned) to dense attention and to the heuristic, all in one race."""
+def contestants(case: Case, attend: Callable = sparse) -> dict[str, Callable]:
+    """Compiled calls: with what was tuned, dense attention, and with the heuristic."""
     implementation = "xla" if jax.default_backend() == "cpu" else "cudnn"
     inputs, mask = case.workload.inputs(case.dtype), case.workload.mask(case.density)
 
@@ -70,19 +71,32 @@ def measure(case: Case, attend: Callable = sparse, *, rounds: int = 5, round_sec
         def both(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> tuple:
             return jax.vjp(lambda *x: attend(*x, mask), q, k, v)[1](cotangent)
 
-        compiled = jax.jit(attend if case.direction == "forward" else both).lower(*inputs, mask).compile()
-        return lambda: compiled(*inputs, mask)
+        run = jax.jit(attend if case.direction == "forward" else both).lower(*inputs, mask).compile()
+        return lambda: run(*inputs, mask)
 
-    contestants = {"xsake": program(attend), "dense": program(dense)}
+    compiled = {"xsake": program(attend), "dense": program(dense)}
     with tuning_db.heuristics_only():
-        contestants["heuristic"] = program(attend)
-    times = race(contestants, rounds=rounds, min_seconds=round_seconds)
-    ours = times["xsake"].median
+        return compiled | {"heuristic": program(attend)}
+
+
+def measure(name: str, programs: dict[str, Callable], *, rounds: int = 5, round_seconds: float = 0.2) -> dict[str, Any]:
+    """Ratios of a call to dense attention and to the heuristic, all in one race.
+
+    A ratio is the median of those of single rounds, in which contestants run right after one another.
+    """
+    with contention() as contended:
+        seconds = race_rounds(programs, rounds=rounds, min_seconds=round_seconds)
+
+    def over(who: str) -> float:
+        return Timing.of([ours / theirs for ours, theirs in zip(seconds["xsake"], seconds[who], strict=True)]).median
+
+    times = {who: Timing.of(rounds_of) for who, rounds_of in seconds.items()}
     return {
-        "name": case.name,
-        "over_dense": ours / times["dense"].median,
-        "over_heuristic": ours / times["heuristic"].median,
+        "name": name,
+        "over_dense": over("dense"),
+        "over_heuristic": over("heuristic"),
         "seconds": {who: dataclasses.asdict(t) for who, t in times.items()},
+        "disturbed": disturbance(times, contended),
     }
 
 
@@ -98,36 +112,59 @@ def recorded() -> dict[str, dict[str, Any]] | None:
         return None
 
 
-def check(result: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
-    """Raises `Regression` past the margins."""
+def slowness(result: dict[str, Any], known: dict[str, dict[str, Any]]) -> str | None:
+    """Why a result is past the margins, or None."""
     name, now = result["name"], result["over_dense"]
     if name not in known:
         raise KeyError(f"{name!r} has no recorded ratio: run python -m benchmarks.gate --record")
     then = known[name]["over_dense"]
     if now > MARGIN * then:
-        raise Regression(
-            f"{name}: {now:.3f} of dense attention's time; {then:.3f} were recorded, {MARGIN}x are let through"
-        )
+        return f"{name}: {now:.3f} of dense attention's time; {then:.3f} were recorded, {MARGIN}x are let through"
     if result["over_heuristic"] > SLOWER:
-        raise Regression(f"{name}: what was tuned takes {result['over_heuristic']:.2f} of the heuristic's time")
+        return f"{name}: what was tuned takes {result['over_heuristic']:.2f} of the heuristic's time"
+    return None
 
 
-def main() -> None:
-    known, results = recorded(), []
+def check(case: Case, known: dict[str, dict[str, Any]], attend: Callable = sparse) -> dict[str, Any]:
+    """Measured until it is as fast as recorded; raises `Slower` or `Busy` if it never is."""
+    programs = contestants(case, attend)
+    return judge(lambda: measure(case.name, programs), lambda result: slowness(result, known))
+
+
+def record_all() -> None:
+    results = []
     for case in cases():
-        results.append(measure(case))
-        then = f" (recorded {known[case.name]['over_dense']:.3f})" if known and case.name in known else ""
-        print(
-            f"{case.name}: {results[-1]['over_dense']:.3f} of dense{then}, "
-            f"{results[-1]['over_heuristic']:.3f} of the heuristic",
-            flush=True,
-        )
-    if "--record" in sys.argv:
-        print(f"recorded in {record.save(recorded_name(), results).relative_to(record.ROOT)}")
-    elif known is not None:
-        for result in results:
-            check(result, known)
+        again = partial(measure, case.name, contestants(case))
+        results.append(judge(again, lambda result: result["disturbed"]))
+        print(_line(results[-1]), flush=True)
+    print(f"recorded in {record.save(recorded_name(), results).relative_to(record.ROOT)}")
+
+
+def check_all() -> int:
+    """The exit code."""
+    known = recorded()
+    if known is None:
+        print(f"no {recorded_name()}.json: nothing to compare with")
+        return 0
+    slower = busy = 0
+    for case in cases():
+        try:
+            print(f"as fast as recorded: {_line(check(case, known))}", flush=True)
+        except Slower as error:
+            slower += 1
+            print(f"slower: {error}", flush=True)
+        except Busy as error:
+            busy += 1
+            print(f"no verdict: {error}", flush=True)
+    return 1 if slower else 3 if busy else 0
+
+
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['name']}: {result['over_dense']:.3f} of dense attention's time, "
+        f"{result['over_heuristic']:.3f} of the heuristic's"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(record_all() if "--record" in sys.argv else check_all())

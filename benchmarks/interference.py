@@ -1,0 +1,92 @@
+"""Tell a slower program from a busy machine: what disturbs a measurement, and verdicts that wait for a calm one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from xsake.autotune.timing import Timing
+
+ATTEMPTS = 3
+SPREAD = 0.2  # quartiles this far apart, over the median, are no calm measurement
+WAITED = 0.25  # nor are threads that waited for a core this long for each second that they ran
+
+
+class Slower(AssertionError):
+    """Slower than allowed, in a calm measurement, and in every repetition."""
+
+
+class Busy(Exception):
+    """Slower than allowed in every measurement, but the machine was busy in each: no verdict."""
+
+
+@dataclasses.dataclass
+class Contention:
+    """Seconds that this process's threads ran, and that they were ready to run while others had the cores."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.waited / self.ran if self.ran > 0 else 0.0
+
+
+@contextlib.contextmanager
+def contention() -> Iterator[Contention]:
+    """Filled in at the end, as far as the system tells (Linux does)."""
+    found, before = Contention(), _thread_seconds()
+    yield found
+    after = _thread_seconds()
+    for thread, (ran, waited) in after.items():
+        ran_before, waited_before = before.get(thread, (0.0, 0.0))
+        found.ran, found.waited = found.ran + ran - ran_before, found.waited + waited - waited_before
+
+
+def _thread_seconds() -> dict[str, tuple[float, float]]:
+    found = {}
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:  # a thread may end meanwhile
+            ran, waited, _ = file.read().split()
+            found[path] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
+def disturbance(times: Mapping[str, Timing], contended: Contention) -> str | None:
+    """What makes a race no calm one, or None. Waiting for cores says something of programs that run on them."""
+    if jax.default_backend() == "cpu" and contended.share > WAITED:
+        return f"threads waited for a core {contended.share:.2f} s for each second that they ran"
+    name, timing = max(times.items(), key=lambda item: _spread(item[1]))
+    if _spread(timing) > SPREAD:
+        return f"the quartiles of {name!r} are {_spread(timing):.0%} of its median apart"
+    return None
+
+
+def _spread(timing: Timing) -> float:
+    return (timing.high - timing.low) / timing.median
+
+
+def judge(measure: Callable[[], dict[str, Any]], slowness: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    """The first result that is not slower than allowed.
+
+    `measure` gives a result with what disturbed it as "disturbed"; `slowness` says why a result is slower than allowed,
+    or None. A result that is slower is measured again: raises `Slower` if one of them was calm, and `Busy` otherwise.
+    """
+    calm, busy = [], []
+    for _ in range(ATTEMPTS):
+        result = measure()
+        why = slowness(result)
+        if why is None:
+            return result
+        if result["disturbed"] is None:
+            calm.append(why)
+        else:
+            busy.append(f"{why}; {result['disturbed']}")
+    if calm:
+        raise Slower(calm[0])
+    raise Busy(f"the machine is busy: no verdict ({busy[0]})")
