@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 def test_flax_model(capsys):
     """Flax's attention and ours train alike; a mask that leaves blocks out trains too."""
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+    # As users run it: optax mixes integers and floats, and the model adds places to tokens.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         flax, dense, sparse = runpy.run_path(str(EXAMPLES / "flax_model.py"))["main"](layers=1, steps=2).values()
     np.testing.assert_allclose(dense, flax, rtol=1e-4)
     assert abs(sparse[0] - flax[0]) < 0.2 and sparse != dense

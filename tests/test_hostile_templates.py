@@ -69,7 +69,8 @@ def test_hostile_templates_end_in_one_line(name, monkeypatch):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "\n" not in str(caught.value)
     spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
-    assert spent < 1 and after.ru_maxrss < 1 << 20  # KiB
+    # KiB of the largest child so far: an earlier test's may have been larger than any template's.
+    assert spent < 1 and after.ru_maxrss <= max(before.ru_maxrss, 1 << 20)
 
 
 def test_in_a_thread_too(monkeypatch):
