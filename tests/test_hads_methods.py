@@ -23,6 +23,13 @@ from xsake.hads.study.registry import Method, register, register_rival
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
 GRID = CausalGrid(LENGTH, 16)
+RIVALS = (
+    methods.sink_window,
+    methods.mean_top_k,
+    methods.x_attention_8,
+    methods.x_attention_16,
+    methods.flash_prefill,
+)
 
 
 @cache
@@ -125,6 +132,13 @@ def kept() -> dict[str, np.ndarray]:
 
     masks = {name: MethodMask.of(name, PROFILE, [300, 301]) for name in names}
     return jax.device_get(run(masks, *map(jnp.asarray, inputs())))
+
+
+def test_methods_promote_no_ranks():
+    query, key = inputs()
+    with jax.numpy_rank_promotion("raise"):
+        for name in (*expand("ours"), *(rival.__name__ for rival in RIVALS), *expand("oracles")):
+            jax.eval_shape(lambda m, q, k: m.blocks(1, q, k), MethodMask.of(name, PROFILE, [300, 301]), query, key)
 
 
 def test_our_own_methods_and_oracles_keep_exactly_their_count(kept: dict):

@@ -53,13 +53,13 @@ def strided_peaks(query: Query, key: Key, grid: CausalGrid, stride: int = 16) ->
     keys = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, tail), (0, 0), (0, 0)))
     exists = np.arange(grid.side * grid.block).reshape(-1, stride) < grid.length
     sizes = np.maximum(exists.sum(-1), 1).astype(np.float32)
-    keys = keys.reshape(key.shape[0], -1, stride, *key.shape[2:]).sum(2) / sizes[:, None, None]
-    start = np.arange(len(sizes)) * stride
+    keys = keys.reshape(key.shape[0], -1, stride, *key.shape[2:]).sum(2) / sizes[None, :, None, None]
+    start = np.arange(len(sizes))[None] * stride
 
     def row(i: Array, q: Array) -> Array:
         logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), keys) * q.shape[-1] ** -0.5
         t = i * grid.block + jnp.arange(grid.block)
-        logits = jnp.where((t[:, None] >= start) & exists.any(-1), logits, -jnp.inf)
+        logits = jnp.where((t[:, None] >= start) & exists.any(-1)[None], logits, -jnp.inf)
         weights = jax.nn.softmax(logits, -1).reshape(*logits.shape[:-1], grid.side, -1).sum(-1)
         return jnp.where((t < grid.length)[:, None], weights, 0).max(-2)
 
