@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: a mask needs none of it."""
+    """Import a part of HADS when it is first asked for: a mask alone needs none of them."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'xsake.hads' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

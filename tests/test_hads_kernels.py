@@ -186,7 +186,7 @@ def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: in
 def test_shapes_without_kernels_are_named():
     assert "head_dim=96 must be a power of two" in str(unsupported(96, CausalGrid(1024, 64)))
     assert "block=256" in str(unsupported(64, CausalGrid(1024, 256)))
-    assert "4096 blocks a row" in str(unsupported(64, CausalGrid(262144, 64)))
+    assert "4096 blocks per row" in str(unsupported(64, CausalGrid(262144, 64)))
 
 
 @pytest.mark.gpu

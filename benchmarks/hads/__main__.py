@@ -39,16 +39,22 @@ def main() -> None:
     )
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for profile, records and summaries")
-    parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "hads_study", help="folder for what is made")
+    parser.add_argument(
+        "--work", type=Path, default=record.ROOT / "out" / "hads_study", help="folder for compiled programs"
+    )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--stage", default=",".join(STAGES), help="with commas between them")
     parser.add_argument("--methods", default=",".join(METHODS), help="only these, with commas between them")
-    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, the first ones first")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="from the start; then what is left is left")
+    parser.add_argument(
+        "--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, in order of importance"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="from the start; the rest is left for another run"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
-    parser.add_argument("--sequences", type=int, default=64, help="of each domain at most")
-    parser.add_argument("--calibration", type=int, default=4, help="sequences of each domain to calibrate on")
+    parser.add_argument("--sequences", type=int, default=64, help="at most, per domain")
+    parser.add_argument("--calibration", type=int, default=4, help="sequences per domain to calibrate on")
     args = parser.parse_args()
     stages, methods = args.stage.split(","), args.methods.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):

@@ -22,7 +22,7 @@ def attention_16(query: Array, key: Array, value: Array, **options: Any) -> Arra
 
 
 def join(inputs: Path, work: Path) -> Path:
-    """The model's file, put together where it came in pieces."""
+    """The model's file, joined if it came in pieces."""
     if whole := sorted(inputs.glob("*.gguf")):
         return whole[0]
     pieces = sorted(inputs.glob("*.gguf.[0-9][0-9]"))

@@ -92,9 +92,9 @@ def main() -> None:
     parser.add_argument("packages", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--length", type=int, default=8192, help="of a sequence; an evaluation may use its beginning")
-    parser.add_argument("--count", type=int, default=64, help="sequences of each domain")
-    parser.add_argument("--tasks", type=int, default=32, help="sequences of each task")
+    parser.add_argument("--length", type=int, default=8192, help="tokens per sequence; an evaluation may use fewer")
+    parser.add_argument("--count", type=int, default=64, help="sequences per domain")
+    parser.add_argument("--tasks", type=int, default=32, help="sequences per task")
     args = parser.parse_args()
 
     encode = load_tokenizer(args.model).encode

@@ -53,7 +53,7 @@ def attention_times(
 
 
 def seconds_per_call(run: Callable, *args: Any, repeats: int = 20) -> float:
-    """The mean over `repeats` calls that are waited for together."""
+    """The mean over `repeats` calls, of which only the last is waited for."""
     jax.block_until_ready(run(*args))
     start = time.perf_counter()
     jax.block_until_ready([run(*args) for _ in range(repeats)][-1])

@@ -1,4 +1,4 @@
-"""What dense attention does to each block, measured a row of blocks at a time: there is never a [T, S] array."""
+"""How much of dense attention each block holds, measured one row of blocks at a time: there is never a [T, S] array."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from xsake.hads.profile.causal_grid import CausalGrid
 class BlockStatistics(NamedTuple):
     """Of causal attention, for every query head.
 
-    `mass[b, h, i, j]` is the attention that the queries of block i give to the keys of block j, as a mean over those
-    queries: a row sums to 1. `square` is the mean of its square: `square - mass ** 2` is its variance among them.
+    `mass[b, h, i, j]` is the attention that a query of block i gives to the keys of block j, as a mean over the queries
+    of block i: a row sums to 1. `square` is the mean of its square, so that `square - mass ** 2` is its variance.
     """
 
     mass: Float[Array, "B H n n"]
@@ -26,8 +26,8 @@ class BlockStatistics(NamedTuple):
 
     @property
     def share(self) -> Float[Array, "B H n n"]:
-        """The root of `square`, as a share of its row: what HADS estimates. Where a few queries need a block and the
-        others do not, the mean would hide it."""
+        """The root of `square`, as a share of its row: what HADS estimates. Where only a few queries need a block, the
+        mean would hide the need."""
         root = jnp.sqrt(self.square)
         return root / root.sum(-1, keepdims=True)
 
@@ -68,8 +68,8 @@ def block_statistics(
 def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
     """`row(i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
 
-    `more` are arrays like the query, cut the same way. The tail of the last row is 0. An accelerator does as many rows
-    at once as have a gigabyte of logits.
+    `more` are arrays like the query, cut the same way. The tail of the last row is 0. A CPU takes one row at a time, an
+    accelerator as many rows as have a gigabyte of logits.
     """
 
     def rows(x: Array) -> Array:
@@ -85,7 +85,7 @@ def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: Causal
 
 
 def _rows_at_once(row_bytes: int, rows: int) -> int | None:
-    """As many as have a gigabyte of logits and divide all, on an accelerator; a CPU's caches hold one."""
+    """The largest divisor of `rows` with at most a gigabyte of logits; None, one at a time, on a CPU for its caches."""
     if jax.default_backend() == "cpu":
         return None
     most = max(2**30 // row_bytes, 1)

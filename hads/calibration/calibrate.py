@@ -1,4 +1,4 @@
-"""Calibration: a few sequences of dense attention, and a model's heads are known."""
+"""Calibration: learn a model's heads from a few sequences of dense attention."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def calibrate(
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
 
-    Runs the model densely over each of the N sequences (use text like that which it will read; 8 to 16 are enough), one
-    at a time, and back over the first `sensitivity_sequences`; then fits each layer's estimator of block mass.
+    Runs the model densely over N sequences, one at a time, and backwards over the first `sensitivity_sequences`; then
+    fits each layer's estimator of block mass. Use text like that which the model will read; 8 to 16 sequences suffice.
 
     Args:
       model: an `xsake.model.Transformer`, or a module like it (`calibration.observe` says what is used).
@@ -53,8 +53,8 @@ def calibrate(
       name: what the profile calls the model.
       block: block size of the masks to come.
       sensitivity_sequences: how many sequences the backward pass sees.
-      steps: of the fit.
-      seed: of the sampled likelihood.
+      steps: steps of the fit.
+      seed: seed of the sampled likelihood.
       rule: the constants of the choice, kept in the profile.
       progress: called as progress(what, done, of).
     """
@@ -110,7 +110,7 @@ def calibrate(
 
 
 def digest(tokens: np.ndarray) -> str:
-    """A sequence's name that its tokens make."""
+    """A short name made from a sequence's tokens."""
     return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
@@ -120,7 +120,7 @@ def _stack(observations: list[Observation]) -> Observation:
 
 
 def _variance(layer: Observation, grid: CausalGrid) -> np.ndarray:
-    """f32[H]: variance of the mass among a block's queries over the mass, of the blocks that are not forced."""
+    """f32[H]: variance of a block's mass among its queries, over the mass; over all blocks that are not forced."""
     free = grid.causal() & ~grid.forced()
     mass = np.asarray(layer.statistics.mass)[..., free]
     variance = np.maximum(np.asarray(layer.statistics.square)[..., free] - mass**2, 0)
@@ -136,7 +136,7 @@ def _sensitivity(
     seed: int,
     report: Progress,
 ) -> np.ndarray:
-    """f64[L, H]: measured with the blocks that the rule would keep if all heads were alike."""
+    """f64[L, H]: squared error per squared dropped mass, with the blocks that the rule keeps if all heads are alike."""
     layers, heads = variance.shape
     budget = min(max(grid.rule.reference_budget, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
     wanted = int(uniform_counts(1, heads, budget, grid)[0])

@@ -22,10 +22,10 @@ STEPS = 300
 def fit_estimator(
     pooled: Pooled, mass: Float[Array, "N H n n"], grid: CausalGrid, *, steps: int = STEPS
 ) -> tuple[Estimator, float]:
-    """A layer's weights, and the divergence that is left (nats a row), from N sequences.
+    """A layer's weights, and the divergence that is left (nats per row), from N sequences.
 
-    Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks count
-    as one: they are kept whatever they weigh, and which of them is the heaviest need not be known.
+    Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks of
+    a row count as one block: all of them are kept, so their shares of its mass need not be known.
     """
     if grid.side <= grid.rule.dense_rows:
         raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
@@ -36,7 +36,7 @@ def fit_estimator(
 
 @partial(jax.jit, static_argnames=("grid", "steps"))
 def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tuple[Estimator, Array]:
-    """As `fit_estimator`, compiled, with no thought for distances that were not seen."""
+    """`fit_estimator` as a compiled program; distances that no row has keep a bias of 0."""
     heads, pairs = mass.shape[1], pooled.query.shape[-1] // (2 * len(KIND_OF_PART))
     scale = _typical_size(pooled, heads)
     none = jnp.zeros(heads)
@@ -67,7 +67,7 @@ def _one(pooled: Pooled, n: Array) -> Pooled:
 
 
 def _divergence(logits: Float[Array, "H n n"], mass: Float[Array, "H n n"], grid: CausalGrid) -> Array:
-    """KL(mass, estimate) with the forced blocks lumped: mean over rows that have others, sum over heads."""
+    """KL(mass, estimate), a row's forced blocks as one: mean over rows that have other blocks, sum over heads."""
     forced, free = grid.forced(), grid.causal() & ~grid.forced()
     log_mass = jnp.log(jnp.maximum(mass, 1e-9))
     log_estimate = jax.nn.log_softmax(logits, -1)
@@ -83,7 +83,7 @@ def _typical_size(pooled: Pooled, heads: int) -> Float[Array, "H kinds pairs"]:
     q = jnp.sqrt(jnp.square(pooled.query).mean((0, 2)))
     k = jnp.repeat(jnp.sqrt(jnp.square(pooled.key).mean((0, 2))), heads // pooled.key.shape[1], 0)
     squares = jnp.square(q * k)
-    # Of each part's products, those of a pair of dimensions together; of each kind's parts, their sum.
+    # Sums over the two dimensions of a rotary pair, then over the parts of each kind.
     parts = squares.reshape(heads, len(KIND_OF_PART), 2, -1).sum(2)
     by_kind = [parts[:, np.equal(KIND_OF_PART, kind)].sum(1) for kind in range(len(KINDS))]
     return jnp.sqrt(jnp.stack(by_kind, 1)) + 1e-6
@@ -101,7 +101,7 @@ def _adam(carry: tuple, gradient: Any, rate: Array, t: Array) -> tuple:
 
 
 def _extended(estimator: Estimator, grid: CausalGrid) -> Estimator:
-    """Distances that no row has get the farthest one's bias."""
+    """Give distances that no row has the bias of the farthest distance seen."""
     seen = int(bucket_of(grid.distance()).max())
     distance = np.array(estimator.distance)
     distance[:, seen + 1 :] = distance[:, seen : seen + 1]

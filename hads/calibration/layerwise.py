@@ -1,4 +1,4 @@
-"""A transformer block by block: one small compiled program serves every layer, not one as large as the model.
+"""Run a transformer block by block: one small compiled program for all layers, in place of one as large as the model.
 
 A model here is an `xsake.model.Transformer`, or anything with its parts: `blocks` that are alike and are
 called as `block(x, rotation, attend)`, `start`, `norm` and `logits`.
@@ -16,7 +16,7 @@ Attend = Callable[[Array, Array, Array], Array]
 
 
 class Layers:
-    """A model's blocks: what they share (`graph`) and each one's `weights`, to be given to a compiled function."""
+    """A model's blocks for compiled programs: `graph`, which all blocks share, and each block's `weights`."""
 
     def __init__(self, model: Any):
         from flax import nnx

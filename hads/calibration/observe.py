@@ -52,7 +52,7 @@ def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observati
 def observe_block(
     graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
 ) -> tuple[Array, Observation]:
-    """A block's output, and what was seen of its attention."""
+    """A block's output, and the observation of its attention."""
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
@@ -68,7 +68,7 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
-    backward pass. Logits exist `chunk` tokens at a time. `key` draws.
+    backward pass. Logits exist `chunk` tokens at a time. `key` seeds the draws.
     """
     from flax import nnx
 

@@ -1,4 +1,4 @@
-"""What dropped mass costs the model, head by head."""
+"""What dropped mass costs the model, per head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def cost_of_dropping(
 ) -> tuple[Float[Array, "H"], Float[Array, "H"]]:
     """(sum of (g · e)², sum of δ²) over the queries, for each head, if only the blocks `kept` are attended to.
 
-    e is the change of a head's output and δ the mass that is dropped; g is the gradient of `touch`. Half of the first
-    sum is the KL divergence, to second order and with the errors of other heads and queries as independent; their ratio
-    is the head's sensitivity.
+    e is the change of a head's output, δ the dropped mass, g the gradient of `touch`. Half of the first sum is the KL
+    divergence to second order, if errors of different heads and queries are independent. The ratio of the sums is the
+    head's sensitivity.
     """
     b, h, n, _ = kept.shape
     kv_heads = layer.key.shape[2]

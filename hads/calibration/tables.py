@@ -12,15 +12,18 @@ from xsake.hads.profile.profile import FREE_SHARES
 
 
 class Tables(NamedTuple):
+    """The fields of the same names of a profile, for the X budgets of FREE_SHARES."""
+
     layer_shares: np.ndarray  # [X, L]
     head_shares: np.ndarray  # [X, L, H]
     log_thresholds: np.ndarray  # [X]
 
 
 def tabulate(gains: list[np.ndarray], grid: CausalGrid) -> Tables:
-    """From each sequence's gains [L, H, n, n] in any order within a head; only finite ones that are not negative count.
+    """From each sequence's gains [L, H, n, n], in any order within a head.
 
-    Each sequence has its own threshold at each budget: shares and the logarithm of the threshold are means over them.
+    Infinite gains (forced blocks) and negative ones (forbidden blocks) do not count. Each sequence has a threshold of
+    its own at each budget; the tables hold means over sequences of the shares and of the threshold's logarithm.
     """
     with ThreadPoolExecutor() as pool:
         shares, logs = zip(*pool.map(lambda gain: _one(gain, grid), gains), strict=True)

@@ -46,7 +46,7 @@ class Band(NamedTuple):
         return Band(tighter(self.left, other.left), tighter(self.right, other.right))
 
     def implies(self, other: Band) -> bool:
-        """True where every offset inside this band is inside the other too."""
+        """Whether every offset inside this band is inside the other band too."""
         return self & other == self
 
     def allows(self, offset):

@@ -62,7 +62,7 @@ def load(path: str | os.PathLike) -> BlockMask:
 def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError("a single array")
+        raise ValueError("it holds a single array")
     with archive:
         for name in archive.files:
             yield name, archive[name]

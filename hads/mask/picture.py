@@ -1,4 +1,4 @@
-"""A BlockMask as text: one small picture a head."""
+"""A BlockMask as text: one small picture per head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SHADES = "·░▒▓█"
 
 
 def draw(mask: BlockMask) -> str:
-    """Head pictures side by side: `█` all blocks of a cell active, `·` none, shades between where cells are pooled."""
+    """The heads' pictures side by side. Each character is a cell of one or more blocks: `█` if all of them are active,
+    `·` if none, a shade between if some."""
     try:
         blocks = np.asarray(mask.to_blocks())
     except Exception:  # traced, or a tree of specs: there are no contents to draw

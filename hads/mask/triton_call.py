@@ -1,6 +1,6 @@
-"""Calls of the kernels that make masks on a GPU.
+"""How the GPU kernels that make masks are called.
 
-The lowering is Pallas-Triton, which JAX has deprecated: all of HADS that depends on it stays in the triton*.py files.
+They are lowered by Pallas-Triton, which JAX has deprecated: only the triton_*.py files of HADS depend on it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxtyping import Float
 
 from xsake._trace import interpreting, vary, varying_axes
 
-TILE = 64  # blocks of queries, and of keys, that a program takes together
+TILE = 64  # blocks of queries, and blocks of keys, per program
 
-Output = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, what of it a program sees
+Output = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, the part that one program sees
 
 
 def launch(
@@ -33,7 +33,7 @@ def launch(
     num_stages: int = 1,
     aliases: Mapping[int, int] = {},
 ) -> tuple[Array, ...]:
-    """kernel(*input refs, *output refs) for every place of the grid; `aliases` as of `pl.pallas_call`."""
+    """Run kernel(*input refs, *output refs) for every place of the grid; `aliases` as in `pl.pallas_call`."""
     axes = varying_axes([x for x, _ in inputs])
     varying = jax.sharding.ManualAxisType(varying=axes)
     call = pl.pallas_call(
@@ -51,7 +51,8 @@ def launch(
 
 
 def whole(*shape: int | None) -> pl.BlockSpec:
-    """All of an array, or with None one entry of each of the leading axes, by the grid's last axes in reverse.
+    """A whole array, except that the grid chooses one entry of each leading axis that is None: of the first by the
+    grid's last axis, of the second by the last but one.
 
     >>> whole(None, None, 8, 8).index_map(5, 2, 1)  # a grid of (rows, heads, batch)
     (1, 2, 0, 0)
@@ -65,12 +66,12 @@ def whole(*shape: int | None) -> pl.BlockSpec:
 
 
 def padded(side: int) -> tuple[int, int]:
-    """Rows and columns of the square of blocks as kernels hold it: whole tiles, and a power of two to sort."""
+    """(rows, columns) of a square of blocks as kernels hold it: whole tiles, and a power of two for sorting."""
     return -(-side // TILE) * TILE, max(pl.next_power_of_2(side), TILE)
 
 
 def pad(square: Float[Array, "B H n n"]) -> Float[Array, "B H m width"]:
-    """A square of blocks as kernels hold it."""
+    """Pad a square of blocks with zeros to the size that kernels hold."""
     n = square.shape[-1]
     rows, columns = padded(n)
     return jnp.pad(square, ((0, 0), (0, 0), (0, rows - n), (0, columns - n)))

@@ -1,4 +1,4 @@
-"""The lists of `mask.compact` as a GPU kernel: a program reads some rows of blocks and writes where they are."""
+"""`mask.compact` as a GPU kernel: each program reads some rows of blocks and writes the columns of active blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from xsake.hads.mask.triton_call import iota, launch, whole
 
-_ENTRIES = 4096  # that a program holds
+_ENTRIES = 4096  # blocks per program
 
 
 def compact(
@@ -38,7 +38,7 @@ def compact(
         first, second = is_active & is_full, is_active & ~is_full
         slot = jnp.where(is_full, start[:, None] + _before(first), middle[:, None] + _before(second))
         written = is_active & (slot < capacity)
-        # The spare slot is for interpretation, which writes also what is masked, back as it was.
+        # Interpretation writes masked elements too, with their old values: the spare slot takes those.
         plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], place[1], mask=written)
 
     (indices,) = launch(
@@ -58,6 +58,6 @@ def compact(
 
 
 def _before(chosen: Bool[Array, "tile width"]) -> Int[Array, "tile width"]:
-    """How many are chosen before each place of its row."""
+    """For each place, how many places before it in its row are chosen."""
     ones = chosen.astype(jnp.int32)
     return jnp.cumsum(ones, 1) - ones

@@ -9,11 +9,11 @@ from xsake.hads.profile.profile import HadsProfile
 
 
 def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int | None = None) -> np.ndarray:
-    """i64[L]: the blocks that each layer keeps, all heads together, so that the model keeps `budget` of them exactly.
+    """i64[L]: how many blocks each layer keeps, over all its heads. The layers' sum is `budget`, rounded to one block.
 
-    `budget` is a share of all layers' and heads' causal blocks at `length` tokens, the diagonal ones counted whole; the
-    sum is that share rounded to one block. `heads` is the number of masks a layer has: query heads by default, KV heads
-    for one mask a group. ValueError if the blocks that are always on do not fit.
+    `budget` is a share of the causal blocks of all layers and heads at `length` tokens; diagonal blocks count as whole
+    blocks. `heads` is the number of masks per layer: query heads by default, or KV heads where the query heads of a
+    group share a mask. Raises ValueError if the budget does not cover the forced blocks.
     """
     grid = profile.grid(length)
     heads = profile.q_heads if heads is None else heads
@@ -25,14 +25,14 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
 
 
 def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:
-    """i64[L]: as `layer_counts`, every layer alike (to one block)."""
+    """i64[L]: as `layer_counts`, but the same number for every layer (to one block)."""
     free, _ = _free(budget, grid, layers * heads)
     room = np.full(layers, heads * (grid.blocks - grid.forced_blocks))
     return apportion(room.astype(float), free, room) + heads * grid.forced_blocks
 
 
 def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
-    """i64[L, H]: as `layer_counts`, with each layer's blocks given to its heads as calibration gave them on average."""
+    """i64[L, H]: `layer_counts` divided among a layer's heads in the proportions that calibration found on average."""
     grid = profile.grid(length)
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
     points, table = np.asarray(profile.free_shares), np.asarray(profile.head_shares)
@@ -46,7 +46,7 @@ def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
 
 
 def threshold(profile: HadsProfile, budget: float, length: int) -> float:
-    """The gain at which `budget` cuts on average, for the elastic mode."""
+    """For the elastic mode: blocks of at least this gain are, on average, `budget` of the causal blocks."""
     grid = profile.grid(length)
     free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
     if free == free_total:
@@ -57,9 +57,9 @@ def threshold(profile: HadsProfile, budget: float, length: int) -> float:
 
 
 def apportion(weights: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
-    """i64 shares of `total` in proportion to `weights`, none above its `room`, summing to `total` exactly.
+    """Divide `total` in proportion to `weights` into whole numbers that sum to `total`, none above its `room`.
 
-    What does not fit under one's room goes to the others in proportion; the last units to the largest remainders.
+    What exceeds a room is divided among the others in proportion. Units left by rounding go to the largest remainders.
 
     >>> apportion(np.array([1.0, 1.0, 8.0]), 10, np.array([9, 9, 6])).tolist()
     [2, 2, 6]
@@ -84,7 +84,7 @@ def apportion(weights: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
 
 
 def _free(budget: float, grid: CausalGrid, heads: int) -> tuple[int, int]:
-    """Blocks beyond the forced ones that `budget` pays for, of how many, over so many heads."""
+    """(free blocks that `budget` pays for, free blocks there are), over `heads` heads; free blocks are not forced."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise ValueError(f"{budget=} must be a share of the causal blocks, above 0 and at most 1")
     free = round(budget * heads * grid.blocks) - heads * grid.forced_blocks
@@ -97,7 +97,7 @@ def _free(budget: float, grid: CausalGrid, heads: int) -> tuple[int, int]:
 
 
 def _interpolate(share: float, points: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """A row of the table for `share`; 0 at 0 and 1 at 1 hold whatever was measured."""
+    """The table's row for `share`, interpolated between its `points`; 0 for a share of 0 and 1 for a share of 1."""
     x = np.concatenate([[0.0], points, [1.0]])
     y = np.concatenate([np.zeros((1, *table.shape[1:])), table, np.ones((1, *table.shape[1:]))])
     flat = y.reshape(len(x), -1)

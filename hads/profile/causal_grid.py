@@ -11,7 +11,9 @@ from xsake.hads.profile.rule import RULE, Rule
 
 @dataclasses.dataclass(frozen=True)
 class CausalGrid:
-    """`length` tokens in blocks of `block`, queries and keys alike, chosen from by `rule`; the last block may be short.
+    """`length` tokens, queries and keys alike, cut into blocks of `block`; the last block may be short.
+
+    `rule` says which blocks are forced, and how much each row counts.
 
     >>> grid = CausalGrid(1024, 64)
     >>> grid.side, grid.blocks, grid.forced_blocks
@@ -35,7 +37,7 @@ class CausalGrid:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one head that causality allows: what a budget is a share of."""
+        """Blocks per head that causality allows; budgets are shares of these."""
         return self.side * (self.side + 1) // 2
 
     @property
@@ -52,17 +54,17 @@ class CausalGrid:
         return self.distance() >= 0
 
     def full(self) -> np.ndarray:
-        """bool[side, side]: every query of the block sees every key of it, and none is past the last token."""
+        """bool[side, side]: every query of the block sees every key of the block, and all these tokens exist."""
         whole = (np.arange(self.side) + 1) * self.block <= self.length
         return whole[:, None] & (self.distance() >= (1 if self.block > 1 else 0))
 
     def forced(self) -> np.ndarray:
-        """bool[side, side]: the blocks that are always on (`Rule.forces`)."""
+        """bool[side, side]: the forced blocks, which are always on (`Rule.forces`)."""
         i = np.arange(self.side)
         return self.causal() & self.rule.forces(i[:, None], i)
 
     def row_weights(self) -> np.ndarray:
-        """f32[side]: what an error in each row counts (`Rule.row_weight`)."""
+        """f32[side]: how much an error in each row counts (`Rule.row_weight`)."""
         return self.rule.row_weight(np.arange(self.side), self.side).astype(np.float32)
 
     @property
@@ -70,7 +72,7 @@ class CausalGrid:
         return int(self.forced().sum())
 
     def check_choice(self, what: str) -> None:
-        """ValueError if most blocks are always on, so that there is next to nothing to choose."""
+        """Raise ValueError if most blocks are forced, which leaves next to nothing to choose."""
         least = 2 * self.rule.dense_rows + 1
         if self.side < least:
             raise ValueError(

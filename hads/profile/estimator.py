@@ -1,4 +1,4 @@
-"""What a profile knows of a layer to estimate its attention: which features there are, and each head's weights."""
+"""Estimator: a head's weights for the features from which the attention between blocks is estimated."""
 
 from __future__ import annotations
 

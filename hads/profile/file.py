@@ -43,7 +43,7 @@ def save(profile: HadsProfile, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> HadsProfile:
-    """The profile of a file. One of version 3 has no rule of its own: it gets the constants that it was made with."""
+    """Read a profile. Files of version 3 hold no rule: all of them were made with VERSION_3."""
     damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
     try:
         data = json.loads(Path(path).read_text())
@@ -64,7 +64,7 @@ def load(path: str | os.PathLike) -> HadsProfile:
 
 
 def shipped(model: str) -> HadsProfile:
-    """The profile of a published model that comes with xsake."""
+    """The profile of a published model, as it comes with xsake."""
     with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / f"{model}.json") as path:
         return load(path)
 

@@ -19,28 +19,33 @@ FREE_SHARES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8], n
 
 
 def _array(*axes: str, above: float | None = None, least: float | None = None) -> Any:
-    """A float32 array of a profile: the names of its axes, and what its values must exceed or reach."""
+    """Declare a float32 array of a profile: its axes, and a bound that its values must exceed or (`least`) reach."""
     return dataclasses.field(metadata={"axes": axes, "above": above, "least": least})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class HadsProfile:
-    """A model's heads as HADS needs to know them; make one with `calibrate`, keep it with `save` and `load`.
+    """What HADS needs to know of a model's heads. Make a profile with `calibrate`, keep it with `save` and `load`.
 
     For each of L layers and H query heads (float32):
       features, tokens, distance, sink: the weights of the estimate of block mass (`selection.pooled`).
-      sensitivity: what a squared unit of dropped mass costs the model, relative to the other heads of all layers.
-      burstiness: what a block's own part of that cost counts beyond its products with other blocks' (`selection.gain`).
+      sensitivity: what a squared unit of dropped mass costs the model; 1 on average over all heads of all layers.
+      burstiness: how unevenly a block's queries attend to it: the variance of its mass among its queries over the mass,
+        times `Rule.own_part` (φ in `selection.gain`).
 
     Tables over budgets, counted as shares of the blocks that are not forced, so that they hold at any length:
       free_shares [X]: the budgets of the table.
-      layer_shares [X, L], head_shares [X, L, H]: what each layer and head gets of its own free blocks.
-      log_thresholds [X]: the gain at which a budget cuts, for the elastic mode.
+      layer_shares [X, L], head_shares [X, L, H]: the share of its own free blocks that each layer and head gets.
+      log_thresholds [X]: logarithm of the smallest gain that is kept, for the elastic mode.
 
-    `model` names the model, `block` is the block size, `length` that of the sequences it was calibrated on, `digests`
-    tells what they were, so that nobody evaluates on them, and `rule` holds the constants that the profile was made
-    with and is used with. Other lengths work: nothing in a profile depends on the length except the distances that
-    were seen, and a distance beyond them is taken for the farthest one seen.
+    And what it was made from and for:
+      model: the model's name.
+      block: the block size.
+      length: tokens per sequence of calibration. Other lengths are served too: only distances depend on the length, and
+        a distance beyond those of calibration counts as the farthest one seen.
+      kv_heads: number of KV heads.
+      digests: of the sequences of calibration, so that nobody evaluates on them.
+      rule: the constants that the profile was made with and is used with.
 
     The fields below are the only list of a profile's contents: shapes, files and checks are derived from them.
     """
@@ -142,7 +147,7 @@ def profile_shape(
 ) -> HadsProfile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
 
-    Has no digests: a compiled function must be given a profile without them.
+    The shape has no digests: give the compiled program a profile without digests.
     """
     wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}

@@ -19,15 +19,16 @@ class Rule:
       near_blocks: i - j <= near_blocks, the diagonal and the blocks before it, which hold a block's near context.
       dense_rows: i < dense_rows, the first rows.
 
-    What an error counts (`selection.gain`):
+    How much an error counts (`selection.gain`):
       last_rows, last_weight: errors in the last `last_rows` rows count `last_weight` times: what follows a sequence is
         made from its end (`row_weight`).
-      own_part: a block's own part of the error over its products with other blocks' errors, which point elsewhere.
+      own_part: how much more a block's own squared error counts than its products with other blocks' errors, which
+        point in other directions.
       between_layers, within_layers: exponents that ease measured sensitivities. Sensitivity is the curvature for small
         errors; larger errors cost less than it says, most where it is large.
       reference_budget: the budget at which sensitivity is measured; the result serves budgets from 10% to 50%.
 
-    The values were chosen by SmolLM2's divergence at budgets from 10% to 43%, on texts that no result is of.
+    The values were chosen by SmolLM2's divergence at budgets from 10% to 43%, on texts that no result uses.
 
     Formulas work on integers, numpy arrays and traced arrays alike, so that XLA's program and the kernels share them.
 
@@ -62,12 +63,12 @@ class Rule:
         return (column < self.sink_blocks) | (row - column <= self.near_blocks) | (row < self.dense_rows)
 
     def row_weight(self, row: Any, side: int) -> Any:
-        """What an error counts in a row of blocks, of `side` rows: 1, or `last_weight` in the last ones."""
+        """How much an error in a row of blocks counts, of `side` rows: 1, or `last_weight` in the last rows."""
         xp: Any = jnp if isinstance(row, jax.Array) else np
         return xp.where(row < side - self.last_rows, 1.0, self.last_weight)
 
 
-RULE = Rule()  # of profiles that are calibrated now
+RULE = Rule()  # of newly calibrated profiles
 
 # Profiles of version 3 were all made with these.
 VERSION_3 = Rule(

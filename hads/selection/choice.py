@@ -1,4 +1,4 @@
-"""The rule: from masses, measured or estimated, to the blocks that are kept."""
+"""HADS's choice: from masses, measured or estimated, to the blocks that are kept."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def choose(
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> Bool[Array, "B H n n"]:
-    """The blocks with the largest gains (`selection.gain`), the forced ones among them.
+    """The blocks with the largest gains (`selection.gain`), the forced blocks among them.
 
-    Give `count`, the blocks that every sequence keeps: a number for all heads together, or [H], one for each head; or
-    `threshold`, the gain from which on a block is kept. A count must cover the forced blocks.
+    Give `count`, how many blocks every sequence keeps: one number over all heads, or [H], one number per head. Or give
+    `threshold`: blocks of at least this gain are kept. A count must cover the forced blocks.
     """
     keys, rows, gain = sorted_gains(mass, grid, sensitivity, burstiness)
     if threshold is not None:
@@ -36,6 +36,6 @@ def choose(
             kept = row_counts(nonnegative_order(gain).reshape(b, h * n, n), wanted).reshape(b, h, n)
         else:
             kept = row_counts(nonnegative_order(gain), wanted)
-    # The gain falls along a row, so that what a row keeps are its heaviest blocks.
+    # The gain falls along a row, so a row keeps its heaviest blocks.
     last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
     return (keys >= last) & (kept > 0)[..., None]

@@ -19,7 +19,7 @@ def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Floa
     b, h, n, width = pooled.query.shape
     kv_heads = pooled.key.shape[1]
     weighted = pooled.query * spread_weights(jnp.asarray(estimator.features))[None, :, None]
-    # An estimate: the default precision (TF32 on a GPU) is far finer than what is left unknown.
+    # The default precision (TF32 on a GPU) is far finer than the error of the estimate.
     logits = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, n, width), pooled.key)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance())]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])

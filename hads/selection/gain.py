@@ -1,4 +1,4 @@
-"""What it is worth to keep a block.
+"""Gain: what keeping a block saves.
 
     gain of a row's k-th heaviest block = ω w m_k (δ_{k-1} + δ_k + φ)
 
@@ -9,14 +9,15 @@ Leaving out the blocks D of a row changes its output by δ (μ_D - μ_S) exactly
 values under the renormalised weights. To second order the model's KL grows with Σ ω w δ² over rows and heads. So the
 k-th block saves ω w (δ²_{k-1} - δ²_k) = ω w m_k (δ_{k-1} + δ_k). Two refinements:
 
-- A row's queries differ, and δ² is theirs one by one: m is the root of their mean square (`BlockStatistics.share`).
+- A row's queries differ, and each has its own δ²: so m is the root of its mean square over the queries
+  (`BlockStatistics.share`).
 - The errors of different blocks point in different directions, so that a block's own part of δ² counts more than its
   products with the others. With the variance of the mass among queries proportional to the mass, this adds φ.
 
-The gain falls with k. So the best K blocks of all rows and heads together are those with the K largest gains, and in
-every row they are the heaviest.
+The gain falls with k. So the K blocks with the largest gains over all rows and heads are the best K blocks, and in
+every row they are its heaviest blocks.
 
-`key_of` and `gains_of_sorted` are elementwise and along the last axis: XLA's program and the kernels share them.
+`key_of` works element by element and `gains_of_sorted` along the last axis: XLA's program and the kernels share them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def key_of(mass: Array, row: Any, column: Any, grid: CausalGrid) -> Array:
 def gains_of_sorted(keys: Int[Array, "*lead n"], weight: Array, burstiness: Array) -> Float[Array, "*lead n"]:
     """Gains of blocks whose keys rise along the last axis; infinite if forced. `weight` is ω w, `burstiness` φ.
 
-    What lies before a row's first block has the key -1 and counts as a mass of 0.
+    Padding before a row's first block has the key -1 and counts as a mass of 0.
     """
     is_forced = keys >= FORCED
     bits = jnp.where(is_forced, keys - FORCED, jnp.maximum(keys, 0))
@@ -60,8 +61,7 @@ def gains_of_sorted(keys: Int[Array, "*lead n"], weight: Array, burstiness: Arra
 def sorted_gains(
     mass: Float[Array, "*B H n n"], grid: CausalGrid, sensitivity: Any, burstiness: Any
 ) -> tuple[Int[Array, "*B H n n"], Int[Array, "*B H n n"], Float[Array, "*B H n n"]]:
-    """(keys of the blocks, -1 where causality forbids; the same with rows sorted upwards; the sorted ones' gains, -1
-    where forbidden)."""
+    """(keys, the keys with every row sorted upwards, gains of the sorted keys); all -1 where causality forbids."""
 
     def aligned(x: Any) -> Array:
         return jax.lax.broadcast_to_rank(jnp.asarray(x), mass.ndim)

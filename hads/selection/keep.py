@@ -1,4 +1,4 @@
-"""Keep exactly so many: the largest entries of all rows together, without sorting them together."""
+"""Keep an exact number of the largest entries over many rows, without sorting the rows into one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def keep_largest(
     count: Int[Array, ""] | int,
     forced: Array | np.ndarray | None = None,
 ) -> Bool[Array, "B H n n"]:
-    """Exactly `count` causal blocks of each sequence, all heads together: the forced ones and the highest priorities.
+    """Exactly `count` causal blocks per sequence, over all heads: the forced blocks and those of highest priority.
 
     Of equal priorities, later rows come first (a pattern with coarse steps gives its remainder to the last rows), and
-    in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks a row.
+    in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks per row.
     """
     low = (1 << max(grid.side - 1, 1).bit_length()) - 1
     priority = jnp.where(priority == 0, 0.0, priority.astype(jnp.float32))  # -0 and 0 are equal, their bits are not
@@ -40,7 +40,7 @@ def keep_largest(
 
 
 def nonnegative_order(gain: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """Integers that order as the floats do; 0 for negative ones, of which there is no order."""
+    """Integers that order as the floats do; 0 for every negative float."""
     bits = jax.lax.bitcast_convert_type(gain, jnp.uint32)
     return jnp.where(gain < 0, jnp.uint32(0), bits + jnp.uint32(1))
 
@@ -48,7 +48,7 @@ def nonnegative_order(gain: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
 def row_counts(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> Int[Array, "*B rows"]:
     """How many of each row's entries are among the `count` largest of all rows; their sum is exactly `count`.
 
-    Entries that are 0 are never counted: there must be `count` others. Of equal ones, those of later rows come first.
+    Entries that are 0 are never counted: there must be `count` others. Of equal entries, later rows come first.
 
     >>> import jax.numpy as jnp
     >>> row_counts(jnp.array([[1, 3], [1, 2]], jnp.uint32), jnp.array(3)).tolist()
@@ -65,7 +65,7 @@ def row_counts(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> Int
 def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> UInt[Array, "*B"]:
     """The largest number that at least `count` entries reach, four bits at a time.
 
-    Every entry is compared with fifteen cuts in one pass: few launches, where a search in each row would be many.
+    One pass compares every entry with fifteen cuts: that is a few launches, where a search per row would take many.
     """
     cut = jnp.zeros(order.shape[:-2], jnp.uint32)
     digits = jax.lax.broadcast_to_rank(jnp.arange(1, 16, dtype=jnp.uint32), cut.ndim + 1)

@@ -1,4 +1,4 @@
-"""HADS as a model's mask function, and as the trainer's recalibration."""
+"""HADS as a model's mask function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import select
 
-NAME = "in training"
+NAME = "in training"  # what profiles call a model that is being trained
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose", "density_hint"))

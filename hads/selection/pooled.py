@@ -1,4 +1,4 @@
-"""What is measured of a pair of blocks: products of pooled vectors, and the mean query against every key.
+"""The features of a pair of blocks: products of pooled vectors, and the mean query against every key.
 
 The mean logit of a pair of blocks is exactly the product of their means. What pooling loses is the spread of the logits
 inside the pair, on which the block's softmax mass depends; the other features stand for it. With q̄, k̄ the means and
@@ -12,7 +12,7 @@ var the variances over a block, for each feature dimension:
 A head's weights multiply them per rotary frequency (dimensions p and p + D/2 turn together and share one), so all four
 are one matrix product of vectors of 5 D numbers.
 
-A single key that stands out in its block shows in none of them. The fifth feature asks for it: the mean query's
+A single key that stands out in its block shows in none of them. The fifth feature finds it: the mean query's
 logits with a block's keys, one by one, as the logarithm of their mean exponential. It costs 1 / (2 block) of dense
 attention's arithmetic.
 """
@@ -33,7 +33,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 # The kind of each part of the pooled vectors: the bound is a sum of two products.
 KIND_OF_PART = (0, 1, 2, 3, 3)
 _ROW_PARTS = 4
-_ROWS_PER_PART = 64  # at least: fewer are done before more programs are launched
+_ROWS_PER_PART = 64  # at least: for fewer rows, another launch takes longer than the work it saves
 
 
 class Pooled(NamedTuple):
@@ -45,7 +45,7 @@ class Pooled(NamedTuple):
 
 
 def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Pooled:
-    """One pass over queries and keys."""
+    """Pool a layer's queries and keys in one pass."""
     q_mean, q_var = _moments(_blocks(query, grid), grid)
     keys = _blocks(key, grid)
     k_mean, k_var = _moments(keys, grid)
@@ -53,7 +53,7 @@ def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: Cau
     return Pooled(
         jnp.concatenate(query_parts(q_mean, q_var), -1),
         jnp.concatenate(key_parts(k_mean, k_var, k_max, k_min), -1),
-        # Around the mean, which costs less than the largest one. Nothing stands out by a factor of exp(80).
+        # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
         over_keys(
             q_mean * query.shape[-1] ** -0.5,
             key,
@@ -105,7 +105,7 @@ def over_keys(
     query = query.reshape(b, keys.shape[3], -1, n, d)
     sizes = jnp.asarray(grid.sizes, jnp.float32)
     parts = []
-    # A part of the rows sees no key after it: in four parts, three eighths of the work are never done.
+    # The rows of a part see no later key: with four parts, three eighths of the work are never done.
     bounds = np.linspace(0, n, min(1 + n // _ROWS_PER_PART, _ROW_PARTS) + 1).round().astype(int)
     for first, end in itertools.pairwise(bounds.tolist()):
         some = query[:, :, :, first:end]

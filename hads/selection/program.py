@@ -21,7 +21,7 @@ _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
 
 
 class Given(NamedTuple):
-    """What a layer's blocks are chosen by; `kept` is the `count` or the `threshold` of `choose`."""
+    """The inputs of a layer's choice of blocks; `kept` is the `count` or the `threshold` of `choose`."""
 
     query: Any
     key: Any
@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
 
 def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None) -> Any:
-    """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room` their lists, so many slots a head."""
+    """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room`, their lists of `room` slots per head."""
     kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
     return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
 
@@ -43,7 +43,7 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
         if value & (value - 1) or not 16 <= value <= most:
             return f"{name}={value} must be a power of two from 16 to {most}"
     if grid.side > _MAX_SIDE:
-        return f"{grid.side} blocks a row must be at most {_MAX_SIDE}"
+        return f"{grid.side} blocks per row must be at most {_MAX_SIDE}"
     return None
 
 
@@ -74,7 +74,7 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given) ->
 
 
 def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: int) -> tuple[Array, Array, Array]:
-    """Mass and burstiness of a KV head's mask: its query heads' means, weighted by sensitivity; and their sum of it."""
+    """(mass, sensitivity, burstiness) of each KV head's mask: sums of sensitivity, means weighted by it."""
     weight = sensitivity.reshape(groups, -1)
     total = weight.sum(-1)
     part = weight / total[:, None]

@@ -39,20 +39,21 @@ def select(
     Args:
       query, key: of the layer, [B, T, H, D] and [B, T, K, D], rotary positions applied.
       profile: of this model, from `hads.calibrate`.
-      budget: a share of the model's causal blocks (0.2 is 20%), or the counts that `hads.layer_counts` made of one,
-        i32[L] ([L, H] of `hads.head_counts` in the static mode), which may be traced: new ones do not recompile.
+      budget: a share of the model's causal blocks (0.2 is 20%), or the counts that `hads.layer_counts` gives for it,
+        i32[L] (in the static mode `hads.head_counts`, [L, H]), which may be traced: new counts do not recompile.
       layer: this layer's number.
-      mode: "exact" keeps the layer's share of the budget on every input, to the block; "elastic" keeps what is worth
-        the gain at which the budget cuts on average, so that density follows the input (`budget` must be a float);
-        "static" keeps an exact number for each head, fixed by calibration.
-      per: a mask for each query head, or one for each KV head, which its query heads share.
-      capacity: list slots a head; by default all causal blocks, which always suffice.
+      mode: "exact" keeps the layer's share of the budget on every input, to the block; "elastic" keeps the
+        blocks above a gain that keeps the budget on average, so that density follows the input (`budget` must be a
+        float); "static" keeps an exact number per head, fixed by calibration.
+      per: one mask per query head, or one per KV head, which its query heads share.
+      capacity: list slots per head; by default all causal blocks, which always suffice.
       transpose: whether gradients will be needed.
-      density_hint: the budget that counts were made of. Attention looks up its tuned configuration by it; counts alone
-        do not say, as they may be traced. It is static: a hint of another half octave recompiles.
+      density_hint: the budget that counts were made from, by which attention looks up its tuned configuration; counts
+        may be traced and cannot say. The hint is static: one in another half octave recompiles.
 
-    Raises ValueError for a profile of other heads, a layer that it has not, lengths that differ, and a budget under the
-    share of the blocks that are always on. Lengths beyond calibration are served: `HadsProfile` says how.
+    Raises ValueError for a profile of other heads, a layer that the profile does not have, queries and keys of
+    different lengths, and a budget that does not cover the forced blocks. Lengths beyond calibration are served:
+    `HadsProfile` says how.
     """
     grid = check_inputs(query, key, profile, layer)
     if mode not in ("exact", "elastic", "static"):
@@ -86,7 +87,7 @@ def _density_bucket(budget: Any, density_hint: float | None) -> float | None:
 
 
 def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> CausalGrid:
-    """The grid of a layer's inputs; ValueError where they are not the profile's. A traced layer is not checked."""
+    """The grid of a layer's inputs; ValueError if they do not fit the profile. A traced layer is not checked."""
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [B, T, heads, D]; got shapes {query.shape} and {key.shape}")
     given = query.shape[2], key.shape[2], query.shape[3]

@@ -1,8 +1,8 @@
-"""The rule of `selection.choice` as GPU kernels: no row leaves its registers between its logits and its sorted gains.
+"""`selection.choice` as GPU kernels: a row stays in registers from its logits to its sorted gains.
 
 One kernel takes a row's logits to masses, sorts them and writes every block's gain in falling order of mass. Then the
-largest cut that enough blocks reach is found four bits at a time: since rows are sorted, a row's count above a cut is a
-search of a few steps, and fifteen cuts are searched at once. Counts are added up in integers, so that every run agrees.
+largest cut that enough blocks reach is found four bits at a time: rows are sorted, so a binary search counts a row's
+blocks above a cut, and fifteen cuts are searched at once. Counts are added up in integers, so that every run agrees.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.triton_sort import sort_rows
 
-_TWO_ROWS = 512  # blocks a row up to which a program sorts two
+_TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
 _SORT_WARPS, _CUT_WARPS, _LIST_WARPS = 4, 8, 4
-_LIST_ENTRIES = 2048  # that a program looks at
+_LIST_ENTRIES = 2048  # blocks per program
 _DIGIT = 4  # bits of the cut that one pass finds
 _PASSES = 6
-_DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut does not tell apart
+_DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut ignores
 
 
 class Choice(NamedTuple):
-    """Rows keep their `kept` blocks with the largest keys, the least of which is `last`."""
+    """Each row keeps its `kept` blocks with the largest keys; `last` is the smallest key among them."""
 
     keys: Int[Array, "B H m width"]
     last: Int[Array, "B H n"]
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
         return reach & grid.causal()[None, None] & (self.kept > 0)[..., None]
 
     def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
-        """As `compact.compact` makes them of the blocks. The diagonal, which is always on, is the one partial block."""
+        """The lists that `compact.compact` makes. A row's one partial block is the diagonal, which is always on."""
         b, h, _ = self.kept.shape
         ends = jnp.cumsum(self.kept, -1, dtype=jnp.int32)
         row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
@@ -65,7 +65,7 @@ def choose(
 ) -> Choice:
     """`choice.choose`, from `padded` logits or, with `normalise=False`, from masses.
 
-    What lies above the diagonal or past the last row is never read. Gains that agree in 16 bits of their mantissa count
+    Entries above the diagonal or past the last row are never read. Gains that agree in 16 bits of their mantissa count
     as equal.
     """
     b, h, m, width = logits.shape
@@ -95,7 +95,7 @@ def choose(
 
 
 def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]) -> Int[Array, "B H {capacity}"]:
-    """Columns of the chosen blocks, row after row; slots past the last one are not written."""
+    """Columns of the chosen blocks, row after row; slots past the last chosen block are not written."""
     b, h, m, width = choice.keys.shape
     n = choice.kept.shape[-1]
     tile = _LIST_ENTRIES // width or 1
@@ -116,7 +116,7 @@ def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]
             chosen = inside & (keys >= last[:, None])
             slot = start[:, None] + jnp.cumsum(chosen.astype(jnp.int32), 1) - 1
             written = chosen & (slot < capacity)
-            # The spare slot is for interpretation, which writes also what is masked, back as it was.
+            # Interpretation writes masked elements too, with their old values: the spare slot takes those.
             plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], column, mask=written)
 
         _by_width(first + tile - 1, width, at)
@@ -144,7 +144,7 @@ def _sorted_gains(
 ) -> tuple[Array, ...]:
     """As `gain.sorted_gains`, [B, H, m, width] each.
 
-    A row's own are the last entries of the sorted ones; what lies before them is not written.
+    Sorted keys and gains of row i are in its last i + 1 entries; the entries before them are not written.
     """
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
@@ -187,7 +187,7 @@ def _sorted_gains(
 
 
 def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
-    """at(columns that a row needs): a quarter of them, half or all."""
+    """Call at(columns) with a quarter, half or all of `width`: the least that the row needs."""
     widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
     for shorter, used in zip([0, *widths], widths, strict=False):
         pl.when((row >= shorter) & (row < used))(partial(at, used))
@@ -199,8 +199,8 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
 def _largest_cut(
     order: Int[Array, "B G rows width"], wanted: Int[Array, "B G"], n: int, m: int
 ) -> tuple[Int[Array, "B G"], Int[Array, "B G"]]:
-    """The largest number that at least `wanted` entries of a group reach, without their lowest bits, and how many
-    are above it."""
+    """(the largest cut that at least `wanted` entries of a group reach, how many entries are above it), both without
+    the lowest bits."""
     b, groups, rows, width = order.shape
     cuts = 1 << _DIGIT
     counts = jnp.zeros((b, groups, _PASSES, cuts), jnp.int32)
@@ -224,8 +224,8 @@ def _largest_cut(
     digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
     places = np.array([_place(number) for number in range(_PASSES)], np.int32)
     cut = (digits << places[None, None]).sum(-1)
-    # The number after the cut is the next digit of the last pass that found less than the largest one. Every pass
-    # counted what reaches its digits, and of all that do not suffice it has the most.
+    # Each pass counted how many entries reach each of its digits. Above the cut are as many entries as the largest of
+    # the counts that are too small.
     return cut, jnp.where(counts < wanted[..., None, None], counts, 0).max((-2, -1))
 
 
@@ -264,7 +264,7 @@ def _reach(
 
 
 def _search(order_ref: Any, cuts: Int[Array, "C"], dropped: int, n: int, m: int) -> Int[Array, "R C"]:
-    """Entries of this program's rows that reach each cut; rows rise, and the i-th of each head has i + 1."""
+    """How many entries of each of this program's rows reach each cut. Rows rise; row i of a head has i + 1 entries."""
     width = order_ref.shape[1]
     row = pl.program_id(0) * TILE + iota(TILE)
     i = lax.rem(row, jnp.int32(m))

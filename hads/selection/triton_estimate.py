@@ -1,8 +1,7 @@
-"""The estimate of `pooled` and `estimate` as GPU kernels: queries and keys are read once, and no logit of a
-single key is written.
+"""`selection.pooled` and `selection.estimate` as GPU kernels: no logit of a single key is written to memory.
 
-Three steps: both sides' pooled features, with the weights applied; the tokens' feature of every pair of blocks; and
-their sum with the rest, tile by tile. Products are of 16-bit numbers, summed in float32: an estimate needs no more.
+Three steps: the pooled features of queries and keys, with the weights applied; the tokens' feature of every pair of
+blocks; the sum of all terms, tile by tile. Products of 16-bit numbers are summed in float32: an estimate needs no more.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, spread_weights, variance
 
 _PARTS = len(KIND_OF_PART)
-_CHUNK, _PROGRAMS = 16, 1024  # blocks of keys whose tokens one program reads, at most; programs, at least
-_TOGETHER = 2  # query heads, at most, that share this reading
-_POOLED_BY_A_WARP = 8192  # numbers: more would not fit its registers
+_CHUNK, _PROGRAMS = 16, 1024  # at most so many blocks of keys per program, at least so many programs
+_MOST_HEADS_PER_PROGRAM = 2  # query heads that share one reading of the keys
+_POOLED_PER_WARP = 8192  # numbers: more would not fit a warp's registers
 _TOKENS_WARPS, _TOKENS_STAGES = 8, 2
 _SUM_WARPS, _SUM_STAGES = 4, 2
 _LOG2_E = math.log2(math.e)
@@ -36,28 +35,28 @@ _LOG2_E = math.log2(math.e)
 def block_logits(
     query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], estimator: Estimator, grid: CausalGrid
 ) -> Float[Array, "B H m width"]:
-    """`estimate.block_logits`, `padded`; what lies above the diagonal or past the last row is not written."""
+    """`estimate.block_logits`, `padded`; entries above the diagonal or past the last row are not written."""
     heads, kv_heads = query.shape[2], key.shape[2]
-    together = math.gcd(heads // kv_heads, _TOGETHER)
-    q_mean, q_features = _pool_queries(query, estimator, grid, together)
+    heads_per_program = math.gcd(heads // kv_heads, _MOST_HEADS_PER_PROGRAM)
+    q_mean, q_features = _pool_queries(query, estimator, grid, heads_per_program)
     k_features = _pool_keys(key, grid)
     tokens = _tokens(q_mean, key, k_features, grid)
-    return _sum(q_features, k_features, tokens, estimator, grid, together)
+    return _sum(q_features, k_features, tokens, estimator, grid, heads_per_program)
 
 
 # -- pooled features -------------------------------------------------------------------------------------------------
 
 
 def _pool_queries(
-    query: Float[Array, "B T H D"], estimator: Estimator, grid: CausalGrid, together: int
+    query: Float[Array, "B T H D"], estimator: Estimator, grid: CausalGrid, heads_per_program: int
 ) -> tuple[Array, Array]:
-    """Means, [B, H / together, tiles, together * TILE, D], and weighted features, [B, H, m, 5, D].
+    """Means, [B, H / heads_per_program, tiles, heads_per_program * TILE, D], and weighted features, [B, H, m, 5, D].
 
-    The means' products with keys are logits in base 2.
+    Means are scaled so that their products with keys are logits in base 2.
     """
     b, _, h, d = query.shape
     m, _ = padded(grid.side)
-    root, parts = d**-0.5, h // together
+    root, parts = d**-0.5, h // heads_per_program
     weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
 
     def kernel(x_ref: Any, weights_ref: Any, mean_ref: Any, features_ref: Any) -> None:
@@ -74,20 +73,20 @@ def _pool_queries(
         "hads_pool_queries",
         (parts, grid.side, b),
         [
-            (query, _of_a_block(grid, together, d)),
-            (weights, pl.BlockSpec((together, _PARTS, d), lambda part, i, b: (part, 0, 0))),
+            (query, _block_of_heads(grid, heads_per_program, d)),
+            (weights, pl.BlockSpec((heads_per_program, _PARTS, d), lambda part, i, b: (part, 0, 0))),
         ],
         [
             (
-                (b, parts, m // TILE, together, TILE, d),
+                (b, parts, m // TILE, heads_per_program, TILE, d),
                 query.dtype if query.dtype.itemsize == 2 else jnp.bfloat16,
-                pl.BlockSpec((None, None, None, together, None, d), mean_at),
+                pl.BlockSpec((None, None, None, heads_per_program, None, d), mean_at),
             ),
-            _features(b, h, m, together, d),
+            _features(b, h, m, heads_per_program, d),
         ],
-        num_warps=_pool_warps(grid.block * together * d),
+        num_warps=_pool_warps(grid.block * heads_per_program * d),
     )
-    return mean.reshape(b, parts, m // TILE, together * TILE, d), features
+    return mean.reshape(b, parts, m // TILE, heads_per_program * TILE, d), features
 
 
 def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
@@ -104,7 +103,7 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
         kernel,
         "hads_pool_keys",
         (kv_heads, grid.side, b),
-        [(key, _of_a_block(grid, 1, d))],
+        [(key, _block_of_heads(grid, 1, d))],
         [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
         num_warps=_pool_warps(grid.block * d),
     )
@@ -112,17 +111,17 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
 
 
 def _pool_warps(numbers: int) -> int:
-    return max(numbers // _POOLED_BY_A_WARP, 1)
+    return max(numbers // _POOLED_PER_WARP, 1)
 
 
-def _features(b: int, heads: int, m: int, together: int, d: int) -> Output:
-    spec = pl.BlockSpec((None, together, None, _PARTS, d), lambda h, i, b: (b, h, i, 0, 0))
+def _features(b: int, heads: int, m: int, heads_per_program: int, d: int) -> Output:
+    spec = pl.BlockSpec((None, heads_per_program, None, _PARTS, d), lambda h, i, b: (b, h, i, 0, 0))
     return (b, heads, m, _PARTS, d), jnp.bfloat16, spec
 
 
-def _of_a_block(grid: CausalGrid, together: int, d: int) -> pl.BlockSpec:
-    """Heads before blocks: programs that run together read what lies together."""
-    return pl.BlockSpec((None, grid.block, together, d), lambda h, i, b: (b, i, h, 0))
+def _block_of_heads(grid: CausalGrid, heads_per_program: int, d: int) -> pl.BlockSpec:
+    """Heads before blocks: neighbouring programs read neighbouring memory."""
+    return pl.BlockSpec((None, grid.block, heads_per_program, d), lambda h, i, b: (b, i, h, 0))
 
 
 def _tokens_of(ref: Any, grid: CausalGrid, other: float) -> Array:
@@ -155,7 +154,7 @@ def _tokens(
     k_features: Float[Array, "B K m 5 D"],
     grid: CausalGrid,
 ) -> Float[Array, "B parts tiles m R"]:
-    """Of a tile's mean queries and each block's keys, the log of the mean exponential."""
+    """The log of the mean exponential of the logits of a tile's mean queries with each block's keys."""
     b, parts, tiles, rows, d = mean.shape
     kv_heads = key.shape[2]
     chunk = _chunk(b * parts * tiles * grid.side)
@@ -175,12 +174,12 @@ def _tokens(
             if tail:
                 above = jnp.where((token < grid.length)[None, :], above, 0.0)
             average = above.sum(1) / _size(j, grid)
-            # Nothing stands out from the block before by a factor of 2 ** 120.
+            # No block exceeds the block before by a factor of 2 ** 120.
             out = about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
             out_ref[j, :] = out * (1 / _LOG2_E)
             return out
 
-        # Exponents are taken about the result of the block before: no pass for the largest logit or the mean.
+        # Exponents are taken about the result of the block before: this saves a pass for the largest logit or the mean.
         about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
         last = jnp.minimum(jnp.minimum((tile + 1) * TILE, first + chunk), grid.side)
         lax.fori_loop(first, last, step, about)
@@ -208,14 +207,14 @@ def _tokens(
 
 
 def _chunk(tiles: int) -> int:
-    """Blocks of keys for one program: few where there is little to do, so that every processor has some."""
+    """Blocks of keys per program: few where there is little to do, so that every processor has work."""
     return min(max(pl.next_power_of_2(tiles // _PROGRAMS + 1) // 2, 4), _CHUNK)
 
 
 def _exp2(x: Array) -> Array:
     if interpreting():
         return jnp.exp2(x)
-    # The plain one handles denormals, which are 0 here, in four instructions more.
+    # jnp.exp2 takes four instructions more for denormals, which are 0 here.
     asm = "ex2.approx.ftz.f32 $0, $1;"
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[like])[0]
@@ -230,7 +229,7 @@ def _sum(
     tokens: Float[Array, "B parts tiles m R"],
     estimator: Estimator,
     grid: CausalGrid,
-    together: int,
+    heads_per_program: int,
 ) -> Float[Array, "B H m width"]:
     b, h, m, _, d = q_features.shape
     kv_heads = k_features.shape[1]
@@ -249,7 +248,7 @@ def _sum(
             def add(part: Array, total: Array) -> Array:
                 return total + _dot(k_ref[here, part, :], q_ref[:, part, :])
 
-            # The tokens' feature has keys before queries.
+            # In the tokens' feature the axis of keys comes first.
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
             sums = (sums + scalars_ref[0] * tokens_ref[here, :]).T
             row, column = (i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
@@ -258,7 +257,7 @@ def _sum(
             out_ref[:, here] = sums
 
     def tokens_at(i: Any, j: Any, x: Any) -> tuple:
-        return x // h, x % h // together, i, 0, x % together
+        return x // h, x % h // heads_per_program, i, 0, x % heads_per_program
 
     (out,) = launch(
         kernel,

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 
 def sort_rows(x: Int[Array, "rows n"]) -> Int[Array, "rows n"]:
-    """The rows, upwards; n is a power of two."""
+    """Sort every row upwards; n is a power of two."""
     n = x.shape[1]
     column = lax.broadcasted_iota(jnp.int32, (1, n), 1)
     size = 2
@@ -26,10 +26,10 @@ def sort_rows(x: Int[Array, "rows n"]) -> Int[Array, "rows n"]:
 
 
 def _exchange(x: Int[Array, "rows n"], stride: int, wants_larger: Array) -> Int[Array, "rows n"]:
-    """Of x[k] and x[k ^ stride], the larger one where that is wanted and the smaller one elsewhere."""
+    """The larger of x[k] and x[k ^ stride] where `wants_larger`, the smaller elsewhere."""
     rows, n = x.shape
-    # The other one is the sum less its own: a sum over an axis of two is the exchange that the compiler makes best.
-    # Axes of one would cost a change of layout.
+    # The other value is the pair's sum minus x: the compiler's fastest exchange is a sum over an axis of size 2.
+    # Axes of size 1 would cost a change of layout.
     shape = tuple(size for k, size in enumerate((rows, n // (2 * stride), 2, stride)) if size > 1 or k == 0)
     axis = len(shape) - (2 if stride > 1 else 1)
     total = jnp.expand_dims(x.reshape(shape).sum(axis), axis)

@@ -17,7 +17,7 @@ class Difference(NamedTuple):
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray, *, resamples: int = 10_000, seed: int = 0) -> Difference:
-    """Of two methods' numbers for the same sequences, in the same order.
+    """The difference of two methods' numbers for the same sequences, in the same order.
 
     >>> paired_difference(np.array([1.0, 2.0, 3.0]), np.array([2.0, 3.0, 4.0])).high
     -1.0
@@ -35,7 +35,7 @@ def paired_difference(a: np.ndarray, b: np.ndarray, *, resamples: int = 10_000, 
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Holm's correction for having asked so many questions: adjusted probabilities, in the given order."""
+    """Holm's correction for many comparisons: adjusted probabilities, in the given order."""
     p = np.asarray(p, np.float64)
     order = np.argsort(p, kind="stable")
     adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])

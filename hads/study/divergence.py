@@ -12,8 +12,13 @@ from jaxtyping import Bool, Float, Int
 
 
 class Compared(NamedTuple):
-    """Of each token: the KL divergence from the first run's prediction to the second's, in nats; what the true next
-    token costs each run, and whether it is what the run would say (for the last one, which has none, 0 and no)."""
+    """Two runs' predictions after each token.
+
+    divergence: KL from the first run's prediction to the other's, in nats.
+    loss, other_loss: cross-entropy of the true next token; 0 for the last token, which has none.
+    right, other_right: whether the likeliest next token is the true one; False for the last token.
+    same: whether the runs' likeliest tokens agree.
+    """
 
     divergence: Float[Array, "B T"]
     loss: Float[Array, "B T"]
@@ -30,7 +35,7 @@ def compare(
     tokens: Int[Array, "B T"],
     chunk: int | None = None,
 ) -> Compared:
-    """Of two runs' final states over the same tokens, `chunk` of them at a time (by default as suits the machine)."""
+    """Compare two runs' final states over the same tokens, `chunk` tokens at a time (by default `usual_chunk`)."""
     from flax import nnx
 
     graph, weights = nnx.split(model)

@@ -1,4 +1,4 @@
-"""HADS and its rivals on a model: how far each moves the model from itself with as many blocks in every layer."""
+"""How far each method moves a model from itself, when all keep equally many blocks in every layer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def evaluate(
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
     total = profile.q_heads * profile.layers * profile.grid(length).blocks
-    # Without the digests, which are not arrays: to the compiler, profiles of different texts are alike.
+    # Without the digests, which are static: profiles of different texts must look the same to the compiler.
     on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
     work = list(itertools.product(budgets, methods))
     beyond = {name: jax.tree.map(jnp.asarray, known) for name, known in (knowledge or {}).items()}
@@ -140,7 +140,7 @@ def _line(text: Text, method: str, budget: float, layers: str, density: float, o
 
 
 def _answers(text: Text, one: Compared) -> dict[str, int]:
-    """Of a text that asks something: items, those that the dense run answers, those that the sparse run does too."""
+    """For a text that asks something: its items, those that the dense run answers, those that both runs answer."""
     if text.items is None:
         return {}
     asked, dense, both = 0, 0, 0

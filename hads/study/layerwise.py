@@ -1,7 +1,7 @@
-"""A model under a method's masks.
+"""Run a model under a method's masks.
 
-Three programs make a layer: what comes before attention, the method's choice of blocks, and attention with all that
-follows. Only the second is a method's own: the others are compiled once for all.
+A layer is three programs: what comes before attention, the method's choice of blocks, and attention with what follows.
+Only the second differs from method to method; the others are compiled once for all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
 
 @partial(jax.jit, static_argnames=("graph", "dtype"))
 def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tuple[Array, Array, Array]:
-    """A block's query, key and value. What it would do with them is never computed."""
+    """A block's query, key and value; nothing after them is computed."""
     seen = []
 
     def stop(query: Array, key: Array, value: Array) -> Array:
@@ -57,7 +57,7 @@ def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tu
 def choose_blocks(
     mask_fn: MethodMask, layer: Array, query: Array, key: Array
 ) -> tuple[Bool[Array, "B H n n"], Int[Array, "B H"]]:
-    """A layer's blocks, and how many there are."""
+    """A layer's kept blocks, and how many there are per head."""
     blocks = mask_fn.blocks(layer, query, key)
     return blocks, blocks.sum((-2, -1))
 
@@ -73,10 +73,10 @@ def attend(
     blocks: Array | None = None,
     block: int | None = None,
 ) -> Array:
-    """A block's output, from its query, key and value, with only some blocks of keys where they are given."""
+    """A block's output from its query, key and value; attention is dense, or restricted to `blocks`."""
     options: dict[str, Any] = {"is_causal": True}
     if blocks is not None and block is not None:
         options["mask"] = causal_mask(blocks, block, x.shape[1])
 
-    # The inputs that the block computes on the way are not used, and so not computed.
+    # The block's own query, key and value are not used here, so they are not computed again.
     return run_block(graph, weights, x, rotation, lambda *_: attention_fn(*inputs, **options).astype(x.dtype))

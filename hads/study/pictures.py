@@ -1,4 +1,4 @@
-"""Pictures of a study: quality over density, what each head keeps, and one head's mask over what it attends to."""
+"""Pictures of a study: quality over density, the share that each head keeps, and one head's mask over its attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def quality_over_density(
     path: str | os.PathLike,
     shown: Sequence[str] | None = None,
 ) -> None:
-    """KL, perplexity and, where tasks were asked, answers kept (`retention`), against active blocks: a line for each
-    method; HADS thick, oracles dashed."""
+    """KL, perplexity and, if there are `answers` (of `retention`), answers kept, against active blocks: a line per
+    method, HADS thick, oracles dashed."""
     plt = _pyplot()
     panels = 3 if answers else 2
     figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 5), layout="constrained")
@@ -37,7 +37,7 @@ def quality_over_density(
         axes[1].plot(shares, [100 * row.perplexity_gap for row in mine], **style)
         if kept := _kept(answers, name):
             axes[2].plot([100 * budget for budget, _ in kept], [100 * share for _, share in kept], **style)
-    axes[0].set(ylabel="KL divergence from dense (nats a token)", yscale="log")
+    axes[0].set(ylabel="KL divergence from dense (nats per token)", yscale="log")
     axes[1].set(ylabel="perplexity above dense (%)")
     axes[1].set_yscale("symlog", linthresh=0.1)
     if answers:
@@ -69,7 +69,7 @@ def kept_shares(shares: np.ndarray, path: str | os.PathLike, title: str) -> None
 
 
 def mask_over_mass(mass: np.ndarray, kept: np.ndarray, path: str | os.PathLike, title: str) -> None:
-    """One head: its true block masses [n, n] beside the same with what is dropped left white."""
+    """One head's true block masses [n, n], beside the same masses with dropped blocks left white."""
     plt = _pyplot()
     figure, both = plt.subplots(1, 2, figsize=(9, 4.5), layout="constrained")
     shown = np.log10(np.maximum(mass, 1e-5))

@@ -1,4 +1,4 @@
-"""One text's masks looked at: what each head keeps, and the head whose mask is worth a picture."""
+"""HADS's masks on one text: the share that each head keeps, and the head whose mask is worth a picture."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Portrait(NamedTuple):
 
 
 def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float) -> Portrait:
-    """HADS on dense attention's queries and keys.
+    """HADS's choice from the queries and keys of dense attention.
 
-    The head shown is, of those that keep no more than the budget's share, the one with most mass beyond the forced
-    blocks: a fixed pattern would do it most harm.
+    Of the heads that keep at most the budget's share, the head shown has most kept mass outside the forced blocks: a
+    fixed pattern would harm this head most.
     """
     grid = profile.grid(len(tokens))
     counts = layer_counts(profile, budget, grid.length)

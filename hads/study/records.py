@@ -1,4 +1,4 @@
-"""Results as they come, one JSON line each, so that a run that was cut off goes on where it stopped."""
+"""Results written as they come, one JSON line each, so that a run that was cut off goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = ("sequence", "method", "budget", "layers")
 
 
 class Records:
-    """A file of lines; a line is one sequence under one method at one budget. A line cut off at the end is forgotten.
+    """A file of lines, one per sequence, method and budget. A last line that was cut off is dropped.
 
     The first line says what the run was of (model, length, block, ...): a file of another run is refused.
     """

@@ -21,7 +21,7 @@ from xsake.hads.study.texts import Text
 def write(
     records: Records, folder: Path, *, model: Any, profile: HadsProfile, text: Text, console: Console | None = None
 ) -> None:
-    """The table, `summary.json`, and three pictures, the last two of one text at the middle one of the budgets."""
+    """Print the table; write `summary.json` and three pictures, the last two of one text at the middle budget."""
     console = console or Console()
     rows = summarise(records)
     about = records.about

@@ -1,4 +1,4 @@
-"""What records say: means over sequences, and whether HADS differs from each method."""
+"""From records to a summary: means over sequences, and whether HADS differs from each method."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Summary(NamedTuple):
     budget: float
     layers: str
     sequences: int
-    density: float  # the mean, and below how far any sequence is from the budget
-    off_budget: float
-    kl: float
-    perplexity_gap: float  # of the perplexity over all tokens
+    density: float  # active blocks as a share of the causal blocks, mean over sequences
+    off_budget: float  # how far any sequence's density is from the budget, as a share of the budget
+    kl: float  # nats per token, mean over sequences
+    perplexity_gap: float  # perplexity over that of the dense model, minus 1
     same_token: float
-    against: Difference | None  # KL of HADS minus this one's; None for HADS itself or without common sequences
+    against: Difference | None  # KL of HADS minus this method's; None for HADS itself, or without common sequences
     adjusted: float | None  # probability that HADS is not better, corrected for the number of comparisons
 
 
@@ -35,7 +35,7 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
     """
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for line in lines:
-        if "asked" in line:  # a task: its text is not natural
+        if "asked" in line:  # a text that asks something is not natural text
             continue
         groups[line["budget"], line["layers"], line["method"]][line["sequence"]] = line
     differences: dict[tuple, Difference] = {}
@@ -73,7 +73,7 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
 
 
 def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, int, float]]:
-    """(domain, method, budget, items that the dense model answers, share of them that the sparse one does) of tasks."""
+    """(domain, method, budget, items that the dense model answers, share of these that the sparse one answers)."""
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for line in lines:
         if "asked" in line:
@@ -86,7 +86,7 @@ def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, in
 def as_json(
     about: dict[str, Any], rows: Iterable[Summary], kept: Iterable[tuple[str, str, float, int, float]]
 ) -> dict[str, Any]:
-    """What a summary file holds."""
+    """The contents of a summary file."""
     names = ("domain", "method", "budget", "asked", "retention")
     return {
         "about": about,

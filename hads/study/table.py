@@ -1,4 +1,4 @@
-"""A summary as a table for people."""
+"""A summary as a table to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences to calibrate on, to read and to answer: from a file of tokens, or from plain text with a tokenizer."""
+"""Sequences to calibrate and to evaluate on: from files of tokens, or from plain text with a tokenizer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def load_texts(
     domains: Iterable[str] | None = None,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[Text]:
-    """Sequences of exactly `length` tokens, at most `limit` of each domain, none overlapping.
+    """Sequences of exactly `length` tokens, at most `limit` per domain, none overlapping.
 
-    A .npz file holds one array of tokens [N, T] for each domain (longer sequences are cut at `length`) and, for domains
+    A .npz file holds one array of tokens [N, T] per domain (longer sequences are cut at `length`) and, for domains
     that ask something, another with the suffix `.items`. Any other file is plain text, a domain of its own, cut into
     sequences by `encode`.
     """

@@ -28,9 +28,9 @@ def calibrate(
     texts: Texts,
     out: Annotated[Path, typer.Option(help="Where the profile goes (JSON).")],
     model: Model = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=64)] = 4096,
-    sequences: Annotated[int, typer.Option(help="Sequences of each domain.", min=1)] = 4,
-    block: Annotated[int, typer.Option(help="Tokens of a block.", min=8)] = 64,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=64)] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences per domain.", min=1)] = 4,
+    block: Annotated[int, typer.Option(help="Tokens per block.", min=8)] = 64,
     domains: Domains = None,
     dtype: DType = None,
 ) -> None:
@@ -61,8 +61,8 @@ def evaluate(
         Path, typer.Option(help="A folder for records, tables and pictures; a run that was cut off goes on.")
     ],
     model: Model = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=64)] = 4096,
-    sequences: Annotated[int, typer.Option(help="Sequences of each domain.", min=1)] = 4,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=64)] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences per domain.", min=1)] = 4,
     methods: Annotated[str, typer.Option(help=f"Groups or methods, comma-separated. {METHODS}")] = "short",
     budgets: Annotated[str, typer.Option(help="Shares of active blocks, comma-separated.")] = "0.2,0.43",
     layers: Annotated[str, typer.Option(help="A budget's division among layers: profile or uniform.")] = "profile",
