@@ -12,7 +12,8 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, implementa
     if not options.pop("return_residual", False):
         return attend(query, key, value, bias=bias, mask=mask, **options)
     out, lse = attend(query, key, value, bias=bias, mask=mask, return_lse=True, **options)
-    return out, lse.astype(query.dtype)  # JAX's has the query's dtype, xsake's is float32
+    # JAX's has the query's dtype and no gradient; xsake's is float32 and has one.
+    return out, jax.lax.stop_gradient(lse.astype(query.dtype))
 
 
 jax.nn.dot_product_attention = dot_product_attention
