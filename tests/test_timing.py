@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from xsake.autotune import timing
 from xsake.autotune.timing import Timing, race
 
 
-def test_what_a_contestant_leaves_behind_is_not_the_next_ones_time():
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes where a test says so."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_what_a_contestant_leaves_behind_is_not_the_next_ones_time(clock):
     """After `untidy`, whoever runs first has its mess to clear."""
     mess = []
 
     def untidy():
+        clock[0] += 1.0
         mess.append(1)
 
     def tidy():
-        if mess:
-            time.sleep(0.05)
-            mess.clear()
+        clock[0] += 50.0 if mess else 1.0
+        mess.clear()
 
     times = race({"untidy": untidy, "tidy": tidy}, rounds=3, min_seconds=0.0, wait=lambda _: None)
-    assert times["tidy"].high < 0.02
+    assert times["tidy"].high == 1.0
 
 
 def test_quartiles():
@@ -32,7 +39,12 @@ def test_quartiles():
 
 
 @pytest.mark.parametrize("min_seconds", [0.0, 0.02])
-def test_rounds_last_as_long_as_asked(min_seconds):
+def test_rounds_last_as_long_as_asked(clock, min_seconds):
     calls = []
-    race({"sleeper": lambda: calls.append(time.sleep(0.001))}, rounds=2, min_seconds=min_seconds, wait=lambda _: None)
-    assert len(calls) >= 2 + 2 * (1 + min_seconds / 0.005)
+
+    def sleeper():
+        calls.append(1)
+        clock[0] += 0.001
+
+    race({"sleeper": sleeper}, rounds=2, min_seconds=min_seconds, wait=lambda _: None)
+    assert len(calls) == 2 + 2 * (1 + max(1, round(min_seconds / 0.001)))
