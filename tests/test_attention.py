@@ -54,6 +54,7 @@ RULES = {
     "int window is both sides": dict(mask=None, local_window_size=19),
     "one-sided windows": dict(local_window_size=(None, 5), mask_window=(29, None), density=0.8),
     "causal and window": dict(mask_causal=True, local_window_size=(13, None), density=0.8),
+    "window beyond every length": dict(local_window_size=2**31 - 1, mask_window=(2**40, 2**31 - 2), density=0.8),
     "window of nothing but itself": dict(local_window_size=0, density=0.8),
     "window within a block": dict(mask=None, is_causal=True, local_window_size=(3, 0)),
 }
@@ -200,7 +201,7 @@ def test_length_zero(implementation):
     assert (results.out[0] == 0).all() and (results.lse[0] == -np.inf).all() and (results.d_query[0] == 0).all()
 
 
-@pytest.mark.parametrize("causal, window", [(True, None), (False, (9, 30)), (True, 25)])
+@pytest.mark.parametrize("causal, window", [(True, None), (False, (9, 30)), (True, 25), (False, 2**31 - 1)])
 def test_positions(implementation, causal, window):
     """Reordered tokens: rules follow positions and nothing else; the mask is built without a rule."""
     rng = np.random.default_rng(5)

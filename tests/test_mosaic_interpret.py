@@ -70,6 +70,18 @@ def test_segments_and_positions():
     check_run(TARGET, case)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_window_beyond_every_position_is_no_limit():
+    case = make(
+        TARGET,
+        **(SMALL | dict(q_len=32, block_q=32, block_kv=32, density=1.0)),
+        local_window_size=2**31 - 1,
+        positions=np.arange(5, 133)[None].astype(np.int32),
+    )
+    check_run(TARGET, case)
+
+
 # -- the threads that interpretation needs ---------------------------------------------------------------------------
 
 

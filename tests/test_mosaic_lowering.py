@@ -34,6 +34,7 @@ SHAPES = {
 ARGUMENTS = {
     "segments": dict(segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32))),
     "positions and window": dict(positions=np.arange(512, dtype=np.int32)[None], local_window_size=(100, 0)),
+    "window beyond every length": dict(local_window_size=(2**31 - 1, 2**40)),
     "full bias": dict(bias=np.zeros((2, 4, 512, 512), np.float32)),
     "row bias": dict(bias=np.zeros((1, 4, 1, 512), np.float32)),
     "column bias": dict(bias=np.zeros((1, 1, 512, 1), np.float32)),

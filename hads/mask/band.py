@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# A side of a window from which on it excludes nothing. Sequences and positions stay below it, and so the sum of a
+# position and a side is an int32 in every kernel.
+NO_LIMIT = 2**30
+
 
 def parse_window(
     window: int | tuple[int | None, int | None] | None, name: str = "local_window_size"
@@ -34,7 +38,12 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, is_causal: bool, window: int | tuple[int | None, int | None] | None) -> Band:
-        left, right = parse_window(window)
+        """The rule of `is_causal` and of a `local_window_size`.
+
+        >>> Band.of(is_causal=True, window=2**31 - 1)
+        Band(left=None, right=0)
+        """
+        left, right = (None if side is None or side >= NO_LIMIT else side for side in parse_window(window))
         if is_causal:
             right = 0 if right is None else min(right, 0)
         return cls(left, right)

@@ -58,7 +58,8 @@ def attention(
       scale: of the logits; D ** -0.5 by default.
       is_causal: a query sees keys at its own index and before, counted from the top left as in jax.nn; with
         positions, by them.
-      local_window_size: keys at most so far away, inclusive: an int for both sides or (left, right), None for no limit.
+      local_window_size: keys at most so far away, inclusive: an int for both sides or (left, right), None (or 2**30
+        and more) for no limit.
       query_seq_lengths, key_value_seq_lengths: i32[B]; tokens at or past the length are padding, whatever they hold.
       segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
       positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (for a cache, or
