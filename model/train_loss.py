@@ -29,7 +29,8 @@ def next_token_loss(
     """Mean of -log p(target) in nats over the targets that are not negative; about `chunk` tokens at a time.
 
     >>> import jax.numpy as jnp
-    >>> float(next_token_loss(jnp.ones((1, 2, 4)), jnp.zeros((4, 8)), jnp.zeros((1, 2), jnp.int32), 1).round(4))
+    >>> loss = next_token_loss(jnp.ones((1, 2, 4)), jnp.zeros((4, 8)), jnp.zeros((1, 2), jnp.int32), 1)
+    >>> round(float(loss), 4)
     2.0794
     """
     loss, _ = _run(states, weight, targets, chunk, with_gradient=False)

@@ -1,10 +1,11 @@
-"""The examples of the docstrings and of the README run."""
+"""The examples of the docstrings run. Those of the pages are in test_pages.py."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
-import re
+import importlib.util
+import pkgutil
 import types
 from pathlib import Path
 
@@ -12,22 +13,14 @@ import pytest
 
 import xsake
 
-ROOT = Path(__file__).resolve().parents[1]
-MODULES = [
-    "xsake._op",
-    "xsake._registry",
-    "xsake._backend",
-    "xsake.hads.mask.block_mask",
-    "xsake.hads.mask.patterns",
-    "xsake.hads.mask.band",
-    "xsake.hads.mask.file",
-    "xsake.model.cache",
-    "xsake.model.config",
-    "xsake.model.flax_attention",
-    "xsake.model.generation",
-    "xsake.model.sampling",
-    "xsake.model.transformer",
-]
+
+def _modules() -> list[str]:
+    """Those with an example in a docstring."""
+    found = (module.name for module in pkgutil.walk_packages(xsake.__path__, "xsake."))
+    return [name for name in found if ">>>" in Path(importlib.util.find_spec(name).origin).read_text()]
+
+
+MODULES = _modules()
 
 
 def _tests(name: str) -> list[doctest.DocTest]:
@@ -76,10 +69,3 @@ def test_the_public_face_has_examples():
 @pytest.mark.parametrize("name", xsake.__all__)
 def test_public_names_have_docstrings(name):
     assert len(getattr(xsake, name).__doc__ or "") > 40
-
-
-def test_readme_example_runs():
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks, "the README has no python example"
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
