@@ -10,7 +10,7 @@ import json
 import numpy as np
 
 from benchmarks.hads.methods import PUBLISHED, STRENGTHENED
-from benchmarks.report_hads import ALWAYS, FOLDER, budgets_of, ranked
+from benchmarks.report.hads import ALWAYS, FOLDER, budgets_of, ranked
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.pictures import kept_shares, mask_over_mass, quality_over_density
 from xsake.hads.study.summary import Summary

@@ -1,8 +1,35 @@
-"""No number in the README is typed by hand."""
+"""No number in the README and in docs/ is typed by hand."""
 
-from benchmarks import report
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from benchmarks import record, report
+from xsake import _tuned
+
+PAGES = report.pages()
 
 
-def test_readme_says_what_the_recorded_runs_say() -> None:
-    text = report.README.read_text()
-    assert report.rendered(text) == text, "run: python -m benchmarks.report"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_say_what_the_recorded_runs_say(page):
+    assert report.rendered(page) == page.read_text(), "run: python -m benchmarks.report"
+
+
+def test_every_part_is_on_a_page():
+    assert {name for page in PAGES for name in report.parts_of(page)} == set(report.PARTS)
+
+
+def test_an_unknown_part_is_an_error(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: nothing -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match=r"page\.md asks for the part 'nothing'"):
+        report.rendered(page)
+
+
+def test_an_edited_kernel_changes_no_page(monkeypatch):
+    """Tables must not depend on the kernels' sources: every edit of a kernel would need the pages made again."""
+    monkeypatch.setattr(_tuned, "kernel_hash", lambda name: hashlib.sha256(name.encode()).hexdigest()[:16])
+    page = record.ROOT / "docs" / "tuning.md"
+    assert report.rendered(page) == page.read_text()

@@ -1,0 +1,56 @@
+"""The tables of README.md and docs/, made from recorded runs: no number there is typed by hand.
+
+python -m benchmarks.report           rewrite every generated part of README.md and docs/*.md
+python -m benchmarks.report --check   exit 1 if a part is not what the recorded runs say
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a name of PARTS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import record
+from benchmarks.report import attention, hads, model, tpu, tuning
+
+PARTS: dict[str, Callable[[], str]] = {
+    "cpu_attention": attention.cpu_attention,
+    "gpu_attention": attention.gpu_attention,
+    "gpu_profile": attention.gpu_profile,
+    "gpu_speed": attention.gpu_speed,
+    "hads_first_table": hads.first_table,
+    "hads_mask_cost": hads.mask_cost,
+    "hads_short": hads.short,
+    "hads_study": hads.every_study,
+    "smollm2": model.smollm2,
+    "tpu_compile": tpu.tpu_compile,
+    "tpu_gather_shapes": tpu.tpu_gather_shapes,
+    "tpu_schedule": tpu.tpu_schedule,
+    "train_gpu": model.train_gpu,
+    "tuning": tuning.shipped,
+}
+
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages with generated parts."""
+    every = (record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md")))
+    return [page for page in every if _PART.search(page.read_text())]
+
+
+def parts_of(page: Path) -> list[str]:
+    return [found[2] for found in _PART.finditer(page.read_text())]
+
+
+def rendered(page: Path) -> str:
+    """The text of a page with every generated part made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        if found[2] not in PARTS:
+            raise ValueError(f"{page.name} asks for the part {found[2]!r}; benchmarks/report has {sorted(PARTS)}")
+        return f"{found[1]}{PARTS[found[2]]()}\n{found[3]}"
+
+    return _PART.sub(made, page.read_text())

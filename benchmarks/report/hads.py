@@ -1,0 +1,236 @@
+"""The tables of HADS, made from the recorded study (`python -m benchmarks.hads`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import record
+from benchmarks.hads.methods import PUBLISHED, STRENGTHENED
+from benchmarks.report.words import source, table
+
+FOLDER = record.RESULTS / "hads"
+ALWAYS = ("sink_window", "oracle_top_k", "oracle_gain")
+NAMES = {
+    "ada_kv": "AdaKV",
+    "flash_prefill": "FlashPrefill",
+    "mean_top_k": "mean-pooled top-k",
+    "oracle_gain": "oracle: true masses, HADS's rule",
+    "oracle_top_k": "oracle: true masses, equal numbers for all rows and heads",
+    "sink_window": "sink + window",
+    "tca": "TCA-Attention",
+    "x_attention_16": "XAttention, stride 16",
+    "x_attention_8": "XAttention, stride 8",
+}
+
+Row = dict[str, Any]
+
+
+def every_study() -> str:
+    """A section for each length and block that was studied, the longest first."""
+    return "\n\n".join(f"### {shape(run)}\n\n{study(run)}" for run in studies())
+
+
+def studies() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("summary-*.json"), key=_longest_first)]
+
+
+def short() -> str:
+    """The study of the longest texts at three budgets, for the README."""
+    run = studies()[0]
+    rows, by = compared(run)
+    budgets = [b for b in budgets_of(run) if b in (0.1, 0.2, 0.43)]
+    published, forced = ranked(rows, PUBLISHED), ranked(rows, STRENGTHENED)
+    shown = ("hads", forced[0], *published[:2], "sink_window", "oracle_gain")
+    cells = [
+        [title(name), *(f"{by[name, b]['kl']:.4f}" for b in budgets), str(by[name, budgets[0]]["sequences"])]
+        for name in shown
+    ]
+    gaps = " / ".join(f"{by['hads', b]['perplexity_gap']:+.1%}" for b in budgets)
+    lines = table(["method", *(f"{b:.0%} of blocks" for b in budgets), "texts"], cells)
+    return "\n".join([*lines, "", f"{shape(run)}. Perplexity of HADS over dense: {gaps}. {origin(run)}"])
+
+
+def study(run: dict[str, Any]) -> str:
+    rows, by = compared(run)
+    budgets = budgets_of(run)
+    published, forced = ranked(rows, PUBLISHED), ranked(rows, STRENGTHENED)
+    shown = ["hads", *forced[:3], *published[:3], *(name for name in ALWAYS if (name, budgets[0]) in by)]
+    sequences = max(by[name, budgets[0]]["sequences"] for name in shown)
+    cells = []
+    for name in dict.fromkeys(shown):
+        own = by[name, budgets[0]]["sequences"]
+        texts = "" if own == sequences else f" ({own} texts)"
+        cells.append([f"{title(name)}{texts}", *(cell(by.get((name, b)), own) for b in budgets)])
+    rivals = [r for r in rows if r["method"] in PUBLISHED or r["method"] in STRENGTHENED]
+    return "\n".join(
+        [
+            f"KL divergence from dense attention on {sequences} texts, nats per token, by share of active blocks:",
+            "",
+            *table(["method", *(f"{b:.0%}" for b in budgets)], cells),
+            "",
+            *facts(by, budgets, published, forced, rivals),
+            f"- {origin(run)}",
+            *answers(run["tasks"]),
+        ]
+    )
+
+
+def compared(run: dict[str, Any]) -> tuple[list[Row], dict[tuple[str, float], Row]]:
+    """The results at the budgets that were compared, and the same by (method, budget)."""
+    rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
+    return rows, {(r["method"], r["budget"]): r for r in rows}
+
+
+def origin(run: dict[str, Any]) -> str:
+    return source("hads/", run, "jax")
+
+
+def shape(run: dict[str, Any]) -> str:
+    return f"{run['about']['length']} tokens, blocks of {run['about']['block']}"
+
+
+def cell(row: Row | None, sequences: int) -> str:
+    """KL, and the number of texts where it is not the row's."""
+    if row is None:
+        return ""
+    return f"{row['kl']:.4f}" + (f" ({row['sequences']} texts)" if row["sequences"] != sequences else "")
+
+
+def facts(
+    by: dict[tuple[str, float], Row],
+    budgets: Sequence[float],
+    published: Sequence[str],
+    forced: Sequence[str],
+    rivals: Sequence[Row],
+) -> list[str]:
+    below = [r for r in rivals if r["against"] is not None and r["against"]["high"] < 0]
+    others = [f"{plain(r['method'])} at {r['budget']:.0%}" for r in rivals if r not in below]
+    exceptions = f" Not below 0: {', '.join(others)}." if others else ""
+    names = {r["method"] for r in rivals}
+
+    def over(best: Sequence[str]) -> str:
+        """On the texts that both have read: the difference is paired by text."""
+        shares = (
+            max(1 + by[name, b]["against"]["mean"] / by[name, b]["kl"] for name in best if (name, b) in by)
+            for b in budgets
+        )
+        return " / ".join(f"{share:.2f}" for share in shares)
+
+    gaps = " / ".join(f"{by['hads', b]['perplexity_gap']:+.2%}" for b in budgets)
+    off = max(r["off_budget"] for r in by.values())
+    return [
+        f"- {len(names)} methods (as published, and with HADS's forced blocks) at {len(budgets)} budgets: the 95% "
+        f"interval of HADS's KL minus the method's KL, paired by text, lies below 0 in {len(below)} of {len(rivals)} "
+        f"comparisons.{exceptions}",
+        f"- HADS's KL over the KL of the best method as published, by budget: {over(published)}; over the KL of the "
+        f"best method with HADS's forced blocks: {over(forced)}.",
+        f"- Perplexity of HADS over dense, by budget: {gaps}. The active blocks of every method differ from the budget "
+        f"by at most {off:.2%}, on every text.",
+    ]
+
+
+def answers(tasks: Sequence[Row]) -> list[str]:
+    """What is kept of the answers that the dense model gets right."""
+    if not tasks:
+        return []
+    budgets = sorted({t["budget"] for t in tasks})
+    names = list(dict.fromkeys(t["domain"] for t in tasks))
+    by = {(t["method"], t["domain"], t["budget"]): t["retention"] for t in tasks}
+    asked = {t["domain"]: t["asked"] for t in tasks}
+    heads = [f"{name.split('-')[0]} at {b:.0%}" for name in names for b in budgets]
+    counts = ", ".join(f"{name.split('-')[0]}: {asked[name]}" for name in names)
+    cells = [
+        [title(method), *(f"{by[method, name, b]:.0%}" for name in names for b in budgets)]
+        for method in dict.fromkeys(t["method"] for t in tasks)
+    ]
+    return [
+        "",
+        f"Share kept of the answers that the dense model gets right ({counts}):",
+        "",
+        *table(["method", *heads], cells),
+    ]
+
+
+def first_table() -> str:
+    """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's."""
+    (path,) = FOLDER.glob("seed-*.json")
+    run = json.loads(path.read_text())
+    heads = ["method", "active blocks", "choosing blocks, ms", "attention, ms", "KL", "perplexity"]
+    cells = [
+        [
+            r["method"],
+            f"{r['active_blocks']:.0%}",
+            f"{r['mask_ms']:.2f}",
+            f"{r['attention_ms']:.2f}",
+            f"{r['kl']:.4f}",
+            f"{r['perplexity_gap']:+.2%}",
+        ]
+        for r in run["results"]
+    ]
+    return "\n".join([*table(heads, cells), "", f"Times are for one sequence in all layers. {origin(run)}"])
+
+
+def mask_cost() -> str:
+    """Choosing blocks and attention, beside dense attention, by length and budget."""
+    run = record.load("hads_mask_cost")
+    by = {(r["length"], r["what"]): r["seconds"]["median"] for r in run["results"]}
+    heads = [
+        "tokens",
+        "budget",
+        "dense (cuDNN)",
+        "mask alone",
+        "mask over dense",
+        "mask over sparse attention",
+        "mask and attention",
+        "speed-up",
+        "added by the mask",
+    ]
+    cells = []
+    for length, what in sorted(by, key=lambda at: -at[0]):
+        if not what.startswith("mask: hads at "):
+            continue
+        budget = what.removeprefix("mask: hads at ")
+        dense, mask = by[length, "dense"], by[length, what]
+        sparse, both = by[length, f"attention: hads at {budget}"], by[length, f"mask and attention: hads at {budget}"]
+        row = [str(length), budget, f"{1e3 * dense:.2f} ms", f"{1e3 * mask:.2f} ms", f"{mask / dense:.1%}"]
+        row += [
+            f"{mask / sparse:.0%}",
+            f"{1e3 * both:.2f} ms",
+            f"{dense / both:.2f}x",
+            f"{1e3 * (both - sparse):.2f} ms",
+        ]
+        cells.append(row)
+    return "\n".join([*table(heads, cells), "", source("hads_mask_cost.json", run, "jax")])
+
+
+def ranked(rows: Sequence[Row], among: Any) -> list[str]:
+    """Best first, by the mean over budgets of the logarithm of KL."""
+    logs: dict[str, list[float]] = {}
+    for r in rows:
+        if r["method"] in among:
+            logs.setdefault(r["method"], []).append(float(np.log(r["kl"])))
+    return sorted(logs, key=lambda name: float(np.mean(logs[name])))
+
+
+def budgets_of(run: dict[str, Any]) -> list[float]:
+    """Those at which methods were compared; not what only the first table asks for."""
+    return sorted({r["budget"] for r in run["methods"] if r["method"] == "oracle_gain"})
+
+
+def title(name: str) -> str:
+    return "**HADS**" if name == "hads" else plain(name)
+
+
+def plain(name: str) -> str:
+    """A method's name in words."""
+    method = name.removesuffix("+forced")
+    return NAMES.get(method, method) + (" + forced blocks" if name.endswith("+forced") else "")
+
+
+def _longest_first(path: Any) -> tuple[int, int]:
+    _, length, block = path.stem.split("-")
+    return -int(length), int(block)

@@ -1,0 +1,22 @@
+"""How tables, times and sources are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def milliseconds(seconds: dict[str, float]) -> str:
+    """Median, and the quartiles in brackets."""
+    return f"{seconds['median'] * 1e3:.0f} ms ({seconds['low'] * 1e3:.0f}-{seconds['high'] * 1e3:.0f})"
+
+
+def source(name: str, run: dict[str, Any], *versions: str, note: str = "") -> str:
+    """Where the numbers come from: the file, the hardware, the versions and the commit."""
+    e = run["environment"]
+    facts = [e["device"], note, *(f"{v} {e['versions'][v]}" for v in versions), f"commit {e['commit'][:7]}"]
+    return f"Recorded in `benchmarks/results/{name}`: {', '.join(fact for fact in facts if fact)}."
