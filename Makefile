@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean
+.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -44,6 +44,10 @@ peer-tests: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/xsake demo
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,7 +60,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks out
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
