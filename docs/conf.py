@@ -10,7 +10,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the API reference imports the package, and needs no accelerator
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-import xsake  # noqa: E402
+import xsake
 
 project = "XSAKE"
 author = copyright = "the authors of XSAKE"
@@ -25,6 +25,8 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "XSAKE"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 autodoc_member_order = "bysource"
@@ -38,7 +40,7 @@ napoleon_use_rtype = False
 # Docstrings write names as `name`: a link where the page of that name is here, code where it is not.
 default_role = "py:obj"
 # Every other reference must lead somewhere, except for types of other projects and of the package's inner modules.
-nitpick_ignore_regex = [("py:class", r"(?!xsake\.).*"), ("py:class", r"xsake\.\w+\.\w+\.\w+")]
+nitpick_ignore_regex = [("py:class", r"(?!xsake\.).*"), ("py:class", r"xsake\.\w+(\.\w+){2,}")]
 
 
 def setup(app: Any) -> None:

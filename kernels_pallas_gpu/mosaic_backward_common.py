@@ -32,15 +32,17 @@ PART = 64  # A tile that needs more than a plain softmax is worked on in parts o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """How one of the two kernels is tiled.
+    """How the dQ or the dK/dV kernel is tiled.
 
-    tile: width of a streamed tile (keys for dQ, queries for dK/dV).
-    stages: depth of the ring that is read first and last in a step (K for dQ, Q for dK/dV).
-    inner_stages: depth of the other ring (V for dQ, dO for dK/dV).
-    compute_wgs: compute warpgroups of a CTA. Where the mask's blocks are narrower than they are together, each walks
-      its own list.
-    split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: where the accumulators of both
-      do not fit in one.
+    Args:
+      tile: width of a streamed tile (keys for dQ, queries for dK/dV).
+      stages: depth of the ring that is read first and last in a step (K for dQ, Q for dK/dV).
+      inner_stages: depth of the other ring (V for dQ, dO for dK/dV).
+      compute_wgs: compute warpgroups per CTA. Where a mask block is narrower than the rows of all warpgroups together,
+        each warpgroup walks its own list.
+      split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: split where the accumulators
+        of both do not fit in one warpgroup.
+      compute_registers, memory_registers: registers per thread of a compute and of a memory warpgroup.
     """
 
     tile: int = one_of(64, 128, default=64)

@@ -34,11 +34,18 @@ class Pairing(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """tile_kv: keys a step; stages: depth of the K/V ring; q_stages: 2 loads the next tile's queries ahead;
-    num_ctas: persistent CTAs (0: one a tile); head_group: at most so many heads have their tiles interleaved, so that
-    the long rows of all of them come first (0: as many as the L2 cache holds); schedule: "dynamic" has persistent CTAs
-    take tiles from a counter in global memory, "static" deals them out beforehand; take_turns: one warpgroup multiplies
-    while the other computes its softmax.
+    """How the forward kernel is tiled and scheduled.
+
+    Args:
+      tile_kv: keys per step.
+      stages: depth of the K/V ring.
+      q_stages: 2 loads the queries of the next tile ahead.
+      num_ctas: persistent CTAs; 0 starts one CTA per tile.
+      head_group: interleave the tiles of at most so many heads, so that the long rows of all of them come first; 0 for
+        as many heads as the L2 cache holds.
+      schedule: "dynamic" has persistent CTAs take tiles from a counter in global memory, "static" deals them out
+        beforehand.
+      take_turns: one warpgroup multiplies while the other computes its softmax.
     """
 
     tile_kv: int = one_of(64, 128, default=128)

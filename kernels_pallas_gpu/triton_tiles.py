@@ -30,7 +30,13 @@ Refs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """One kernel's tile (its rows and columns must divide the mask's block), its warps and its pipeline's depth."""
+    """How one kernel is tiled.
+
+    Args:
+      q, kv: rows and columns of a tile; they must divide the mask's block.
+      num_warps: warps per program.
+      num_stages: depth of the pipeline.
+    """
 
     q: int = one_of(16, 32, 64, 128, 256)
     kv: int = one_of(16, 32, 64, 128, 256)

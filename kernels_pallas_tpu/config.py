@@ -15,14 +15,15 @@ from xsake.kernels_pallas_tpu.tiles import LANES, Axis, pitch_of, round_up, tile
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """One kernel's tiles.
+    """How one kernel is tiled.
 
-    own: tokens a grid step owns (queries, or keys for dK/dV); must divide the mask block's rows.
-    entry: tokens of the other side that one transfer brings; must divide its mask block's rows.
-    wide, narrow: transfers in a chunk of full blocks, and in a chunk of what is left.
-    compute: tokens of the other side in one pass of matrix products; a chunk is cut into passes of at most so many.
-    fold: query heads that share a step, where they share the mask's list and the K/V head.
-    mixed: wide chunks test every element and take any block: for short blocks, where full ones rarely fill a chunk.
+    Args:
+      own: tokens that a grid step owns (queries, or keys for dK/dV); must divide the mask block's rows.
+      entry: tokens of the other side that one transfer brings; must divide its mask block's rows.
+      wide, narrow: transfers per chunk of full blocks, and per chunk of the blocks that are left.
+      compute: tokens of the other side in one pass of matrix products; a chunk is cut into passes of at most this many.
+      fold: query heads that share a step, where they share the mask's list and the K/V head.
+      mixed: wide chunks test every element and take any block: for short blocks, where full blocks rarely fill a chunk.
     """
 
     own: int = whole(1, 2**20)
@@ -55,6 +56,8 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
+    """Independent tilings of the forward, the dQ and the dK/dV kernel."""
+
     forward: Tiling
     dq: Tiling
     dkv: Tiling

@@ -27,7 +27,12 @@ NEG_INF = float("-inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A tile's rows and columns, which must divide the mask's block, and how many tiles one step takes."""
+    """How one direction is tiled.
+
+    Args:
+      q, kv: rows and columns of a tile; they must divide the mask's block.
+      chunk: tiles per step of the loop.
+    """
 
     q: int = whole(1, 2**16)
     kv: int = whole(1, 2**16)
@@ -39,6 +44,8 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
+    """Independent tilings of the forward and the backward."""
+
     forward: Tiling
     backward: Tiling
 

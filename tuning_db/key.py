@@ -63,7 +63,7 @@ class Key:
 
     @property
     def place(self) -> tuple[int, int, int, int | None]:
-        """Where in its family: octaves of both lengths and of the heads, half octaves of density."""
+        """The place in its family, as octaves of both lengths and of the heads, and half octaves of density."""
         q, kv, heads = (round(math.log2(n)) for n in (self.q_len, self.kv_len, self.heads))
         return q, kv, heads, None if self.density is None else half_octaves(self.density)
 

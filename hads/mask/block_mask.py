@@ -80,7 +80,7 @@ class BlockMask:
     ) -> BlockMask:
         """A mask from boolean blocks [nQ, nK], [H, nQ, nK] or [B, H, nQ, nK].
 
-        Blocks that the index rule excludes are dropped. `capacity` is the number of list slots a head; by default the
+        Blocks that the index rule excludes are dropped. `capacity` is the number of list slots per head; by default the
         need rounded up to a power of two, or, under jit, all blocks that the rule allows. A mask that does not fit
         raises ValueError when concrete and makes attention return NaN when traced. `transpose=False` leaves out the
         lists that only gradients use.

@@ -188,7 +188,7 @@ def random(
     is_causal: bool = False,
     capacity: int | None = None,
 ) -> BlockMask:
-    """Exactly `density` of the allowed blocks, to the nearest block, a head; those on the diagonal come first."""
+    """Exactly `density` of the allowed blocks per head, to the nearest block; blocks on the diagonal come first."""
     if not 0 <= density <= 1:
         raise ValueError(f"{density=} must be between 0 and 1")
     _at_least("heads", heads, 1)

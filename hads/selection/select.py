@@ -37,7 +37,8 @@ def select(
     and in a gradient, for which the mask is a constant.
 
     Args:
-      query, key: of the layer, [B, T, H, D] and [B, T, K, D], rotary positions applied.
+      query: the layer's queries [B, T, H, D], rotary positions applied.
+      key: the layer's keys [B, T, K, D], rotary positions applied.
       profile: of this model, from `hads.calibrate`.
       budget: a share of the model's causal blocks (0.2 is 20%), or the counts that `hads.layer_counts` gives for it,
         i32[L] (in the static mode `hads.head_counts`, [L, H]), which may be traced: new counts do not recompile.

@@ -98,7 +98,7 @@ class Call:
 
     @property
     def full_is_exact(self) -> bool:
-        """The mask's full blocks need no element test: the call excludes nothing that the mask's rule allows."""
+        """Whether full blocks need no element test, since the call excludes nothing that the mask's rule allows."""
         return self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
 
 

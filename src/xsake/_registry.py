@@ -69,7 +69,7 @@ def candidates(name: str | None, platform: str) -> list[str]:
         reasons = {n: unavailable(n, platform) for n in _BACKENDS}
         able = [n for n, reason in reasons.items() if reason is None]
         missed = [f"{n!r}: {reason}" for n, reason in reasons.items() if reason and _BACKENDS[n][1] == platform]
-        if able == ["xla"] and missed:
+        if missed and all(_BACKENDS[n][1] is None for n in able):
             _say_once(f"no kernel serves this {platform.upper()}, so plain XLA does: " + "; ".join(missed))
         return able
     if reason := unavailable(name, platform):
