@@ -84,7 +84,7 @@ def build(
     own = None if tokenizer is None else load_tokenizer(tokenizer)
     if own is None:
         check_vocab_size(vocab_size)
-    settings = {"holdout": holdout, "shard_tokens": shard_tokens}
+    settings: dict[str, Any] = {"holdout": holdout, "shard_tokens": shard_tokens}
     settings |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes} if own is None else {"own": fingerprint(own)}
 
     with Progress(out, paths, settings) as progress:

@@ -50,7 +50,7 @@ class HadsMask:
         )
 
 
-def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: int) -> HadsMask:
+def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: Any) -> HadsMask:
     """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
     from xsake.hads.profile.profile import profile_shape
 

@@ -20,8 +20,12 @@ from typing import BinaryIO
 def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` when the block ends. If the block raises, `path` is as it was.
 
-    >>> with replacing(path) as file:
-    ...     file.write(b"all of it")
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with replacing(Path(folder) / "file") as file:
+    ...         written = file.write(b"all of it")
+    ...     (Path(folder) / "file").read_bytes()
+    b'all of it'
     """
     with _part_of(Path(path)) as file:
         yield file
