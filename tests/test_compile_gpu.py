@@ -103,10 +103,10 @@ import hads_case, jax, jax.numpy as jnp
 from cuda_offline import compile
 from xsake.hads.selection import program
 from xsake.hads.profile.causal_grid import CausalGrid
-chip, length, head_dim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+chip, length, head_dim, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 profile = hads_case.random_profile(head_dim=head_dim, block=64)
 grid = CausalGrid(length, 64)
-query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (4, 2))
+query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (4, 2))
 weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0], profile.burstiness[0]))
 make = partial(program._by_kernels, grid, 4, 1000)
 given = program.Given(query, key, *weights, {"count": jnp.int32(1000)})
@@ -116,6 +116,15 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("length", "head_dim"), [(32768, 64), (32768, 128), (131072, 256)])
-def test_mask_kernels_compile(chip, length, head_dim):
-    run(HADS_SCRIPT, chip, str(length), str(head_dim))
+@pytest.mark.parametrize(
+    ("length", "head_dim", "dtype"),
+    [
+        (32768, 64, "bfloat16"),
+        (32768, 128, "bfloat16"),
+        (131072, 256, "bfloat16"),
+        (4000, 128, "bfloat16"),  # the last block is short
+        (4096, 128, "float32"),
+    ],
+)
+def test_mask_kernels_compile(chip, length, head_dim, dtype):
+    run(HADS_SCRIPT, chip, str(length), str(head_dim), dtype)

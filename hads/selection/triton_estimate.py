@@ -26,7 +26,7 @@ from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, sp
 _PARTS = len(KIND_OF_PART)
 _CHUNK, _PROGRAMS = 16, 1024  # at most so many blocks of keys per program, at least so many programs
 _MOST_HEADS_PER_PROGRAM = 2  # query heads that share one reading of the keys
-_POOLED_PER_WARP = 8192  # numbers: more would not fit a warp's registers
+_POOLED_PER_WARP = 8192  # numbers of 16 bits: 256 per thread, two in each register
 _TOKENS_WARPS, _TOKENS_STAGES = 8, 2
 _SUM_WARPS, _SUM_STAGES = 4, 2
 _LOG2_E = math.log2(math.e)
@@ -84,7 +84,7 @@ def _pool_queries(
             ),
             _features(b, h, m, heads_per_program, d),
         ],
-        num_warps=_pool_warps(grid.block * heads_per_program * d),
+        num_warps=_pool_warps(grid.block * heads_per_program * d, spills=query.dtype.itemsize > 2),
     )
     return mean.reshape(b, parts, m // TILE, heads_per_program * TILE, d), features
 
@@ -105,13 +105,15 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
         (kv_heads, grid.side, b),
         [(key, _block_of_heads(grid, 1, d))],
         [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
-        num_warps=_pool_warps(grid.block * d),
+        # With 256 numbers per thread the compiler spills where head_dim is 256, and where the last block is short.
+        num_warps=_pool_warps(grid.block * d, spills=key.dtype.itemsize > 2 or d > 128 or grid.length % grid.block > 0),
     )
     return features
 
 
-def _pool_warps(numbers: int) -> int:
-    return max(numbers // _POOLED_PER_WARP, 1)
+def _pool_warps(numbers: int, *, spills: bool) -> int:
+    """`spills`: a warp has registers for half of `_POOLED_PER_WARP` numbers only."""
+    return max(numbers // (_POOLED_PER_WARP // 2 if spills else _POOLED_PER_WARP), 1)
 
 
 def _features(b: int, heads: int, m: int, heads_per_program: int, d: int) -> Output:
