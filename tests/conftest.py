@@ -97,7 +97,8 @@ def _strict_target(request: pytest.FixtureRequest) -> None:
 def interpreter_without_effects(
     _strict_target: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For jax.checkpoint, which takes no effects: those of the strict interpreter are callbacks in order."""
+    """For jax.checkpoint, which takes no effects, and transfer guards, which take the tokens of ordered effects for
+    transfers: the effects of the strict interpreter are callbacks in order."""
     if _is_interpreted_tpu(request):
         from xsake.kernels_pallas_tpu import launch
 

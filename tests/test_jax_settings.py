@@ -72,6 +72,7 @@ def _xla():
     return TARGETS[0]
 
 
+@pytest.mark.usefixtures("interpreter_without_effects")
 @pytest.mark.parametrize("name", NAMES)
 def test_tracing_transfers_nothing_unasked(implementation, name):
     """The mask of a call that gives none is made, and put on the device, while tracing."""
