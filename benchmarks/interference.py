@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from xsake.autotune.timing import Timing
 
 ATTEMPTS = 3
+PATIENCE = 120.0  # seconds after which nothing is measured again
 SPREAD = 0.2  # quartiles this far apart, over the median, are no calm measurement
 WAITED = 0.25  # nor are threads that waited for a core this long for each second that they ran
 
@@ -75,10 +77,12 @@ def judge(measure: Callable[[], dict[str, Any]], slowness: Callable[[dict[str, A
     """The first result that is not slower than allowed.
 
     `measure` gives a result with what disturbed it as "disturbed"; `slowness` says why a result is slower than allowed,
-    or None. A result that is slower is measured again: raises `Slower` if one of them was calm, and `Busy` otherwise.
+    or None. A result that is slower is measured again while there is patience: raises `Slower` if one of them was
+    calm, and `Busy` otherwise.
     """
     calm, busy = [], []
-    for _ in range(ATTEMPTS):
+    end = time.monotonic() + PATIENCE
+    while len(calm) + len(busy) < ATTEMPTS and not (busy and time.monotonic() > end):
         result = measure()
         why = slowness(result)
         if why is None:
