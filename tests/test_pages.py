@@ -157,9 +157,21 @@ def test_links_lead_somewhere(page):
 def test_every_benchmark_is_listed():
     """benchmarks/README.md says of every script what it measures."""
     folder = pages.ROOT / "benchmarks"
-    text = (folder / "README.md").read_text()
-    scripts = [p.relative_to(folder) for p in sorted(folder.rglob("*.py")) if "results" not in p.parts]
-    assert [str(path) for path in scripts if f"`{path}`" not in text and f"`{path.parent}/`" not in text] == []
+    lines = (folder / "README.md").read_text().splitlines()
+    named = "".join(
+        line.split("|")[1] if line.startswith("|") else line for line in lines
+    )  # of tables, the first column
+    scripts = [p.relative_to(folder) for p in sorted(folder.rglob("*.py"))]
+    assert [str(path) for path in scripts if f"`{path}`" not in named and f"`{path.parent}/`" not in named] == []
+    gone = [name for name in re.findall(r"`([\w/]+\.py)`", named) if not (folder / name).exists()]
+    assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=pages.name_of)
+def test_modules_that_are_named_exist(page):
+    """Also in the text and in tables: `python -m benchmarks.report`."""
+    for name in set(re.findall(r"python -m (benchmarks[\w.]*\w)", page.read_text())):
+        assert importlib.util.find_spec(name) is not None, name
 
 
 def _documented() -> str:

@@ -28,24 +28,27 @@ class HadsProfile:
     """What HADS needs to know of a model's heads. Make a profile with `calibrate`, keep it with `save` and `load`.
 
     For each of L layers and H query heads (float32):
-      features, tokens, distance, sink: the weights of the estimate of block mass (`selection.pooled`).
-      sensitivity: what a squared unit of dropped mass costs the model; 1 on average over all heads of all layers.
-      burstiness: how unevenly a block's queries attend to it: the variance of its mass among its queries over the mass,
-        times `Rule.own_part` (φ in `selection.gain`).
+
+    - `features`, `tokens`, `distance`, `sink`: the weights of the estimate of block mass (`selection.pooled`).
+    - `sensitivity`: what a squared unit of dropped mass costs the model; 1 on average over all heads of all layers.
+    - `burstiness`: how unevenly a block's queries attend to it: the variance of its mass among its queries over the
+      mass, times `Rule.own_part` (φ in `selection.gain`).
 
     Tables over budgets, counted as shares of the blocks that are not forced, so that they hold at any length:
-      free_shares [X]: the budgets of the table.
-      layer_shares [X, L], head_shares [X, L, H]: the share of its own free blocks that each layer and head gets.
-      log_thresholds [X]: logarithm of the smallest gain that is kept, for the elastic mode.
+
+    - `free_shares` [X]: the budgets of the table.
+    - `layer_shares` [X, L], `head_shares` [X, L, H]: the share of its own free blocks that each layer and head gets.
+    - `log_thresholds` [X]: logarithm of the smallest gain that is kept, for the elastic mode.
 
     And what it was made from and for:
-      model: the model's name.
-      block: the block size.
-      length: tokens per sequence of calibration. Other lengths are served too: only distances depend on the length, and
-        a distance beyond those of calibration counts as the farthest one seen.
-      kv_heads: number of KV heads.
-      digests: of the sequences of calibration, so that nobody evaluates on them.
-      rule: the constants that the profile was made with and is used with.
+
+    - `model`: the model's name.
+    - `block`: the block size.
+    - `length`: tokens per sequence of calibration. Other lengths are served too: only distances depend on the length,
+      and a distance beyond those of calibration counts as the farthest one seen.
+    - `kv_heads`: number of KV heads.
+    - `digests`: of the sequences of calibration, so that nobody evaluates on them.
+    - `rule`: the constants that the profile was made with and is used with.
 
     The fields below are the only list of a profile's contents: shapes, files and checks are derived from them.
     """
