@@ -44,7 +44,6 @@ _MODULES.append("benchmarks.hads")
 _HOOK = jaxtyping.install_import_hook(_MODULES, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")  # as JAX's own tests run
 
 _SLOW_START = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 hypothesis.settings.register_profile(
@@ -55,10 +54,13 @@ hypothesis.settings.load_profile(_PROFILE)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks may be promoted by the studies of HADS, which no call runs. For a module, since programs compile anew."""
-    with jax.numpy_rank_promotion("allow" if request.path.name.startswith("test_hads_") else "raise"):
-        yield
+def _ranks(request: pytest.FixtureRequest) -> None:
+    """As JAX's own tests run: a call promotes no rank. The studies of HADS, which no call runs, may.
+
+    For all threads, since the studies compile in several; and per module, since another setting compiles anew.
+    """
+    allowed = request.path.name.startswith("test_hads_")
+    jax.config.update("jax_numpy_rank_promotion", "allow" if allowed else "raise")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

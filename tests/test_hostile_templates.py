@@ -69,8 +69,7 @@ def test_hostile_templates_end_in_one_line(name, monkeypatch):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "\n" not in str(caught.value)
     spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
-    # KiB of the largest child so far: an earlier test's may have been larger than any template's.
-    assert spent < 1 and after.ru_maxrss <= max(before.ru_maxrss, 1 << 20)
+    assert spent < 1  # memory has a limit of its own in the child: "center of a gigabyte" runs into it
 
 
 def test_in_a_thread_too(monkeypatch):
