@@ -26,7 +26,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("xsake.hads.mask", "xsake.tuning_db"),
     ("xsake._backend",),
-    ("xsake.kernels_xla_ref", "xsake.kernels_pallas_gpu", "xsake.kernels_pallas_tpu", "xsake._registry"),
+    (
+        "xsake._registry",
+        "xsake.kernels_pallas_gpu",
+        "xsake.kernels_pallas_tpu",
+        "xsake.kernels_xla_ref",
+    ),
     ("xsake._arguments", "xsake._fold", "xsake._tuned"),
     ("xsake._op",),
     ("xsake",),  # the door to the operation and to masks

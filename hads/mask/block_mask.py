@@ -59,7 +59,7 @@ class BlockMask:
     is_causal: bool
     local_window_size: tuple[int | None, int | None] | None
     density_hint: float | None
-    complete: bool  # known to list every block; False where only the contents can tell (see `overflowed`)
+    complete: bool  # known not to have overflowed its capacity; False where only the contents tell (`overflowed`)
 
     # -- construction ------------------------------------------------------------------------------------------------
 

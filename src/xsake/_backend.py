@@ -1,7 +1,7 @@
 """What a backend is given (`Call`) and what it is (`Backend`).
 
-A backend is a module with the names of `Backend`. To add one: write a folder with such a module and name it in
-`_registry.py`; the shared test suite then takes its name.
+A backend is a module with the names of `Backend`. CONTRIBUTING.md walks
+through a new one: a folder with such a module, its name in `_registry.py` and in the shared test suite.
 """
 
 from __future__ import annotations
