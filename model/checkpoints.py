@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from xsake import _atomic
+from xsake.model.fields import Table, check
 
 
 class Checkpoints:
@@ -18,17 +23,21 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 1, read_only: bool = False):
-        if keep < 1:
-            raise ValueError(f"{keep=} must be at least 1")
+        self._folder = folder.absolute()
+        if not read_only:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _atomic.check_writable(folder / "checkpoint")
+            except OSError as error:
+                raise ValueError(f"checkpoints cannot be written to {folder}: {error.strerror}") from error
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
+            create=not read_only,  # Orbax's own read_only would warn each time
         )
         handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ("state", "mask")}
         handlers["about"] = ocp.JsonCheckpointHandler()
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
         """Of which there is a whole checkpoint, the last one last."""
@@ -40,18 +49,36 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items, about=ocp.args.JsonSave(description)))
 
     def describe(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        with self._plain_errors(step):
+            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            for name in ("config", "data"):
+                check(name, about[name], Table())
+        return about
 
     def restore(self, step: int, name: str, like: Any) -> Any:
         """A tree, with the shapes and on the devices of `like`, whatever mesh it was saved from."""
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
-        return self._manager.restore(step, args=args)[name]
+        with self._plain_errors(step):
+            return self._manager.restore(step, args=args)[name]
 
     def restore_leaves(self, step: int, name: str, where: jax.sharding.Sharding) -> list[jax.Array]:
         """A list of arrays, with the shapes that were saved."""
-        saved = self._manager.item_metadata(step)[name]
+        with self._plain_errors(step):
+            saved = self._manager.item_metadata(step)[name]
         like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf in jax.tree.leaves(saved)]
         return self.restore(step, name, like)
+
+    @contextlib.contextmanager
+    def _plain_errors(self, step: int) -> Iterator[None]:
+        """Orbax and its libraries raise errors of every kind over a damaged checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+            raise ValueError(
+                f"the checkpoint {self._folder / str(step)} cannot be read: {reason}. Move this folder away, and the "
+                f"run goes on from the checkpoint before it"
+            ) from error
 
     def __enter__(self) -> Checkpoints:
         return self

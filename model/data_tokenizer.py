@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from xsake.model.fields import LARGEST_INT
 from xsake.model.tokenizer_file import read_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,8 +16,10 @@ LEAST_VOCAB = 257  # every byte, and the end of a text
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    if vocab_size < LEAST_VOCAB:
-        raise ValueError(f"{vocab_size=} must be at least {LEAST_VOCAB}: every byte, and {END_OF_TEXT}")
+    if not LEAST_VOCAB <= vocab_size <= LARGEST_INT:
+        raise ValueError(
+            f"{vocab_size=} must be at least {LEAST_VOCAB} (every byte, and {END_OF_TEXT}) and at most {LARGEST_INT}"
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -15,6 +15,7 @@ from jax import Array
 
 from xsake.model.attend import MaskFn
 from xsake.model.cache import KVCache
+from xsake.model.fields import Whole, check
 from xsake.model.sampling import Sampler
 from xsake.model.transformer import Transformer
 
@@ -76,6 +77,7 @@ def stream(
         raise ValueError("prompts must not be empty: a model continues at least one token")
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
+    check("seed", seed, Whole(0, 2**32 - 1))
     if max(lengths) + max_new_tokens > model.config.context:
         raise ValueError(
             f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,15 +13,15 @@ from xsake import _atomic
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; one that a kill cut off is not an event."""
+    """Every line that is an event: not one that a kill cut off, nor what somebody else wrote into the file."""
     if not path.exists():
         return []
     events = []
     for line in path.read_bytes().split(b"\n"):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("step"), int) and "event" in event:
+                events.append(event)
     return events
 
 

@@ -17,6 +17,7 @@ from jax import Array
 
 import xsake
 from xsake import BlockMask, patterns
+from xsake._device import compute_capability
 from xsake.model.attend import MaskFn
 from xsake.model.train_config import TrainConfig
 
@@ -71,6 +72,16 @@ def fixed_pattern(name: str, *, length: int, block: int, density: float) -> Bloc
 
 def _cudnn(*arrays: Array, **options: Any) -> Array:
     return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **options)
+
+
+def check_cudnn(config: TrainConfig) -> None:
+    """Raises where cuDNN cannot attend."""
+    if compute_capability() is None:
+        raise ValueError(
+            f'attention="cudnn" needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here: use "dense"'
+        )
+    if config.dtype != "bfloat16":
+        raise ValueError(f'attention="cudnn" needs dtype="bfloat16", not {config.dtype!r}: use "dense"')
 
 
 def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:

@@ -97,4 +97,8 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        return cls(**values | {"model": ModelConfig(**values["model"])})
+        """ValueError for what is not a training configuration of this version."""
+        try:
+            return cls(**values | {"model": ModelConfig(**values["model"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a training configuration that this xsake knows: {error}") from error

@@ -59,22 +59,22 @@ def train(
     Returns:
       The path of the run file.
     """
-    for name, value in (("checkpoint_every", checkpoint_every), ("eval_batches", eval_batches)):
+    for name, value in (("checkpoint_every", checkpoint_every), ("keep", keep), ("eval_batches", eval_batches)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     trainer = Trainer(config, data=data, mesh=mesh, fsdp=fsdp, recalibrate=recalibrate)
     held = trainer.held_out() if eval_every else None
     metrics_file = run / METRICS_FILE
+    done, previous = _look_at(run)
+    _check_same_run(run, previous, trainer.description)
+    if done == config.steps:
+        return metrics_file
     with Checkpoints(run / CHECKPOINTS_FOLDER, keep=keep) as checkpoints:
-        done = max(checkpoints.steps(), default=0)
-        _check_same_run(run, checkpoints.describe(done) if done else _started(metrics_file), trainer.description)
-        if done == config.steps:
-            return metrics_file
+        if done:
+            trainer.restore(checkpoints, done)  # before the run file is touched: the checkpoint may be damaged
         report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, wandb=wandb)
         with report:
-            if done:
-                trainer.restore(checkpoints, done)
-            else:
+            if not done:
                 trainer.begin()
             clock = _Clock(trainer, report)
             while trainer.taken < config.steps:
@@ -138,12 +138,16 @@ class _Clock:
             self._report.step(step, values | self._trainer.speed(seconds))
 
 
-def _started(metrics_file: Path) -> dict[str, Any] | None:
-    """What the run in this folder is, if one began and had no checkpoint yet."""
-    for event in read_events(metrics_file)[:1]:
-        if event.get("event") == "start":
-            return {"config": event["config"], "data": event["data"]}
-    return None
+def _look_at(run: Path) -> tuple[int, dict[str, Any] | None]:
+    """How many steps the run in this folder has taken, and its description, if there is a run. Changes nothing."""
+    # Without looking whether the folder exists: of several processes, the first one to write makes it.
+    with Checkpoints(run / CHECKPOINTS_FOLDER, read_only=True) as checkpoints:
+        if steps := checkpoints.steps():
+            return steps[-1], checkpoints.describe(steps[-1])
+    for event in read_events(run / METRICS_FILE)[:1]:  # it began, and had no checkpoint yet
+        if event["event"] == "start":
+            return 0, {"config": event.get("config"), "data": event.get("data")}
+    return 0, None
 
 
 def _check_same_run(run: Path, previous: dict[str, Any] | None, wanted: dict[str, Any]) -> None:

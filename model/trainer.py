@@ -17,7 +17,7 @@ from xsake.model.data_batches import Batches
 from xsake.model.data_shards import Shard, open_shards
 from xsake.model.mfu import utilisation
 from xsake.model.sharding import make_mesh
-from xsake.model.train_attention import attention_of, hads_recalibration
+from xsake.model.train_attention import attention_of, check_cudnn, hads_recalibration
 from xsake.model.train_config import TrainConfig
 from xsake.model.train_step import Program, TrainState
 from xsake.model.transformer import Transformer
@@ -46,6 +46,8 @@ class Trainer:
         attention_fn, self.mask_fn, self.density = attention_of(config)
         if config.attention == "hads" and recalibrate is None:
             recalibrate = hads_recalibration(config)
+        if config.attention == "cudnn":
+            check_cudnn(config)
         self.config, self._recalibrate = config, recalibrate
         devices = make_mesh(*mesh)
         if config.batch // config.microbatches % mesh[0]:

@@ -186,6 +186,8 @@ def test_wrong_calls(sources, tmp_path):
         build([sources], tmp_path / "empty")
     with pytest.raises(ValueError, match="vocab_size=100 must be at least 257"):
         build([sources], tmp_path / "out", vocab_size=100)
+    with pytest.raises(ValueError, match=r"vocab_size=10+ must be .* at most 2147483647"):
+        build([sources], tmp_path / "out", vocab_size=10**20)
     with pytest.raises(ValueError, match=r"holdout=1.0 must be"):
         build([sources], tmp_path / "out", holdout=1.0)
     with pytest.raises(ValueError, match="shard_tokens=0"):

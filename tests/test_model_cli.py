@@ -66,11 +66,26 @@ def test_generate_writes_what_the_model_says(folder):
         (["model", "fetch", "gpt-9"], "no published model is called 'gpt-9'"),
         (["generate", "hello"], "run `xsake model fetch smollm2`"),
         (["generate", "hello", "--top-p", "2"], "top_p=2.0 must be above 0"),
+        (["generate", "hello", "--temperature", "inf"], "temperature=inf must be finite"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words, message):
     result = xsake(*words, code=1)
     assert message in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--seed", 10**23], 1, "seed=100000000000000000000000 must be an int of at least 0 and at most 4294967295"),
+        (["--seed", -1], 1, "seed=-1 must be an int of at least 0"),
+        (["--max-new-tokens", 10**20], 1, "exceed the model's context of 512"),
+        (["--window", 8, "--block", 10**20], 2, "Invalid value for '--block'"),
+    ],
+)
+def test_numbers_out_of_range_are_told_in_a_sentence(folder, options, code, message):
+    result = xsake("generate", "hello", "--model", folder, *options, code=code)
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
 
 
 def test_a_missing_extra_is_named(monkeypatch):

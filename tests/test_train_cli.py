@@ -77,6 +77,14 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         (["--processes", "2"], "missing: coordinator, process"),
         (["--eval-every", "1", "--length", "64"], "has no held-*.tokens file"),
         (["--data", "nowhere"], "nowhere has no train-*.tokens file"),
+        (["--attention", "cudnn"], 'attention="cudnn" needs an NVIDIA GPU, and JAX runs on cpu here: use "dense"'),
+        (["--seed", str(10**23)], "seed=100000000000000000000000 must be an int"),
+        (["--batch", str(10**30)], "must be an int"),
+        (["--steps", str(10**30)], "must be an int"),
+        (["--attention", "random", "--density", "0.5", "--block", str(10**20)], "must be an int"),
+        (["--mesh", "0x1"], "both must be at least 1"),
+        (["--keep", "0"], "keep=0 must be at least 1"),
+        (["--length", "64", "--batch", "999"], "fewer than one batch of 999"),
     ],
 )
 def test_what_goes_wrong_is_said(data, tmp_path, monkeypatch, words, message):
@@ -84,6 +92,36 @@ def test_what_goes_wrong_is_said(data, tmp_path, monkeypatch, words, message):
     code, said = xsake("train", "--data", data, "--run", tmp_path / "run", *words)
     assert code == 1 and message in " ".join(said.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_used(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    for run, message in (("file", "Not a directory"), ("file/run", "Not a directory"), ("run", "File exists")):
+        code, said = xsake("train", "--data", data, "--run", tmp_path / run, "--length", 64, "--steps", 1)
+        assert code == 1 and "Traceback" not in said
+        assert " ".join(said.split()) == f"checkpoints cannot be written to {tmp_path / run / 'checkpoints'}: {message}"
+
+
+def test_what_jax_lacks_is_told_in_a_line(tmp_path, monkeypatch):
+    """Memory or a device; an error of any other kind keeps its traceback."""
+
+    def fail(error):
+        def build(*_, **__):
+            raise error
+
+        monkeypatch.setattr("xsake.model.data_build.build", build)
+        return xsake("data", "build", tmp_path, "--out", tmp_path / "out")
+
+    assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\nmore")) == (
+        1,
+        "RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\n",
+    )
+    assert fail(PermissionError(13, "Permission denied", "/there")) == (1, "/there: Permission denied\n")
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        fail(RuntimeError("a mistake of ours"))
 
 
 def test_data_that_cannot_be_built(data, tmp_path):

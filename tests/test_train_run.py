@@ -243,6 +243,9 @@ def test_the_run_file_drops_what_a_checkpoint_does_not_know(tmp_path):
         ("step", 3),
     ]
     assert read_events(path)[2]["loss"] == 2 / 3 and read_events(tmp_path / "none") == []
+    with open(path, "a") as file:
+        file.write(f'5\n[1]\nnull\n{{}}\n{{"event": "x", "step": "2"}}\n{"[" * 100_000}\n')
+    assert len(read_events(path)) == 5, "what is no event is passed over"
     with RunFile(path, step=0):  # nothing was checkpointed: from the beginning
         assert read_events(path) == []
 

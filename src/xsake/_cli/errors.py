@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import typer
 
+# Of JAX: too little memory, or no device of the kind that was asked for.
+_ENVIRONMENT = ("RESOURCE_EXHAUSTED", "Unable to initialize backend")
+
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
@@ -17,5 +20,17 @@ def plain_errors() -> Iterator[None]:
         typer.echo(f"{error.name} is not installed; models need it: pip install 'xsake[model]'", err=True)
         raise typer.Exit(1) from error
     except (ValueError, NotImplementedError, OSError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(_sentence(error), err=True)
         raise typer.Exit(1) from error
+    except RuntimeError as error:
+        if not any(reason in str(error) for reason in _ENVIRONMENT):
+            raise
+        typer.echo(str(error).splitlines()[0], err=True)
+        raise typer.Exit(1) from error
+
+
+def _sentence(error: Exception) -> str:
+    """The system's errors without their number: "/root/run: Permission denied"."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

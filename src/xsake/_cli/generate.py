@@ -21,10 +21,11 @@ def generate(
     system: Annotated[str | None, typer.Option(help="What the model is told about its role.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt's text, without the chat template.")] = False,
     window: Annotated[
-        int | None, typer.Option(help="Read the prompt sparsely: each token sees so many before it.", min=0)
+        int | None,
+        typer.Option(help="Read the prompt sparsely: each token sees so many before it.", min=0),
     ] = None,
     sink: Annotated[int, typer.Option(help="With --window: and so many of the first tokens.", min=0)] = 64,
-    block: Annotated[int, typer.Option(help="With --window: tokens of a block.", min=1)] = 64,
+    block: Annotated[int, typer.Option(help="With --window: tokens of a block.", min=1, max=4096)] = 64,
 ) -> None:
     """Answer a prompt with a pretrained model, greedily or by drawing."""
     with plain_errors():
