@@ -1,1 +1,1 @@
-"""Pallas kernels for NVIDIA GPUs, a module a lowering."""
+"""Pallas kernels for NVIDIA GPUs, one module per lowering: `mosaic` (Hopper) and `triton` (Ampere and newer)."""

@@ -6,7 +6,7 @@ REGISTERS_PER_THREAD = 255  # at most, of 32 bits
 
 
 def shared_memory(capability: str) -> int:
-    """Bytes per block of threads; of a capability that is not known here, as many as every known one has."""
+    """Bytes per block of threads; for a capability that is not in the table, the smallest number of the table."""
     return SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
 
 

@@ -28,9 +28,9 @@ from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 
 _DTYPES = ("bfloat16", "float16")
-_DIMS = (64, 128, 256)  # of heads; others are padded to the next
-# In the interpreter a warpgroup may wait for a barrier in a thread of XLA's pool. A CTA has up to four warpgroups, of
-# which one is not waiting, and the program around them waits too: with one thread more, something always goes on.
+_DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
+# An interpreted warpgroup may wait for a barrier in a thread of XLA's pool. At most three of a CTA's four warpgroups
+# wait at a time, and so may the program that started them: a fifth thread is always free to go on.
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
@@ -95,7 +95,7 @@ def default_config(call: Call) -> Config:
 
 
 def search_space(call: Call) -> Sequence[Config]:
-    """The three kernels are tuned one at a time around the default: their times add, and none changes another's."""
+    """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
     default = default_config(call)
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = call.mask.block_q, call.mask.block_kv
@@ -112,7 +112,7 @@ def search_space(call: Call) -> Sequence[Config]:
 def misfit(call: Call, config: Config) -> str | None:
     d, dv, mask = _padded(call.head_dim), _padded(call.value_dim), call.mask
     if not config.forward.fits(d, dv, _pairing(call), _num_kv_vectors(call)):
-        return "forward: it needs more shared memory or registers than there are"
+        return "forward: it needs more shared memory or registers than a Hopper GPU has"
     for name, part, resident, streamed in (
         ("dq", config.dq, mask.block_q, mask.block_kv),
         ("dkv", config.dkv, mask.block_kv, mask.block_q),
@@ -145,7 +145,7 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, None]:
-    """The bias gradient is left to the operation."""
+    """(dQ, dK, dV, None): the operation computes the gradient of a bias."""
     q, k, v = _pad_dims(call.query, call.key, call.value)
     (d_out,) = _pad_dims(d_out)
     mask = call.mask
@@ -176,11 +176,11 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 def _pairing(call: Call) -> Pairing:
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
-    return Pairing.choose(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
+    return Pairing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
 
 
 def _num_kv_vectors(call: Call) -> int:
-    """Arrays that come with the keys, beside K and V."""
+    """Arrays with one number per key that are loaded beside K and V: segments, positions."""
     return (call.kv_segments is not None) + (call.kv_positions is not None)
 
 
@@ -189,7 +189,7 @@ def _padded(dim: int) -> int:
 
 
 def _pad_dims(*arrays: Array) -> list[Array]:
-    """Zeros up to the next head dimension that the kernels have; they change no product."""
+    """Zeros up to the next of `_DIMS`; they change no product."""
     return [
         jnp.pad(x, ((0, 0),) * 3 + ((0, _padded(x.shape[-1]) - x.shape[-1]),)) if x.shape[-1] not in _DIMS else x
         for x in arrays

@@ -1,9 +1,13 @@
-"""Backward of block-sparse attention on Hopper: dQ over row lists, dK/dV over the transposed lists. No atomics.
+"""What the dQ and dK/dV kernels for Hopper share. dQ walks the row lists, dK/dV the transposed lists; no atomics.
 
-Both kernels have one shape. A compute warpgroup holds 64 *resident* rows (queries and dO for dQ, keys and values for
-dK/dV) and walks the list of its mask row; the memory warpgroup reads the same list and streams the other side through
-two rings of shared memory. Both products are laid out with resident rows as the M of a wgmma, so that P and dS feed the
-next one from registers.
+    P = exp(S - lse)    S = soft_cap(scale * Q K^T + bias), masked
+    dS = P * (dO V^T - delta) * soft_cap'
+    dQ = scale * dS K    dK = scale * dS^T Q    dV = P^T dO
+
+Each compute warpgroup holds 64 *resident* rows (Q and dO for dQ, K and V for dK/dV) and walks the list of their mask
+row. The memory warpgroup reads the same list and *streams* the tiles of the other side through two rings of shared
+memory. Resident rows are the M of every wgmma, so that P and dS are the left operands of the next product as they come,
+in registers.
 """
 
 import dataclasses
@@ -25,9 +29,9 @@ Array = jax.Array
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS, ALONG_COLS = WGMMA.reduce(1), WGMMA.reduce(0)
-L2_SHARE = 32 * 2**20  # CTAs that run together should find what they stream in part of the L2.
-ROWS = 64  # The M of a wgmma: resident rows of a compute warpgroup.
-PART = 64  # A tile that needs more than a plain softmax is worked on in parts of this width: its extras take registers.
+L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache
+ROWS = 64  # resident rows per compute warpgroup: the M of a wgmma
+PART = 64  # columns at a time of a tile with a mask, bias or soft cap: their values take registers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,19 +54,21 @@ class BackwardConfig:
     inner_stages: int = whole(1, 32, default=2)
     compute_wgs: int = one_of(1, 2, default=2)
     split: bool | None = one_of(None, False, True, default=None)
-    # What a warpgroup may ask for: the instruction takes multiples of 8.
+    # setmaxnreg takes multiples of 8 from 24 to 256.
     compute_registers: int = whole(24, 256, multiple_of=8, default=240)
     memory_registers: int = whole(24, 256, multiple_of=8, default=24)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # A CTA of three warpgroups starts with 168 registers a thread; asking for more than it gives back would hang.
-        if self.compute_wgs * self.compute_registers + self.memory_registers > 504:
-            raise ValueError(f"{self.compute_registers=} and {self.memory_registers=} exceed the register file")
+        # A CTA of three warpgroups starts with 168 registers per thread. If the compute warpgroups asked for more than
+        # the memory warpgroup gives back, they would wait for ever.
+        registers, most = self.compute_wgs * self.compute_registers + self.memory_registers, 3 * 168
+        if registers > most:
+            raise ValueError(f"compute_wgs * compute_registers + memory_registers = {registers} must be at most {most}")
 
 
 def smem_bytes(config: BackwardConfig, resident_block: int, d: int, dv: int, split: bool = False) -> int:
-    """Shared memory of either kernel, a little more than what it needs."""
+    """Bytes of shared memory of the dQ or the dK/dV kernel: an upper bound, a little above the need."""
     tile_wgs = 1 if split else config.compute_wgs
     rings = tile_wgs if resident_block % (ROWS * tile_wgs) else 1
     resident = tile_wgs * ROWS * (d + dv) * 2 + (ROWS * config.tile * 4 if split else 0)
@@ -105,7 +111,7 @@ def default_dkv_config(d: int, dv: int, block_q: int, block_kv: int) -> Backward
 
 
 def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int) -> list[BackwardConfig]:
-    """Configurations of "dq" or "dkv" that fit; the heuristic is among them."""
+    """Configurations of the kernel "dq" or "dkv" that fit, the default first."""
     resident, streamed = (block_q, block_kv) if kernel == "dq" else (block_kv, block_q)
     default = (default_dq_config if kernel == "dq" else default_dkv_config)(d, dv, block_q, block_kv)
     split = kernel == "dkv" and d + dv > 256
@@ -113,7 +119,7 @@ def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int) -> l
     for tile in (64, 128):
         for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
             config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages)
-            # Beyond these widths the accumulators spill.
+            # Float32 registers per thread that the accumulators take; beyond 192 they spill.
             accumulators = (d if kernel == "dq" else d + dv) // 2 + tile
             fits = streamed % tile == 0 and smem_bytes(config, resident, d, dv, split) <= HOPPER_SHARED_MEMORY
             if fits and (tile == ROWS or (accumulators <= 192 and not split)) and config not in found:
@@ -128,12 +134,14 @@ def first_fit(
         config = BackwardConfig(**candidate)
         if smem_bytes(config, resident_block, d, dv, split) <= HOPPER_SHARED_MEMORY:
             return config
-    raise NotImplementedError(f"no configuration fits in shared memory for {d=}, {dv=}")
+    raise NotImplementedError(
+        f"head dims {d} and {dv} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitRule:
-    """The static part of the logits and of the element test."""
+    """How logits become probabilities, and which elements attend; all of it known while tracing."""
 
     scale: float
     band: Band
@@ -148,11 +156,11 @@ class LogitRule:
 
     @property
     def folds_lse(self) -> bool:
-        """Whether the logits' accumulator can start at -lse / scale, which saves its registers and a subtraction."""
+        """Whether the accumulator of S starts at -lse / scale: then p = exp(scale * S), and lse takes no registers."""
         return not self.has_bias and self.soft_cap is None and self.scale > 0
 
     def row_statistic(self, lse: Array) -> Array:
-        """What `probabilities` wants of lse. An empty row (lse = -inf) gets p = 0 without a test."""
+        """-lse / scale where `folds_lse`, else lse * log2(e); of an empty row (lse = -inf), what makes p 0."""
         if self.folds_lse:
             return jnp.where(lse == -jnp.inf, -jnp.inf, lse * (-1.0 / self.scale))
         return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
@@ -160,7 +168,10 @@ class LogitRule:
     def probabilities(
         self, products: Array, lse: Array | None, bias: Array | None, mask: Array | None
     ) -> tuple[Array, Array]:
-        """p, and p times the derivative of the soft cap: dS is the latter times (dP - delta)."""
+        """(p, p * soft_cap'): dS is the second times (dP - delta).
+
+        `lse` is the `row_statistic`, or None where `folds_lse`: the products then contain it.
+        """
         slope = None
         if self.folds_lse:
             p = jnp.exp2(products * (self.scale * LOG2E))
@@ -178,11 +189,11 @@ class LogitRule:
                 mask = mask & (lse < jnp.inf)
             p = jnp.where(mask, p, 0.0)
             if slope is not None and self.has_bias:
-                slope = jnp.where(mask, slope, 0.0)  # of a bias that is NaN it is NaN
+                slope = jnp.where(mask, slope, 0.0)  # the slope at a NaN bias is NaN
         return p, p if slope is None else p * slope
 
     def may_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:
-        """Whether the index rule leaves anything of a tile; None if it always may."""
+        """Whether the band allows any element of a tile, by the tile's indices; None where there is no band."""
         left, right = self.band
         tests = []
         if right is not None:
@@ -192,7 +203,7 @@ class LogitRule:
         return functools.reduce(jnp.logical_and, tests) if tests else None
 
     def attends(self, shape, q_axis: int, q_pos, kv_pos, q_seg, kv_seg, kv_in_range) -> Array | None:
-        """bool[shape], or None where nothing is tested. Vectors are along their axis of the tile."""
+        """bool[shape], or None where nothing is tested. Queries lie along `q_axis`, keys along the other."""
 
         def over_q(x: Array) -> Array:
             return lax.broadcast_in_dim(x, shape, [q_axis])
@@ -215,12 +226,16 @@ class LogitRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkGrid:
-    """Which resident tile a CTA's ring works on."""
+    """Which resident rows each ring of each CTA works on.
+
+    A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. CTAs are
+    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first.
+    """
 
     pairs: int  # (batch, head) pairs
-    section: int  # pairs that run side by side, rank by rank: few enough to share the L2
-    blocks: int  # mask rows of a pair
-    unit: int  # resident rows of a ring
+    section: int  # pairs per section: few enough for their streamed tiles to share the L2 cache
+    blocks: int  # mask rows per pair
+    unit: int  # resident rows per ring
     units_per_block: int
     rings: int
 
@@ -251,7 +266,7 @@ class WorkGrid:
         return lax.div(rest, size), section * self.section + lax.rem(rest, size)
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
-        """(first resident row, mask row, whether there is one)."""
+        """(first resident row, mask row, whether the rank has rows for this ring)."""
         unit, units = rank * self.rings + ring, self.blocks * self.units_per_block
         exists: Any = True
         if units % self.rings:
@@ -260,7 +275,7 @@ class WorkGrid:
         return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
 
 
-# Accumulators: wgmma registers, or f32 buffers when interpreted, where wgmma from registers does not exist.
+# Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.
 
 
 def mma(acc: Any, a: Any, b: Any, *, transpose_b: bool = False, interpret: bool) -> None:
@@ -276,7 +291,9 @@ def read(acc: Any, *, in_flight: int, interpret: bool) -> Array:
 
 
 def opaque(x: Array, *, interpret: bool) -> Array:
-    """The same value, hidden from the compiler, which would hoist what depends on it out of a loop, into registers."""
+    """The same value, hidden from the compiler: it would compute what depends on the value before the loop, and keep it
+    in registers.
+    """
     return x if interpret else lax.optimization_barrier(x)
 
 
@@ -289,7 +306,7 @@ def with_zeros(body: Any, buffers: list[Any], shapes: list[tuple[int, int]], *, 
 
 
 def with_values(body: Any, buffers: list[Any], values: list[Array], *, interpret: bool) -> None:
-    """Runs `body(*accumulators)` and waits for every product issued in it."""
+    """Runs `body(*accumulators)` and waits for every product that the body started."""
     if not interpret:
         pl.run_state(lambda refs: body(*refs))(tuple(plgpu.ACC.init(value) for value in values))
         return
@@ -300,12 +317,12 @@ def with_values(body: Any, buffers: list[Any], values: list[Array], *, interpret
 
 def release(barrier: Any, *, interpret: bool) -> None:
     if interpret:
-        plgpu.commit_smem()  # The simulated products read by ordinary loads.
+        plgpu.commit_smem()  # interpreted products read shared memory by ordinary loads
     plgpu.barrier_arrive(barrier)
 
 
 def drain(free: Any, ring: int, stages: int, count: Any) -> None:
-    """Observes a ring's last releases: the interpreter requires that no barrier completes unseen."""
+    """Waits for the last releases of a ring: the interpreter requires that every completed barrier was waited for."""
     for i in range(stages):
 
         @pl.when(i < count)
@@ -342,7 +359,7 @@ def load_bias(ref: Any, b: Any, h: Any, row: Any, col: Any, shape: tuple[int, in
     return plgpu.load(ref.at[(*lead, rows, cols)], layout=WGMMA, optimized=False).astype(jnp.float32)
 
 
-def launch(
+def run_kernel(
     kernel: Any,
     name: str,
     ctas: int,
@@ -362,7 +379,7 @@ def launch(
         thread_name="wg",
         kernel_name=name,
         interpret=interpret,
-        # No buffer is both read and written by ordinary accesses of a warpgroup: it needs no automatic barriers.
+        # No warpgroup both reads and writes a buffer by ordinary accesses, so that no automatic barriers are needed.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

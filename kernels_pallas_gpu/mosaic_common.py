@@ -1,7 +1,7 @@
 """What the Mosaic GPU forward and backward kernels share.
 
     RowLists             the block lists of one direction (rows for forward and dQ, columns for dK/dV)
-    ListRefs             the same four as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
+    ListRefs             `RowLists` as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
     list_coords          which (batch, head) of the lists serves a query head
     ElementRule          the forward's element test; `.tile(shape, ...)` -> bool tile in the WGMMA layout
     soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
@@ -32,7 +32,7 @@ from xsake.hads.mask.band import Band
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# The running maximum starts here and not at -inf, so that a row with no element yet never computes -inf - -inf.
+# The running maximum of a row starts here. From -inf, a row with no element yet would compute -inf - -inf.
 LOWEST = -1e38
 
 
@@ -46,7 +46,7 @@ class RowLists(NamedTuple):
 
 
 class ListRefs(NamedTuple):
-    """`RowLists` inside a kernel: the same arrays as global-memory refs (`order` may be None)."""
+    """The arrays of `RowLists` as refs to global memory, inside a kernel; `order` may be None."""
 
     indices: Any
     row_ptr: Any
@@ -54,7 +54,9 @@ class ListRefs(NamedTuple):
     order: Any = None
 
     def row(self, batch: Any, head: Any, row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(begin, full_end, end) in `indices`. Clamped: an overflowing capacity must not read out of bounds."""
+        """(begin, full_end, end) of a row in `indices`; clamped, since the row pointers of a mask that overflowed its
+        capacity point past the end.
+        """
         capacity = jnp.int32(self.indices.shape[-1])
         begin = lax.min(self.row_ptr[batch, head, row], capacity)
         end = lax.min(self.row_ptr[batch, head, row + 1], capacity)
@@ -62,12 +64,14 @@ class ListRefs(NamedTuple):
         return begin, full_end, end
 
     def ranked(self, batch: Any, head: Any, rank: Any) -> jax.Array:
-        """The row at a place of the longest-first order."""
+        """The row that is number `rank` by length, longest first."""
         return rank if self.order is None else self.order[batch, head, rank]
 
 
 def list_coords(lists: Any, batch: Any, head: Any, *, num_q_heads: int, num_kv_heads: int) -> tuple[Any, Any]:
-    """Which list serves query head `head`: lists are one a batch or shared, one a query head, a KV head or shared."""
+    """(batch, head) of the list that serves query head `head`. There is one list per batch entry or one for all, and
+    one per query head, per KV head or for all heads.
+    """
     list_batch, list_heads = lists.indices.shape[:2]
     if list_heads not in (1, num_kv_heads, num_q_heads):
         raise ValueError(f"{list_heads=} must be 1, {num_kv_heads=} or {num_q_heads=}")
@@ -99,13 +103,13 @@ def wgmma_full(shape: Sequence[int], value: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElementRule:
-    """Which elements of a listed block attend. Everything static but the tile's place and its vectors."""
+    """Which elements of a listed block attend: kv < kv_len, and kv - q inside the band, and equal segments."""
 
     kv_len: int
     band: Band
 
     def any_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
-        """Whether any element of a tile may attend, by its indices alone."""
+        """Whether the indices of a tile allow any of its elements to attend."""
         left, right = self.band
         test = kv_start < self.kv_len
         if right is not None:
@@ -172,7 +176,7 @@ class ElementRule:
 
 
 def soft_cap_tanh(x: jax.Array, cap: float) -> jax.Array:
-    """tanh(x / cap) through exp2: within 1e-7 absolute, where tanh.approx is only good to 5e-4 relative."""
+    """tanh(x / cap) by exp2, with an absolute error of at most 1e-7: tanh.approx has a relative error of 5e-4."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * jnp.float32(2.0 * LOG2E / cap)))
 
 
@@ -189,7 +193,10 @@ def matmul(
     transpose_b: bool = False,
     overlap: Callable[[], None] | None = None,
 ) -> jax.Array:
-    """a @ b in f32: `a` in registers or shared memory, `b` in shared memory. `overlap` runs while it is in flight."""
+    """a @ b in float32; `a` is in registers or shared memory, `b` in shared memory.
+
+    `overlap` is called after the tensor core has been given the product and before its result is awaited.
+    """
     if interpret:
         out = _dot(_operand(a), _operand(b).T if transpose_b else _operand(b))
         if overlap is not None:
@@ -214,7 +221,7 @@ def matmul_add(
     interpret: bool,
     overlap: Callable[[], None] | None = None,
 ) -> jax.Array:
-    """acc + a @ b, as `matmul`."""
+    """acc + a @ b; everything else as in `matmul`."""
     if interpret:
         out = acc + _dot(_operand(a), _operand(b))
         if overlap is not None:
@@ -234,9 +241,8 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def take_ticket(counter: Any) -> jax.Array:
-    """Adds one to a counter in global memory. One thread of the warpgroup gets its old value: see `tell_ticket`.
-
-    Nothing waits for the value before it is used.
+    """Adds one to a counter in global memory. Returns the old value, in one thread of the warpgroup only: `tell_ticket`
+    writes it for the others. No thread waits for the value before it uses it.
     """
 
     @plgpu.inline_mgpu(
@@ -256,7 +262,7 @@ def take_ticket(counter: Any) -> jax.Array:
 
 
 def tell_ticket(ticket: jax.Array, slot: Any) -> None:
-    """Writes the ticket to shared memory. Others may read it after a barrier."""
+    """Writes the ticket to shared memory, where other threads may read it after a barrier."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType()))
     def store(_: Any, ticket: Any, slot: Any) -> None:
@@ -271,11 +277,12 @@ def tell_ticket(ticket: jax.Array, slot: Any) -> None:
 
 
 def swizzled(shape: Sequence[int], dtype: Any) -> Any:
-    """Shared memory for 16-bit tiles [..., rows, columns]; columns a multiple of 64."""
+    """Shared memory for 16-bit tiles [..., rows, columns] in the layout that wgmma reads; columns % 64 == 0."""
     return plgpu.SMEM(tuple(shape), dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def pad_to(x: jax.Array, multiple: int, axis: int = -1) -> jax.Array:
+    """Zeros at the end of an axis, up to the next multiple."""
     axis %= x.ndim
     extra = -x.shape[axis] % multiple
     if not extra:

@@ -1,4 +1,7 @@
-"""dK and dV over the transposed lists, on Hopper; the heads of a group are summed in the kernel."""
+"""The dK/dV kernel for Hopper: keys and values stay, queries and dO are streamed by the transposed lists.
+
+The query heads of a group are streamed one after the other, so that their sum needs no atomics.
+"""
 
 import functools
 from typing import Any
@@ -20,7 +23,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
-    launch,
     load_bias,
     mma,
     opaque,
@@ -28,6 +30,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     pad_bias,
     read,
     release,
+    run_kernel,
     vectors,
     with_values,
     with_zeros,
@@ -60,12 +63,12 @@ def dkv(
     config: BackwardConfig,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """dK [B, S, K, D] and dV [B, S, K, Dv], summed over the query heads of a group; `lists` are by KV block."""
+    """dK [B, S, K, D] and dV [B, S, K, Dv]; `lists` has one row per KV block."""
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
     group = q_heads // kv_heads
     dtype = q.dtype
-    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
+    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # TMA copies tiles of 8 rows
     tile, wgs = config.tile, config.compute_wgs
     if block_q % tile:
         raise ValueError(f"{block_q=} must be a multiple of {config.tile=}")
@@ -77,18 +80,18 @@ def dkv(
         has_bias=bias is not None,
         rows_share_bias=bias is not None and bias.shape[2] == 1 and q_len % block_q != 0,
     )
-    # Where both accumulators do not fit in the registers of one warpgroup, two of them share 64 keys: one computes P
-    # and dV, the other dP and dK, and P goes from the first to the second through shared memory.
+    # Where the accumulators of dK and dV do not fit in the registers of one warpgroup, two warpgroups share 64 keys.
+    # The first computes P and dV, the second dP and dK; P goes from the first to the second through shared memory.
     split = d + dv_dim > 256 if config.split is None else config.split
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
-    tile_wgs = 1 if split else wgs  # Warpgroups that hold keys of their own.
+    tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
     work = WorkGrid.make(batch * kv_heads, kv_len, block_kv, tile_wgs, group * q_len * (d + dv_dim) * 2)
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
-    # Queries past the end are padded as empty rows: p = 0. Keys past the end are dropped by the store.
+    # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
     statistic = pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf)
     neg_delta = pad(-delta, 2, q_size)
     skips = rule.by_position and q_positions is None
@@ -139,7 +142,7 @@ def dkv(
             return list_coords(list_refs, b, kv_head * group + g, num_q_heads=q_heads, num_kv_heads=kv_heads)
 
         def column_tiles(g, block, exists):
-            """(first entry, tiles of full blocks, tiles) of a mask column in the group's g-th head."""
+            """(first list entry, tiles of full blocks, tiles of all blocks) of a mask column in the group's head g."""
             begin, full_end, end = list_refs.row(*coords(g), block)
             full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
             if exists is not True:
@@ -153,7 +156,7 @@ def dkv(
         ring = 0 if work.rings == 1 else wg
 
         def resident_keys():
-            """(index of the first key, mask column, whether there is one)."""
+            """(index of the first key, mask column, whether the rank has keys for this ring)."""
             kv_start, block, exists = work.place(list_refs, coords(0), rank, ring)
             return (kv_start if split or work.rings > 1 else kv_start + wg * ROWS), block, exists
 
@@ -177,7 +180,7 @@ def dkv(
             )
 
         def walk(block, exists, step):
-            """Calls `step` on every tile of the column; returns how many. `n` counts over the heads of the group."""
+            """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
 
             def head(g, n):
                 begin, full_tiles, tiles = column_tiles(g, block, exists)
@@ -209,7 +212,7 @@ def dkv(
                     def products(s_acc, dp_acc, *, part, width):
                         queries, start = pl.ds(part * width, width), tile_start + part * width
                         q_tile, do_tile = q_smem.at[ring, slot, queries], do_smem.at[ring, inner, queries]
-                        # S and dP, transposed
+                        # S and dP, transposed: keys by queries
                         own = opaque(wg, interpret=simulate)
                         mma(s_acc, k_smem.at[own], q_tile, transpose_b=True, interpret=simulate)
                         mma(dp_acc, v_smem.at[own], do_tile, transpose_b=True, interpret=simulate)
@@ -433,7 +436,7 @@ def dkv(
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings
-    dk, dv = launch(
+    dk, dv = run_kernel(
         kernel,
         "block_sparse_dkv",
         work.ctas,

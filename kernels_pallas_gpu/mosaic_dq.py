@@ -1,4 +1,4 @@
-"""dQ over row lists, on Hopper."""
+"""The dQ kernel for Hopper: queries and dO stay, keys and values are streamed by the row lists."""
 
 import functools
 from typing import Any
@@ -19,7 +19,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
-    launch,
     load_bias,
     mma,
     opaque,
@@ -27,6 +26,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     pad_bias,
     read,
     release,
+    run_kernel,
     vectors,
     with_values,
     with_zeros,
@@ -59,18 +59,18 @@ def dq(
     config: BackwardConfig,
     interpret: Any = False,
 ) -> Array:
-    """dQ [B, T, H, D]; `lists` are by query block."""
+    """dQ [B, T, H, D]; `lists` has one row per query block."""
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
     group = q_heads // kv_heads
     dtype = q.dtype
-    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # Tiled copies need lengths that are multiples of 8.
+    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # TMA copies tiles of 8 rows
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
     tiles_per_block = block_kv // tile
     rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
-    # The heads of a group follow one another, so that they find their K and V in L2.
+    # The heads of a group follow one another and find the K and V that they share in the L2 cache.
     work = WorkGrid.make(batch * q_heads, q_len, block_q, wgs, kv_len * (d + dv_dim) * 2 // group or 1)
     simulate = bool(interpret)
 
@@ -118,7 +118,7 @@ def dq(
         coords = list_coords(list_refs, b, h, num_q_heads=q_heads, num_kv_heads=kv_heads)
 
         def row_tiles(block, exists):
-            """(first entry, tiles of full blocks, tiles) of a mask row."""
+            """(first list entry, tiles of full blocks, tiles of all blocks) of a mask row."""
             begin, full_end, end = list_refs.row(*coords, block)
             full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
             if exists is not True:
@@ -280,7 +280,7 @@ def dq(
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings
-    out = launch(
+    out = run_kernel(
         kernel,
         "block_sparse_dq",
         work.ctas,

@@ -1,11 +1,11 @@
-"""Block-sparse attention, forward, for Hopper: (out, lse) from compressed block lists.
+"""The forward kernel for Hopper: (out, lse) from compressed block lists.
 
-Three warpgroups a CTA: two compute 64 query rows each (`mosaic_forward_compute`), one reads the block lists and keeps K
-and V coming (`mosaic_forward_memory`). The CTA walks its share of query tiles (longest first), and the loads of the
-next tile overlap the end of the current one.
+A CTA has three warpgroups. Two compute 64 query rows each (`mosaic_forward_compute`); one reads the block lists and
+loads K and V (`mosaic_forward_memory`). The CTA walks its share of query tiles, the longest first, and loads the next
+tile while it finishes the current one.
 
-The two compute warpgroups share K and V, so they need one block list between them (`Pairing`): neighbouring rows of
-one mask row, or two query heads of one group. Where neither is so, each has its own list, ring and memory warpgroup.
+The two compute warpgroups share K and V, so that they must share a block list (`Pairing`): they take neighbouring rows
+of one mask row, or two query heads of one group. Otherwise each has its own list, ring and memory warpgroup.
 """
 
 from typing import Any
@@ -70,15 +70,15 @@ def forward(
         has_sinks=sink_lse is not None,
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
-        pairing=Pairing.choose(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
+        pairing=Pairing.of(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
         rule=ElementRule(kv_len=kv_len, band=band),
         config=config,
         interpret=interpret,
     )
-    # A TMA of 8-row swizzled tiles needs lengths of whole tiles (or less than one).
+    # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
     q, k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (q, k, v))
 
-    # Optional operands, padded so that every read of a tile is in bounds and every row is legal for TMA.
+    # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
     options: dict[str, jax.Array] = {}
     if q_segments is not None:
         options["q_segments"] = common.pad_to(q_segments, plan.tile_rows)
@@ -120,9 +120,9 @@ def forward(
         ),
         grid=(plan.num_ctas,),
         grid_names=("cta",),
-        num_threads=plan.compute_wgs + plan.workers_a_cta,
+        num_threads=plan.compute_wgs + plan.workers_per_cta,
         thread_name="wg",
-        # Row reductions stay inside a warp: the scratch for reductions across warps is not needed.
+        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret or None,
     )(q, k, v, *list_operands, *options.values(), *counter)

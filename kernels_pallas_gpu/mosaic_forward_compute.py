@@ -1,4 +1,4 @@
-"""A compute warpgroup of the Hopper forward: 64 query rows of a tile after the other, over the keys that arrive."""
+"""A compute warpgroup of the Hopper forward: per query tile, an online softmax over the keys as they arrive."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD, Q_START, STEPS
 
-# Keys that a partial step takes or leaves: a causal or window band often empties half of a tile.
+# Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
-# Columns after which an accumulator's layout repeats: sums over every eighth column stay in a thread.
+# Columns after which an accumulator's layout repeats: a thread holds all of a row's columns c, c + 8, c + 16, ...
 LANE_COLUMNS = 8
 
 
 class ComputeWarpgroup:
-    """`row_offset`, `head_offset`: where this warpgroup's half of a tile begins."""
+    """`row_offset`, `head_offset`: where this warpgroup's half of a query tile begins."""
 
     def __init__(self, cta: Cta) -> None:
         self.cta, self.plan = cta, cta.plan
         self.row_offset = cta.wg * WG_ROWS if self.plan.pairing is Pairing.ROWS else 0
         self.head_offset = cta.wg if self.plan.pairing is Pairing.HEADS else 0
 
-    # The two warpgroups pass the tensor core to one another. A turn at it begins when both have said so: each arrives
-    # once and waits once a turn. What a warpgroup does between the two holds up nobody.
+    # The two warpgroups alternate at the tensor core, which passes to the other when both have arrived at the barrier
+    # `tensor_core`: each arrives once and waits once per product. What it does between the two delays nobody.
     def yield_tensor_core(self) -> None:
         if self.plan.take_turns:
             plgpu.barrier_arrive(self.cta.barriers.tensor_core)
@@ -41,11 +41,11 @@ class ComputeWarpgroup:
     def run(self) -> None:
         cta, plan = self.cta, self.plan
 
-        def a_turn_passes() -> None:
+        def let_the_other_multiply() -> None:
             self.yield_tensor_core()
             self.await_tensor_core()
 
-        pl.when(cta.wg == 1)(a_turn_passes)
+        pl.when(cta.wg == 1)(let_the_other_multiply)
         self.yield_tensor_core()
         steps, full_steps = self.read_item(jnp.int32(0))
         if plan.ahead:
@@ -77,7 +77,7 @@ class ComputeWarpgroup:
 
         if not plan.ahead:
             self.await_tensor_core()
-        pl.when(cta.wg == 0)(a_turn_passes)
+        pl.when(cta.wg == 0)(let_the_other_multiply)
         plgpu.wait_smem_to_gmem(0)
 
     def read_item(self, turn: Any) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ class ComputeWarpgroup:
         return notes[cta.item_field(turn, STEPS)], notes[cta.item_field(turn, FULL_STEPS)]
 
     def multiply_first(self, turn: Any, step0: Any, steps: Any, overlap: Any) -> Any:
-        """A tile's first raw logits and the runs of keys they are of; past the last tile, anything."""
+        """(raw logits of a tile's first step, first keys of its runs); past the last tile, numbers that nobody uses."""
         cta, barriers = self.cta, self.cta.barriers
         q_slot, slot = cta.query_slot(turn, cta.wg), slot_of(step0, self.plan.stages)
 
@@ -102,12 +102,16 @@ class ComputeWarpgroup:
         return logits, starts
 
     def starts(self, slot: Any) -> tuple[Any, ...]:
-        """First keys of the runs of a stage."""
+        """The first key of each run in a slot of the K/V ring."""
         return tuple(self.cta.scratch.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
 
 
 class Tile:
-    """A warpgroup's half of a query tile. `step0`: steps before it; `first`: its first logits, multiplied ahead."""
+    """A warpgroup's half of a query tile.
+
+    `step0`: steps of this warpgroup in earlier tiles. `first`: what `multiply_first` returned for this tile, where it
+    was called ahead.
+    """
 
     def __init__(
         self, warpgroup: ComputeWarpgroup, turn: Any, step0: Any, steps: Any, full_steps: Any, first: Any = None
@@ -118,7 +122,7 @@ class Tile:
         self.q_tile = self.cta.scratch.q.at[self.q_slot]
         self.q_vectors: dict[str, Any] = {}
 
-    # Read where they are used: what is live during the loops costs registers.
+    # Fields are read again at every use: values that live through the loops would take registers.
     def field(self, which: int) -> Any:
         return self.cta.scratch.notes[self.cta.item_field(self.turn, which)]
 
@@ -151,9 +155,9 @@ class Tile:
         self.write(acc, m, total)
 
     def run_and_begin_the_next(self) -> Any:
-        """Returns the next tile's steps, and its first logits."""
+        """Returns the next tile's steps and full steps, and what `multiply_first` returned for it."""
         acc, m, total = self.attend(self.first_step(self.nothing()), jnp.int32(1))
-        # The other warpgroup need not wait for this one's output.
+        # Before the output is written: the other warpgroup need not wait for that.
         self.warpgroup.yield_tensor_core()
         if self.plan.separate_out:
             self.cta.release(self.cta.barriers.q_free.at[self.q_slot])
@@ -167,7 +171,7 @@ class Tile:
         return *following, first
 
     def nothing(self) -> Any:
-        """Output, maximum and sum of the rows before any key."""
+        """(output, maximum, sum) of the rows before the first key."""
         return (
             common.wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0),
             common.wgmma_full((WG_ROWS,), LOWEST),
@@ -175,7 +179,7 @@ class Tile:
         )
 
     def attend(self, carry: Any, done: Any) -> tuple[Any, Any, Any]:
-        """To all keys after the `done` steps: first the full blocks."""
+        """(output, maximum, sum) after all steps from number `done` on: first those of full blocks, then the others."""
         if self.plan.full_is_exact:
             carry = lax.fori_loop(done, self.full_steps, lambda i, c: self.kv_step(i, c, partial=False), carry)
             done = lax.max(done, self.full_steps)
@@ -185,7 +189,7 @@ class Tile:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def first_step(self, carry: Any) -> Any:
-        """With the logits that were multiplied ahead."""
+        """Step 0, with the logits that `multiply_first` computed ahead."""
         logits, starts = self.first
 
         def with_rule(_: Any, logits: Any) -> Any:
@@ -212,7 +216,7 @@ class Tile:
 
         num_live = sum(x.astype(jnp.int32) for x in live)
         pl.when(num_live == 0)(lambda: self.idle_step(step))
-        # Loops of one turn or none: as the branches of a switch they cost registers.
+        # Loops of one iteration or none, because the branches of a switch would take more registers.
         if len(live) == 2:
             half = live[1].astype(jnp.int32)
             carry = lax.fori_loop(
@@ -227,7 +231,7 @@ class Tile:
 
     def idle_step(self, step: Any) -> None:
         cta, barriers, slot = self.cta, self.cta.barriers, self.slot(step)
-        self.begin_turn(step)
+        self.take_tensor_core(step)
         plgpu.barrier_arrive(cta.stage(barriers.k_free, slot))
         self.warpgroup.yield_tensor_core()
         plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
@@ -236,7 +240,7 @@ class Tile:
         self.await_next_keys(step)
 
     def kv_step(self, step: Any, carry: Any, *, partial: bool, half: Any = None) -> Any:
-        """`half`: only that run of HALF keys of the tile."""
+        """One tile of keys; with `half` (0 or 1), only that half of the tile."""
         cta, plan, slot = self.cta, self.plan, self.slot(step)
         keys, values = cta.stage(cta.scratch.k, slot), cta.stage(cta.scratch.v, slot)
         starts = self.warpgroup.starts(slot) if partial or plan.has_bias else None
@@ -252,7 +256,7 @@ class Tile:
             keys,
             transpose_b=True,
             interpret=bool(plan.interpret),
-            overlap=lambda: self.begin_turn(step),
+            overlap=lambda: self.take_tensor_core(step),
         )
         vectors = dict(self.q_vectors)
         if partial:
@@ -263,8 +267,8 @@ class Tile:
         logits = self.element_wise(logits, starts, vectors, partial=partial)
         return self.accumulate(step, carry, logits, values)
 
-    def begin_turn(self, step: Any) -> None:
-        """The turn of an item's first step was asked for at the end of the item before."""
+    def take_tensor_core(self, step: Any) -> None:
+        """For step 0, this warpgroup has arrived at the end of the item before."""
         pl.when(step > 0)(self.warpgroup.yield_tensor_core)
         self.warpgroup.await_tensor_core()
 
@@ -308,7 +312,7 @@ class Tile:
                 total += lax.slice(p, (0, column), (WG_ROWS, column + LANE_COLUMNS))
         else:
             total += p.sum(axis=1)
-        # All of it before the wait: what would slip behind it delays the product.
+        # Compute everything above before the wait: what the compiler moved behind it would delay the product.
         acc, total, m_new, p16 = lax.optimization_barrier((acc, total, m_new, p16))
         self.warpgroup.yield_tensor_core()
         plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
@@ -338,8 +342,8 @@ class Tile:
             m = m_new
         inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
         acc *= common.per_row(inverse, acc.shape)
-        # The previous tile's store still reads the staging buffer. The wait also brings the four warps together: none
-        # may still multiply by the queries, where they are overwritten by the output.
+        # The store of the previous tile may still read the staging buffer. The wait also brings the four warps
+        # together: none of them may still multiply by the queries where the output overwrites the queries.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_tile = scratch.out.at[cta.wg] if plan.separate_out else self.q_tile
         out_tile[...] = acc.astype(plan.dtype)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from xsake._fields import check_fields, flag, one_of, whole
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS
 
-WG_ROWS = 64  # query rows of a compute warpgroup
+WG_ROWS = 64  # query rows per compute warpgroup
 
 
 class Pairing(enum.Enum):
@@ -21,9 +21,7 @@ class Pairing(enum.Enum):
     ALONE = "64-row tiles, with one compute warpgroup only: where two rings do not fit"
 
     @classmethod
-    def choose(
-        cls, block_q: int, list_heads: int, num_q_heads: int, num_kv_heads: int, widest_head_dim: int
-    ) -> "Pairing":
+    def of(cls, block_q: int, list_heads: int, num_q_heads: int, num_kv_heads: int, widest_head_dim: int) -> "Pairing":
         if block_q % (2 * WG_ROWS) == 0:
             return cls.ROWS
         group = num_q_heads // num_kv_heads
@@ -64,17 +62,17 @@ class ForwardConfig:
         q = self.q_stages * compute_wgs * WG_ROWS * head_dim * 2
         out = compute_wgs * WG_ROWS * v_head_dim * 2 if self.separate_out(head_dim, v_head_dim) else 0
         ring = rings * self.stages * self.tile_kv
-        # Every buffer begins at a multiple of 1024 bytes; lse, notes, barriers.
+        # Every buffer begins at a multiple of 1024 bytes. The last two terms are for lse, and for notes and barriers.
         return (
             q + out + ring * (head_dim + v_head_dim) * 2 + num_kv_vectors * pl.cdiv(ring * 4, 1024) * 1024 + 2048 + 512
         )
 
     def separate_out(self, head_dim: int, v_head_dim: int) -> bool:
-        """A staging buffer of its own for the output, or the query's."""
+        """Whether the output is staged in a buffer of its own; otherwise it overwrites the queries."""
         return self.q_stages == 2 or head_dim != v_head_dim
 
     def fits(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> bool:
-        # A 64 x 256 accumulator leaves no registers for 128-wide logits.
+        # An accumulator of 64 x 256 leaves no registers for logits of 64 x 128.
         if v_head_dim > 128 and self.tile_kv > 64:
             return False
         return self.smem_bytes(head_dim, v_head_dim, pairing, num_kv_vectors) <= HOPPER_SHARED_MEMORY
@@ -83,18 +81,20 @@ class ForwardConfig:
 def heuristic(
     head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0
 ) -> ForwardConfig:
-    """The widest tile, then queries ahead, then the deepest ring: the first that fits."""
+    """The first configuration that fits: prefer a wide tile, then queries loaded ahead, then a deep ring."""
     queries_ahead = (2, 1) if v_head_dim <= 128 else (1,)
     for tile_kv in (128, 64):
         for q_stages in queries_ahead:
             for stages in (4, 3, 2):
-                # With 64 x 256 accumulators the state of a persistent loop does not fit in registers.
+                # Beside an accumulator of 64 x 256 there are no registers for the state of a persistent loop.
                 config = ForwardConfig(
                     tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else HOPPER_SMS
                 )
                 if config.fits(head_dim, v_head_dim, pairing, num_kv_vectors):
                     return config
-    raise NotImplementedError(f"no forward tile for {head_dim=}, {v_head_dim=}")
+    raise NotImplementedError(
+        f"{head_dim=} and {v_head_dim=} need more shared memory or registers than Hopper has, in every configuration"
+    )
 
 
 def search_space(

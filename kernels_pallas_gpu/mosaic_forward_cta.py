@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA of the Hopper forward have in common: operands, shared memory, and who they are."""
+"""What the warpgroups of a CTA of the Hopper forward share: operands, shared memory, and the number of their worker."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,9 @@ from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Barriers, Pl
 
 
 class Cta:
-    """`refs`: query, key, value, block lists (in order or not), options by name, a counter of items, out and lse."""
+    """`refs`: query, key, value; `num_lists` block lists (3, or 4 with their order); the operands named in `options`;
+    the counter of items, if the schedule is dynamic; out and lse.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Cta:
         *self.counter, self.out, self.lse = rest[len(options) :]
         self.wg = lax.axis_index("wg")
         self.ring = lax.rem(self.wg, 2)
-        self.worker = lax.axis_index("cta") * plan.workers_a_cta + (self.ring if self._apart else 0)
+        self.worker = lax.axis_index("cta") * plan.workers_per_cta + (self.ring if self._apart else 0)
 
     @property
     def _apart(self) -> bool:
@@ -61,7 +63,7 @@ class Cta:
         return (self.ring, index) if self._apart else (index,)
 
     def release(self, barrier: Any) -> None:
-        # Interpreted, the tensor core's reads are plain ones; on hardware they are over when the product is.
+        # An interpreted product reads by plain loads. On hardware the tensor core has read when the product is done.
         if self.plan.interpret:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)

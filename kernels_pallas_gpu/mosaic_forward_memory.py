@@ -1,7 +1,7 @@
-"""The memory warpgroup of the Hopper forward: reads the block lists, and keeps queries, keys and values coming.
+"""The memory warpgroup of the Hopper forward: reads the block lists, and loads queries, keys and values.
 
-Global memory takes its time, so everything is read ahead: while an item is loaded, the next one's row and extent are
-read, and the number of the one after it is asked for early and read late.
+Global memory is slow, so that everything is read ahead. While an item is loaded, the row and the list of the next item
+are read; the number of the item after that is requested first and used last.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
 
-# First key of a run that does not exist: before every key.
+# The first key of a run that does not exist; it is below every key.
 MISSING = -(1 << 30)
 
 
@@ -52,7 +52,7 @@ class MemoryWarpgroup:
         self.drain(turns, steps)
 
     def drain(self, turns: Any, steps: Any) -> None:
-        """Leave no phase of a barrier unobserved."""
+        """Wait for every barrier that completed and was not waited for: the interpreter requires it."""
         cta, barriers = self.cta, self.cta.barriers
 
         def observe(use: Any, barrier: Any) -> None:
@@ -75,16 +75,18 @@ class MemoryWarpgroup:
         )
 
     def place(self, number: Any) -> tuple[Any, Any, Any, Any]:
-        """(batch, head, rank of the mask row, tile in it): sections of `head_group` heads, the longest rows of all of
-        them first. Past the end: the last item, only ever read ahead.
+        """(batch, head, rank of the mask row, tile in the row) of an item.
+
+        Items are numbered section by section, a section being `head_group` heads, and inside a section rank by rank:
+        the longest rows of all its heads come first. A number past the end gets the last item, which is then only read.
         """
         plan = self.plan
         number = lax.min(number, jnp.int32(plan.num_items - 1))
-        section, rest = _divmod(number, plan.head_group * plan.tiles_a_head)
+        section, rest = _divmod(number, plan.head_group * plan.tiles_per_head)
         tile, head = _divmod(rest, plan.head_group)
         batch, head = _divmod(section * plan.head_group + head, plan.head_tiles)
         rank, sub = _divmod(tile, plan.subtiles)
-        return batch, head * plan.heads_a_tile, rank, sub
+        return batch, head * plan.heads_per_tile, rank, sub
 
     def read_row(self, number: Any) -> Any:
         batch, head, rank, _ = self.place(number)
@@ -97,7 +99,7 @@ class MemoryWarpgroup:
         begin = lax.min(lists.row_ptr[b, h, row], capacity)
         entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
         full = lax.min(lists.num_full[b, h, row], entries) if plan.full_is_exact else jnp.int32(0)
-        units = entries * plan.units_a_block
+        units = entries * plan.units_per_block
         steps = lax.div(units + (plan.parts - 1), jnp.int32(plan.parts))
         return Item(
             batch=batch,
@@ -105,7 +107,7 @@ class MemoryWarpgroup:
             q_start=row * plan.block_q + sub * plan.tile_rows,
             begin=lax.min(begin, capacity - 1),  # a tile with no keys may begin past the last slot
             units=units,
-            full_steps=lax.div(full * plan.units_a_block, jnp.int32(plan.parts)),
+            full_steps=lax.div(full * plan.units_per_block, jnp.int32(plan.parts)),
             steps=jnp.where(number < plan.num_items, lax.max(steps, jnp.int32(1)) if plan.ahead else steps, -1),
         )
 
@@ -121,7 +123,10 @@ class MemoryWarpgroup:
         plgpu.barrier_arrive(cta.stage(cta.barriers.item_ready, slot))
 
     def dealt(self, turn: Any) -> Any:
-        """Odd turns run backwards: with rows sorted by length, every worker gets long and short ones alike."""
+        """The number of a worker's item in a turn of the static schedule.
+
+        Odd turns go through the workers backwards: rows are sorted by length, and so the workers get equal shares.
+        """
         worker, num_workers = self.cta.worker, self.plan.num_workers
         return turn * num_workers + jnp.where(lax.rem(turn, 2) == 0, worker, num_workers - 1 - worker)
 
@@ -146,7 +151,7 @@ class MemoryWarpgroup:
         pl.loop(0, item.steps)(load.step)
 
     def load_item(self, turn: Any, step0: Any, item: Item, next_number: Any) -> tuple[Item, Any]:
-        """Returns the next item and the number of the one after it, where there may be any."""
+        """Returns the next item, and the number of the item after the next; either may be past the end."""
         load = _Load(self, step0, item)
         ticket = self.ask_after_next()
         next_row = self.read_row(next_number)
@@ -171,7 +176,7 @@ class MemoryWarpgroup:
 
 
 class _Load:
-    """An item's keys and values, step by step."""
+    """Loads an item's keys and values, step by step."""
 
     def __init__(self, memory: MemoryWarpgroup, step0: Any, item: Item) -> None:
         self.cta, self.plan, self.step0, self.item = memory.cta, memory.plan, step0, item
@@ -184,14 +189,14 @@ class _Load:
         self.values(step, starts)
 
     def starts(self, step: Any) -> list[Any]:
-        """The first keys of a step's runs; a run past the end repeats the last."""
+        """The first key of each run of a step; a run past the end repeats the last run."""
         return [self._start(step, part) for part in range(self.plan.parts)]
 
     def _start(self, step: Any, part: int) -> Any:
         item, plan = self.item, self.plan
         last_unit = lax.max(item.units, jnp.int32(1)) - 1 if plan.ahead else item.units - 1
         unit_index = lax.min(step * plan.parts + part, last_unit) if plan.parts > 1 else step
-        entry, sub = _divmod(unit_index, plan.units_a_block)
+        entry, sub = _divmod(unit_index, plan.units_per_block)
         return self.cta.lists.indices[self.b, self.h, item.begin + entry] * plan.block_kv + sub * plan.unit
 
     def keys(self, step: Any, starts: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How the Hopper forward cuts a call into tiles, who works on them, and what the warpgroups of a CTA share."""
+"""How the Hopper forward cuts a call into tiles, who works on them, and the shared memory and barriers of a CTA."""
 
 import dataclasses
 import math
@@ -16,7 +16,9 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfi
 
 
 class Item(NamedTuple):
-    """A query tile: where it is, and its run of the block lists. `steps` is -1 past the last item."""
+    """A query tile (batch, head, first query) and its `units` runs of keys, which begin at list entry `begin`.
+    `steps` is -1 past the last item.
+    """
 
     steps: Any
     full_steps: Any
@@ -27,14 +29,15 @@ class Item(NamedTuple):
     units: Any
 
 
-# The fields that the compute warpgroups are told.
+# The memory warpgroup tells the compute warpgroups the first five fields of an item.
 PUBLISHED = 5
 STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
 
 
 class Scratch(NamedTuple):
-    """Shared memory. `notes` is what the memory warpgroup tells the others: two items, the runs of each stage, two
-    tickets."""
+    """Shared memory. In `notes` the memory warpgroup tells the others of two items, of the runs in every slot of the
+    K/V ring, and of two tickets.
+    """
 
     q: Any
     k: Any
@@ -60,7 +63,7 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number a token."""
+    """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
 
     batch_size: int
     q_len: int
@@ -89,19 +92,20 @@ class Plan:
         return self.num_q_heads // self.num_kv_heads
 
     # -- who works -----------------------------------------------------------------------------------------------------
-    # An item is a query tile. A worker is whoever walks items: the CTA, or each half of it where they work apart.
+    # An item is a query tile. A worker walks items, one per turn: it is a CTA, or half a CTA where its warpgroups work
+    # apart.
 
     @property
     def compute_wgs(self) -> int:
         return 1 if self.pairing is Pairing.ALONE else 2
 
     @property
-    def workers_a_cta(self) -> int:
+    def workers_per_cta(self) -> int:
         return 2 if self.pairing is Pairing.APART else 1
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """In front of the shape of what every worker of a CTA has for itself."""
+        """The leading axis of buffers and barriers that every worker of a CTA has for itself; () with one worker."""
         return (2,) if self.pairing is Pairing.APART else ()
 
     @property
@@ -110,12 +114,12 @@ class Plan:
 
     @property
     def num_ctas(self) -> int:
-        most = pl.cdiv(self.num_items, self.workers_a_cta)
+        most = pl.cdiv(self.num_items, self.workers_per_cta)
         return min(self.config.num_ctas or most, most)
 
     @property
     def num_workers(self) -> int:
-        return self.num_ctas * self.workers_a_cta
+        return self.num_ctas * self.workers_per_cta
 
     @property
     def persistent(self) -> bool:
@@ -127,7 +131,7 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a compute and of a memory thread. All together must not exceed what the CTA was launched with."""
+        """Registers per thread of (compute, memory) warpgroups; in all, at most those that the CTA starts with."""
         if self.pairing is Pairing.APART:
             return 216, 40
         return (240, 24) if self.ahead else (232, 40)
@@ -135,7 +139,7 @@ class Plan:
     # -- items ---------------------------------------------------------------------------------------------------------
 
     @property
-    def heads_a_tile(self) -> int:
+    def heads_per_tile(self) -> int:
         return 2 if self.pairing is Pairing.HEADS else 1
 
     @property
@@ -151,33 +155,35 @@ class Plan:
         return pl.cdiv(self.q_len, self.block_q)
 
     @property
-    def tiles_a_head(self) -> int:
+    def tiles_per_head(self) -> int:
         return self.num_rows * self.subtiles
 
     @property
     def head_tiles(self) -> int:
-        return self.num_q_heads // self.heads_a_tile
+        return self.num_q_heads // self.heads_per_tile
 
     @property
     def num_items(self) -> int:
-        return self.batch_size * self.head_tiles * self.tiles_a_head
+        return self.batch_size * self.head_tiles * self.tiles_per_head
 
     @property
     def head_group(self) -> int:
-        """Heads are interleaved while their K and V stay in the L2 cache: all if all do, otherwise leaving room for
-        what passes. Warpgroups that work apart read K and V twice as often, and from further away if there is more of
-        it; but the long rows of one K/V head are too few to begin with.
+        """Heads whose tiles are interleaved: as many as keep their K and V in the L2 cache together.
+
+        All heads where all fit; otherwise so many that part of the cache is left for Q and the output. Warpgroups that
+        work apart read K and V twice as often, so that they get less of the cache, but at least two K/V heads: one has
+        too few long rows for all workers to begin with.
         """
         kv_bytes = self.kv_len * (self.head_dim + self.v_head_dim) * 2
         share, least = (16 << 20, 2) if self.pairing is Pairing.APART else (32 << 20, 1)
-        most = self.config.head_group or max(least, share // kv_bytes) * (self.group // self.heads_a_tile or 1)
+        most = self.config.head_group or max(least, share // kv_bytes) * (self.group // self.heads_per_tile or 1)
         heads = self.batch_size * self.head_tiles
         if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= HOPPER_L2_BYTES:
             most = heads
         return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
-    # A step is one tile of keys: `parts` runs of `unit` keys; a listed block is `units_a_block` runs.
+    # A step is one tile of keys, made of `parts` runs of `unit` keys. A listed block is `units_per_block` runs.
 
     @property
     def plain_rules(self) -> bool:
@@ -185,7 +191,7 @@ class Plan:
 
     @property
     def tile_kv(self) -> int:
-        """Tiles of several runs are for the plain rules: with more operands they spill."""
+        """Keys per step. Only plain rules have tiles of several runs: with more operands such tiles spill."""
         return self.config.tile_kv if self.plain_rules else math.gcd(self.config.tile_kv, self.block_kv)
 
     @property
@@ -197,7 +203,7 @@ class Plan:
         return self.tile_kv // self.unit
 
     @property
-    def units_a_block(self) -> int:
+    def units_per_block(self) -> int:
         return self.block_kv // self.unit
 
     @property
@@ -210,7 +216,7 @@ class Plan:
 
     @property
     def testable(self) -> bool:
-        """Whether a partial step is tested for keys that nothing of it can attend to."""
+        """Whether a partial step leaves out the halves of its tile that no query can attend to."""
         return self.plain_rules and (self.rule.band != Band() or self.parts > 1 or self.kv_len % self.tile_kv != 0)
 
     @property
@@ -219,8 +225,9 @@ class Plan:
 
     @property
     def ahead(self) -> bool:
-        """The first logits of the next tile are multiplied while the output of this one is written. Every tile then has
-        a step at least: one that attends nothing gets a step with no keys. Elsewhere it would spill.
+        """Whether the next tile's first logits are multiplied while this tile's output is written.
+
+        Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill.
         """
         plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
         return self.persistent and self.separate_out and plain
@@ -233,13 +240,16 @@ class Plan:
 
     @property
     def to_log2(self) -> float:
-        """exp(x) = exp2(x * log2e), with the scale in the same multiplication where nothing comes between."""
+        """exp(logit) = exp2(x * to_log2). Where nothing comes between product and softmax, x is the raw product and
+        the factor contains the scale.
+        """
         return self.scale * LOG2E if self.plain_logits else LOG2E
 
     @property
     def lane_sums(self) -> bool:
-        """A row's sum is kept as one partial sum a thread and added up once an item, where registers allow and it
-        measured faster (not at 64, where it cost 7%).
+        """Whether each thread keeps its own part of a row's sum, and the parts are added once per item.
+
+        Only where there are registers, and where it measured faster (at 64 it cost 7%).
         """
         return not self.has_bias and self.v_head_dim == 128
 
@@ -259,7 +269,7 @@ class Plan:
         )
 
     def barriers(self) -> Barriers:
-        consumers = self.compute_wgs // self.workers_a_cta
+        consumers = self.compute_wgs // self.workers_per_cta
         queries, ring = self.q_stages * self.compute_wgs, (*self.rings, self.stages)
         return Barriers(
             item_ready=plgpu.Barrier(num_barriers=(*self.rings, 2)),

@@ -1,6 +1,6 @@
 """The Pallas-Triton backend: NVIDIA GPUs from compute capability 8.0 on.
 
-JAX has deprecated this lowering, so all that depends on it stays in the triton*.py files.
+JAX has deprecated this lowering: only the triton*.py files depend on it.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 
 def default_config(call: Call) -> Config:
-    """The first of a list of preferences that fits every GPU."""
+    """For each kernel, the first of a list of preferred tilings that fits every GPU."""
     return Config(**{kernel: _default(call, kernel) for kernel in ("forward", "dq", "dkv")})
 
 
 def search_space(call: Call) -> Sequence[Config]:
-    """The three kernels are tuned one at a time around the default: their times add, and none changes another's."""
+    """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
     default = default_config(call)
     capability = compute_capability()
     space = [default]
@@ -103,13 +103,13 @@ def misfit(call: Call, config: Config) -> str | None:
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{kernel}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
         if not _fits(call, kernel, tiling, capability):
-            return f"{kernel}: it needs more shared memory or registers than there are"
+            return f"{kernel}: it needs more shared memory or registers than this GPU has"
     return None
 
 
 def _default(call: Call, kernel: str) -> Tiling:
     mask, dim = call.mask, max(padded_dim(call.head_dim), padded_dim(call.value_dim))
-    if call.query.dtype == jnp.float32:  # products without tensor cores: registers are what is short
+    if call.query.dtype == jnp.float32:  # without tensor cores, products need many registers
         preferred = [(16, 16, 8, 1), (16, 16, 4, 1)]
         if dim <= 128:
             preferred = [(32, 32, 8, 1), *preferred]
@@ -134,14 +134,14 @@ def _default(call: Call, kernel: str) -> Tiling:
 
 
 def _needs_registers(call: Call) -> bool:
-    """Bias, soft cap, token arrays and padded head dimensions make the largest tiles spill."""
+    """Whether the largest tiles would spill: with a bias, soft cap, token arrays or padded head dimensions."""
     padded = (padded_dim(call.head_dim), padded_dim(call.value_dim)) != (call.head_dim, call.value_dim)
     given = (call.bias, call.soft_cap, call.q_segments, call.q_positions)
     return padded or any(x is not None for x in given)
 
 
 def _tile(block: int, limit: int, length: int) -> int:
-    """The largest power of two that divides the block, up to `limit`, and not needlessly longer than the sequence."""
+    """The largest power of two that divides the block, at most `limit` and at most the sequence's length rounded up."""
     return min(block & -block, limit, padded_dim(length))
 
 
@@ -154,7 +154,7 @@ def _worth_trying(call: Call, tiling: Tiling) -> bool:
 
 
 def _fits(call: Call, kernel: str, tiling: Tiling, capability: str | None) -> bool:
-    """On the GPU of that compute capability; None: on every one."""
+    """Whether a kernel with this tiling fits a GPU of the compute capability; with None, every known GPU."""
     limits = SHARED_MEMORY if capability is None else {capability: shared_memory(capability)}
     need = {name: _shared_memory(call, kernel, tiling, pipelined_dots=name in _PIPELINED_DOTS) for name in limits}
     fits = all(need[name] <= limit for name, limit in limits.items())
@@ -162,10 +162,10 @@ def _fits(call: Call, kernel: str, tiling: Tiling, capability: str | None) -> bo
 
 
 def _shared_memory(call: Call, kernel: str, tiling: Tiling, *, pipelined_dots: bool) -> int:
-    """Bytes: the operands that stay, the buffers of those that stream past, and room to turn a tile of logits around.
+    """Bytes: the operands that stay, the buffers of the streamed operands, and a tile of logits to change its layout.
 
-    This is what the compiler was seen to allocate. A matrix product that runs while the next one is issued (from Hopper
-    on) holds one buffer more.
+    This is what the compiler was seen to allocate. From Hopper on (`pipelined_dots`), a product is still running when
+    the next one is started, and holds one buffer more.
     """
     dims = padded_dim(call.head_dim), padded_dim(call.value_dim)
     q_side = tiling.q * (dims[0] if kernel == "forward" else sum(dims))
@@ -178,7 +178,7 @@ def _shared_memory(call: Call, kernel: str, tiling: Tiling, *, pipelined_dots: b
 
 
 def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
-    """32-bit registers a thread: accumulators, tiles of logits, and queries, which the forward keeps there."""
+    """32-bit registers per thread: accumulators, tiles of logits, and in the forward the queries."""
     dims, logits = (padded_dim(call.head_dim), padded_dim(call.value_dim)), tiling.q * tiling.kv
     words = {
         "forward": tiling.q * dims[1] + 3 * logits // 2 + tiling.q * dims[0] * call.query.dtype.itemsize // 4,

@@ -1,7 +1,9 @@
-"""Backward without atomics: every sum has one owner and a fixed order, hence the same bits every time.
+"""The backward of the Triton backend, without atomics: one program adds up each sum in a fixed order, so that two runs
+give the same bits.
 
-dQ walks rows of the list; dK/dV walks columns and sums over the group of query heads; the gradient of a full bias has
-one program a tile of the bias, and that of a broadcast one comes with dQ (row sums) or dK/dV (column sums).
+A program of dQ walks a row of the lists. A program of dK/dV walks a column, for every query head of a group. A bias
+[B|1, H|1, T, S] has a kernel of its own, with one program per tile; the gradient of a bias that is broadcast over keys
+comes with dQ (row sums), and over queries with dK/dV (column sums).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    # +inf where a row attends nothing: its weights are exp(-inf) = 0.
+    # A row that attends nothing gets lse = +inf: its weights are exp(-inf) = 0.
     lse = jnp.where(lse == NEG_INF, POS_INF, lse * units_of(call.query.dtype).one)
     one_q, one_kv = (call.bias.shape[2] == 1, call.bias.shape[3] == 1) if with_bias else (False, False)
     dq, row_sums = _dq(call, dq_tiling, lse, delta, d_out, with_sums=one_kv)
@@ -75,12 +77,12 @@ def backward(
 def _gradient_of_logits(
     tiles: Tiles, products: Array, d_p: Array, bias: Array | None, ok: Array | None, lse: Array, delta: Array
 ):
-    """(p, ds) of a tile; `lse` and `delta` broadcast along its keys."""
+    """p = exp(logits - lse) and ds = p * (d_p - delta) * soft_cap' of a tile; `lse` and `delta` broadcast over keys."""
     x, c, slope = tiles.logits(products, bias)
     if ok is not None:
         x = jnp.where(ok, x, NEG_INF)
         if slope is not None and bias is not None:
-            slope = jnp.where(ok, slope, 0.0)  # of a bias that is NaN it is NaN
+            slope = jnp.where(ok, slope, 0.0)  # the slope at a NaN bias is NaN
     p = tiles.units.exp(x * c - lse)
     ds = p * (d_p - delta)
     return p, ds if slope is None else ds * slope
@@ -149,15 +151,15 @@ def _dq_kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
 def _dkv(
     call: Call, tiling: Tiling, lse: Array, delta: Array, d_out: Array, *, with_sums: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Grid (KV tiles, K, B). A block holds a KV head's whole group of query heads; a shared list is a group of one."""
+    """Grid (KV tiles, K, B). A program sees all query heads of a KV head, and their lists or their one list."""
     tiles, mask, group = Tiles(call, tiling), call.mask, call.q_heads // call.kv_heads
     list_group = group if mask.heads == call.q_heads else 1
-    kv_heads_a_list = call.kv_heads * list_group // mask.heads
+    kv_heads_per_list = call.kv_heads * list_group // mask.heads
 
     def lists(x: Array) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(
             (None, list_group, x.shape[2]),
-            lambda i, k, b: (b if tiles.mask_batch > 1 else 0, int_div(k, kv_heads_a_list), 0),
+            lambda i, k, b: (b if tiles.mask_batch > 1 else 0, int_div(k, kv_heads_per_list), 0),
         )
 
     def group_rows(dim: int) -> pl.BlockSpec:
@@ -275,9 +277,9 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
 
 
 def _full_bias(call: Call, tiling: Tiling, lse: Array, delta: Array, d_out: Array) -> Array:
-    """One program a tile of the bias: it sums over the batches and heads that share the tile and list its block.
+    """One program per tile of the bias adds up the batch entries and heads that share the tile and list its block.
 
-    The result is dense like the bias itself, so a program a tile costs no more than writing it.
+    The gradient is dense like the bias itself, so that one program per tile costs no more than writing the gradient.
     """
     tiles = Tiles(call, tiling)
     blocks = vary(jnp.asarray(call.mask.to_blocks()).astype(jnp.int32), varying_axes(call))

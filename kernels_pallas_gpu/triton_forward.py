@@ -1,4 +1,4 @@
-"""Forward: one program a tile of queries, which walks its row of the list with an online softmax."""
+"""The forward of the Triton backend: a program per tile of queries walks its mask row with an online softmax."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
             # Softmax
             new_peak = jnp.maximum(peak, x.max(1) * c)
             safe = new_peak
-            if tested or bias is not None:  # a row may have nothing yet
+            if tested or bias is not None:  # a row may have attended nothing yet
                 safe = jnp.where(new_peak == NEG_INF, 0.0, new_peak)
             decay = units.exp(peak - safe)
             p = units.exp(x * c - safe[:, None])
@@ -111,7 +111,7 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
 
 
 def head_rows(length: int, dim: int, group: int = 1) -> pl.BlockSpec:
-    """One query head of [B, T, H, X] for the grid (tiles, H, B); or one KV head, where `group` query heads share it."""
+    """One query head of [B, T, H, X] for the grid (tiles, H, B), or the KV head that `group` query heads share."""
     return pl.BlockSpec((None, length, None, padded_dim(dim)), lambda i, h, b: (b, 0, int_div(h, group), 0))
 
 
@@ -124,12 +124,12 @@ def _token_vector(length: int) -> pl.BlockSpec:
 
 
 def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Arrays and lists for the grid (query tiles, H, B)."""
-    mask, heads_a_list = call.mask, call.q_heads // call.mask.heads
+    """The inputs that the forward and dQ share: arrays and lists for the grid (query tiles, H, B)."""
+    mask, heads_per_list = call.mask, call.q_heads // call.mask.heads
 
     def lists(x: Array) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(
-            (None, None, x.shape[2]), lambda i, h, b: (b if tiles.mask_batch > 1 else 0, int_div(h, heads_a_list), 0)
+            (None, None, x.shape[2]), lambda i, h, b: (b if tiles.mask_batch > 1 else 0, int_div(h, heads_per_list), 0)
         )
 
     inputs = {
@@ -159,7 +159,7 @@ def token_inputs(call: Call) -> dict[str, tuple[Any, pl.BlockSpec]]:
 
 
 def q_tile_of(tiles: Tiles, refs: Refs) -> tuple[Array, Array]:
-    """The mask row and the first query of this program; longest rows come first."""
+    """(mask row, first query) of this program; the first programs take the longest rows."""
     i = pl.program_id(0)
     rank = int_div(i, tiles.split_q)
     row = refs["order"][rank] if "order" in refs else rank

@@ -1,8 +1,8 @@
 """What the Triton kernels share: the call cut into tiles, the walk over the lists, masked loads, logits.
 
-Rules of this lowering that shape the code: every array in a kernel has power-of-two sizes; there is no scalar
-prefetch, so the lists are whole-array inputs read in the body; the device does not clamp an index, so every load that
-can pass an end is masked.
+Three rules of this lowering shape the code. Every array in a kernel has power-of-two sizes. There is no scalar
+prefetch, so that the lists are inputs as a whole and read in the kernel. The device does not clamp an index, so that
+every load that can pass the end of an array is masked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tiling:
 
 
 class Units(NamedTuple):
-    """What logits are counted in: a natural logit is `one` of them, and exp and log are those of the base."""
+    """The unit of logits: a natural logit x is x * one here. exp(x) is units.exp(x * one), and log its inverse."""
 
     one: float
     exp: Callable[[Array], Array]
@@ -56,10 +56,10 @@ class Units(NamedTuple):
 
 
 def units_of(dtype: Any) -> Units:
-    """Base 2 for halves: scale, change of base and subtraction of the peak are one instruction, and then comes exp2.
+    """Base 2 for 16-bit inputs: scale, change of base and subtraction of the peak are one instruction before exp2.
 
-    Natural for float32, and a factor only after the subtraction: one before it would round the logit and lse once more,
-    and of logits of some 4000 that shows in the weights.
+    Natural logits for float32: the factor for exp2 comes after the subtraction of the peak. A factor before it would
+    round logit and lse once more, which shows in the weights of logits of 4000.
     """
     if dtype == jnp.float32:
         return Units(1.0, lambda x: jnp.exp2(x * LOG2_E), jnp.log)
@@ -67,17 +67,19 @@ def units_of(dtype: Any) -> Units:
 
 
 def padded_dim(dim: int) -> int:
-    """A head dimension as the tensor core takes it: a power of two, at least 16."""
+    """The size in a kernel of a head dimension: a power of two, at least 16."""
     return max(16, pl.next_power_of_2(dim))
 
 
 def queries(call: Call) -> Array:
-    """The queries as the kernels take them: with the scale, where `product_scale` is 1."""
+    """The queries as the kernels take them: multiplied by the scale where `product_scale` is 1."""
     return call.query * call.scale if _scaled_first(call) else call.query
 
 
 def _scaled_first(call: Call) -> bool:
-    """Scaled products are logits that are rounded once more; scaled halves would lose more than that."""
+    """Whether the queries are scaled, and not the products. In float32 that saves a rounding of the logits; 16-bit
+    queries would lose more by it.
+    """
     return call.query.dtype == jnp.float32
 
 
@@ -127,10 +129,10 @@ class Tiles:
     def walk(
         self, indices: Callable, split: int, tile: int, start: Array, stop: Array, body: Callable, carry: Any
     ) -> Any:
-        """body(first token of the tile, carry) for every tile of the list slots [start, stop)."""
+        """Calls body(first token of the tile, carry) for every tile of the list slots [start, stop)."""
 
         def at(step: Array) -> Array:
-            # The next slot is read one step ahead, so that its latency is hidden; the last step looks past the end.
+            # Slots are read one step ahead, which hides the latency; the minimum is for the last step.
             return indices(jnp.minimum(step if split == 1 else lax.div(step, jnp.int32(split)), self.capacity - 1))
 
         def step(n: Array, state: tuple) -> tuple:
@@ -145,7 +147,7 @@ class Tiles:
     def walk_row(
         self, bounds: tuple, indices: Callable, split: int, tile: int, trivial: bool, body: Callable, carry: Any
     ) -> Any:
-        """Full blocks without the element test, then the rest with it. `trivial`: no element can fail a test."""
+        """Walks full blocks without the element test, then the others with it. `trivial`: no element can fail it."""
         start, full, stop = bounds
         if trivial:
             return self.walk(indices, split, tile, start, stop, body(False), carry)
@@ -155,14 +157,17 @@ class Tiles:
         return self.walk(indices, split, tile, start, stop, body(True), carry)
 
     def bounds(self, row_ptr: Callable, num_full: Callable, row: Array, inside: Array) -> tuple[Array, Array, Array]:
-        """Slots (start, end of the full ones, end) of a row, none if not inside; an overflowed list stays in range."""
+        """Slots (start, end of full blocks, end) of a row; start = end where not `inside`.
+
+        Clamped, since the row pointers of a mask that overflowed its capacity point past the end.
+        """
         start = jnp.minimum(row_ptr(row), self.capacity)
         stop = jnp.where(inside, jnp.minimum(row_ptr(row + 1), self.capacity), start)
         return start, jnp.minimum(start + num_full(row), stop), stop
 
     @property
     def untested(self) -> bool:
-        """No rule excludes an element: only the sequences' ends can."""
+        """Whether no rule excludes an element; the ends of the sequences may."""
         return self.band == (None, None) and not self.has_segments
 
     # -- loads ----------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ class Tiles:
         return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
 
     def tokens(self, ref: Any, first: Array, count: int, length: int, other: Any) -> Array:
-        """[count] values of tokens, `other` past the end."""
+        """One value per token, [count]; `other` past the end."""
         return plgpu.load(ref, mask=first + iota(count) < length, other=other)
 
     def bias_tile(self, at: Callable, first_q: Array, first_kv: Array, masked: bool) -> Array:
@@ -202,9 +207,9 @@ class Tiles:
     # -- arithmetic -----------------------------------------------------------------------------------------------
 
     def logits(self, products: Array, bias: Array | None) -> tuple[Array, float, Array | None]:
-        """(x, c, slope): x * c are logits in `units` with c > 0, and slope is the soft cap's derivative.
+        """(x, c, slope): x * c are logits in `units`, c > 0, and slope is the derivative of the soft cap.
 
-        Where it can, c holds the scale.
+        c contains the scale where the softmax follows the products at once.
         """
         if bias is None and self.soft_cap is None and self.product_scale > 0:
             return products, self.product_scale * self.units.one, None
@@ -217,7 +222,7 @@ class Tiles:
         return x, self.units.one, slope
 
     def attends(self, q: Token, kv: Token) -> Array:
-        """The element rule; one side's arrays are columns and the other's are rows."""
+        """The element rule; the arrays of one side are columns [n, 1], those of the other rows [1, n]."""
         ok = kv.index < self.kv_len if self.kv_tail else None
         if self.band != (None, None):
             ok = _both(ok, self.band.allows(kv.position - q.position))
@@ -232,7 +237,9 @@ class Tiles:
         return self._tokens(refs, "kv", first, self.tkv, self.kv_len, axis, -2)
 
     def _tokens(self, refs: Refs, side: str, first: Array, count: int, length: int, axis: int, outside: int) -> Token:
-        """What the element rule needs of a tile's tokens, along `axis`. Segment ids past the two ends never agree."""
+        """Index, position and segment of a tile's tokens, along `axis`. Segment ids past the end of queries (-1) and of
+        keys (-2) never agree.
+        """
         here = (pl.ds(first, count),)
 
         def shaped(x: Array) -> Array:
@@ -263,10 +270,10 @@ def iota(n: int) -> Array:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """float32 product; float32 operands are multiplied as float32, not as TF32.
+    """The product in float32; float32 operands are multiplied as float32, not as TF32.
 
-    The device sums float32 products one after another, so that any two kernels round the same logit alike. XLA on a
-    CPU has an order for each shape; interpretation keeps to one.
+    A GPU adds float32 products one after another, so that any two kernels round the same logit alike. XLA on a CPU has
+    another order for each shape; interpretation therefore adds in one fixed order.
     """
     if interpreting() and a.dtype == jnp.float32:
         return (jnp.moveaxis(a, contract[0], 0)[:, :, None] * jnp.moveaxis(b, contract[1], 0)[:, None, :]).sum(0)
@@ -279,10 +286,10 @@ def int_div(a: Array, b: int) -> Array:
 
 
 def zero(like: Array) -> Array:
-    """0 as a traced value: interpretation does not take a literal as an index of a masked load."""
+    """0 as a traced value: the interpreter does not accept a literal as the index of a masked load."""
     return like * 0
 
 
 def repeat(count: int, body: Callable, carry: Any, like: Array) -> Any:
-    """body(n, carry) for n in range(count), with n traced also where JAX would unroll a loop of one."""
+    """Calls body(n, carry) for n in range(count); n is traced also for count = 1, where JAX would unroll the loop."""
     return body(zero(like), carry) if count == 1 else lax.fori_loop(0, count, body, carry)

@@ -1,4 +1,4 @@
-"""Pallas-Mosaic kernels for TPU: forward, dQ and dK/dV driven by the mask's lists."""
+"""The Pallas-Mosaic backend for TPU: forward, dQ and dK/dV kernels that walk the mask's lists."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def backward(
 
 
 def _arithmetic(call: Call) -> Call:
-    """float16 is no type of the hardware: such calls run in float32."""
+    """The call in a type that TPUs have: float32 in place of float16."""
     if call.query.dtype != jnp.float16:
         return call
     query, key, value = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))

@@ -1,8 +1,8 @@
 """Compile the kernels for a TPU that is not here: `python -m xsake.kernels_pallas_tpu.ahead [TOPOLOGY ...]`.
 
-It needs libtpu (pip install "jax[tpu]"), which compiles for any topology without the hardware. Every workload below is
-compiled with its default configuration, forward, dQ and dK/dV: what Mosaic does not accept, or what does not fit VMEM
-or SMEM, fails here.
+It needs libtpu (pip install "jax[tpu]"), which compiles for any topology without the hardware. The forward, dQ and
+dK/dV kernels of every workload below are compiled with their default configuration. A kernel that Mosaic does not
+accept, or that does not fit in VMEM or SMEM, fails here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KERNELS = ("forward", "dq", "dkv")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Shapes of a call; `options` are the optional arguments that it uses."""
+    """The shapes of a call; `options` names the optional arguments that the call has."""
 
     name: str
     batch: int = 1
@@ -53,7 +53,7 @@ class Workload:
     bias: tuple[int, int, int, int] | None = None
 
     def call(self, sharding: Any = None) -> Call:
-        """The call, with the shape and type of an array in each array's place."""
+        """The call, with a `jax.ShapeDtypeStruct` in place of each array."""
 
         def array(*shape: int, dtype: Any = self.dtype) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -159,7 +159,7 @@ CORE = (
 
 
 def lower(workload: Workload, kernel: str, config: Any = None, sharding: Any = None) -> Any:
-    """The lowered kernel of one direction; without a sharding it is lowered for TPU without a compiler for it."""
+    """The lowered kernel. With the sharding of `one_device` it can be compiled; without, it is only lowered for TPU."""
     call = workload.call(sharding)
     config = config or configs.default_config(call)
     stat = jax.ShapeDtypeStruct((workload.batch, workload.q_heads, workload.q_len), jnp.float32, sharding=sharding)
@@ -176,7 +176,7 @@ def lower(workload: Workload, kernel: str, config: Any = None, sharding: Any = N
 
 
 def one_device(topology: str) -> Any:
-    """A sharding that places arrays on one device of a topology that need not be here."""
+    """A sharding on one device of a topology; the device need not be on this machine."""
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -185,7 +185,7 @@ def one_device(topology: str) -> Any:
 
 
 def without_hardware() -> None:
-    """Settings under which libtpu loads on a machine that has no TPU; call before anything asks for devices."""
+    """Makes libtpu load on a machine without a TPU; call it before anything asks for devices."""
     for name, value in {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -201,7 +201,7 @@ def without_hardware() -> None:
 def sweep(
     topology: str, workloads: Sequence[Workload] = WORKLOADS, kernels: Sequence[str] = KERNELS
 ) -> Iterator[tuple[Workload, str, str | None]]:
-    """Compile with default configurations; (workload, kernel, what went wrong or None) of each when it is done."""
+    """Compiles with default configurations; yields (workload, kernel, what went wrong or None) after each kernel."""
     sharding = one_device(topology)
     for workload in workloads:
         for kernel in kernels:

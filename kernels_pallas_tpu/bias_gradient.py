@@ -1,7 +1,6 @@
-"""The bias gradient, in XLA: one loop over the active tiles of all heads, in a fixed order, adding each tile's share
-where it belongs.
+"""The gradient of a bias, by XLA: a loop over the active tiles of all heads adds the gradient of each tile's logits.
 
-A bias is rare in training, and its gradient has no row or column to be reduced along in a kernel; the loop makes no
+A bias is rare in training, and its gradient is no sum over a row or column that a kernel could own. The loop makes no
 array besides the gradient itself, and adds in the same order every time.
 """
 
@@ -40,7 +39,7 @@ def bias_gradient(
     bias = q.cut(given, 2) if q_many else given[:, :, None]
     bias = kv.cut(bias, 4) if kv_many else bias[..., None, :]  # [b, h, tiles, tile, tiles, tile]
 
-    # Tiles of a row: its list's blocks times the tiles of each.
+    # The tiles of a row are those of the blocks in its list.
     rows = np.indices((call.batch, call.q_heads, q.tiles)).reshape(3, -1)
     mask_b, mask_h = rows[0] * mask.batch // call.batch, rows[1] * mask.heads // call.q_heads
     ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)

@@ -1,4 +1,4 @@
-"""A bias cut into tiles, rows by lanes, with its broadcast dimensions left at one."""
+"""A bias cut into tiles, rows by lanes; axes along which it is broadcast keep size 1."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from xsake.kernels_pallas_tpu.tiles import LANES, Axis
 
 
 class BiasTiles:
-    """`tiles`: [Bb, Hb, row tiles, lane tiles, rows, lanes]; 128 equal lanes if the bias is constant along them."""
+    """`tiles`: [Bb, Hb, row tiles, lane tiles, rows, lanes], with 128 equal lanes where it is broadcast over them."""
 
     def __init__(self, bias: Array, rows: Axis, lanes: Axis, fold: int, *, transposed: bool):
         if transposed:
             bias = bias.swapaxes(2, 3)
         self.fold = fold
         self.per_batch, self.per_head, self.per_row, self.per_lane = (n > 1 for n in bias.shape)
-        # One row is not a whole bfloat16 tile, and float16 is not known to the hardware.
+        # A single row is no whole tile of bfloat16, and TPUs have no float16.
         if bias.dtype != jnp.bfloat16 or not self.per_row:
             bias = bias.astype(jnp.float32)
         x = rows.cut(bias, 2) if self.per_row else bias[:, :, None]
@@ -36,7 +36,7 @@ class BiasTiles:
         )
 
     def read(self, buffer: Any, slot: Array, entry: int, first: int, width: int) -> Array:
-        """[rows or 1, width] of a pass that begins at a token of a buffer's entry."""
+        """[rows or 1, width]: the bias of a pass that begins at token `first` of an entry of the buffer."""
         count = 1 if not self.per_lane else max(1, width // buffer.shape[-1])
         parts = []
         for e in range(entry, entry + count):

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels: validated, chosen from shapes, enumerated for tuning."""
+"""Tile sizes of the kernels: their checks, the default for a call, and the search space for tuning."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class Config:
 
 
 def sublanes(call: Call) -> int:
-    """Rows of a tile in memory: 16 for bfloat16, 8 for float32."""
+    """Rows of a hardware tile: 16 for bfloat16, 8 for float32."""
     return 16 if call.query.dtype == jnp.bfloat16 else 8
 
 
 def lane_streams(call: Call) -> bool:
-    """Something besides K and V comes tile by tile with keys on the lanes."""
+    """Whether an array with keys on the lanes is streamed beside K and V: segments, positions or a bias."""
     return (
         call.q_segments is not None
         or call.q_positions is not None
@@ -81,7 +81,7 @@ def lane_streams(call: Call) -> bool:
 
 
 def forward_axes(call: Call, tiling: Tiling) -> tuple[Axis, Axis]:
-    """(q, kv)"""
+    """(q, kv): a grid step owns queries, and keys are streamed."""
     return _q_axis(call, "own", tiling.own, sublanes(call)), _kv_axis(call, "entry", tiling.entry, _kv_pitch(call))
 
 
@@ -90,7 +90,7 @@ def dq_axes(call: Call, tiling: Tiling) -> tuple[Axis, Axis]:
 
 
 def dkv_axes(call: Call, tiling: Tiling) -> tuple[Axis, Axis]:
-    """(q, kv): here a step owns keys, and queries come with their statistics on the lanes."""
+    """(q, kv): a grid step owns keys; queries are streamed, with their statistics on the lanes."""
     pitch = pitch_of(call.mask.block_kv, call.kv_len, LANES)
     return _q_axis(call, "entry", tiling.entry, LANES), _kv_axis(call, "own", tiling.own, pitch)
 
@@ -114,7 +114,9 @@ def _check_tile(name: str, tile: int, pitch: int, unit: int, block: int) -> None
 
 
 def _kv_pitch(call: Call) -> int:
-    """Short blocks are packed side by side if only K and V are gathered, and padded to the lanes otherwise."""
+    """Rows that a block of keys takes: short blocks lie side by side where only K and V are streamed, and are padded to
+    the lanes otherwise.
+    """
     block = call.mask.block_kv
     if LANES % block == 0 and block >= sublanes(call) and not lane_streams(call) and call.kv_len > block:
         return block
@@ -122,7 +124,7 @@ def _kv_pitch(call: Call) -> int:
 
 
 def _fold(call: Call) -> int:
-    """Heads that may share a step: those of a K/V group, if the mask does not tell them apart."""
+    """Query heads that may share a step: those of one K/V head, where they share a list too."""
     group = call.q_heads // call.kv_heads
     return group if call.mask.heads <= call.kv_heads else 1
 
@@ -132,14 +134,16 @@ def _divisor(n: int, limit: int) -> int:
 
 
 def _tiling(own: int, entry: int, entries: int, *, wide: int, narrow: int = 512, fold: int = 1) -> Tiling:
-    """`wide` and `narrow` in tokens: rounded to whole entries and whole lanes, and no more than a row's `entries`."""
+    """A tiling with `wide` and `narrow` in tokens: both are rounded to whole entries and whole lanes, and are at most
+    the `entries` of a row.
+    """
     unit = max(1, LANES // entry)
     most = min(32, max(unit, round_up(entries, unit)))
     small = min(most, round_up(max(1, narrow // entry), unit))
     large = max(small, min(most, round_up(max(1, wide // entry), unit)))
     if large < 2 * small:
         large = small
-    # Short blocks: a row's full ones rarely fill a chunk, and the test costs 3 per cent.
+    # The full blocks of a row rarely fill a chunk of short blocks, and the element test costs only 3 per cent.
     mixed = small > 1
     return Tiling(
         own=own,
@@ -153,22 +157,27 @@ def _tiling(own: int, entry: int, entries: int, *, wide: int, narrow: int = 512,
 
 
 def default_config(call: Call) -> Config:
-    """Steps of 512 queries (1024 where the mask's blocks are so long) and chunks of about 512 x 1024 logits.
+    """Steps of 512 queries (1024 where the mask's blocks are that long) and chunks of about 512 x 1024 logits.
 
-    Tried with benchmarks/tpu_schedule.py (cycles per 512 x 512 logits, inner region, v5e, head_dim 128): two entries of
-    512 a chunk make forward 1186, dQ 1638, dK/dV 2149; one 1259, 1735, 2247; four 1128 forward, but few rows have them.
-    128-blocks in chunks of 8, 16, 32 make 1764, 1559, 1398: the latency of the products is paid once a chunk.
+    Cycles per 512 x 512 logits in the inner loop, from benchmarks/tpu_schedule.py (v5e, head_dim 128):
+
+        entries of 512 per chunk     forward   dQ     dK/dV
+        1                            1259      1735   2247
+        2                            1186      1638   2149
+        4                            1128      (few rows have so many entries)
+
+    Blocks of 128 in chunks of 8, 16, 32 take 1764, 1559, 1398: every chunk waits once for the latency of its products.
     """
     return Config(forward=_forward(call), dq=_dq(call), dkv=_dkv(call))
 
 
 def _row_tokens(call: Call, block: int) -> int:
-    """Keys (or queries) in an average row of the lists; contents are unknown here, capacity is near."""
+    """Keys (or queries) of an average row. The lists are traced, so that their capacity stands for their length."""
     return call.mask.capacity // max(1, call.mask.num_q_blocks) * block
 
 
 def _wide(call: Call, rows: int, block: int) -> int:
-    """Tokens in a wide chunk: 512 x 1024 logits, twice that where rows of short blocks are long enough to fill it."""
+    """Tokens per wide chunk: 512 x 1024 logits, or twice as many where rows of short blocks are long enough."""
     tokens = min(2048, 512 * 1024 // rows)
     return 2 * tokens if rows < 512 and _row_tokens(call, block) >= 4 * tokens else tokens
 
@@ -202,7 +211,9 @@ def _dkv(call: Call, limit: int = 512, scale: float = 1.0) -> Tiling:
 
 
 def search_space(call: Call) -> Sequence[Config]:
-    """The default, and each kernel's chunks halved and doubled, its steps shorter, its test of wide chunks switched."""
+    """The default, and changes of one kernel at a time: chunks half and twice as long, shorter steps, `mixed` the other
+    way, other `fold`s.
+    """
     default = default_config(call)
     out = [default]
 
@@ -237,11 +248,11 @@ def misfit(call: Call, config: Config) -> str | None:
     return None
 
 
-VMEM_LIMIT = 48 * 2**20  # what a kernel may take: v5e and v6e have 128 MiB, v5p and tpu7x 64
+VMEM_LIMIT = 48 * 2**20  # bytes per kernel; v5e and v6e have 128 MiB in all, v5p and tpu7x 64 MiB
 
 
 def vmem_bytes(call: Call, name: str, tiling: Tiling) -> int:
-    """An estimate from above of the VMEM that a kernel takes."""
+    """An upper bound of the VMEM that a kernel takes."""
     item = 2 if call.query.dtype == jnp.bfloat16 else 4
     dims = round_up(call.head_dim, LANES) + round_up(call.value_dim, LANES)
     rows, chunk = tiling.own * tiling.fold, tiling.wide * tiling.entry

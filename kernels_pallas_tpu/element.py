@@ -1,9 +1,11 @@
 """The element rule and the logits inside a kernel, for either orientation of a tile.
 
-A tile has one axis on the sublanes ("rows", an [n, 1] vector) and one on the lanes ("lanes", [1, n]). Everything that
-excludes an element is one comparison or two, kv <= upper(q) and kv >= lower(q), plus equality of segments: a slot of
-padding carries a kv past every bound (or an upper bound below every kv), so that neither the tail nor a repeated tile
-needs a test of its own.
+    an element attends iff  lower(q) <= kv <= upper(q)  and the segments are equal
+
+kv is the key's position; a query's bounds follow from its position and the band. Padding has a kv above every bound, or
+an upper bound below every kv, so that neither the end of a sequence nor a repeated tile needs a test of its own.
+
+A tile has one axis on the sublanes (vectors [n, 1], "rows") and one on the lanes (vectors [1, n], "lanes").
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from xsake._backend import Call
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_tpu.tiles import LANES, Axis
 
-NEVER = 2**31 - 1  # a key's position that no query reaches
-NOTHING = -(2**31)  # a query's upper bound that no key is under
+NEVER = 2**31 - 1  # position of a key that no query reaches
+NOTHING = -(2**31)  # upper bound of a query that reaches no key
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
 
 
 class Tokens(NamedTuple):
-    """Vectors of a tile's tokens: keys' positions, queries' bounds, segments. None where there is no such test."""
+    """Vectors of a tile's tokens: positions of keys, bounds of queries, segments. None where nothing tests them."""
 
     kv: Any = None
     upper: Any = None
@@ -62,11 +64,12 @@ class Rule:
             call.query.dtype == jnp.float32,
         )
 
-    # What the tokens of queries and of keys are made of, as arrays (outside) or in a kernel (inside).
+    # The numbers per token that the element rule needs: `q_tokens` and `kv_tokens` make arrays of them outside a
+    # kernel, `q_vectors` and `kv_vectors` read or compute them inside.
 
     @property
     def q_rows(self) -> int:
-        """Numbers a query token carries in memory: bounds, if they come from positions, and a segment."""
+        """Numbers per query in `q_tokens`: the bounds, if positions are given, and the segment."""
         return self.positions * (1 + (self.band.left is not None)) + self.segments
 
     @property
@@ -95,7 +98,7 @@ class Rule:
         return jnp.stack(rows, 2)
 
     def q_vectors(self, index: Callable[[Axis, int], Array], read: Callable[[int], Array]) -> Tokens:
-        """`index(axis, fill)`: the elements' indices, fill in padding; `read(r)`: row r of q_tokens."""
+        """`index(axis, fill)`: the indices of the tokens, `fill` in padding; `read(r)`: row r of `q_tokens`."""
         rows = iter(range(self.q_rows))
         if self.positions:
             upper = read(next(rows))
@@ -120,8 +123,8 @@ class Rule:
             ok &= q.q_segment == kv.kv_segment
         return ok
 
-    # Logits. Without bias and cap they are in units of log 2, which saves a product an element; but not in float32,
-    # where large logits would be rounded once more than float32 logits are.
+    # Logits without bias and cap are in base 2, which saves one product per element; but not in float32, where the
+    # change of base would round large logits once more.
 
     @property
     def binary(self) -> bool:
@@ -136,7 +139,7 @@ class Rule:
         return jnp.exp2(x) if self.binary else jnp.exp(x)
 
     def logits(self, product: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """Scaled, biased and capped; and the cap's slope."""
+        """soft_cap(scale * product + bias) in the unit that `exp` takes, and the slope of the soft cap."""
         if self.binary:
             return product * (self.scale * LOG2E), None
         x = product * self.scale
@@ -148,7 +151,7 @@ class Rule:
         return self.soft_cap * t, 1 - t * t
 
     def masked(self, x: Array, slope: Array | None, ok: Array) -> tuple[Array, Array | None]:
-        """-inf and a slope of 0 where an element does not attend: of a bias that is NaN the slope is NaN."""
+        """-inf where an element does not attend, and there a slope of 0: the slope at a NaN bias is NaN."""
         if slope is not None and self.bias:
             slope = jnp.where(ok, slope, 0.0)
         return jnp.where(ok, x, NEG_INF), slope
@@ -212,11 +215,11 @@ def dot(a: Array, b: Array, contract: tuple[int, int], exact: bool) -> Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-# Gathered buffers, [2, entries, rows or numbers, dim or tokens], read by token.
+# -- buffers of streamed tiles: [2, entries, rows or numbers, dim or tokens] -----------------------------------------
 
 
 class Pair(NamedTuple):
-    """Two arrays [B, heads, tiles, tile, dim]. If their shapes are equal, tiles travel together: half the transfers."""
+    """Two streamed arrays [B, heads, tiles, tile, dim]. Those of equal shape are stacked: half the transfers."""
 
     first: str
     second: str
@@ -252,13 +255,15 @@ def cut_lanes(tokens: Tokens, first: int, width: int) -> Tokens:
 
 
 def mark_dead(x: Array, live: list[Array], fill: int) -> Array:
-    """[1, n * tile] with `fill` in the tiles that are not live."""
+    """x, [1, n * tile], with `fill` in the tiles that are not live."""
     tile = x.shape[1] // len(live)
     dead = jnp.concatenate([jnp.full((1, tile), jnp.where(ok, 0, 1)) for ok in live], 1)
     return jnp.where(dead == 1, fill, x)
 
 
 def row_statistics(rule: Rule, lse: Array, delta: Array) -> Array:
-    """[B, H, tiles, 2, tile]: lse in the kernel's unit, and delta. Rows that attend nothing or do not exist weigh 0."""
+    """[B, H, tiles, 2, tile]: lse in the unit of `Rule.exp`, and delta. lse is +inf for rows that attend nothing or do
+    not exist, so that their weights are 0.
+    """
     lse = jnp.where(lse == NEG_INF, math.inf, lse * rule.unit)
     return jnp.stack([rule.q.cut(lse, 2, math.inf), rule.q.cut(delta, 2)], 3).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""dK/dV kernel: a step owns one tile of keys and walks the queries of one head; a K/V head's query heads follow one
-another.
+"""The dK/dV kernel: a grid step owns a tile of keys and walks the queries of one head. The query heads of a K/V head
+follow one another and add to the same accumulators.
 
-Tiles are transposed, keys on the sublanes: both sums are then plain products, and the queries' statistics lie on the
-lanes.
+Tiles are transposed, with keys on the sublanes: dV = P dO and dK = dS Q are then plain products, and the statistics of
+queries lie on the lanes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""dQ kernel: the forward's steps and lists, with the softmax recomputed from the saved lse."""
+"""The dQ kernel: the steps and lists of the forward; p = exp(logits - lse) is computed again from the saved lse."""
 
 from __future__ import annotations
 

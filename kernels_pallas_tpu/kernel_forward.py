@@ -1,4 +1,4 @@
-"""Forward kernel: a step owns one tile of queries (of `fold` heads) and walks its keys with an online softmax."""
+"""The forward kernel: a grid step owns a tile of queries of `fold` heads, and walks its keys with an online softmax."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
 
 
 def _to_lanes(x: Array) -> Array:
-    """[n, 128] with equal lanes to [1, n]."""
+    """From [n, 128], whose lanes are all equal, to [1, n]."""
     n = x.shape[0]
     if n % LANES:
         x = jnp.concatenate([x, jnp.zeros((-n % LANES, LANES), x.dtype)])

@@ -1,4 +1,4 @@
-"""One way to call a kernel: named operands, the walk's lists and scratch, interpretation, the types of outputs."""
+"""How every TPU kernel is called: operands by name, the lists and scratch of the walk, interpretation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from xsake.kernels_pallas_tpu.walk import Chunks, Scratch, Stream, Walk, scratch
 from xsake.kernels_pallas_tpu.work import PER_BLOCK, Work
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
-# Tests ask it to detect races, which takes time, or put Pallas' plain interpreter (True), which has no effects, here.
+# Tests replace it by an interpreter that detects races, which takes time, or by Pallas' plain interpreter (True), which
+# has no effects.
 interpreter: Any = pltpu.InterpretParams()
 
 
@@ -43,7 +44,7 @@ class Refs:
 
 
 def grid_places(*sizes: int) -> list[np.ndarray]:
-    """The coordinates of every grid step, in order."""
+    """The coordinates of every grid step, in the order of the grid."""
     return [x.reshape(-1) for x in np.indices(sizes)]
 
 
@@ -72,7 +73,11 @@ def launch(
     scratch: dict[str, Any],
     flops: int,
 ) -> tuple[Array, ...]:
-    """`streams`: arrays in HBM, [..., *tile], and how (ref, place, tile) picks a tile of the trailing shape."""
+    """Calls body(refs, walk, this step's coordinates, the next step's) for every step of the grid.
+
+    `inputs` and `outputs` are blocked by their specs. `streams` are arrays in HBM with a function (ref, place, t) that
+    picks tile t for the step at `place`; the walk brings such tiles into buffers. What is None is left out.
+    """
     given = {k: v for k, v in inputs.items() if v is not None}
     flowing = {k: v for k, v in streams.items() if v is not None}
     buffers = {}
@@ -122,7 +127,7 @@ def launch(
         scratch_shapes=[*scratch.values(), *buffers.values(), *scratch_shapes(work.window, len(flowing))],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[pltpu.GridDimensionSemantics.ARBITRARY] * len(grid),
-            disable_bounds_checks=True,  # indices are clamped; the checks cost 20 cycles a transfer
+            disable_bounds_checks=True,  # indices are clamped; the checks cost 20 cycles per transfer
             vmem_limit_bytes=VMEM_LIMIT,
         ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=flops // 256, bytes_accessed=flops // 256),
@@ -138,7 +143,7 @@ def _stream(refs: Refs, name: str, pick: Callable[[Any, Any, Any], Any]) -> Stre
 
 
 def _in_hbm(x: Array) -> Array:
-    """XLA likes to place small arrays in VMEM, where a transfer would be a loop of vector copies instead of a DMA."""
+    """x, kept in HBM. XLA would place small arrays in VMEM, where a transfer is a loop of vector copies, not a DMA."""
     return x if interpreting() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
@@ -150,7 +155,7 @@ def _linear(ids: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 class _Shape:
-    """Stands for a ref where only the shape of a picked tile is asked for."""
+    """Stands for a ref, to find the shape of a picked tile."""
 
     def __init__(self, array: Array):
         self.at = self

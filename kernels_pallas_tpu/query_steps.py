@@ -1,4 +1,4 @@
-"""What the forward and dQ kernels share: steps that own queries and walk keys."""
+"""What the forward and dQ kernels share: grid steps that own queries and walk keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QuerySteps:
             columns=kv,
             steps=(b * mask.batch // call.batch, h * fold * mask.heads // call.q_heads, i),
         )
-        exact = call.full_is_exact and kv.pitch == kv.block  # keys of padding inside a block must be tested away
+        exact = call.full_is_exact and kv.pitch == kv.block  # the element test removes padding inside a block
         self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, exact, tiling.mixed)
         self.bias = None if call.bias is None else BiasTiles(call.bias, q, kv, fold, transposed=False)
         kv_head = lambda place: lax.div(place[1], group // fold) if group > fold else place[1]  # noqa: E731
@@ -56,7 +56,7 @@ class QuerySteps:
         }
         self.q_tokens = None
         if rule.q_rows:
-            tokens = rule.q_tokens(call)  # on the lanes; a step wants them on the sublanes, in every lane
+            tokens = rule.q_tokens(call)  # on the lanes; a step reads them on the sublanes, equal in all lanes
             tokens = jnp.broadcast_to(tokens[..., None], (*tokens.shape, LANES))
             self.q_tokens = (tokens, pl.BlockSpec((1, 1, rule.q_rows, q.tile, LANES), lambda b, h, i: (b, i, 0, 0, 0)))
 
@@ -65,7 +65,7 @@ class QuerySteps:
             return None
         entry = self.tiling.entry
         x = self.bias.read(refs.bias_buffer, slot, first // entry, first % entry, width)
-        if x.ndim == 3:  # a row a head
+        if x.ndim == 3:  # one row per head
             x = jnp.broadcast_to(x, (self.fold, self.rule.q.tile, width)).reshape(-1, width)
         return x
 

@@ -1,4 +1,4 @@
-"""The two sequence axes cut into tiles, laid out so that a kernel reaches a tile by its number alone."""
+"""Sequence axes cut into tiles, so that a kernel addresses a tile by its number alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def round_up(n: int, to: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One sequence axis. Each mask block of `block` tokens takes `pitch` rows, cut into tiles of `tile` rows.
+    """One sequence axis. Each mask block of `block` tokens takes `pitch` rows, which are cut into tiles of `tile` rows.
 
-    pitch differs from block only where the hardware's alignment asks for padding inside the blocks, or where the whole
+    `pitch` differs from `block` only where the hardware's alignment needs padding inside the blocks, or where the whole
     sequence is shorter than one block.
     """
 
@@ -30,7 +30,7 @@ class Axis:
 
     @property
     def split(self) -> int:
-        """Tiles in a mask block."""
+        """Tiles per mask block."""
         return self.pitch // self.tile
 
     @property
@@ -39,7 +39,7 @@ class Axis:
 
     @property
     def tiles(self) -> int:
-        """Tiles in all; with no padding inside blocks, those past the end of the sequence do not exist."""
+        """Tiles of the whole axis. Without padding inside blocks, tiles past the end of the sequence are left out."""
         if self.pitch == self.block or self.blocks == 1:
             return -(-self.length // self.tile)
         return self.blocks * self.split
@@ -49,7 +49,7 @@ class Axis:
         return self.tiles * self.tile != self.length
 
     def cut(self, x: Array, axis: int, fill: float | int = 0) -> Array:
-        """[..., length, ...] to [..., tiles, tile, ...]."""
+        """From [..., length, ...] to [..., tiles, tile, ...], with `fill` in the padding."""
         axis %= x.ndim
 
         def pad(x: Array, at: int, size: int) -> Array:
@@ -66,7 +66,7 @@ class Axis:
         return x.reshape(*x.shape[:axis], self.tiles, self.tile, *x.shape[axis + 1 :])
 
     def uncut(self, x: Array, axis: int) -> Array:
-        """[..., tiles, tile, ...] to [..., length, ...]; `axis` is that of the tiles."""
+        """From [..., tiles, tile, ...] to [..., length, ...]; `axis` is the axis of the tiles."""
         axis %= x.ndim
         if self.pitch != self.block and self.blocks > 1:
             x = x.reshape(*x.shape[:axis], self.blocks, self.pitch, *x.shape[axis + 2 :])
@@ -77,7 +77,7 @@ class Axis:
         return x[(slice(None),) * axis + (slice(self.length),)]
 
     def cut_heads(self, x: Array) -> Array:
-        """[B, length, heads, D] to [B, heads, tiles, tile, D]."""
+        """From [B, length, heads, D] to [B, heads, tiles, tile, D]."""
         return self.cut(x.swapaxes(1, 2), 2)
 
     def uncut_heads(self, x: Array) -> Array:
@@ -90,6 +90,6 @@ def pitch_of(block: int, length: int, unit: int) -> int:
 
 
 def tile_of(pitch: int, limit: int, unit: int) -> int:
-    """The largest tile that divides the pitch, is a multiple of the unit and stays within the limit."""
+    """The largest tile that divides the pitch, is a multiple of the unit and is at most the limit."""
     unit = math.gcd(unit, pitch)
     return max((t for t in range(unit, min(pitch, max(limit, unit)) + 1, unit) if pitch % t == 0), default=unit)

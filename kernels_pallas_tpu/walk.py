@@ -1,10 +1,12 @@
-"""The inside of every kernel: a step's list, walked in chunks of tiles that are brought one chunk ahead.
+"""The inside of every kernel: a grid step walks its list in chunks of tiles, and transfers run one chunk ahead.
 
-A chunk is `wide` tiles, or `narrow` for what is left. Wide chunks hold full blocks only (where fullness is exact) and
-take no element test, unless `mixed`; other chunks test, and repeat their last tile where they have fewer than they
-hold, which the test removes. Chunks alternate between two buffers. While one is computed the next is on its way, be it
-of this step or the first of the next step: the pipeline does not drain between rows, heads or batches, and a step
-costs what its list holds.
+A chunk has `wide` tiles, or `narrow` tiles at the end of a list. Wide chunks hold full blocks only and take no element
+test, unless `mixed` or where a full block needs the test too. Other chunks take the test; a chunk with too few tiles
+repeats the last one, which the test then removes.
+
+Chunks alternate between two buffers. While one chunk is computed, the next is transferred, be it of this step or the
+first of the next step: the pipeline does not drain between rows, heads or batch entries, and a step costs what its list
+holds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from xsake.kernels_pallas_tpu.work import PER_BLOCK, WORDS
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Static sizes of a walk. `exact`: full tiles need no test; `mixed`: wide chunks take any tiles, and test."""
+    """Static sizes of a walk, in tiles. `split`: tiles per block; `exact`: tiles of full blocks need no element test;
+    `mixed`: wide chunks take any tiles, and test them.
+    """
 
     wide: int
     narrow: int
@@ -34,19 +38,21 @@ class Chunks:
 
     @property
     def one_size(self) -> bool:
-        """Wide chunks would be narrow ones."""
+        """Whether wide and narrow chunks are the same."""
         return self.wide == self.narrow and (self.mixed or not self.exact)
 
 
 class Stream(NamedTuple):
-    """An array that a chunk needs: where tile `t` of the step at `place` lies in HBM, and its buffer [2, wide, ...]."""
+    """An array that is streamed: `source(place, t)` is its tile `t` in HBM for the step at `place`; `buffer` is
+    [2, wide, ...].
+    """
 
     source: Callable[[Any, Array], Any]
     buffer: Any
 
 
 class Part(NamedTuple):
-    """One step's part of the list: offset of its first entry in the window, tiles, wide chunks and chunks in all."""
+    """One step's part of the list: its first entry, and how many tiles, wide chunks and chunks in all it has."""
 
     start: Array
     tiles: Array
@@ -55,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """`state`: chunks done so far, and whether this step's first chunk is already on its way."""
+    """`state`: the number of chunks done so far, and 1 if the transfers of this step's first chunk are under way."""
 
     state: Any
     window: Any
@@ -73,7 +79,7 @@ def scratch_shapes(window: int, streams: int) -> list:
 
 
 class Walk:
-    """Made at the top of a kernel body; `run` then calls the body's chunk function."""
+    """One grid step's walk over its list: `run` calls a kernel's function for every chunk."""
 
     def __init__(
         self,
@@ -96,14 +102,14 @@ class Walk:
         c = self._c
         if c.one_size:
             wide = jnp.int32(0)
-        elif c.mixed:  # one more wide chunk, not quite filled, if more than half of it is left
+        elif c.mixed:  # the tiles that are left make a wide chunk if they are more than half of one
             wide = lax.div(tiles + (c.wide // 2 - 1), c.wide)
         else:
             wide = lax.div(full if c.exact else tiles, c.wide)
         narrow = lax.div(jnp.maximum(tiles - wide * c.wide, 0) + (c.narrow - 1), c.narrow)
         return Part(start, tiles, wide, wide + narrow)
 
-    # Lists
+    # -- lists ------------------------------------------------------------------------------------------------------
 
     def _window_copy(self, part: Part, parity: Array) -> Any:
         window = self._scratch.window
@@ -117,13 +123,13 @@ class Walk:
         return self._scratch.window[parity, at >> 7, 0, at & (LANES - 1)] * split + sub
 
     def tile(self, position: Array) -> Array:
-        """The number of this step's tile at a position; past the end, the last one's."""
+        """The number of this step's tile at a position of its list; past the end, of the last tile."""
         return self._tile_at(self._here, self._parity, jnp.minimum(position, self._here.tiles - 1))
 
     def live(self, position: Array) -> Array:
         return position < self._here.tiles
 
-    # Chunks
+    # -- chunks -----------------------------------------------------------------------------------------------------
 
     def _position(self, part: Part, chunk: Array) -> Array:
         c = self._c
@@ -152,7 +158,7 @@ class Walk:
             pltpu.make_async_copy(arrived, arrived, self._scratch.sems.at[slot, s]).wait()
 
     def run(self, place: Any, next_place: Any, compute: Callable[[Array, Array, int, bool], None]) -> None:
-        """compute(slot, position, tiles, tested) for every chunk of this step, in order."""
+        """Calls compute(slot, position, tiles, tested) for every chunk of this step, in order."""
         c, state, here, after = self._c, self._scratch.state, self._here, self._next
         parity = self._parity
         has_next = self._step + 1 < self._steps
@@ -163,7 +169,7 @@ class Walk:
             state[1] = 0
             self._window_copy(here, parity).start()
 
-        @pl.when(state[1] == 0)  # the first step, or one after an empty one
+        @pl.when(state[1] == 0)  # the first step, and a step after an empty one
         def _():
             self._window_copy(here, parity).wait()
             pl.when(here.tiles > 0)(lambda: self._start(state[0] & 1, place, here, parity, jnp.int32(0)))

@@ -1,10 +1,10 @@
-"""What a kernel is to do, prepared in XLA from the mask's lists: a record a grid step, and one long list in HBM.
+"""The work of a kernel, prepared by XLA from the mask's lists: one record per grid step, and one long list in HBM.
 
-A grid step owns one row of tiles (or column, for dK/dV) of one head. Its record says where its part of the list
-begins, how many tiles it has and how many of them need no element test; the successor's record follows in the same
-words, so that a step can start its successor's transfers. Records are tiny and are pipelined through SMEM; lists stay
-in HBM and each step's part comes by DMA, so SMEM use depends on the longest row alone, not on heads, batch or the
-number of active blocks.
+    record = (start in the list, tiles, tiles that need no element test) of this step, and the same of the next step
+
+A grid step owns one row of tiles (or column, for dK/dV) of one head. It knows the record of the next step too, whose
+transfers it starts. Records are small and are pipelined through SMEM. Lists stay in HBM, and the part of each step
+comes by DMA: the use of SMEM depends on the longest row alone, not on heads, batch or the number of active blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Int
 
 from xsake.kernels_pallas_tpu.tiles import LANES, Axis, round_up
 
-WORDS = 8  # a record: start, tiles, full tiles, and the same of the next step
+WORDS = 8  # per record, of which six are used
 PER_BLOCK = LANES // WORDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """16 records are a row of 128 words. `window`: rows of `lists` that hold any step's part."""
+    """A row of 128 words holds 16 records. `window`: rows of `lists` that suffice for the part of any step."""
 
     records: Int[Array, "R 1 128"]
     lists: Int[Array, "L 1 128"]
@@ -40,7 +40,7 @@ def lists_and_records(
     columns: Axis,
     steps: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> Work:
-    """`steps`: mask batch, mask head and tile of rows of every grid step, in the grid's order."""
+    """`steps`: the mask batch, mask head and tile of rows of every grid step, in the order of the grid."""
     _, h, capacity = indices.shape
     ptr = jnp.minimum(row_ptr, capacity)
     mask_b, mask_h, tile = steps
@@ -49,7 +49,7 @@ def lists_and_records(
     first, last = ptr[mask_b, mask_h, row], ptr[mask_b, mask_h, row + 1]
     count = (last - first) * columns.split
     missing = columns.blocks * columns.split - columns.tiles
-    if missing:  # of the block that the end of the sequence cuts, which is a row's last, only the tiles inside are work
+    if missing:  # the end of the sequence cuts the last block: a row that ends with it has fewer tiles
         cut = indices[mask_b, mask_h, jnp.maximum(last - 1, 0)] == columns.blocks - 1
         count = jnp.where(cut & (last > first), count - missing, count)
     full = jnp.minimum(num_full[mask_b, mask_h, row], last - first) * columns.split
@@ -59,7 +59,7 @@ def lists_and_records(
     words = jnp.pad(words, ((0, -len(tile) % PER_BLOCK), (0, 0))).reshape(-1, 1, LANES)
 
     window = -(-(columns.blocks + LANES - 1) // LANES)
-    # A bad index would make a DMA leave its array: clamp here, where it is cheap.
+    # A wrong index would make a DMA leave its array. Clamping is cheap here.
     flat = jnp.clip(indices, 0, columns.blocks - 1).reshape(-1).astype(jnp.int32)
     size = round_up(flat.size, LANES) + window * LANES
     return Work(words, jnp.pad(flat, (0, size - flat.size)).reshape(-1, 1, LANES), window)

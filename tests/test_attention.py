@@ -24,7 +24,7 @@ def segments(rng, batch, length, count=3, padding=0.15):
 
 MASKS = {
     "one mask for all": dict(mask=(1, 1)),
-    "a mask a head": dict(mask=(1, 4)),
+    "a mask per head": dict(mask=(1, 4)),
     "a mask a kv head": dict(mask=(1, 2)),
     "a mask a batch": dict(mask=(2, 1)),
     "a mask a batch and head": dict(mask=(2, 4), density=0.3),

@@ -25,8 +25,8 @@ pytestmark = [
 # The main paths. Options that are known to spill a few bytes (bias; some at head_dim 256) are left out by name.
 MOSAIC = [
     "D 128, block 128",
-    "D 64, block 64, a list a head",
-    "D 64, block 64, a list a group",
+    "D 64, block 64, a list per head",
+    "D 64, block 64, a list per group",
     "block 256 x 128",
     "Dv 64",
     "soft cap and sinks",

@@ -86,7 +86,7 @@ def rule(seed: int, heads: int) -> dict[str, jax.Array]:
 
 COUNTS: dict[str, dict[str, Any]] = {
     "all heads together": {"count": 900},
-    "a number a head": {"count": np.array([250, 400, 300])},
+    "a number per head": {"count": np.array([250, 400, 300])},
     "a threshold": {"threshold": 1e-3},
 }
 
@@ -98,7 +98,7 @@ def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "name", ["all heads together", pytest.param("a number a head", marks=pytest.mark.slow), "a threshold"]
+    "name", ["all heads together", pytest.param("a number per head", marks=pytest.mark.slow), "a threshold"]
 )
 def test_choice_is_xlas(name: str):
     """By other constants than the present ones too."""

@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels in JAX's interpreter, race detection on: a few small cases here, the shared suite on hardware.
 
-The interpreter models the copy engine and barriers, and takes about a second a block of threads. Tensor-core products
+The interpreter models the copy engine and barriers, and takes about a second per CTA. Tensor-core products
 are plain ones there, and the schedule is the static one.
 """
 
@@ -28,7 +28,7 @@ SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_length
 
 CASES = {
     "causal, block 128": dict(block_q=32, block_kv=32, mask_causal=True, density=1.0),
-    "block 64, a list a head, odd lengths": dict(
+    "block 64, a list per head, odd lengths": dict(
         q_len=150, kv_len=133, exact_lengths=True, block_q=16, block_kv=16, q_heads=2, kv_heads=2, mask=(1, 2)
     ),
     "block 64, heads that share a list": dict(q_len=32, block_q=16, block_kv=32, q_heads=2, mask_causal=True),

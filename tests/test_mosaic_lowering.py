@@ -18,8 +18,8 @@ from xsake.kernels_pallas_gpu import mosaic
 
 SHAPES = {
     "D 128, block 128": dict(),
-    "D 64, block 64, a list a head": dict(head_dim=64, block_q=64, block_kv=64),
-    "D 64, block 64, a list a group": dict(head_dim=64, block_q=64, block_kv=64, kv_heads=2, mask_heads=2),
+    "D 64, block 64, a list per head": dict(head_dim=64, block_q=64, block_kv=64),
+    "D 64, block 64, a list per group": dict(head_dim=64, block_q=64, block_kv=64, kv_heads=2, mask_heads=2),
     "D 256, block 128": dict(head_dim=256),
     "D 256, block 64": dict(head_dim=256, block_q=64, block_kv=64),
     "block 256 x 128": dict(block_q=256, block_kv=128),
@@ -107,7 +107,7 @@ def test_every_argument_lowers(name):
     lower_all(call, mosaic.default_config(call))
 
 
-@pytest.mark.parametrize("name", ["D 128, block 128", "D 64, block 64, a list a head", "D 256, block 128"])
+@pytest.mark.parametrize("name", ["D 128, block 128", "D 64, block 64, a list per head", "D 256, block 128"])
 def test_every_config_lowers(name):
     """Each kernel's configurations once."""
     call = make_call(**SHAPES[name])

@@ -28,7 +28,7 @@ def _configs(case: Case) -> tuple[Config, Config]:
 TPU = Target("mosaic_tpu", _configs, interpret=True)
 
 SMOKE = {
-    "causal, a mask a head, empty rows, sinks, group": dict(
+    "causal, a mask per head, empty rows, sinks, group": dict(
         q_len=75, batch=1, mask_causal=True, sinks=(4,), density=0.4
     ),
     "bias, soft cap, odd blocks": dict(

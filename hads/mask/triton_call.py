@@ -22,7 +22,7 @@ TILE = 64  # blocks of queries, and blocks of keys, per program
 Output = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, the part that one program sees
 
 
-def launch(
+def triton_call(
     kernel: Callable,
     name: str,
     grid: tuple[int, ...],

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Bool, Int
 
-from xsake.hads.mask.triton_call import iota, launch, whole
+from xsake.hads.mask.triton_call import iota, triton_call, whole
 
 _ENTRIES = 4096  # blocks per program
 
@@ -41,7 +41,7 @@ def compact(
         # Interpretation writes masked elements too, with their old values: the spare slot takes those.
         plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], place[1], mask=written)
 
-    (indices,) = launch(
+    (indices,) = triton_call(
         kernel,
         "hads_compact",
         (-(-rows // tile), h, b),

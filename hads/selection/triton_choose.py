@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.mask.triton_call import TILE, iota, launch, whole
+from xsake.hads.mask.triton_call import TILE, iota, triton_call, whole
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.triton_sort import sort_rows
@@ -121,7 +121,7 @@ def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]
 
         _by_width(first + tile - 1, width, at)
 
-    (out,) = launch(
+    (out,) = triton_call(
         kernel,
         "hads_lists",
         (-(-n // tile), h, b),
@@ -176,7 +176,7 @@ def _sorted_gains(
         _by_width(first + tile - 1, width, at)
 
     square = whole(None, None, m, width)
-    return launch(
+    return triton_call(
         kernel,
         "hads_sorted_gains",
         (steps, h, b),
@@ -212,7 +212,7 @@ def _largest_cut(
             found = _search(order_ref, digits, _DROPPED, n, m)
             jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
 
-        (counts,) = launch(
+        (counts,) = triton_call(
             kernel,
             f"hads_cut_{number}",
             (rows // TILE, groups, b),
@@ -252,7 +252,7 @@ def _reach(
     def kernel(order_ref: Any, cuts_ref: Any, out_ref: Any) -> None:
         out_ref[...] = _search(order_ref, cuts_ref[...], dropped, n, m)
 
-    (out,) = launch(
+    (out,) = triton_call(
         kernel,
         "hads_reach",
         (rows // TILE, groups, b),

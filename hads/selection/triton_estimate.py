@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
 
 from xsake._trace import interpreting
-from xsake.hads.mask.triton_call import TILE, Output, iota, launch, padded
+from xsake.hads.mask.triton_call import TILE, Output, iota, padded, triton_call
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, spread_weights, variance
@@ -68,7 +68,7 @@ def _pool_queries(
     def mean_at(part: Any, i: Any, b: Any) -> tuple:
         return b, part, lax.div(i, TILE), 0, lax.rem(i, TILE), 0
 
-    mean, features = launch(
+    mean, features = triton_call(
         kernel,
         "hads_pool_queries",
         (parts, grid.side, b),
@@ -99,7 +99,7 @@ def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
         for number, part in enumerate(key_parts(mean, spread, largest, smallest)):
             features_ref[:, number, :] = part.astype(features_ref.dtype)
 
-    (features,) = launch(
+    (features,) = triton_call(
         kernel,
         "hads_pool_keys",
         (kv_heads, grid.side, b),
@@ -192,7 +192,7 @@ def _tokens(
     def kv_head(part: Any) -> Any:
         return lax.div(part, parts // kv_heads)
 
-    (out,) = launch(
+    (out,) = triton_call(
         kernel,
         "hads_tokens",
         (tiles * chunks, parts, b),
@@ -261,7 +261,7 @@ def _sum(
     def tokens_at(i: Any, j: Any, x: Any) -> tuple:
         return x // h, x % h // heads_per_program, i, 0, x % heads_per_program
 
-    (out,) = launch(
+    (out,) = triton_call(
         kernel,
         "hads_block_logits",
         (tiles, tiles, b * h),
