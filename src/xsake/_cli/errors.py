@@ -30,7 +30,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """The system's errors without their number: "/root/run: Permission denied"."""
+    """The system's errors without their number: "/data/run: Permission denied"."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
