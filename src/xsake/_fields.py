@@ -64,7 +64,7 @@ def check_fields(config: Any) -> None:
 
 def _instance_of(config: type, name: str) -> tuple[Callable[[Any], bool], str]:
     kind: Any = typing.get_type_hints(config)[name]
-    if not dataclasses.is_dataclass(kind):
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(f"{config.__name__}.{name} must declare its values: use whole, one_of or flag")
     return lambda value: isinstance(value, kind), f"a {kind.__name__}"
 
