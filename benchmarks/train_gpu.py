@@ -40,7 +40,7 @@ from xsake.model.trainer import Trainer
 
 PRESET_NAMES = ("small", "gpt2-124m")
 TOKENS = 50_000_000
-TOKENS_A_STEP = 65_536
+TOKENS_PER_STEP = 65_536
 LEARNING_RATE = {"small": 2e-3, "gpt2-124m": 1e-3}
 ATTENTION: dict[str, dict[str, Any]] = {
     "dense": {"attention": "cudnn"},
@@ -54,12 +54,12 @@ SKIPPED_STEPS = 10  # at the start of a run: compilation, and clocks that rise
 
 
 def configuration(preset: str, kind: str, length: int, tokens: int = TOKENS) -> TrainConfig:
-    steps = -(-tokens // TOKENS_A_STEP)
+    steps = -(-tokens // TOKENS_PER_STEP)
     more = {"recalibrate_every": -(-steps // CALIBRATIONS)} if kind == "hads" else {}
     return TrainConfig(
         model=PRESETS[preset],
         length=length,
-        batch=TOKENS_A_STEP // length,
+        batch=TOKENS_PER_STEP // length,
         steps=steps,
         warmup=min(100, steps),
         learning_rate=LEARNING_RATE[preset],
@@ -133,7 +133,7 @@ def run_once(trainer: Trainer, name: str, data: Path, work: Path) -> dict[str, A
         "seconds": spread(seconds),
         **speed(trainer, seconds),
         "wall_seconds": time.perf_counter() - start,
-        "tokens": len(steps) * trainer.config.tokens_a_step,
+        "tokens": len(steps) * trainer.config.tokens_per_step,
         "train_loss": statistics.fmean(event["loss"] for event in steps[-20:]),
         "held_out_loss": evaluations[-1]["loss"],
         "held_out_losses": [[event["step"], event["loss"]] for event in evaluations],

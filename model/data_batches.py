@@ -17,7 +17,7 @@ from xsake.model.data_shards import Shard
 
 
 class Batches:
-    """Non-overlapping windows of `length` tokens and the one after them, each seen once an epoch.
+    """Non-overlapping windows of `length` tokens and the one after them, each seen once per epoch.
 
     Args:
       shards: open token files of one tokenizer; a window does not cross from one file into the next.
@@ -41,7 +41,7 @@ class Batches:
             )
 
     @property
-    def in_an_epoch(self) -> int:
+    def per_epoch(self) -> int:
         return self.windows // self.batch
 
     def rows(self, step: int, start: int, stop: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of every position, computed once a forward and shared by its layers."""
+    """Cosines and sines of every position, computed once per forward and shared by its layers."""
 
     cos: Float[Array, "b T 1 half"]
     sin: Float[Array, "b T 1 half"]

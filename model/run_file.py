@@ -1,4 +1,4 @@
-"""The run file: one JSON object a line for everything that happened, each step once, also after kills and resumes."""
+"""The run file: one JSON object per line for everything that happened, each step once, also after kills and resumes."""
 
 from __future__ import annotations
 

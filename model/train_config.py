@@ -89,7 +89,7 @@ class TrainConfig:
             raise ValueError(f"warmup={self.warmup} must be at most steps={self.steps}")
 
     @property
-    def tokens_a_step(self) -> int:
+    def tokens_per_step(self) -> int:
         return self.batch * self.length
 
     def to_json(self) -> dict[str, Any]:

@@ -43,9 +43,6 @@ class Report:
         self._progress.say(f"step {step}: {event}  {about}")
         self._everywhere(event, step, values)
 
-    def say(self, text: str) -> None:
-        self._progress.say(text)
-
     def _everywhere(self, event: str, step: int, values: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(event, step, **values)

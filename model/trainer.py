@@ -122,13 +122,13 @@ class Trainer:
         """Mean loss over the first so many batches."""
         losses = [
             self.program.evaluate(self.state.params, self.mask_fn, self._place(held, number))
-            for number in range(min(batches, held.in_an_epoch))
+            for number in range(min(batches, held.per_epoch))
         ]
         return sum(float(loss) for loss in losses) / len(losses)
 
     def speed(self, seconds: float) -> dict[str, float | None]:
-        """Tokens a second and utilisation of a step that took so long."""
-        rate = self.config.tokens_a_step / seconds
+        """Tokens per second and utilisation of a step that took `seconds`."""
+        rate = self.config.tokens_per_step / seconds
         device = self.program.mesh.devices.flat[0]
         flops = self.config.model.flops_per_token(self.config.length, self.density)
         mfu = utilisation(flops, rate, device.device_kind, self.program.mesh.size)

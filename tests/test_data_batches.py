@@ -51,7 +51,7 @@ def test_the_order_is_what_it_always_was(shards):
 
 def test_batches_run_on_across_epochs(shards):
     one, many = (Batches(shards, length=LENGTH, batch=size, seed=0) for size in (1, 5))
-    assert many.in_an_epoch == 3
+    assert many.per_epoch == 3
     rows = np.concatenate([many.rows(step, 0, 5) for step in range(7)])
     np.testing.assert_array_equal(rows, np.concatenate([one.rows(step, 0, 1) for step in range(35)]))
 

@@ -40,7 +40,7 @@ def build(
             typer.echo(f"stopped; the same command goes on with what is finished, in {part_of(out)}", err=True)
             os._exit(130)  # at once: threads of the tokenizers library cannot be stopped
         per_token = built.bytes_read / max(1, sum(built.tokens.values()))
-        typer.echo(f"{out}: vocabulary of {built.vocab_size}, {per_token:.2f} bytes a token")
+        typer.echo(f"{out}: vocabulary of {built.vocab_size}, {per_token:.2f} bytes per token")
         for split, tokens in built.tokens.items():
             typer.echo(f"{split:6} {tokens:>13,} tokens from {built.texts[split]:,} texts")
         if built.not_utf8:
