@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 
@@ -11,7 +12,10 @@ from training import make_config, make_data
 from xsake.model import load_trained
 from xsake.model.train_loop import train
 
-pytestmark = pytest.mark.xdist_group("training")
+pytestmark = [
+    pytest.mark.xdist_group("training"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # Orbax's event loop, after an error
+]
 
 DAMAGE = {
     "no state": lambda last: shutil.rmtree(last / "state"),
@@ -35,11 +39,17 @@ def stopped(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def collected():
+    """After the test its garbage is collected: what Orbax's closed event loop says then is said in no later test."""
+    yield
+    gc.collect()
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's event loop, after an error
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_named(stopped, tmp_path, name):
     run = tmp_path / "run"
