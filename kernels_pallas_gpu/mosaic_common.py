@@ -106,7 +106,13 @@ class ElementRule:
     """Which elements of a listed block attend: kv < kv_len, and kv - q inside the band, and equal segments."""
 
     kv_len: int
+    block_kv: int
     band: Band
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block has keys past the end, and so perhaps tiles that are past the end as a whole."""
+        return self.kv_len % self.block_kv != 0
 
     def any_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
         """Whether the indices of a tile allow any of its elements to attend."""
@@ -160,7 +166,7 @@ class ElementRule:
                 tests.append(q_pos - jnp.int32(left) <= kv_pos)
         if q_segments is not None and kv_segments is not None:
             tests.append(per_row(q_segments, shape) == per_col(kv_segments, shape))
-        if self.kv_len % (shape[1] // len(kv_starts)):
+        if self.ragged:
             if len(kv_starts) == 1:
                 tests.append(iota(1) < self.kv_len - kv_starts[0])
             else:

@@ -71,7 +71,7 @@ def forward(
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
         pairing=Pairing.of(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
-        rule=ElementRule(kv_len=kv_len, band=band),
+        rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band),
         config=config,
         interpret=interpret,
     )

@@ -217,7 +217,7 @@ class Plan:
     @property
     def testable(self) -> bool:
         """Whether a partial step leaves out the halves of its tile that no query can attend to."""
-        return self.plain_rules and (self.rule.band != Band() or self.parts > 1 or self.kv_len % self.tile_kv != 0)
+        return self.plain_rules and (self.rule.band != Band() or self.parts > 1 or self.rule.ragged)
 
     @property
     def separate_out(self) -> bool:

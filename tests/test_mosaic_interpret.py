@@ -57,6 +57,15 @@ def test_one_cta_walks_all_tiles():
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("bias", [None, (1, 1, 0, 0)])
+def test_a_tile_of_the_last_block_is_past_the_end(bias):
+    """192 keys in blocks of 128, 64 at a time."""
+    case = make(TARGET, **(SMALL | dict(q_len=16, kv_len=48, block_q=16, block_kv=32, density=1.0, bias=bias)))
+    forward = ForwardConfig(tile_kv=64, q_stages=1)
+    check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
+
+
+@pytest.mark.timeout(240)
 def test_segments_and_positions():
     length = 128
     rng = np.random.default_rng(0)
