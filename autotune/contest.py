@@ -29,6 +29,7 @@ RESULTS = {
     "dq": ("d_query",),
     "dkv": ("d_key", "d_value"),
     "backward": ("d_query", "d_key", "d_value"),
+    "fused": ("d_query", "d_key", "d_value"),
 }
 _GRADIENTS = RESULTS["backward"]
 COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # side by side
@@ -99,7 +100,9 @@ class Contest:
                 buckets.setdefault(_tuned.key_of(self._name, call, direction), []).append(density)
             for key, densities in buckets.items():
                 call = natural[densities[0]]
-                parts = [getattr(config, direction) for config in self._backend.search_space(call)]
+                parts = list(dict.fromkeys(getattr(c, direction) for c in self._backend.search_space(call)))
+                if len(parts) == 1:
+                    continue  # no choice, or its kernel does not run in such calls
                 default = dataclasses.asdict(getattr(self._backend.default_config(call), direction))
                 self._defaults |= {(direction, d): default for d in densities}
                 plans.append(
@@ -108,7 +111,7 @@ class Contest:
                         densities=tuple(densities),
                         true_densities=tuple(float(self.masks[d].density()) for d in densities),
                         default=default,
-                        parts=tuple(dataclasses.asdict(part) for part in dict.fromkeys(parts)),
+                        parts=tuple(dataclasses.asdict(part) for part in parts),
                         kernel=_tuned.kernel_hash(self._name),
                     )
                 )
@@ -147,6 +150,8 @@ class Contest:
         key = (direction, label(part))
         if key not in self._programs:
             config = dataclasses.replace(self._config, **{direction: _tuned.make_part(self._backend, direction, part)})
+            if hasattr(config, "running"):
+                config = config.running(direction)
             some = next(iter(self._calls))
             run = chain(self._function(direction, config), self._chained)
             lowered = run.lower(*self._arguments(direction, some))  # type: ignore[attr-defined]

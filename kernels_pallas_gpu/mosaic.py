@@ -21,11 +21,14 @@ from xsake.kernels_pallas_gpu import (
     mosaic_dq,
     mosaic_forward,
     mosaic_forward_config,
+    mosaic_fused,
+    mosaic_fused_plan,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
@@ -34,20 +37,35 @@ _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to t
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+    {
+        "bias",
+        "q_segments",
+        "kv_segments",
+        "q_positions",
+        "kv_positions",
+        "sink_lse",
+        "band",
+        "deterministic",
+        "soft_cap",
+    }
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Independent tilings of the forward, the dQ and the dK/dV kernel."""
+    """Independent tilings of the forward, the dQ and the dK/dV kernel, and of the kernel that computes all three."""
 
     forward: ForwardConfig
     dq: BackwardConfig
     dkv: BackwardConfig
+    fused: FusedConfig = FusedConfig(use=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def running(self, direction: str) -> Config:
+        apart = direction in ("dq", "dkv")
+        return dataclasses.replace(self, fused=dataclasses.replace(self.fused, use=False)) if apart else self
 
 
 def unavailable() -> str | None:
@@ -91,6 +109,7 @@ def default_config(call: Call) -> Config:
         forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
+        fused=mosaic_fused_plan.heuristic(_with_padded_dims(call), _active_keys(call)),
     )
 
 
@@ -103,7 +122,9 @@ def search_space(call: Call) -> Sequence[Config]:
         dataclasses.replace(default, forward=c)
         for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
     ]
-    for kernel in ("dq", "dkv"):
+    fused = mosaic_fused_plan.search_space(_with_padded_dims(call), default.fused)
+    space += [dataclasses.replace(default, fused=c) for c in fused]
+    for kernel in () if default.fused.use else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
     return list(dict.fromkeys([default, *space]))
@@ -125,7 +146,8 @@ def misfit(call: Call, config: Config) -> str | None:
         need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-    return None
+    problem = mosaic_fused_plan.misfit(_with_padded_dims(call), config.fused) if config.fused.use else None
+    return problem and f"fused: {problem}"
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
@@ -146,14 +168,18 @@ def backward(
     with_bias: bool,
 ) -> tuple[Array, Array, Array, None]:
     """(dQ, dK, dV, None): the operation computes the gradient of a bias."""
-    q, k, v = _pad_dims(call.query, call.key, call.value)
+    padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
-    mask = call.mask
-    rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-    columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-    given = (q, k, v, d_out, lse, delta)
-    dq = mosaic_dq.dq(*given, rows, **_arguments(call), config=config.dq)
-    dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), config=config.dkv)
+    if config.fused.use:
+        dq, dk, dv = mosaic_fused.backward(
+            padded, lse, delta, d_out, config=config.fused, interpret=_arguments(call)["interpret"]
+        )
+    else:
+        rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
+        columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
+        given = (padded.query, padded.key, padded.value, d_out, lse, delta)
+        dq = mosaic_dq.dq(*given, rows, **_arguments(call), config=config.dq)
+        dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), config=config.dkv)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 
@@ -179,6 +205,12 @@ def _pairing(call: Call) -> Pairing:
     return Pairing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
 
 
+def _active_keys(call: Call) -> float:
+    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
+    density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
+    return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
+
+
 def _num_kv_vectors(call: Call) -> int:
     """Arrays with one number per key that are loaded beside K and V: segments, positions."""
     return (call.kv_segments is not None) + (call.kv_positions is not None)
@@ -186,6 +218,11 @@ def _num_kv_vectors(call: Call) -> int:
 
 def _padded(dim: int) -> int:
     return next(d for d in _DIMS if dim <= d)
+
+
+def _with_padded_dims(call: Call) -> Call:
+    q, k, v = _pad_dims(call.query, call.key, call.value)
+    return dataclasses.replace(call, query=q, key=k, value=v)
 
 
 def _pad_dims(*arrays: Array) -> list[Array]:

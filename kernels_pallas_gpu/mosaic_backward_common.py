@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
 
 Array = jax.Array
@@ -229,7 +229,8 @@ class WorkGrid:
     """Which resident rows each ring of each CTA works on.
 
     A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. CTAs are
-    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first.
+    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
+    longest of all pairs, a column for a sink for instance, may come before all sections.
     """
 
     pairs: int  # (batch, head) pairs
@@ -238,9 +239,12 @@ class WorkGrid:
     unit: int  # resident rows per ring
     units_per_block: int
     rings: int
+    early: int = 0  # ranks that come before all sections
 
     @classmethod
-    def make(cls, pairs: int, length: int, block: int, compute_wgs: int, streamed_bytes: int) -> "WorkGrid":
+    def make(
+        cls, pairs: int, length: int, block: int, compute_wgs: int, streamed_bytes: int, *, early: int = 0
+    ) -> "WorkGrid":
         shared = block % (ROWS * compute_wgs) == 0
         unit = ROWS * compute_wgs if shared else ROWS
         return cls(
@@ -250,6 +254,7 @@ class WorkGrid:
             unit=unit,
             units_per_block=block // unit,
             rings=1 if shared else compute_wgs,
+            early=early,
         )
 
     @property
@@ -261,9 +266,16 @@ class WorkGrid:
         return self.pairs * self.ranks
 
     def rank_and_pair(self, cta: Any) -> tuple[Any, Any]:
-        section, rest = lax.div(cta, self.section * self.ranks), lax.rem(cta, self.section * self.ranks)
-        size = jnp.minimum(self.section, self.pairs - section * self.section)
-        return lax.div(rest, size), section * self.section + lax.rem(rest, size)
+        early = min(self.early, self.ranks)
+        ahead = early * self.pairs
+        rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - early)
+        if not early:
+            return rank, pair
+        is_early = cta < ahead
+        return (
+            jnp.where(is_early, lax.div(cta, self.pairs), early + rank),
+            jnp.where(is_early, lax.rem(cta, self.pairs), pair),
+        )
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
         """(first resident row, mask row, whether the rank has rows for this ring)."""
@@ -275,15 +287,28 @@ class WorkGrid:
         return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
 
 
+def in_sections(number: Any, pairs: int, section: int, ranks: int) -> tuple[Any, Any]:
+    """(rank, pair) of a number: section after section, and inside a section rank after rank."""
+    ranks = max(ranks, 1)
+    at, rest = lax.div(number, section * ranks), lax.rem(number, section * ranks)
+    size = jnp.minimum(section, pairs - at * section)
+    return lax.div(rest, size), at * section + lax.rem(rest, size)
+
+
+def early_ranks(pairs: int) -> int:
+    """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
+    return max(1, HOPPER_SMS // 2 // pairs)
+
+
 # Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.
 
 
-def mma(acc: Any, a: Any, b: Any, *, transpose_b: bool = False, interpret: bool) -> None:
+def mma(acc: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, interpret: bool) -> None:
     if not interpret:
-        plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
+        plgpu.wgmma(acc, a.transpose((1, 0)) if transpose_a else a, b.transpose((1, 0)) if transpose_b else b)
         return
-    b = b[...].T if transpose_b else b[...]
-    acc[...] = acc[...] + lax.dot_general(a[...], b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    a, b = a[...].T if transpose_a else a[...], b[...].T if transpose_b else b[...]
+    acc[...] = acc[...] + lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def read(acc: Any, *, in_flight: int, interpret: bool) -> Array:
@@ -321,13 +346,13 @@ def release(barrier: Any, *, interpret: bool) -> None:
     plgpu.barrier_arrive(barrier)
 
 
-def drain(free: Any, ring: int, stages: int, count: Any) -> None:
+def drain(free: Any, stages: int, count: Any, ring: tuple[int, ...] = ()) -> None:
     """Waits for the last releases of a ring: the interpreter requires that every completed barrier was waited for."""
     for i in range(stages):
 
         @pl.when(i < count)
         def _(i=i):
-            plgpu.barrier_wait(free.at[ring, lax.rem(count - 1 - i, stages)])
+            plgpu.barrier_wait(free.at[(*ring, lax.rem(count - 1 - i, stages))])
 
 
 def pad(x: Array, axis: int, size: int, value: float = 0) -> Array:

@@ -23,6 +23,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
+    early_ranks,
     load_bias,
     mma,
     opaque,
@@ -86,7 +87,9 @@ def dkv(
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
-    work = WorkGrid.make(batch * kv_heads, kv_len, block_kv, tile_wgs, group * q_len * (d + dv_dim) * 2)
+    pairs = batch * kv_heads
+    streamed = group * q_len * (d + dv_dim) * 2
+    work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
@@ -431,8 +434,8 @@ def dkv(
 
             counts = lax.fori_loop(0, group, head, (jnp.int32(0),) * work.rings)
             for ring, count in enumerate(counts if simulate else []):
-                drain(q_free, ring, config.stages, count)
-                drain(do_free, ring, config.inner_stages, count)
+                drain(q_free, config.stages, count, (ring,))
+                drain(do_free, config.inner_stages, count, (ring,))
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings

@@ -275,8 +275,8 @@ def dq(
                         )
 
             for ring, (_, tiles) in enumerate(spans if simulate else []):
-                drain(k_free, ring, config.stages, tiles)
-                drain(v_free, ring, config.inner_stages, tiles)
+                drain(k_free, config.stages, tiles, (ring,))
+                drain(v_free, config.inner_stages, tiles, (ring,))
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings

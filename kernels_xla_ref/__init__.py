@@ -28,6 +28,7 @@ HONOURS = frozenset(
         "kv_positions",
         "sink_lse",
         "band",
+        "deterministic",
         "soft_cap",
         "symbolic_batch",
     }

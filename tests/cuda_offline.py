@@ -56,5 +56,9 @@ def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]
 
 
 def complaints(report: Sequence[str]) -> list[str]:
-    """Lines that speak of spilled registers or of tensor-core products that the assembler serialised."""
-    return [line for line in report if re.search(r"C75\d\d|erializ", line) or re.search(r"[1-9]\d* bytes spill", line)]
+    """Lines that speak of spilled registers, or of tensor-core products that the assembler serialised or waits for.
+
+    C7519 is neither: it put a fence before a product whose left operand is in registers.
+    """
+    bad = re.compile(r"C75(?!19)\d\d|erializ|[1-9]\d* bytes spill")
+    return [line for line in report if bad.search(line)]

@@ -113,13 +113,16 @@ def test_every_config_lowers(name):
     call = make_call(**SHAPES[name])
     space = mosaic.search_space(call)
     assert mosaic.default_config(call) in space
-    forwards, dqs, dkvs = (list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in fields(mosaic.Config))
+    forwards, dqs, dkvs, fused = (list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in fields(mosaic.Config))
     for part in forwards:
         assert "mosaic_gpu" in lower(partial(mosaic.forward, config=replace(space[0], forward=part)), call)
     lse, d_out = _given(call)
     for dq, dkv in itertools.zip_longest(dqs, dkvs):
         config = replace(space[0], dq=dq or dqs[0], dkv=dkv or dkvs[0])
         backward = partial(mosaic.backward, config=config, with_bias=False)
+        assert "mosaic_gpu" in lower(backward, call, lse=lse, delta=lse, d_out=d_out)
+    for part in fused:
+        backward = partial(mosaic.backward, config=replace(space[0], fused=part), with_bias=False)
         assert "mosaic_gpu" in lower(backward, call, lse=lse, delta=lse, d_out=d_out)
 
 

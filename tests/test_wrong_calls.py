@@ -151,6 +151,7 @@ CALLS = {
     "infinite scale": (dict(scale=float("inf")), ValueError, ["scale", "inf", "finite"]),
     "scale that is no number": (dict(scale="big"), TypeError, ["scale", "'big'", "number"]),
     "soft cap of 0": (dict(logits_soft_cap=0.0), ValueError, ["logits_soft_cap", "0.0", "above 0"]),
+    "deterministic as a number": (dict(deterministic=1), ValueError, ["deterministic=1", "True or False"]),
     "negative soft cap": (dict(logits_soft_cap=-2.0), ValueError, ["logits_soft_cap", "-2.0", "above 0"]),
     "unknown implementation": (dict(implementation="cuda"), ValueError, ["implementation='cuda'", "'xla'", "None"]),
     "config of something else": (

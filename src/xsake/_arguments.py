@@ -69,6 +69,7 @@ def build_call(
     segment_ids: Any = None,
     positions: Any = None,
     sinks: Any = None,
+    deterministic: Any = True,
     logits_soft_cap: Any = None,
 ) -> Call:
     """`check_inputs` has passed; everything else is checked here."""
@@ -116,6 +117,7 @@ def build_call(
         sink_lse=_poison_overflow(mask, _sink_lse(sinks, num_q_heads), num_q_heads),
         band=band & mask.band,
         scale=head_dim**-0.5 if scale is None else _number("scale", scale),
+        deterministic=_flag("deterministic", deterministic),
         soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, positive=True),
     )
 
@@ -227,6 +229,12 @@ def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) 
     heads = np.arange(num_q_heads) * mask.heads // num_q_heads
     base = -math.inf if sink_lse is None else sink_lse
     return jnp.where(mask.overflowed()[:, heads], math.nan, base).astype(jnp.float32)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return value
 
 
 def _number(name: str, value: Any, *, positive: bool = False) -> float:

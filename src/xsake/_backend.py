@@ -34,6 +34,8 @@ class Call:
     - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
       head whose mask overflowed, so that NaN reaches every output.
 
+    - Without `deterministic`, a backend may add up in an order that differs from run to run.
+
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
     `HONOURS`. vmap, trees and the registry read the fields from here. `argument` is what users call a field.
     """
@@ -52,6 +54,7 @@ class Call:
     band: Band = dataclasses.field(
         default=_UNBOUNDED, metadata=_STATIC | {"argument": "is_causal and local_window_size"}
     )
+    deterministic: bool = dataclasses.field(default=True, metadata=_STATIC)
     soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
 
     @classmethod
@@ -107,7 +110,8 @@ class Backend(Protocol):
     """The names of a backend module.
 
     `Config` is a frozen keyword-only dataclass with a field for each direction that is tuned by itself (such as
-    forward, dq and dkv), and each of these is such a dataclass too. They validate themselves.
+    forward, dq and dkv), and each of these is such a dataclass too. They validate themselves. Where one direction's
+    kernel replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
 
     `HONOURS` names the optional fields of `Call` that the backend honours, and "symbolic_batch" if the batch may be a
     dimension variable of `jax.export`. The registry refuses a call that uses another one, so that a field added to

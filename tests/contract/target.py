@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -28,12 +29,17 @@ class Target:
     head_dim: int = 24
     value_dim: int = 16
     partial: bool = False
+    fused: bool = False  # Hopper's fused backward, however short the sequences are
     marks: tuple = dataclasses.field(default=(), compare=False)
 
     def size(self, tokens: int) -> int:
         return tokens * self.unit
 
     def context(self) -> contextlib.AbstractContextManager:
+        if self.fused:
+            from xsake.kernels_pallas_gpu import mosaic_fused_plan
+
+            return mock.patch.object(mosaic_fused_plan, "WORTH_FUSING", 0)
         if not self.interpret:
             return contextlib.nullcontext()
         import xsake
@@ -71,13 +77,21 @@ def _triton_configs(case: Any) -> tuple[Any, Any]:
 
 def _mosaic_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+    from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 
+    fused = case.query.shape[-1] == 128 and case.block_kv % 128 == 0
     return (
-        Config(forward=ForwardConfig(tile_kv=64, q_stages=1), dq=BackwardConfig(), dkv=BackwardConfig()),
+        Config(
+            forward=ForwardConfig(tile_kv=64, q_stages=1),
+            dq=BackwardConfig(),
+            dkv=BackwardConfig(),
+            fused=FusedConfig(use=fused, early=2, parts=3),
+        ),
         Config(
             forward=ForwardConfig(tile_kv=64, stages=3, q_stages=1),
             dq=BackwardConfig(stages=3, inner_stages=2),
             dkv=BackwardConfig(compute_wgs=1),
+            fused=FusedConfig(use=fused, q_stages=3),
         ),
     )
 
@@ -108,6 +122,7 @@ GPU = (pytest.mark.gpu,)
 TARGETS = [
     Target("xla", _xla_configs),
     Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
+    Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=128, value_dim=64, fused=True, marks=GPU),
     Target("triton", _triton_configs, marks=GPU),
     Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
     Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
@@ -116,4 +131,8 @@ TARGETS = [
 
 
 def parameters() -> list:
-    return [pytest.param(t, id=t.name + ("-interpret" if t.interpret else ""), marks=t.marks) for t in TARGETS]
+    kinds = {"-interpret": "interpret", "-fused": "fused"}
+    return [
+        pytest.param(t, id=t.name + "".join(end for end, kind in kinds.items() if getattr(t, kind)), marks=t.marks)
+        for t in TARGETS
+    ]

@@ -1,0 +1,135 @@
+"""The fused backward for Hopper: dQ, dK and dV in one kernel over the transposed lists, five products instead of seven.
+
+A CTA holds 128 keys and streams the queries that list them (`mosaic_fused_compute`). A row of dQ is a sum over CTAs,
+which the copy engine adds up in global memory as they come: in integers, whose sum is the same in every order
+(`fixed_point`), or, where the call asks for no determinism, in float32. Masks have columns that almost every row lists,
+such as a sink's. The longest of all heads come first, and several CTAs may share one; their sums are merged in a fixed
+order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake._backend import Call
+from xsake.kernels_pallas_gpu.fixed_point import Units
+from xsake.kernels_pallas_gpu.mosaic_backward_common import pad, pad_bias, run_kernel
+from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, pad_to
+from xsake.kernels_pallas_gpu.mosaic_fused_compute import ComputeWarpgroup
+from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, Operands, Results
+from xsake.kernels_pallas_gpu.mosaic_fused_memory import load
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import COMPUTE_WGS, HEAD_DIM, KEYS, REGISTERS, FusedConfig, Plan
+
+Array = jax.Array
+
+
+def backward(
+    call: Call, lse: Array, delta: Array, d_out: Array, *, config: FusedConfig, interpret: Any = False
+) -> tuple[Array, Array, Array]:
+    """(dQ, dK, dV) of a call whose head dims are those of the kernel."""
+    q, k, v, mask = call.query, call.key, call.value, call.mask
+    plan = Plan.of(call, config, interpret)
+    rule, q_size = plan.rule, plan.q_size
+    lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
+    per_query = dict(position=call.q_positions, segment=call.q_segments, index=_indices(q_size))
+    per_key = dict(position=call.kv_positions, segment=call.kv_segments)
+    units = Units.of_dq(k, v, d_out, lse, delta) if plan.deterministic else None
+    q, k, v, d_out = (pad_to(x, 8, 1) for x in (q, k, v, d_out))  # TMA copies tiles of 8 rows
+    sums = None if plan.simulate else jax.new_ref(jnp.zeros(q.shape, plan.dq_dtype))
+    given = Operands(
+        q=q,
+        k=k,
+        v=v,
+        d_out=d_out,
+        # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
+        statistic=pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf),
+        neg_delta=pad(-delta, 2, q_size),
+        steps=None if units is None else units.steps()._replace(rows=pad(units.steps().rows, 2, q_size)),
+        q_vectors={name: pad(per_query[name], 1, q_size) for name in plan.q_vectors},
+        kv_vectors={name: pad(per_key[name], 1, plan.kv_size) for name in plan.kv_vectors},
+        lists=ListRefs(*lists),
+        bias=None if call.bias is None else pad_bias(call.bias.swapaxes(2, 3), plan.kv_size, q_size),
+        dq=sums,
+    )
+
+    def kernel(given: Operands, *refs: Any) -> None:
+        *results, scratch, barriers = refs
+        _share_the_work(Cta(plan, given, Results(*results), scratch, barriers))
+
+    found = run_kernel(
+        kernel,
+        "block_sparse_backward",
+        plan.num_ctas,
+        COMPUTE_WGS,
+        _results(plan, k, v),
+        [given],
+        [plan.scratch(), plan.barriers()],
+        interpret,
+    )
+    found = Results(*found)
+    sums = (_dq_of_ctas(plan, found.dq_per_cta) if sums is None else jax.freeze(sums))[:, : call.q_len]
+    dq = (sums if units is None else units.value(sums)) * jnp.float32(call.scale)
+    return dq.astype(q.dtype), *(x[:, : call.kv_len] for x in _merged(plan, lists, found))
+
+
+def _indices(size: int) -> Array:
+    return jnp.arange(size, dtype=jnp.int32)[None]
+
+
+def _results(plan: Plan, k: Array, v: Array) -> Results:
+    def parts(x: Array) -> jax.ShapeDtypeStruct | None:
+        shape = (plan.pairs, plan.early, plan.parts, KEYS, x.shape[-1])
+        return jax.ShapeDtypeStruct(shape, jnp.float32) if plan.parts > 1 else None
+
+    per_cta = jax.ShapeDtypeStruct((plan.num_ctas, plan.group, plan.q_size, HEAD_DIM), plan.dq_dtype)
+    return Results(
+        dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
+        dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        dk_parts=parts(k),
+        dv_parts=parts(v),
+        dq_per_cta=per_cta if plan.simulate else None,
+    )
+
+
+def _dq_of_ctas(plan: Plan, sums: Array) -> Array:
+    """[B, T, H, D] of an interpreted kernel."""
+    pair, _, _ = jax.vmap(plan.place)(jnp.arange(plan.num_ctas, dtype=jnp.int32))
+    per_pair = jnp.zeros((plan.pairs, *sums.shape[1:]), sums.dtype).at[pair].add(sums)
+    return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
+
+
+def _merged(plan: Plan, lists: RowLists, found: Results) -> tuple[Array, Array]:
+    """dK and dV with the early columns, whose parts are added up in their order."""
+    if found.dk_parts is None:
+        return found.dk, found.dv
+    pair, rank = jnp.arange(plan.pairs)[:, None], jnp.arange(plan.early)[None]
+    batch, head = pair // plan.num_kv_heads, pair % plan.num_kv_heads
+    block = rank // plan.columns_per_block
+    if lists.order is not None:
+        batches, heads = lists.order.shape[:2]
+        block = lists.order[batch if batches > 1 else 0, head * heads // plan.num_kv_heads, block]
+    first = (block * plan.columns_per_block + rank % plan.columns_per_block) * KEYS
+    keys = first[:, :, None] + jnp.arange(KEYS)[None, None]
+
+    def merge(whole: Array, parts: Array) -> Array:
+        total = parts[:, :, 0]
+        for part in range(1, plan.parts):
+            total += parts[:, :, part]
+        return whole.at[batch[:, :, None], keys, head[:, :, None]].set(total.astype(whole.dtype), mode="drop")
+
+    return merge(found.dk, found.dk_parts), merge(found.dv, found.dv_parts)
+
+
+def _share_the_work(cta: Cta) -> None:
+    @pl.when(cta.wg < COMPUTE_WGS)
+    def _compute() -> None:
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        ComputeWarpgroup(cta).run()
+
+    @pl.when(cta.wg == COMPUTE_WGS)
+    def _memory() -> None:
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        load(cta)

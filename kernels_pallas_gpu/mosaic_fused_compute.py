@@ -1,0 +1,204 @@
+"""A compute warpgroup of the fused Hopper backward: 64 keys against all queries that list them, 64 at a time.
+
+Five products per tile of queries, S and dP transposed (keys by queries), so that P and dS come in registers as the left
+operands of dV and dK. dQ needs the dS of all 128 keys: each warpgroup writes its half to shared memory, and multiplies
+half of dQ's columns.
+
+    this tile     dP = V dO^T      while P = exp(S) is computed
+                  dV += P dO       while dS = P * (dP - delta) is computed and written
+                  dK += dS Q
+    next tile     S = K Q^T
+    this tile     dQ = dS^T K      while dK and S are still multiplied; added to global memory
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu import fixed_point
+from xsake.kernels_pallas_gpu.mosaic_backward_common import (
+    ALONG_COLS,
+    ALONG_ROWS,
+    ROWS,
+    load_bias,
+    mma,
+    opaque,
+    read,
+    release,
+    with_zeros,
+)
+from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import HALF, HEAD_DIM, TILE
+
+
+class ComputeWarpgroup:
+    def __init__(self, cta: Cta) -> None:
+        self.cta, self.plan, self.scratch, self.barriers = cta, cta.plan, cta.scratch, cta.barriers
+        self.kv_start = cta.kv_start + cta.wg * ROWS
+        self.keys = pl.ds(cta.wg * ROWS, ROWS)
+        self.buffers = [x.at[cta.wg] for x in cta.scratch.simulated]
+        self.kv_vectors: dict[str, Any] = {}
+
+    def run(self) -> None:
+        cta, plan = self.cta, self.plan
+        rows = pl.ds(self.kv_start, ROWS)
+        self.kv_vectors = {
+            name: plgpu.load(x.at[cta.batch, rows], layout=ALONG_ROWS, optimized=False)
+            for name, x in cta.given.kv_vectors.items()
+        }
+        if plan.simulate:
+            own_sums = cta.results.dq_per_cta.at[cta.number, :, :, pl.ds(cta.wg * HALF, HALF)]
+            own_sums[...] = jnp.zeros(own_sums.shape, own_sums.dtype)
+        plgpu.barrier_wait(self.barriers.kv_ready)
+        shapes = [(ROWS, HEAD_DIM), (ROWS, plan.v_head_dim)]
+        dk, dv = with_zeros(self.accumulate, self.buffers[:2], shapes, interpret=plan.simulate)
+        self.store(dk * plan.rule.scale, dv)
+
+    def accumulate(self, dk: Any, dv: Any) -> tuple[Any, Any]:
+        simulate = self.plan.simulate
+
+        def first(s: Any) -> Any:
+            self.start_s(s, jnp.int32(0))
+            return read(s, in_flight=0, interpret=simulate)
+
+        def step(n: Any, s: Any, head: Any, start_of: Any, masked: bool) -> Any:
+            return Tile(self, n, head, start_of(n), masked).run(s, dk, dv)
+
+        s = with_zeros(first, self.buffers[2:3], [(ROWS, TILE)], interpret=simulate)
+        self.cta.walk(step, s, by_kind=True)
+        return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
+
+    def start_s(self, s: Any, n: Any) -> None:
+        """Starts the logits of tile n; past the last tile, of whatever is in the ring."""
+        scratch, rule, slot = self.scratch, self.plan.rule, lax.rem(n, self.plan.config.q_stages)
+        pl.when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
+        if rule.folds_lse:
+            s[...] = per_query(scratch.statistic.at[slot])
+        mma(s, scratch.k.at[self.own_keys()], scratch.q.at[slot], transpose_b=True, interpret=self.plan.simulate)
+
+    def own_keys(self) -> Any:
+        return pl.ds(opaque(self.cta.wg, interpret=self.plan.simulate) * ROWS, ROWS)
+
+    def store(self, dk: Any, dv: Any) -> None:
+        cta, plan, results = self.cta, self.plan, self.cta.results
+        # The other warpgroup has read all keys too: dK goes where they were.
+        plgpu.barrier_arrive(self.barriers.all_read)
+        plgpu.barrier_wait(self.barriers.all_read)
+
+        def whole() -> None:
+            rows = pl.ds(self.kv_start, ROWS)
+            for value, tile, out in ((dk, self.scratch.k, results.dk), (dv, self.scratch.v, results.dv)):
+                tile.at[self.keys][...] = value.astype(plan.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(tile.at[self.keys], out.at[cta.batch, rows, cta.kv_head])
+
+        def part() -> None:
+            results.dk_parts.at[cta.pair, cta.rank, cta.part, self.keys][...] = dk
+            results.dv_parts.at[cta.pair, cta.rank, cta.part, self.keys][...] = dv
+
+        if plan.parts == 1:
+            whole()
+        else:
+            pl.when(cta.is_early)(part)
+            pl.when(jnp.logical_not(cta.is_early))(whole)
+        plgpu.wait_smem_to_gmem(0)
+
+
+class Tile:
+    """64 queries of one head against the warpgroup's keys."""
+
+    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, head: Any, q_start: Any, masked: bool) -> None:
+        self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
+        self.scratch, self.barriers = warpgroup.scratch, warpgroup.barriers
+        self.n, self.head, self.q_start, self.masked = n, head, q_start, masked
+        config = self.plan.config
+        self.q_slot, self.do_slot, self.ds_slot = (lax.rem(n, x) for x in (config.q_stages, config.do_stages, 2))
+        self.q, self.d_out = self.scratch.q.at[self.q_slot], self.scratch.do.at[self.do_slot]
+        self.simulate = self.plan.simulate
+
+    def run(self, s: Any, dk: Any, dv: Any) -> Any:
+        """Returns the logits of the next tile."""
+        plan, buffers = self.plan, self.warpgroup.buffers
+
+        def weigh(dp: Any) -> Any:
+            dp[...] = per_query(self.scratch.delta.at[self.do_slot])
+            values = self.scratch.v.at[self.warpgroup.own_keys()]
+            mma(dp, values, self.d_out, transpose_b=True, interpret=self.simulate)
+            p, weight = self.probabilities(s)
+            mma(dv, p.astype(plan.dtype), self.d_out, interpret=self.simulate)
+            return (weight * read(dp, in_flight=1, interpret=self.simulate)).astype(plan.dtype)
+
+        plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
+        ds = with_zeros(weigh, buffers[3:4], [(ROWS, TILE)], interpret=self.simulate)
+        # Free for writing: the other warpgroup has read what was there two tiles ago before it wrote the last dS.
+        self.scratch.ds.at[self.ds_slot, self.warpgroup.keys][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.ds_ready.at[self.ds_slot])
+        mma(dk, ds, self.q, interpret=self.simulate)
+        if not self.simulate:
+            plgpu.wgmma_wait(1)  # for dV: the registers of P are needed
+
+        def ahead(s: Any, dq: Any) -> Any:
+            self.warpgroup.start_s(s, self.n + 1)
+            plgpu.barrier_wait(self.barriers.ds_ready.at[self.ds_slot])
+            columns = pl.ds(opaque(self.cta.wg, interpret=self.simulate) * HALF, HALF)
+            all_ds, all_keys = self.scratch.ds.at[self.ds_slot], self.scratch.k.at[:, columns]
+            mma(dq, all_ds, all_keys, transpose_a=True, interpret=self.simulate)
+            s = read(s, in_flight=1, interpret=self.simulate)
+            rows = plgpu.load(self.scratch.row_steps.at[self.q_slot], layout=ALONG_ROWS) if plan.deterministic else None
+            release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
+            release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
+            self.add_dq(read(dq, in_flight=0, interpret=self.simulate), rows)
+            return s
+
+        return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], [(ROWS, TILE), (TILE, HALF)], interpret=self.simulate)
+
+    def probabilities(self, s: Any) -> tuple[Any, Any]:
+        plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.q_slot]
+        bias = None
+        if plan.has_bias:
+            bias = load_bias(
+                self.cta.given.bias, self.cta.batch, self.head, self.warpgroup.kv_start, self.q_start, (ROWS, TILE)
+            )
+        return rule.probabilities(
+            s, None if rule.folds_lse else per_query(statistic), bias, self.element_mask() if self.masked else None
+        )
+
+    def element_mask(self) -> Any:
+        queries = {name: plgpu.load(x.at[self.q_slot], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()}
+        keys = self.warpgroup.kv_vectors
+        kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start
+        return self.plan.rule.attends(
+            (ROWS, TILE),
+            1,
+            queries.get("position", queries.get("index")),
+            keys.get("position", kv_index),
+            queries.get("segment"),
+            keys.get("segment"),
+            None,
+        )
+
+    def add_dq(self, dq: Any, row_steps: Any) -> None:
+        """Adds half of the columns to the sums in global memory; other CTAs add to the same rows."""
+        cta, tile = self.cta, self.scratch.dq.at[self.cta.wg]
+        rows, columns = pl.ds(self.q_start, TILE), pl.ds(cta.wg * HALF, HALF)
+        if row_steps is not None:
+            channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
+            dq *= lax.broadcast_in_dim(row_steps, dq.shape, [0]) * lax.broadcast_in_dim(channel_steps, dq.shape, [1])
+            dq = fixed_point.to_integers(dq, interpret=self.simulate)
+        if self.simulate:  # the interpreter's copy engine does not add
+            sums = cta.results.dq_per_cta.at[cta.number, self.head - cta.head(0), rows, columns]
+            sums[...] = sums[...] + dq
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tile[...] = dq
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, cta.given.dq.at[cta.batch, rows, self.head, columns], reduction_op="add")
+
+
+def per_query(ref: Any) -> Any:
+    """A vector along the queries, broadcast to a tile of keys by queries."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, TILE), [1])

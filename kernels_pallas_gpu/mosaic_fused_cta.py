@@ -1,0 +1,109 @@
+"""What the warpgroups of a CTA of the fused Hopper backward share: operands, shared memory, their column of keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from xsake.kernels_pallas_gpu.mosaic_common import list_coords
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE, Barriers, Plan, Scratch
+
+
+class Operands(NamedTuple):
+    """`statistic`: of lse, as `LogitRule` wants it. `steps`: units of dQ per 1, or None. `lists`: of columns."""
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    statistic: Any
+    neg_delta: Any
+    steps: Any
+    q_vectors: dict[str, Any]
+    kv_vectors: dict[str, Any]
+    lists: Any
+    bias: Any
+    dq: Any
+
+
+class Results(NamedTuple):
+    """`dk_parts`, `dv_parts`: float32 sums of the parts of early columns, or None. `dq_per_cta`: where the kernel is
+    interpreted, each CTA has its own sums of dQ.
+    """
+
+    dk: Any
+    dv: Any
+    dk_parts: Any
+    dv_parts: Any
+    dq_per_cta: Any
+
+
+class Cta:
+    """`lo`, `hi`: the tiles of queries that this CTA multiplies, numbered over the heads of the group."""
+
+    def __init__(self, plan: Plan, given: Operands, results: Results, scratch: Scratch, barriers: Barriers) -> None:
+        self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers
+        self.wg = lax.axis_index("wg")
+        self.number = lax.axis_index("cta")
+        self.pair, self.rank, self.part = plan.place(self.number)
+        self.batch, self.kv_head = lax.div(self.pair, plan.num_kv_heads), lax.rem(self.pair, plan.num_kv_heads)
+        per_block = plan.columns_per_block
+        self.block = given.lists.ranked(*self.coords(0), lax.div(self.rank, per_block))
+        self.kv_start = (self.block * per_block + lax.rem(self.rank, per_block)) * KEYS
+        total = lax.fori_loop(0, plan.group, lambda g, n: n + self.column(g)[2], jnp.int32(0))
+        self.lo, self.hi = jnp.int32(0), total
+        if plan.parts > 1:
+            early = self.is_early
+            self.lo = jnp.where(early, lax.div(total * self.part, plan.parts), 0)
+            self.hi = jnp.where(early, lax.div(total * (self.part + 1), plan.parts), total)
+
+    @property
+    def is_early(self) -> Any:
+        return self.rank < self.plan.early
+
+    def coords(self, g: Any) -> tuple[Any, Any]:
+        plan, head = self.plan, self.head(g)
+        return list_coords(
+            self.given.lists, self.batch, head, num_q_heads=plan.num_q_heads, num_kv_heads=plan.num_kv_heads
+        )
+
+    def head(self, g: Any) -> Any:
+        return self.kv_head * self.plan.group + g
+
+    def column(self, g: Any) -> tuple[Any, Any, Any]:
+        """(first list entry, tiles of full blocks, tiles of all blocks) of the column in the group's head g."""
+        begin, full_end, end = self.given.lists.row(*self.coords(g), self.block)
+        full = full_end - begin if self.plan.full_is_exact else jnp.int32(0)
+        return begin, full * self.plan.tiles_per_block, (end - begin) * self.plan.tiles_per_block
+
+    def walk(self, step: Callable, carry: Any, *, by_kind: bool) -> Any:
+        """`carry = step(n, carry, head, start_of, masked)` for each of the CTA's tiles, n counting from 0.
+
+        `start_of(n)` is the tile's first query. With `by_kind`, tiles of full blocks are not `masked`.
+        """
+        plan = self.plan
+
+        def walk_head(g: Any, walked: Any) -> Any:
+            number, carry = walked
+            begin, full_tiles, tiles = self.column(g)
+            head, coords = self.head(g), self.coords(g)
+
+            def start_of(n: Any) -> Any:
+                tile = n + (self.lo - number)
+                block = self.given.lists.indices[(*coords, begin + lax.div(tile, plan.tiles_per_block))]
+                return block * plan.block_q + lax.rem(tile, plan.tiles_per_block) * TILE
+
+            def run(first: Any, last: Any, carry: Any, masked: bool) -> Any:
+                if plan.parts > 1:
+                    first, last = lax.max(first, self.lo), lax.min(last, self.hi)
+                return lax.fori_loop(
+                    first - self.lo, last - self.lo, lambda n, c: step(n, c, head, start_of, masked), carry
+                )
+
+            full_end = number + full_tiles if by_kind else number
+            if by_kind:
+                carry = run(number, full_end, carry, False)
+            return number + tiles, run(full_end, number + tiles, carry, True)
+
+        return lax.fori_loop(0, plan.group, walk_head, (jnp.int32(0), carry))[1]

@@ -1,0 +1,275 @@
+"""How the fused Hopper backward cuts a call into columns of keys, in which order, and the shared memory of a CTA."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake._backend import Call
+from xsake._fields import check_fields, flag, whole
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, HOPPER_SMS
+from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks, in_sections
+from xsake.kernels_pallas_gpu.mosaic_common import swizzled
+
+COMPUTE_WGS = 2
+KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
+TILE = 64  # queries per step
+HEAD_DIM = 128  # each compute warpgroup multiplies half of dQ's columns
+HALF = HEAD_DIM // COMPUTE_WGS
+REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
+# Keys that a query attends to. Measured on an H200; sums of integers cost more than those of floats.
+WORTH_FUSING, WORTH_FUSING_FLOATS = 2500, 1200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedConfig:
+    """How the fused backward is scheduled.
+
+    Args:
+      use: whether dQ, dK and dV come from this kernel; otherwise dQ has a kernel and dK/dV another.
+      q_stages, do_stages: depth of the rings of Q and of dO.
+      early: so many of the longest columns of every head come first, those of all heads together.
+      parts: CTAs that share one early column.
+    """
+
+    use: bool = flag(default=True)
+    q_stages: int = whole(2, 8, default=2)
+    do_stages: int = whole(2, 8, default=2)
+    early: int = whole(0, 2**16, default=0)
+    parts: int = whole(1, 64, default=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.parts > 1 and not self.early:
+            raise ValueError(f"parts={self.parts} needs early columns to cut: early=0")
+
+
+class Scratch(NamedTuple):
+    """Shared memory. `simulated`: float32 accumulators, where the kernel is interpreted."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    ds: Any
+    dq: Any
+    statistic: Any
+    delta: Any
+    row_steps: Any
+    channel_steps: Any
+    q_vectors: dict[str, Any]
+    simulated: list[Any]
+
+
+class Barriers(NamedTuple):
+    """`ds_ready`: both compute warpgroups have written their half of a dS. `all_read`: both have read all keys."""
+
+    kv_ready: Any
+    q_ready: Any
+    do_ready: Any
+    q_free: Any
+    do_free: Any
+    ds_ready: Any
+    all_read: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
+
+    batch_size: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    v_head_dim: int
+    dtype: Any
+    block_q: int
+    block_kv: int
+    rule: LogitRule
+    full_is_exact: bool
+    has_bias: bool
+    q_vectors: tuple[str, ...]
+    kv_vectors: tuple[str, ...]
+    deterministic: bool
+    config: FusedConfig
+    interpret: Any
+
+    @classmethod
+    def of(cls, call: Call, config: FusedConfig, interpret: Any = False) -> "Plan":
+        bias, block_q = call.bias, call.mask.block_q
+        rule = LogitRule(
+            scale=call.scale,
+            band=call.band,
+            soft_cap=call.soft_cap,
+            has_bias=bias is not None,
+            rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
+        )
+        positions = ("position",) if rule.by_position else ()
+        segments = ("segment",) if call.q_segments is not None else ()
+        return cls(
+            batch_size=call.batch,
+            q_len=call.q_len,
+            kv_len=call.kv_len,
+            num_q_heads=call.q_heads,
+            num_kv_heads=call.kv_heads,
+            v_head_dim=call.value_dim,
+            dtype=call.query.dtype,
+            block_q=block_q,
+            block_kv=call.mask.block_kv,
+            rule=rule,
+            full_is_exact=call.full_is_exact,
+            has_bias=bias is not None,
+            q_vectors=(*(("index",) if call.q_positions is None and positions else positions), *segments),
+            kv_vectors=(*(() if call.kv_positions is None else positions), *segments),
+            deterministic=call.deterministic,
+            config=config,
+            interpret=interpret,
+        )
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def simulate(self) -> bool:
+        return bool(self.interpret)
+
+    @property
+    def q_size(self) -> int:
+        return pl.cdiv(self.q_len, self.block_q) * self.block_q
+
+    @property
+    def kv_size(self) -> int:
+        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
+
+    @property
+    def tiles_per_block(self) -> int:
+        return self.block_q // TILE
+
+    @property
+    def dq_dtype(self) -> Any:
+        return jnp.int32 if self.deterministic else jnp.float32
+
+    # -- which column --------------------------------------------------------------------------------------------------
+    # A pair is a batch entry and a K/V head. Its columns of 128 keys are ranked by length, longest first.
+
+    @property
+    def pairs(self) -> int:
+        return self.batch_size * self.num_kv_heads
+
+    @property
+    def columns_per_block(self) -> int:
+        return self.block_kv // KEYS
+
+    @property
+    def ranks(self) -> int:
+        return self.kv_size // KEYS
+
+    @property
+    def early(self) -> int:
+        return min(self.config.early, self.ranks)
+
+    @property
+    def parts(self) -> int:
+        return self.config.parts if self.early else 1
+
+    @property
+    def num_ctas(self) -> int:
+        return self.pairs * (self.early * self.parts + self.ranks - self.early)
+
+    @property
+    def section(self) -> int:
+        """Pairs whose columns are interleaved: Q, dO and the sums of dQ of one head of each fit in the L2 cache."""
+        per_head = self.q_len * (2 * HEAD_DIM + 2 * self.v_head_dim + 4 * HEAD_DIM)
+        return max(1, min(self.pairs, HOPPER_L2_BYTES // per_head))
+
+    def place(self, cta: Any) -> tuple[Any, Any, Any]:
+        """(pair, rank, part) of a CTA. Early columns come first, then section by section, longest columns first."""
+        ahead = self.pairs * self.early * self.parts
+        rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - self.early)
+        if not self.early:
+            return pair, rank, jnp.int32(0)
+        is_early, column = cta < ahead, lax.div(cta, self.pairs)
+        return (
+            jnp.where(is_early, lax.rem(cta, self.pairs), pair),
+            jnp.where(is_early, lax.div(column, self.parts), self.early + rank),
+            jnp.where(is_early, lax.rem(column, self.parts), 0),
+        )
+
+    # -- shared memory -------------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Scratch:
+        q_ring, do_ring = (self.config.q_stages, TILE), (self.config.do_stages, TILE)
+        accumulators = ((ROWS, HEAD_DIM), (ROWS, self.v_head_dim), (ROWS, TILE), (ROWS, TILE), (TILE, HALF))
+        return Scratch(
+            k=swizzled((KEYS, HEAD_DIM), self.dtype),
+            v=swizzled((KEYS, self.v_head_dim), self.dtype),
+            q=swizzled((*q_ring, HEAD_DIM), self.dtype),
+            do=swizzled((*do_ring, self.v_head_dim), self.dtype),
+            ds=swizzled((2, KEYS, TILE), self.dtype),
+            dq=plgpu.SMEM(
+                (COMPUTE_WGS, TILE, HALF),
+                self.dq_dtype,
+                transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
+            ),
+            statistic=plgpu.SMEM(q_ring, jnp.float32),
+            delta=plgpu.SMEM(do_ring, jnp.float32),
+            row_steps=plgpu.SMEM(q_ring, jnp.float32) if self.deterministic else None,
+            channel_steps=plgpu.SMEM((HEAD_DIM,), jnp.float32) if self.deterministic else None,
+            q_vectors={name: plgpu.SMEM(q_ring, jnp.int32) for name in self.q_vectors},
+            simulated=[plgpu.SMEM((COMPUTE_WGS, *shape), jnp.float32) for shape in accumulators if self.simulate],
+        )
+
+    def barriers(self) -> Barriers:
+        q_stages, do_stages = self.config.q_stages, self.config.do_stages
+        return Barriers(
+            kv_ready=plgpu.Barrier(num_arrivals=2 + self.deterministic),
+            q_ready=plgpu.Barrier(num_arrivals=2 + self.deterministic + len(self.q_vectors), num_barriers=q_stages),
+            do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=q_stages),
+            do_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=do_stages),
+            ds_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=2),
+            all_read=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+        )
+
+    def smem_bytes(self) -> int:
+        """Every buffer begins at a multiple of 1024 bytes; the last term is for barriers."""
+        buffers = jax.tree.leaves(self.scratch()._replace(simulated=[]), is_leaf=lambda x: hasattr(x, "dtype"))
+        return sum(pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, 1024) * 1024 for x in buffers) + 1024
+
+
+def misfit(call: Call, config: FusedConfig) -> str | None:
+    """Why the kernel cannot serve a call whose head dims are those of the kernels, or None."""
+    if call.head_dim != HEAD_DIM or call.value_dim > HEAD_DIM:
+        return f"head dims {call.head_dim} and {call.value_dim} must be {HEAD_DIM} and at most {HEAD_DIM}"
+    if call.mask.block_kv % KEYS:
+        return f"the mask's block of {call.mask.block_kv} keys must be a multiple of {KEYS}"
+    need = Plan.of(call, config).smem_bytes()
+    if need > HOPPER_SHARED_MEMORY:
+        return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
+    return None
+
+
+def heuristic(call: Call, active_keys: float) -> FusedConfig:
+    """`active_keys`: that a query attends to, on average. With few, the sums of dQ cost more than they save."""
+    pairs = call.batch * call.kv_heads
+    longest = call.q_heads // call.kv_heads * call.q_len
+    # A column that every row lists takes longer than its share of all work: without parts, all wait for it.
+    share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * HOPPER_SMS)
+    config = FusedConfig(early=early_ranks(pairs), parts=4 if longest > share else 1)
+    pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
+    return dataclasses.replace(config, use=pays and call.soft_cap is None and misfit(call, config) is None)
+
+
+def search_space(call: Call, default: FusedConfig) -> list[FusedConfig]:
+    """Without a choice, the default alone."""
+    cuts = [dict(early=n, parts=parts) for n, parts in ((0, 1), (1, 1), (4, 1), (8, 1), (4, 4), (8, 4), (8, 8))]
+    rings = [dict(q_stages=n, do_stages=m) for n, m in ((3, 2), (2, 3))]
+    space = [dataclasses.replace(default, use=True, **change) for change in (*cuts, *rings)]
+    return [default, *(dict.fromkeys(c for c in space if c != default and misfit(call, c) is None))]

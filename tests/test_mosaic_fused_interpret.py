@@ -1,0 +1,60 @@
+"""The fused Hopper backward in JAX's interpreter, race detection on: a few small cases here, the suite on hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from contract.case import check_run, make
+from contract.target import TARGETS
+
+from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
+
+TARGET = dataclasses.replace(
+    next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, head_dim=128, value_dim=64, marks=()
+)
+SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=32, block_q=16, block_kv=32, density=1.0)
+
+CASES = {
+    "causal": (dict(q_len=64, block_q=32, mask_causal=True), FusedConfig()),
+    "odd lengths, empty columns": (
+        dict(q_len=150, kv_len=300, exact_lengths=True, density=0.4, seed=3),
+        FusedConfig(q_stages=3),
+    ),
+    "early columns of a group in parts": (
+        dict(q_len=48, kv_len=64, q_heads=2, mask=(1, 2), density=0.7),
+        FusedConfig(early=1, parts=2),
+    ),
+    "bias and float16": (dict(q_len=16, bias=(1, 1, 0, 0), dtype="float16"), FusedConfig()),
+    "soft cap, window and sinks": (
+        dict(q_len=32, mask_window=(40, 3), sinks=(1,), logits_soft_cap=2.0, deterministic=False),
+        FusedConfig(do_stages=3),
+    ),
+}
+
+
+def config(fused: FusedConfig) -> Config:
+    return Config(forward=ForwardConfig(tile_kv=64, q_stages=1), dq=BackwardConfig(), dkv=BackwardConfig(), fused=fused)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_smoke(name):
+    changes, fused = CASES[name]
+    check_run(TARGET, make(TARGET, **(SMALL | changes)), config=config(fused))
+
+
+@pytest.mark.timeout(240)
+def test_segments_and_positions():
+    length = 128
+    rng = np.random.default_rng(0)
+    case = make(
+        TARGET,
+        **SMALL,
+        is_causal=True,
+        segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
+        positions=rng.permutation(length)[None].astype(np.int32),
+    )
+    check_run(TARGET, case, config=config(FusedConfig()))
