@@ -13,6 +13,7 @@ import pytest
 
 import xsake
 from tests.cuda_offline import lower
+from xsake import _op
 from xsake._arguments import build_call
 from xsake.kernels_pallas_gpu import mosaic
 
@@ -138,3 +139,21 @@ def test_a_call_by_name_without_the_gpu_raises():
         pytest.skip("this machine has the GPU")
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*GPU"):
         xsake.attention(q, q, q, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("length", [2048, 8192])  # two kernels, and the fused one
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_operation_lowers_with_its_gradient(length, mapped, monkeypatch):
+    """Kernels that keep a counter or sums in global memory, inside all that the operation wraps around a backend."""
+    monkeypatch.setattr(mosaic, "unavailable", lambda: None)
+    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)
+
+    def gradient(q, mask):
+        return jax.vjp(lambda *x: xsake.attention(*x, mask, implementation="mosaic_gpu"), q, q, q)[1](q)
+
+    shape = (1, length, 4, 128)
+    q = jax.ShapeDtypeStruct((2, *shape) if mapped else shape, jnp.bfloat16)
+    text = lower(jax.vmap(gradient, in_axes=(0, None)) if mapped else gradient, q, mask)
+    assert ("block_sparse_backward" in text) == (length == 8192)
+    assert "mosaic_gpu" in text

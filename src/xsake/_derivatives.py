@@ -25,20 +25,40 @@ def forward_mode_refusal() -> str:
 
 def differentiable_again(run: Callable, plain: Callable | None, implementation: str) -> Callable:
     """`run`, and its derivative in forward mode if it is `plain` XLA; without `plain` it has none."""
+    if plain is None:
+        guard = _no_derivative()
+        # Not custom_jvp: JAX lowers no kernel inside it that keeps a counter or sums in global memory.
+        return lambda *given: run(*jax.tree.map(lambda x: guard.bind(x, implementation=implementation), given))
     again = jax.custom_jvp(run)
 
     @again.defjvp
     def jvp(primals: tuple, tangents: tuple) -> tuple:
-        if plain is None:
-            raise NotImplementedError(
-                f"implementation={implementation!r} has no second derivatives: use implementation='xla' with "
-                f"jax.hessian or with jax.jvp of jax.grad, or {_DENSE}"
-            )
         # The value apart from the derivative, which reverse mode would otherwise lose in the loop's.
         _, tangent = jax.jvp(plain, primals, tangents)
         return again(*primals), jax.tree.map(_forward_mode_only().bind, tangent)
 
     return again
+
+
+@cache
+def _no_derivative() -> Any:
+    """The identity, as the first thing that happens to an input: the first that a derivative comes to."""
+    from jax.extend.core import Primitive  # imports Pallas
+    from jax.interpreters import ad, batching, mlir
+
+    def refuse(primals: Any, tangents: Any, *, implementation: str) -> Any:
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no second derivatives: use implementation='xla' with "
+            f"jax.hessian or with jax.jvp of jax.grad, or {_DENSE}"
+        )
+
+    identity = Primitive("xsake_no_derivative")
+    identity.def_impl(lambda x, **_: x)
+    identity.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(identity, lambda context, x, **_: [x])
+    batching.defvectorized(identity)
+    ad.primitive_jvps[identity] = refuse
+    return identity
 
 
 @cache
