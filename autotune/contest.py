@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +22,7 @@ from xsake._buckets import power_of_two_at_least
 from xsake.autotune import verify
 from xsake.autotune.chain import chain
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
-from xsake.autotune.timing import seconds_per_call
+from xsake.autotune.timing import default_pause, seconds_per_call
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import UNKNOWN_DENSITY
 
@@ -53,6 +55,7 @@ class Contest:
 
     def __init__(self, problem: Problem, round_seconds: float) -> None:
         self._round_seconds = round_seconds
+        self._pause, self._order = default_pause(), random.Random(0)
         workload = problem.workload
         self._inputs = workload.inputs(problem.dtype)
         short = jax.default_backend() != "cpu" and workload.flops() < SHORT_FLOPS
@@ -186,10 +189,13 @@ class Contest:
     # -- racing ----------------------------------------------------------------------------------------------------
 
     def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
-        """One round: seconds per call of every contestant, one after the other."""
+        """One round: seconds per call of every contestant, one after the other, in random order."""
         runs = [self._runner(direction, density, part) for part in parts]
-        calls = self._repeats_of(direction, density)
-        return [seconds_per_call(run, calls) / self._chained for run in runs]
+        calls, seconds = self._repeats_of(direction, density), [0.0] * len(runs)
+        for i in self._order.sample(range(len(runs)), len(runs)):
+            time.sleep(self._pause)
+            seconds[i] = seconds_per_call(runs[i], calls) / self._chained
+        return seconds
 
     def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
         program, arguments = self._program(direction, part), self._arguments(direction, density)

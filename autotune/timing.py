@@ -1,8 +1,13 @@
-"""Timing that can be believed: contestants take turns, and the median speaks with its spread."""
+"""Timing that can be believed: contestants take turns in random order, and the median speaks with its spread.
+
+A chip at its power cap runs slower after a hot contestant than after a cool one: a fixed order favours whoever follows
+the slow one. So the order is drawn anew in every round, and every turn begins with the same pause.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -38,9 +43,10 @@ def race(
     rounds: int = 5,
     min_seconds: float = 0.1,
     wait: Callable[[Any], Any] = jax.block_until_ready,
+    pause: float | None = None,
 ) -> dict[str, Timing]:
     """Seconds per call of every contestant; see `race_rounds`."""
-    rounds_of = race_rounds(contestants, rounds=rounds, min_seconds=min_seconds, wait=wait)
+    rounds_of = race_rounds(contestants, rounds=rounds, min_seconds=min_seconds, wait=wait, pause=pause)
     return {name: Timing.of(seconds) for name, seconds in rounds_of.items()}
 
 
@@ -50,23 +56,33 @@ def race_rounds(
     rounds: int = 5,
     min_seconds: float = 0.1,
     wait: Callable[[Any], Any] = jax.block_until_ready,
+    pause: float | None = None,
 ) -> dict[str, list[float]]:
     """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
 
     A round queues enough calls to last `min_seconds` and waits once. The first call of a turn is not timed: it finds
     caches, and on a CPU the allocator, as the contestant before left them.
-    `wait` blocks until a result is there; another framework's contestants need their own.
+    `wait` blocks until a result is there; another framework's contestants need their own. `pause`: seconds before each
+    turn; None for `default_pause()`.
     """
+    pause, order = default_pause() if pause is None else pause, random.Random(0)
     calls = {}
     for name, run in contestants.items():
         wait(run())
         calls[name] = max(1, round(min_seconds / seconds_per_call(run, 1, wait)))
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
-        for name, run in contestants.items():
+        for name in order.sample(list(contestants), len(contestants)):
+            run = contestants[name]
+            time.sleep(pause)
             wait(run())
             seconds[name].append(seconds_per_call(run, calls[name], wait))
     return seconds
+
+
+def default_pause() -> float:
+    """A GPU's power is averaged over some tens of milliseconds; a CPU has no such cap here."""
+    return 0.05 if jax.default_backend() == "gpu" else 0.0
 
 
 def seconds_per_call(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:

@@ -40,10 +40,10 @@ def contestant(workload: Workload, mask: xsake.BlockMask, direction: str, calls:
     def both() -> tuple:
         return torch.autograd.grad(forward(), (q, k, v), d_out)
 
-    return _graph(forward if direction == "forward" else both, calls)
+    return graph(forward if direction == "forward" else both, calls)
 
 
-def _graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+def graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
     """`calls` of them as one CUDA graph, so that Python's time to launch them is not measured."""
     if calls == 1:
         return run
@@ -53,13 +53,13 @@ def _graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
         run()  # compiles what is not compiled yet
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
         for _ in range(calls):
             result = run()
 
     def replay() -> Any:
-        graph.replay()
+        recorded.replay()
         return result
 
     return replay

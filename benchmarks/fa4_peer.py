@@ -1,0 +1,78 @@
+"""FlashAttention-4 (CuTe DSL) as a contestant: dense, and block-sparse on the same masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+import numpy as np
+import torch
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
+from flash_attn.cute.interface import flash_attn_func
+
+import xsake
+from benchmarks.flex_peer import graph
+from xsake.autotune.workloads import Workload
+
+
+@cute.jit
+def _causal(batch: Any, head: Any, q_index: Any, kv_index: Any, lengths: Any, aux: Any) -> Any:
+    return kv_index <= q_index
+
+
+def contestant(
+    workload: Workload,
+    mask: xsake.BlockMask | None,
+    direction: str,
+    calls: int,
+    *,
+    deterministic: bool = False,
+) -> Callable[[], Any]:
+    """Without a mask, dense."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads: int) -> torch.Tensor:
+        shape = (workload.batch, workload.length, heads, workload.head_dim)
+        x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return x.requires_grad_(direction != "forward")
+
+    q, k, v = draw(workload.q_heads), draw(workload.kv_heads), draw(workload.kv_heads)
+    d_out = torch.randn_like(q)
+    how: dict[str, Any] = dict(deterministic=deterministic)
+    if mask is None:
+        how |= dict(causal=workload.is_causal)
+    else:
+        how |= _lists(workload, mask, deterministic)
+
+    def forward() -> torch.Tensor:
+        return flash_attn_func(q, k, v, **how)[0]
+
+    def both() -> tuple:
+        return torch.autograd.grad(forward(), (q, k, v), d_out)
+
+    return graph(forward if direction == "forward" else both, calls)
+
+
+def _lists(workload: Workload, mask: xsake.BlockMask, deterministic: bool) -> dict[str, Any]:
+    """Blocks below the diagonal are full; those on it are tested, as in ours."""
+    blocks = np.asarray(mask.to_blocks())[0]
+    diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
+    rows = [*_compressed(blocks & diagonal), *_compressed(blocks & ~diagonal)]
+    columns = [*_compressed((blocks & diagonal).swapaxes(1, 2)), *_compressed((blocks & ~diagonal).swapaxes(1, 2))]
+    size = (mask.block_q, mask.block_kv)
+    backward = BlockSparseTensorsTorch(*columns, block_size=size)
+    if deterministic:
+        order, order_full = compute_dq_write_order(*rows, *columns)
+        backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
+    return dict(
+        mask_mod=_causal if workload.is_causal else None,
+        block_sparse_tensors=BlockSparseTensorsTorch(*rows, block_size=size),
+        block_sparse_tensors_bwd=backward,
+    )
+
+
+def _compressed(active: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts, indices), active ones first."""
+    order = np.argsort(~active, axis=-1, kind="stable").astype(np.int32)
+    return torch.from_numpy(active.sum(-1, dtype=np.int32)).cuda()[None], torch.from_numpy(order).cuda()[None]

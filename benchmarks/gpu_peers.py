@@ -1,0 +1,232 @@
+"""Block-sparse attention on a Hopper GPU beside FlashAttention-4 and cuDNN, timed fairly on a chip at its power cap.
+
+    python -m benchmarks.gpu_peers                        measure and print
+    python -m benchmarks.gpu_peers --record               also write benchmarks/results/gpu_peers.json
+    python -m benchmarks.gpu_peers --out DIR              write the run, as it grows, to DIR
+    python -m benchmarks.gpu_peers --only full16k         some workloads
+
+Contestants take turns in random order with equal pauses. A turn is timed twice: its first calls (burst), and those
+after them (sustained), when the power cap holds. Clocks, power and the reasons for throttling are noted for each
+contestant. Masks: random blocks, sink and window, and vertical lines with a sink and a window, each K/V head its own.
+FlashAttention-4 (benchmarks/README.md says how to install it) gets the same masks; it is not deterministic by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import xsake
+from benchmarks import record
+from benchmarks.gpu_attention import BACKWARD_FLOPS, DIRECTIONS, chained_calls, cudnn, in_direction
+from benchmarks.nvidia_smi import Monitor
+from xsake.autotune.timing import Timing, seconds_per_call
+from xsake.autotune.workloads import WORKLOADS, Workload
+
+PAUSE, BURST, SUSTAINED = 0.1, 0.02, 0.25  # seconds
+
+
+def masks_of(workload: Workload) -> dict[str, xsake.BlockMask]:
+    masks = {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43, 0.1)}
+    if workload.is_causal and workload.length > 8192:
+        masks["sink 512, window 4096"] = sink_window(workload, 512, 4096)
+        masks["sink 128, window 1024"] = sink_window(workload, 128, 1024)
+        masks |= {f"lines {d:.0%}": lines(workload, d) for d in (0.43, 0.2, 0.1)}
+    return masks
+
+
+def sink_window(workload: Workload, sink: int, window: int) -> xsake.BlockMask:
+    n, block = workload.length // workload.block, workload.block
+    row, column = np.arange(n)[:, None], np.arange(n)[None]
+    return _mask(workload, np.repeat(((column < sink // block) | (row - column < window // block))[None], 1, axis=0))
+
+
+def lines(workload: Workload, density: float) -> xsake.BlockMask:
+    """A sink, a window of four blocks, and vertical lines until the density is reached; each K/V head its own."""
+    n = workload.length // workload.block
+    row, column = np.arange(n)[:, None], np.arange(n)[None]
+    allowed = column <= row
+    heads = []
+    for head in range(workload.kv_heads):
+        rng = np.random.default_rng(head)
+        blocks = ((column == 0) | (row - column < 4)) & allowed
+        for line in rng.permutation(n):
+            if blocks.sum() >= density * allowed.sum():
+                break
+            blocks |= (column == line) & allowed
+        heads.append(blocks)
+    return _mask(workload, np.stack(heads))
+
+
+def _mask(workload: Workload, blocks: np.ndarray) -> xsake.BlockMask:
+    return xsake.BlockMask.from_blocks(
+        np.repeat(blocks, workload.q_heads // len(blocks), axis=0),
+        block_q=workload.block,
+        block_kv=workload.block,
+        q_len=workload.length,
+        kv_len=workload.length,
+        is_causal=workload.is_causal,
+    )
+
+
+def race(contestants: dict[str, Callable], rounds: int, wait: Callable, monitor: Monitor) -> dict[str, dict[str, Any]]:
+    """Burst and sustained seconds per call of each, and the state of the chip meanwhile."""
+    calls, order = {}, random.Random(0)
+    for who, run in contestants.items():
+        wait(run())
+        once = seconds_per_call(run, 2, wait)
+        calls[who] = (max(1, round(BURST / once)), max(2, round(SUSTAINED / once)))
+    burst: dict[str, list[float]] = {who: [] for who in contestants}
+    sustained: dict[str, list[float]] = {who: [] for who in contestants}
+    spans: dict[str, list[tuple[float, float]]] = {who: [] for who in contestants}
+    for _ in range(rounds):
+        for who in order.sample(list(contestants), len(contestants)):
+            run, (few, many) = contestants[who], calls[who]
+            time.sleep(PAUSE)
+            wait(run())
+            start = time.monotonic()
+            burst[who].append(seconds_per_call(run, few, wait))
+            sustained[who].append(seconds_per_call(run, many, wait))
+            spans[who].append((start, time.monotonic()))
+    return {
+        who: {
+            "burst": Timing.of(burst[who]),
+            "sustained": Timing.of(sustained[who]),
+            "chip": monitor.during(spans[who]),
+        }
+        for who in contestants
+    }
+
+
+class Bench:
+    """One workload in one direction: its data and its contestants."""
+
+    def __init__(self, workload: Workload, direction: str, fa4: Any):
+        self.workload, self.direction, self.fa4 = workload, direction, fa4
+        self.inputs = workload.inputs(jnp.bfloat16)
+        self.cotangent = jax.random.normal(jax.random.key(9), self.inputs[0].shape, self.inputs[0].dtype)
+        self.calls = chained_calls(workload)
+
+    def ours(self, mask: xsake.BlockMask, **options: Any) -> Callable:
+        run = in_direction(
+            lambda q, k, v, mask: xsake.attention(q, k, v, mask, **options), self.direction, self.cotangent, self.calls
+        )
+        return lambda: run(*self.inputs, mask)
+
+    def contestants(self, mask: xsake.BlockMask) -> dict[str, Callable]:
+        found = {"xsake": self.ours(mask)}
+        if self.direction != "forward":
+            found["xsake, any order"] = self.ours(mask, deterministic=False)
+        if self.fa4:
+            found["fa4"] = self.fa4.contestant(self.workload, mask, self.direction, self.calls)
+        return found
+
+    def dense(self) -> dict[str, Callable]:
+        run = in_direction(cudnn(self.workload), self.direction, self.cotangent, self.calls)
+        found = {"cudnn dense": lambda: run(*self.inputs)}
+        if self.fa4:
+            found["fa4 dense"] = self.fa4.contestant(self.workload, None, self.direction, self.calls)
+        return found
+
+
+class Race:
+    """One workload, direction and mask."""
+
+    def __init__(self, bench: Bench, name: str, mask: xsake.BlockMask):
+        self.bench, self.name, self.mask = bench, name, mask
+        self.contestants = bench.contestants(mask) | (bench.dense() if name == "random 100%" else {})
+
+    def compile(self, *, ours: bool) -> None:
+        for who, run in self.contestants.items():
+            if who.startswith("fa4") != ours:
+                jax.block_until_ready(run())
+
+    def run(self, rounds: int, wait: Callable, monitor: Monitor) -> list[dict[str, Any]]:
+        bench = self.bench
+        flops = bench.workload.flops(self.mask) * (BACKWARD_FLOPS if bench.direction != "forward" else 1.0)
+        return [
+            {
+                "workload": bench.workload.name,
+                "direction": bench.direction,
+                "mask": self.name,
+                "density": float(self.mask.density()),
+                "implementation": who,
+                **{kind: dataclasses.asdict(found[kind].per_call(bench.calls)) for kind in ("burst", "sustained")},
+                "tflops": flops / (found["sustained"].median / bench.calls) / 1e12,
+                "chip": found["chip"],
+            }
+            for who, found in race(self.contestants, rounds, wait, monitor).items()
+        ]
+
+
+def show(console: Console, found: list[dict[str, Any]]) -> None:
+    peer = next((r["tflops"] for r in found if r["implementation"] == "fa4"), None)
+    for r in found:
+        over = f"{r['tflops'] / peer:5.2f} x fa4" if peer else ""
+        console.print(
+            f"{r['workload']:10} {r['direction']:16} {r['mask']:22} {r['implementation']:17} "
+            f"{r['sustained']['median'] * 1e3:8.3f} ms {r['tflops']:6.0f} TFLOP/s {over} "
+            f"burst {r['burst']['median'] * 1e3:8.3f} ms {r['chip'].get('sm_mhz')} MHz"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="llama32k,full16k,gpt4k,gpt4k_d64")
+    parser.add_argument("--masks", default="", help="only masks whose names begin with one of these, comma-separated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no race after so long")
+    args = parser.parse_args()
+    console, start = Console(width=140), time.monotonic()
+    if jax.default_backend() != "gpu":
+        raise SystemExit("benchmarks.gpu_peers needs an NVIDIA GPU, and JAX sees none")
+    fa4, wait = None, jax.block_until_ready
+    try:
+        from benchmarks import fa4_peer, flex_peer
+    except ImportError as error:
+        console.print(f"FlashAttention-4 is left out: {error}")
+    else:
+        fa4, wait = fa4_peer, flex_peer.wait
+    races = [
+        Race(bench, mask_name, mask)
+        for workload in (WORKLOADS[name] for name in args.only.split(","))
+        for bench in (Bench(workload, direction, fa4) for direction in DIRECTIONS)
+        for mask_name, mask in masks_of(workload).items()
+        if mask_name.startswith(tuple(args.masks.split(",")))
+    ]
+    with console.status("compiling"), ThreadPoolExecutor() as pool:
+        compiled = [pool.submit(one.compile, ours=True) for one in races]
+        for one in races:  # in this thread: torch's compilers take one at a time
+            one.compile(ours=False)
+        for job in compiled:
+            job.result()
+    console.print(f"compiled in {time.monotonic() - start:.0f} s")
+    results: list[dict[str, Any]] = []
+    with Monitor() as monitor:
+        for one in races:
+            if time.monotonic() - start > args.seconds:
+                break
+            results += (found := one.run(args.rounds, wait, monitor))
+            show(console, found)
+            if args.record or args.out:
+                record.save("gpu_peers", results, record.RESULTS if args.record else args.out)
+
+
+if __name__ == "__main__":
+    main()
