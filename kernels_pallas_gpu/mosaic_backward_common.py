@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
 
 Array = jax.Array
@@ -297,7 +297,7 @@ def in_sections(number: Any, pairs: int, section: int, ranks: int) -> tuple[Any,
 
 def early_ranks(pairs: int) -> int:
     """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
-    return max(1, HOPPER_SMS // 2 // pairs)
+    return max(1, hopper_sms() // 2 // pairs)
 
 
 # Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.

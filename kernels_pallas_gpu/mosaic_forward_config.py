@@ -7,7 +7,7 @@ from typing import Literal
 from jax.experimental import pallas as pl
 
 from xsake._fields import check_fields, flag, one_of, whole
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS, hopper_sms
 
 WG_ROWS = 64  # query rows per compute warpgroup
 
@@ -88,7 +88,7 @@ def heuristic(
             for stages in (4, 3, 2):
                 # Beside an accumulator of 64 x 256 there are no registers for the state of a persistent loop.
                 config = ForwardConfig(
-                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else HOPPER_SMS
+                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else hopper_sms()
                 )
                 if config.fits(head_dim, v_head_dim, pairing, num_kv_vectors):
                     return config
@@ -106,7 +106,7 @@ def search_space(
         for tile_kv in (128, 64)
         for stages in (4, 3, 2)
         for q_stages in (2, 1)
-        for num_ctas in (HOPPER_SMS, 0)
+        for num_ctas in (hopper_sms(), 0)
     ]
     configs[:0] = [dataclasses.replace(first, head_group=n) for n in (4, 8, 16, 64)]
     if pairing in (Pairing.ROWS, Pairing.HEADS):

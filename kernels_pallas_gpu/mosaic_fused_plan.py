@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, whole
-from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, HOPPER_SMS
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks, in_sections
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
 
@@ -261,7 +261,7 @@ def heuristic(call: Call, active_keys: float) -> FusedConfig:
     pairs = call.batch * call.kv_heads
     longest = call.q_heads // call.kv_heads * call.q_len
     # A column that every row lists takes longer than its share of all work: without parts, all wait for it.
-    share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * HOPPER_SMS)
+    share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
     config = FusedConfig(early=early_ranks(pairs), parts=4 if longest > share else 1)
     pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
     return dataclasses.replace(config, use=pays and call.soft_cap is None and misfit(call, config) is None)

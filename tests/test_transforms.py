@@ -164,8 +164,8 @@ def test_vmap_over_tokens_and_batches(implementation):
         check(case, collect(case, take(results, i), take(grads, i)))
 
 
-def test_without_jit(implementation):
-    """Eager, without lse: value and gradients by jax.grad."""
+def test_without_jit(implementation, caplog):
+    """Eager, without lse: value and gradients by jax.grad; what was compiled serves the next call."""
     case = cases(implementation, 1)[0].replace(d_lse=np.zeros_like(cases(implementation, 1)[0].d_lse))
     mask = case.mask()
 
@@ -175,6 +175,10 @@ def test_without_jit(implementation):
 
     with implementation.context():
         (_, out), grads = jax.value_and_grad(loss, has_aux=True)(case.inputs)
+        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+            jax.value_and_grad(loss, has_aux=True)(case.inputs)
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert not compiled, "the second call compiles again"
     check(case, collect(case, (out, run(implementation, case).lse), grads))
 
 

@@ -37,6 +37,15 @@ def compute_capability() -> str | None:
     return capability if capability.replace(".", "", 1).isdigit() else None
 
 
+def core_count() -> int | None:
+    """Streaming multiprocessors of the first local GPU; None without one, or where it does not tell."""
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+    return getattr(device, "core_count", None)
+
+
 def cpu_workers() -> int:
     """Threads of the pool in which XLA computes on the CPU: one per core or per CPU device, whichever are more.
 
