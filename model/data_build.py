@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from xsake.model.tokenizer_file import plain_tokenizer_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 _TEXTS_AT_A_TIME = 64
+_LOOK_UP_SECONDS = 0.1
 _PIECE_CHARACTERS = 1 << 20  # a text of one huge line would otherwise be encoded by one thread, slowly
 
 
@@ -166,7 +167,8 @@ class _Writer:
 def _interruptible(work: Callable[[], Any]) -> Any:
     """Work of the tokenizers library, in a thread: there it notices no Ctrl-C, but here its caller does at once.
 
-    The thread itself cannot be stopped, and goes on until it has finished or the process ends.
+    The thread itself cannot be stopped, and goes on until it has finished or the process ends. The caller wakes now and
+    then, since a signal need not interrupt its wait: it may come just before, or be given to another thread.
     """
     future: Future[Any] = Future()
 
@@ -178,6 +180,8 @@ def _interruptible(work: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    while not future.done():
+        wait([future], _LOOK_UP_SECONDS)
     return future.result()
 
 
