@@ -7,6 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+# One worker, since all is asked of one process.
+pytestmark = pytest.mark.xdist_group("import")
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "xsake"
 
@@ -25,68 +31,6 @@ def python(code: str) -> str:
     return result.stdout
 
 
-def test_import_is_light():
-    """Also after the first call on a CPU."""
-    code = """
-import json, sys
-import xsake
-after_import = sorted(sys.modules)
-import jax.numpy as jnp
-x = jnp.ones((1, 4, 1, 4))
-xsake.attention(x, x, x, xsake.patterns.causal(4, 4))
-xsake.implementations()
-print(json.dumps([after_import, sorted(sys.modules)]))
-"""
-    for when, modules in zip(("import xsake", "the first call"), json.loads(python(code)), strict=True):
-        heavy = [
-            m
-            for m in modules
-            if m.split(".")[0]
-            in (
-                "optuna",
-                "flax",
-                "optax",
-                "orbax",
-                "tensorflow",
-                "torch",
-                "triton",
-                "jax_triton",
-                "matplotlib",
-                "rich",
-                "typer",
-                "tokenizers",
-                "gguf",
-                "safetensors",
-            )
-        ]
-        heavy += [m for m in modules if "pallas" in m]  # (JAX itself loads Mosaic's dialects when it first compiles)
-        assert not heavy, f"{when} imported {heavy}"
-        bare = [
-            m
-            for m in modules
-            if m.split(".")[0] in ("hads", "model", "autotune", "tuning_db", "benchmarks") or m.startswith("kernels_")
-        ]
-        assert not bare, f"{when} imported {bare} at top level; they are xsake's subpackages"
-
-
-def test_import_brings_little_beyond_jax():
-    """Counted in modules, not in seconds, which are the machine's: no kernel, no tuner, no model, one small library."""
-    code = """
-import json, sys
-import jax, jax.numpy
-before = set(sys.modules)
-import xsake
-xsake.attention, xsake.BlockMask
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-    new = json.loads(python(code))
-    libraries = {m.split(".")[0] for m in new} - set(sys.stdlib_module_names)
-    assert libraries <= {"xsake", "jaxtyping", "numpy", "wadler_lindig", "typing_extensions"}
-    rooms = {m.split(".")[1] for m in new if m.startswith("xsake.") and not m.startswith("xsake._")}
-    assert rooms == {"hads", "tuning_db"}
-    assert len(new) <= 60, new
-
-
 def _modules() -> list[str]:
     """Every module of the package; subpackages are links to folders beside src."""
     found = []
@@ -98,20 +42,94 @@ def _modules() -> list[str]:
     return sorted(found)
 
 
-def test_every_module_imports():
-    """Only what an extra brings may be missing. (Importing `xsake.__main__` would run the command line.)"""
-    modules = [m for m in _modules() if not m.endswith("__main__")]
-    assert {"xsake", "xsake._op", "xsake.hads.mask.block_mask", "xsake.kernels_xla_ref.oracle"} <= set(modules)
-    code = f"""
-import importlib, json
-failed = {{}}
-for name in {modules!r}:
+MODULES = [m for m in _modules() if not m.endswith("__main__")]  # importing this one would run the command line
+CODE = f"""
+import importlib, json, sys
+import jax, jax.numpy as jnp
+told = {{"jax": sorted(sys.modules)}}
+
+import xsake
+xsake.attention, xsake.BlockMask
+told["import xsake"] = sorted(sys.modules)
+
+x = jnp.ones((1, 4, 1, 4))
+xsake.attention(x, x, x, xsake.patterns.causal(4, 4))
+xsake.implementations()
+told["the first call"] = sorted(sys.modules)
+
+from xsake import attention, BlockMask, patterns, implementations, interpret
+assert xsake.attention is attention
+assert set(xsake.__all__) <= set(dir(xsake))
+names = {{name: getattr(xsake, name) for name in xsake.__all__}}
+told["kinds"] = {{name: type(value).__name__ for name, value in names.items()}}
+try:
+    xsake.nothing
+except AttributeError as error:
+    told["nothing"] = str(error)
+
+told["missing"] = {{}}
+for name in {MODULES!r}:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        failed[name] = error.name or str(error)
-print(json.dumps(failed))
+        told["missing"][name] = error.name or str(error)
+told["shadowed"] = [name for name, value in names.items() if getattr(xsake, name) is not value]
+print(json.dumps(told))
 """
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What a fresh process finds: with jax alone, with xsake, after a call, and with every module."""
+    return json.loads(python(CODE))
+
+
+HEAVY = {
+    "optuna",
+    "flax",
+    "optax",
+    "orbax",
+    "tensorflow",
+    "torch",
+    "triton",
+    "jax_triton",
+    "matplotlib",
+    "rich",
+    "typer",
+    "tokenizers",
+    "gguf",
+    "safetensors",
+}
+
+
+@pytest.mark.parametrize("when", ["import xsake", "the first call"])
+def test_import_is_light(told, when):
+    """Also after the first call on a CPU."""
+    modules = told[when]
+    heavy = [m for m in modules if m.split(".")[0] in HEAVY]
+    heavy += [m for m in modules if "pallas" in m]  # (JAX itself loads Mosaic's dialects when it first compiles)
+    assert not heavy, f"{when} imported {heavy}"
+    bare = [
+        m
+        for m in modules
+        if m.split(".")[0] in ("hads", "model", "autotune", "tuning_db", "benchmarks") or m.startswith("kernels_")
+    ]
+    assert not bare, f"{when} imported {bare} at top level; they are xsake's subpackages"
+
+
+def test_import_brings_little_beyond_jax(told):
+    """Counted in modules, not in seconds, which are the machine's: no kernel, no tuner, no model, one small library."""
+    new = set(told["import xsake"]) - set(told["jax"])
+    libraries = {m.split(".")[0] for m in new} - set(sys.stdlib_module_names)
+    assert libraries <= {"xsake", "jaxtyping", "numpy", "wadler_lindig", "typing_extensions"}
+    rooms = {m.split(".")[1] for m in new if m.startswith("xsake.") and not m.startswith("xsake._")}
+    assert rooms == {"hads", "tuning_db"}
+    assert len(new) <= 60, new
+
+
+def test_every_module_imports(told):
+    """Only what an extra brings may be missing."""
+    assert {"xsake", "xsake._op", "xsake.hads.mask.block_mask", "xsake.kernels_xla_ref.oracle"} <= set(MODULES)
     extras = (
         "optuna",
         "filelock",
@@ -126,39 +144,17 @@ print(json.dumps(failed))
         "gguf",
         "jinja2",
     )
-    failed = json.loads(python(code))
-    wrong = {name: missing for name, missing in failed.items() if missing.split(".")[0] not in extras}
+    wrong = {name: missing for name, missing in told["missing"].items() if missing.split(".")[0] not in extras}
     assert not wrong, wrong
 
 
-def test_public_names():
-    code = """
-import xsake
-print(sorted(xsake.__all__))
-assert set(xsake.__all__) <= set(dir(xsake))
-assert callable(xsake.attention) and callable(xsake.implementations)
-from xsake import attention, BlockMask, patterns, implementations, interpret
-assert xsake.attention is attention
-try:
-    xsake.nothing
-except AttributeError as error:
-    assert "nothing" in str(error)
-else:
-    raise SystemExit("xsake.nothing exists")
-"""
-    assert "attention" in python(code)
-
-
-def test_public_names_are_themselves_after_all_modules_are_imported():
-    """A module named like a public function would shadow it."""
-    code = """
-import xsake
-names = {name: getattr(xsake, name) for name in xsake.__all__}
-import xsake._op, xsake._registry, xsake.hads.mask.patterns, xsake.kernels_xla_ref
-for name, value in names.items():
-    assert getattr(xsake, name) is value, name
-    print(name, type(value).__name__)
-"""
-    kinds = dict(line.split() for line in python(code).splitlines())
+def test_public_names(told):
+    kinds = told["kinds"]
     assert kinds["attention"] == kinds["implementations"] == "function"
     assert (kinds["patterns"], kinds["BlockMask"]) == ("module", "type")
+    assert "nothing" in told["nothing"]
+
+
+def test_public_names_are_themselves_after_all_modules_are_imported(told):
+    """A module named like a public function would shadow it."""
+    assert told["shadowed"] == []
