@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract.case import check, check_run, make, run
 from contract.target import TARGETS
+from sweep import sweep
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -91,17 +92,46 @@ def _run(implementation, table, name):
     return check_run(implementation, case)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        MASKS,
+        slow=[
+            "a mask per head",
+            "a mask a kv head",
+            "a mask a batch",
+            "a mask a batch and head",
+            "no mask",
+            "square blocks",
+        ],
+    ),
+)
 def test_masks(implementation, name):
     _run(implementation, MASKS, name)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "name", sweep(HEADS, slow=["multi query", "one head", "values wider than keys", "equal head dims"])
+)
 def test_heads(implementation, name):
     _run(implementation, HEADS, name)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        RULES,
+        slow=[
+            "causal mask",
+            "causal call on a mask without a rule",
+            "unaligned window of the call",
+            "int window is both sides",
+            "causal and window",
+            "window of nothing but itself",
+            "window within a block",
+        ],
+    ),
+)
 def test_rules(implementation, name):
     options = dict(RULES[name])
     for key in ("mask_window", "local_window_size"):  # windows grow with the target's blocks
@@ -113,7 +143,13 @@ def test_rules(implementation, name):
     _run(implementation, {name: options}, name)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        LENGTHS,
+        slow=["length 63, causal", "length 129", "more keys", "one key", "lengths that are multiples of the block"],
+    ),
+)
 def test_lengths(implementation, name):
     _run(implementation, LENGTHS, name)
 
@@ -135,20 +171,20 @@ def test_length_1000(implementation):
     check_run(implementation, case)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name", sweep(ARGUMENTS, slow=["scale", "soft cap", "soft cap after bias", "sinks", "several sinks a head"])
+)
 def test_arguments(implementation, name):
     _run(implementation, ARGUMENTS, name)
 
 
-def _bias_shapes():
-    """Every combination of whole and broadcast axes; with two or three broadcast, before a kernel change only."""
-    for shape in itertools.product((0, 1), repeat=4):
-        yield pytest.param(shape, marks=pytest.mark.slow if sum(shape) in (2, 3) else ())
+BIASES = list(itertools.product((0, 1), repeat=4))
+BIASES_IN_CI = [(0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 1, 1)]  # (0, 0, 0, 0) and (1, 0, 0, 0) are in many other tests
 
 
-@pytest.mark.parametrize("shape", list(_bias_shapes()))
+@pytest.mark.parametrize("shape", sweep(BIASES, slow=[s for s in BIASES if s not in BIASES_IN_CI]))
 def test_bias_broadcasts(implementation, shape):
-    """0 stands for the whole dimension."""
+    """Every combination of whole and broadcast axes. 0 stands for the whole dimension."""
     check_run(implementation, make(implementation, q_len=39, kv_len=70, bias=shape, seed=hash(shape) % 1000))
 
 
@@ -162,7 +198,7 @@ def test_bias_of_minus_infinity_masks_elements_and_whole_rows(implementation):
     assert (results.lse[:, 5:20] == -np.inf).all()
 
 
-@pytest.mark.parametrize("one_array", [True, False])
+@pytest.mark.parametrize("one_array", sweep([True, False], slow=[False]))
 def test_segment_ids(implementation, one_array):
     rng = np.random.default_rng(3)
     n = implementation.size(107)
@@ -201,8 +237,11 @@ def test_length_zero(implementation):
     assert (results.out[0] == 0).all() and (results.lse[0] == -np.inf).all() and (results.d_query[0] == 0).all()
 
 
-@pytest.mark.parametrize("causal, window", [(True, None), (False, (9, 30)), (True, 25), (False, 2**31 - 1)])
-def test_positions(implementation, causal, window):
+RULES_OF_POSITIONS = [(True, None), (False, (9, 30)), (True, 25), (False, 2**31 - 1)]
+
+
+@pytest.mark.parametrize("rule", sweep(RULES_OF_POSITIONS, slow=[(True, None), (False, (9, 30)), (True, 25)]), ids=str)
+def test_positions(implementation, rule):
     """Reordered tokens: rules follow positions and nothing else; the mask is built without a rule."""
     rng = np.random.default_rng(5)
     n, m = implementation.size(75), implementation.size(107)
@@ -211,8 +250,8 @@ def test_positions(implementation, causal, window):
         q_len=75,
         kv_len=107,
         density=0.7,
-        is_causal=causal,
-        local_window_size=window,
+        is_causal=rule[0],
+        local_window_size=rule[1],
         positions=(shuffled(rng, 2, n), shuffled(rng, 2, m)),
     )
     check_run(implementation, case)
@@ -245,7 +284,7 @@ def test_chunk_of_a_cache(implementation):
     check_run(implementation, case)
 
 
-@pytest.mark.parametrize("mask", [None, (1, 4)])
+@pytest.mark.parametrize("mask", sweep([None, (1, 4)], slow=[None]))
 def test_decode_one_token(implementation, mask):
     """T = 1 with a cache of which a part is filled."""
     m = implementation.size(171)
@@ -298,7 +337,7 @@ def _needs(implementation, dtype):
         pytest.skip(f"{implementation.name} does not claim {dtype}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", sweep(DTYPES, slow=["float16"]))
 def test_everything_at_once(implementation, dtype):
     _needs(implementation, dtype)
     check_run(implementation, _everything(implementation, dtype=dtype))
@@ -331,6 +370,7 @@ def test_large_logits_do_not_overflow(implementation):
     assert np.isfinite(results.out).all()
 
 
+@pytest.mark.slow  # every test in float32 would fail, too
 def test_float32_means_float32(implementation):
     """TF32 or bfloat16 passes would be wrong by 1e-3."""
     case = make(implementation, q_len=75, mask_causal=True, density=1.0, spread=2.0)

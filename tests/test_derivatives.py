@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import xsake
 from xsake.kernels_xla_ref import oracle
@@ -35,7 +36,7 @@ def loss(attention, **arguments):
     return of
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=["mask", "bias and soft cap"]))  # in the next test
 def test_hessian(name):
     arguments = ARGUMENTS[name]
     found = jax.jit(jax.hessian(loss(xsake.attention, **arguments, implementation="xla")))(inputs())
@@ -43,11 +44,12 @@ def test_hessian(name):
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), found, expected)
 
 
-def test_hessian_times_a_vector():
+@pytest.mark.parametrize("name", ["mask", "bias and soft cap"])
+def test_hessian_times_a_vector(name):
     x, direction = inputs(), inputs()[::-1]
 
     def product(attention):
-        gradient = jax.grad(loss(attention, mask=MASK))
+        gradient = jax.grad(loss(attention, **ARGUMENTS[name]))
         return jax.jit(lambda x, direction: jax.jvp(gradient, (x,), (direction,)))(x, direction)
 
     found, expected = product(xsake.attention), product(oracle.attention)
@@ -62,7 +64,7 @@ REVERSE_TWICE = {
 }
 
 
-@pytest.mark.parametrize("name", REVERSE_TWICE)
+@pytest.mark.parametrize("name", sweep(REVERSE_TWICE, slow=["jacrev of jacrev"]))
 def test_reverse_over_reverse_is_refused(name):
     with pytest.raises(NotImplementedError, match=r"no second derivatives in reverse mode.*jax\.hessian.*oracle"):
         jax.jit(REVERSE_TWICE[name](loss(xsake.attention, implementation="xla")))(inputs())

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from sweep import sweep
 
 import xsake
 
@@ -45,7 +46,10 @@ def _tests(name: str) -> list[doctest.DocTest]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
+MODEL = [name for name in MODULES if name.startswith("xsake.model.")]  # whose pages are in test_pages.py
+
+
+@pytest.mark.parametrize("name", sweep(MODULES, slow=MODEL))
 def test_docstrings(name):
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []

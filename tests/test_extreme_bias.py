@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from contract.case import check_run, make, run
 from contract.reference import Results, attends
+from sweep import sweep
 
 SIZES = {"much shorter than the block": 5, "longer than a tile": 100}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sweep(SIZES, slow=["longer than a tile"]))
 def test_a_large_bias_broadcast_over_queries_reaches_no_row_of_padding(implementation, size):
     """Of a row that does not exist the weights would be exp(100), and infinity times its cotangents of 0 is NaN."""
     case = make(
@@ -20,7 +21,7 @@ def test_a_large_bias_broadcast_over_queries_reaches_no_row_of_padding(implement
     check_run(implementation, case.replace(arguments={"bias": bias}))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("soft_cap", sweep([None, 2.0], slow=[None]))
 def test_a_bias_of_elements_that_do_not_attend_changes_nothing(implementation, soft_cap):
     """Forbidden by the causal rule, by the mask's window and by segments."""
     lengths = implementation.size(39), implementation.size(70)
@@ -37,7 +38,7 @@ def test_a_bias_of_elements_that_do_not_attend_changes_nothing(implementation, s
     _check_same(implementation, case, ~attends(case))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("soft_cap", sweep([None, 2.0], slow=[2.0]))
 def test_a_bias_of_keys_that_no_query_attends_changes_nothing(implementation, soft_cap):
     """Broadcast over queries, where rows past the last query would attend these keys."""
     case = _case(implementation, bias=(1, 1, 1, 0), logits_soft_cap=soft_cap, is_causal=True)

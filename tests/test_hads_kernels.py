@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cuda_offline import lower
 from hypothesis import given
+from sweep import sweep
 
 from xsake import BlockMask, hads
 from xsake._trace import interpret
@@ -55,7 +56,7 @@ def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> t
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "three" in name else []) for name in SHAPES]
+    "name", sweep(SHAPES, slow=["three heads on one", "a head each, blocks of 64, the last one short"])
 )
 def test_logits_are_xlas(name: str):
     length, q_heads, kv_heads, head_dim, block = SHAPES[name]
@@ -97,13 +98,11 @@ def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     return np.round(logits), np.asarray(jax.nn.softmax(np.where(grid.causal(), np.round(logits), -np.inf), -1))
 
 
-@pytest.mark.parametrize(
-    "name", ["all heads together", pytest.param("a number per head", marks=pytest.mark.slow), "a threshold"]
-)
+@pytest.mark.parametrize("name", sweep(COUNTS, slow=["a number per head", "a threshold"]))
 def test_choice_is_xlas(name: str):
     """By other constants than the present ones too."""
     other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
-    grid = CausalGrid(630, 16, other if name == "a threshold" else RULE)
+    grid = CausalGrid(630, 16, RULE if name == "a number per head" else other)
     _, mass = of_few_values(grid)
     wanted = choice.choose(jnp.asarray(mass), grid, **rule(1, 3), **COUNTS[name])
     with interpret():
@@ -133,8 +132,12 @@ def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple:
     return np.where(used, indices, 0), row_ptr, num_full
 
 
-@pytest.mark.parametrize(("rows", "columns", "capacity", "density"), [(9, 13, 200, 0.3), (3, 70, 5, 0.5)])
-def test_lists_are_xlas(rows: int, columns: int, capacity: int, density: float):
+LISTS = [(9, 13, 200, 0.3), (3, 70, 5, 0.5)]  # rows, columns, capacity, density
+
+
+@pytest.mark.parametrize("of", sweep(LISTS, slow=LISTS[:1]), ids=str)
+def test_lists_are_xlas(of: tuple[int, int, int, float]):
+    rows, columns, capacity, density = of
     rng = np.random.default_rng(0)
     active, full = jnp.asarray(rng.random((2, 1, rows, columns)) < density), rng.random((rows, columns)) < 0.7
     wanted = used_slots(*compact.compact(active, full, capacity))
@@ -151,7 +154,8 @@ def weights(profile: hads.HadsProfile, layer: int) -> tuple:
     return jax.tree.map(jnp.asarray, (profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]))
 
 
-@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # estimate, choice and lists are compared above, each by itself
+@pytest.mark.parametrize("heads", [4, 2])
 def test_blocks_are_xlas(heads: int):
     profile, length = case.random_profile(head_dim=16), 512
     grid = CausalGrid(length, profile.block)
@@ -164,19 +168,20 @@ def test_blocks_are_xlas(heads: int):
     assert (got & wanted).sum() > 0.99 * wanted.sum()
 
 
-@pytest.mark.parametrize(
-    ("chip", "dtype", "length", "head_dim", "block"),
-    [
-        ("sm_80", jnp.float16, 32768, 64, 128),
-        ("sm_80", jnp.float32, 4000, 128, 64),
-        ("sm_90", jnp.bfloat16, 32768, 128, 64),
-    ],
-)
-def test_kernels_lower_for_cuda(chip: str, dtype: Any, length: int, head_dim: int, block: int):
+CUDA = [  # chip, dtype, length, head_dim, block
+    ("sm_80", "float16", 32768, 64, 128),
+    ("sm_80", "float32", 4000, 128, 64),
+    ("sm_90", "bfloat16", 32768, 128, 64),
+]
+
+
+@pytest.mark.parametrize("of", sweep(CUDA, slow=CUDA[:2]), ids=str)
+def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int]):
+    chip, dtype, length, head_dim, block = of
     profile = case.random_profile(head_dim=head_dim, block=block, q_heads=8)
     grid = CausalGrid(length, block)
     assert unsupported(head_dim, grid) is None
-    avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (8, 2))
+    avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.dtype(dtype)) for heads in (8, 2))
     make = partial(program._by_kernels, grid, 8, 100)
     text = lower(make, program.Given(*avals, *weights(profile, 0), {"count": jnp.int32(1000)}), chip=chip)
     for name in ("pool_queries", "pool_keys", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from sweep import sweep
 
 import xsake
 from xsake import hads
@@ -23,7 +24,7 @@ from xsake.hads.selection.keep import nonnegative_order, row_counts
 from xsake.hads.selection.pooled import pool
 
 
-@pytest.mark.parametrize("length", [96, 89])
+@pytest.mark.parametrize("length", sweep([96, 89], slow=[96]))
 def test_estimate_is_the_sum_of_its_features(length: int):
     profile = case.random_profile()
     query, key = case.random_inputs(3, length, profile, batch=2)
@@ -108,11 +109,11 @@ def test_counts_for_each_head_and_thresholds():
 
 @given(
     st.integers(0, 2**32 - 1),
-    st.sampled_from([256, 1000]),
+    st.sampled_from([(256, "query_head"), (500, "kv_head")]),
     st.floats(0.4, 1.0),
-    st.sampled_from(["query_head", "kv_head"]),
 )
-def test_density_is_exact_on_every_input(seed: int, length: int, budget: float, per: str):
+def test_density_is_exact_on_every_input(seed: int, shape: tuple[int, str], budget: float):
+    length, per = shape
     profile = case.random_profile()
     query, key = case.random_inputs(seed, length, profile, batch=2)
     heads = profile.q_heads if per == "query_head" else profile.kv_heads
@@ -192,7 +193,7 @@ def test_gradients_flow_through_attention_and_take_the_mask_as_constant():
 def test_lengths_beyond_calibration_take_the_farthest_distance_seen():
     """Documented extrapolation: density stays exact."""
     profile = case.random_profile()
-    length = 8 * profile.length
+    length = 4 * profile.length
     query, key = case.random_inputs(10, length, profile)
     mask = hads.select(query, key, profile, 0.2, layer=0)
     assert int(np.asarray(mask.to_blocks()).sum()) == hads.layer_counts(profile, 0.2, length)[0]
@@ -225,9 +226,12 @@ def test_wrong_calls():
         hads.select(query, key, profile, np.zeros(2, np.int32), layer=0, mode="elastic")
 
 
-@pytest.mark.parametrize("capacity", [None, 12])
-@pytest.mark.parametrize("length", [96, 89])
-def test_lists_for_inference_are_those_for_training(length: int, capacity: int | None):
+LISTS = [(96, None), (96, 12), (89, None), (89, 12)]  # length, capacity
+
+
+@pytest.mark.parametrize("of", sweep(LISTS, slow=[(96, None), (96, 12), (89, None)]), ids=str)
+def test_lists_for_inference_are_those_for_training(of: tuple[int, int | None]):
+    length, capacity = of
     profile = case.random_profile()
     query, key = case.random_inputs(3, length, profile)
 

@@ -53,6 +53,7 @@ def model() -> Transformer:
     return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_stage_goes_on_where_it_stopped(inputs: Path, model: Transformer, tmp_path: Path):
     settings = dataclasses.replace(SETTINGS, methods=("hads", "sink_window", "sink_window+forced"))
     profile = case.random_profile(head_dim=16, block=16)

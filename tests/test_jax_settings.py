@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from contract.case import attend, check, collect, make, with_grads
 from contract.reference import Results
+from sweep import sweep
 
 import xsake
 from xsake import hads
@@ -42,7 +43,7 @@ def eager(implementation, case):
     return out, grads
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES, slow=["mask, bias and sinks", "no mask"]))
 def test_debug_infs_and_nans_without_jit(implementation, name):
     """The -inf of masked logits and of empty rows is no mistake."""
     case = cases(implementation)[name]
@@ -73,7 +74,7 @@ def _xla():
 
 
 @pytest.mark.usefixtures("interpreter_without_effects")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES, slow=["mask, bias and sinks", "empty rows"]))
 def test_tracing_transfers_nothing_unasked(implementation, name):
     """The mask of a call that gives none is made, and put on the device, while tracing."""
     case = cases(implementation)[name]

@@ -6,14 +6,19 @@ import dataclasses
 
 import pytest
 from flax import nnx
+from sweep import sweep
 
 from xsake.model import PRESETS, ModelConfig, Transformer
 
 TINY = PRESETS["tiny"]
 
 
-@pytest.mark.parametrize(("name", "tied"), [("tiny", False), *((name, True) for name in PRESETS)])
-def test_param_count_is_what_the_model_has(name, tied):
+MODELS = [("tiny", False), *((name, True) for name in PRESETS)]
+
+
+@pytest.mark.parametrize("model", sweep(MODELS, slow=[model for model in MODELS if model[0] != "tiny"]), ids=str)
+def test_param_count_is_what_the_model_has(model):
+    name, tied = model
     config = dataclasses.replace(PRESETS[name], tied=tied)
     state = nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     assert config.param_count() == sum(leaf.size for leaf in nnx.to_flat_state(state).leaves)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from sweep import sweep
 
 import xsake
 from xsake.model import attention_fn
@@ -39,13 +40,17 @@ def of_linen(x, fn=None, **call):
     return jax.jit(lambda x: layer.apply(layer.init(jax.random.key(0), x), x, **call))(x)
 
 
-@pytest.mark.parametrize("layer", [of_nnx, of_linen])
-@pytest.mark.parametrize("mask", [None, CAUSAL, (CAUSAL > 0) | (jnp.arange(LENGTH) < 3)[None, None, None]])
-def test_dense_attention_is_flaxs(layer, mask):
+MASKS = {"none": None, "causal": CAUSAL, "prefix": (CAUSAL > 0) | (jnp.arange(LENGTH) < 3)[None, None, None]}
+
+
+@pytest.mark.parametrize("layer", sweep([of_nnx, of_linen], slow=[of_linen]))  # which the next test has
+@pytest.mark.parametrize("name", sweep(MASKS, slow=["causal"]))
+def test_dense_attention_is_flaxs(layer, name):
+    mask = MASKS[name]
     np.testing.assert_allclose(layer(X, attention_fn, mask=mask), layer(X, mask=mask), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [of_nnx, of_linen])
+@pytest.mark.parametrize("layer", sweep([of_nnx, of_linen], slow=[of_nnx]))
 def test_block_masks_are_flaxs_with_the_same_elements(layer):
     sparse = layer(X, partial(attention_fn, block_mask=SPARSE, implementation="xla"))
     np.testing.assert_allclose(sparse, layer(X, mask=ELEMENTS), rtol=1e-4, atol=1e-5)
@@ -63,7 +68,7 @@ def test_causality_by_argument():
     np.testing.assert_allclose(of_nnx(X, attention_fn, is_causal=True), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("lead", sweep([(), (3,), (2, 3)], slow=[(3,)]))
 def test_any_number_of_batch_dimensions(lead):
     query, key, value = (jax.random.normal(jax.random.key(i), (*lead, 8, HEADS, 16)) for i in range(3))
     bias = jax.random.normal(jax.random.key(3), (*lead[-1:], HEADS, 8, 8))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from sweep import sweep
 from tiny_model import LENGTH, TINY, TOKENS, build, run
 
 import xsake
@@ -105,6 +106,7 @@ def test_mask_fn_gives_each_layer_its_mask(model, logits):
     assert jnp.abs(masked - logits)[:, 24:].max() > 0.1
 
 
+@pytest.mark.slow  # the next test has every block, too
 def test_a_mask_of_every_block_is_dense_attention(model, logits):
     mask = xsake.patterns.causal(LENGTH, LENGTH, block_q=16, block_kv=16)
     np.testing.assert_allclose(run(model, TOKENS, mask_fn=lambda *_: mask), logits, rtol=1e-4, atol=1e-4)
@@ -115,6 +117,7 @@ def test_a_mask_without_a_rule_does_not_leak_the_future(model, logits):
     np.testing.assert_allclose(run(model, TOKENS, mask_fn=lambda *_: mask), logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # the profile of test_hads_calibration.py does
 def test_masks_may_be_computed_in_jit(model):
     """From the queries and keys themselves, and for each head: here, blocks whose mean keys point the query's way."""
 
@@ -129,7 +132,7 @@ def test_masks_may_be_computed_in_jit(model):
 
 
 def test_packed_documents_do_not_see_each_other(model):
-    cut = 17
+    cut = LENGTH // 2  # one program for both
     segments = np.arange(LENGTH)[None] >= cut
     positions = np.concatenate([np.arange(cut), np.arange(LENGTH - cut)])[None]
     packed = run(model, TOKENS, segment_ids=segments.astype(np.int32), positions=positions)
@@ -170,7 +173,7 @@ def test_a_mesh_gives_the_same_loss_and_gradients(model, plain_gradient):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain_gradient, sharded)
 
 
-@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2}])
+@pytest.mark.parametrize("axes", sweep([{"model": 2}, {"data": 2}], slow=[{"data": 2}]))
 def test_a_mesh_may_lack_an_axis(model, logits, axes):
     np.testing.assert_allclose(run(model, TOKENS, mesh=make_mesh(**axes)), logits, rtol=1e-4, atol=1e-4)
 
@@ -202,7 +205,7 @@ def empty(batch: int = 2, capacity: int = 64) -> KVCache:
     return KVCache.empty(TINY, batch=batch, capacity=capacity, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("parts", [[LENGTH], [33, 1, 1, 1, 4]])
+@pytest.mark.parametrize("parts", sweep([[LENGTH], [33, 1, 1, 1, 4]], slow=[[LENGTH]]))
 def test_cached_logits_are_the_uncached_ones(model, logits, parts):
     """A prompt, then a token at a time, then several at once."""
     cache, found, start = empty(), [], 0
@@ -222,9 +225,10 @@ def test_cached_sequences_may_differ_in_length(model):
     following = TOKENS[:, 30:33]
     for step in range(3):
         logits, cache = run(model, following[:, step : step + 1], cache=cache)
-    for row in range(2):
-        alone = np.concatenate([TOKENS[row, : lengths[row]], following[row]])
-        np.testing.assert_allclose(logits[row, 0], run(model, alone[None])[0, -1], rtol=2e-4, atol=2e-4)
+    alone = np.zeros_like(TOKENS)  # what stands after the last token changes nothing
+    for row, length in enumerate(lengths):
+        alone[row, : length + 3] = [*TOKENS[row, :length], *following[row]]
+    np.testing.assert_allclose(logits[:, 0], run(model, alone)[[0, 1], lengths + 2], rtol=2e-4, atol=2e-4)
 
 
 def test_a_token_past_the_capacity_is_not_a_number(model):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
+from sweep import sweep
 
 import xsake
 from xsake._device import cpu_workers
@@ -29,9 +30,11 @@ SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_length
 CASES = {
     "causal, block 128": dict(block_q=32, block_kv=32, mask_causal=True, density=1.0),
     "block 64, a list per head, odd lengths": dict(
-        q_len=150, kv_len=133, exact_lengths=True, block_q=16, block_kv=16, q_heads=2, kv_heads=2, mask=(1, 2)
+        q_len=70, kv_len=133, exact_lengths=True, block_q=16, block_kv=16, q_heads=2, kv_heads=2, mask=(1, 2)
     ),
-    "block 64, heads that share a list": dict(q_len=32, block_q=16, block_kv=32, q_heads=2, mask_causal=True),
+    "block 64, heads that share a list, sinks and soft cap": dict(
+        q_len=32, block_q=16, block_kv=32, q_heads=2, mask_causal=True, sinks=(2,), logits_soft_cap=2.0
+    ),
     "empty rows": dict(block_q=32, block_kv=32, density=0.0),
     "window, sinks and soft cap": dict(
         q_len=32, block_q=32, block_kv=32, density=1.0, mask_window=(40, 3), sinks=(1,), logits_soft_cap=2.0
@@ -41,7 +44,9 @@ CASES = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", sweep(CASES, slow=["causal, block 128", "empty rows", "window, sinks and soft cap", "bias and float16"])
+)
 def test_smoke(name):
     check_run(TARGET, make(TARGET, **(SMALL | CASES[name])))
 
@@ -57,7 +62,7 @@ def test_one_cta_walks_all_tiles():
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("bias", [None, (1, 1, 0, 0)])
+@pytest.mark.parametrize("bias", sweep([None, (1, 1, 0, 0)], slow=[None]))
 def test_a_tile_of_the_last_block_is_past_the_end(bias):
     """192 keys in blocks of 128, 64 at a time."""
     case = make(TARGET, **(SMALL | dict(q_len=16, kv_len=48, block_q=16, block_kv=32, density=1.0, bias=bias)))
@@ -66,13 +71,14 @@ def test_a_tile_of_the_last_block_is_past_the_end(bias):
 
 
 @pytest.mark.timeout(240)
-def test_segments_and_positions():
+def test_segments_positions_window_bias_and_float16():
     length = 128
     rng = np.random.default_rng(0)
     case = make(
         TARGET,
-        **(SMALL | dict(q_len=32, block_q=32, block_kv=32, density=1.0)),
+        **(SMALL | dict(q_len=32, block_q=32, block_kv=16, density=1.0, bias=(1, 1, 0, 0), dtype="float16")),
         is_causal=True,
+        local_window_size=(100, None),
         segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
         positions=rng.permutation(length)[None].astype(np.int32),
     )

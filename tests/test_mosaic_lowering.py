@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import xsake
 from tests.cuda_offline import lower
@@ -33,8 +34,11 @@ SHAPES = {
     "float16": dict(dtype=jnp.float16),
 }
 ARGUMENTS = {
-    "segments": dict(segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32))),
-    "positions and window": dict(positions=np.arange(512, dtype=np.int32)[None], local_window_size=(100, 0)),
+    "segments, positions and window": dict(
+        segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32)),
+        positions=np.arange(512, dtype=np.int32)[None],
+        local_window_size=(100, 0),
+    ),
     "window beyond every length": dict(local_window_size=(2**31 - 1, 2**40)),
     "full bias": dict(bias=np.zeros((2, 4, 512, 512), np.float32)),
     "row bias": dict(bias=np.zeros((1, 4, 1, 512), np.float32)),
@@ -95,20 +99,45 @@ def _given(call) -> tuple:
     return lse, jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        SHAPES,
+        slow=[
+            "D 64, block 64, a list per head",
+            "D 256, block 128",
+            "D 256, block 64",
+            "block 256 x 128",
+            "block 128 x 64",
+            "block 64 x 128",
+            "Dv 64",
+            "one query",
+            "float16",
+        ],
+    ),
+)
 def test_defaults_lower(name):
     call = make_call(**SHAPES[name])
     assert mosaic.unsupported(call) is None
     lower_all(call, mosaic.default_config(call))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ARGUMENTS,
+        slow=["window beyond every length", "column bias", "negative scale", "row bias and soft cap, odd length"],
+    ),
+)
 def test_every_argument_lowers(name):
     call = make_call(**ARGUMENTS[name])
     lower_all(call, mosaic.default_config(call))
 
 
-@pytest.mark.parametrize("name", ["D 128, block 128", "D 64, block 64, a list per head", "D 256, block 128"])
+SPACES = ["D 128, block 128", "D 64, block 64, a list per head", "D 256, block 128"]
+
+
+@pytest.mark.parametrize("name", sweep(SPACES, slow=SPACES[:2]))
 def test_every_config_lowers(name):
     """Each kernel's configurations once."""
     call = make_call(**SHAPES[name])

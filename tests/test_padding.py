@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract.case import check, check_run, make, run
 from contract.reference import Results, attends
+from sweep import sweep
 
 import xsake
 
@@ -28,7 +29,7 @@ def test_empty_rows_give_zero_and_minus_infinity(implementation):
     assert (results.d_key[keys] == 0).all() and (results.d_value[keys] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+@pytest.mark.parametrize("shape", sweep([(4,), (4, 3)], slow=[(4,)]))
 def test_empty_rows_with_sinks_give_their_logsumexp(implementation, shape):
     case = make(implementation, mask=(1, 4), density=0.6, sinks=shape)
     blocks = case.blocks.copy()
@@ -105,7 +106,10 @@ def _padded_cases(implementation):
     }
 
 
-@pytest.mark.parametrize("name", ["lengths", "segments", "both, causal, soft cap", "no mask"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(["lengths", "segments", "both, causal, soft cap", "no mask"], slow=["both, causal, soft cap", "no mask"]),
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_padding_may_hold_anything(implementation, name, value):
     if value == np.inf and name != "lengths":
@@ -222,7 +226,7 @@ def test_overflow_raises_when_concrete(implementation):
         case.mask(capacity=capacity)
 
 
-@pytest.mark.parametrize("capacity", [None, 14])
+@pytest.mark.parametrize("capacity", sweep([None, 14], slow=[None]))
 def test_indices_out_of_range_under_jit_give_nan(implementation, capacity):
     case = make(implementation, q_len=107, mask=(1, 1), block_q=32, block_kv=32, q_heads=2, kv_heads=1)
 

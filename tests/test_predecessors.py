@@ -9,6 +9,7 @@ import pytest
 from contract.case import attend, check, check_run, make, run, with_grads
 from contract.reference import attends
 from executed import counting_matmul_flops
+from sweep import sweep
 
 import xsake
 from xsake.autotune.timing import race
@@ -49,7 +50,7 @@ def test_predecessor_window_follows_positions(implementation):
     check_run(implementation, case)
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+@pytest.mark.parametrize("shape", sweep([(4,), (4, 5)], slow=[(4,)]))
 def test_predecessor_sinks_counted_once(implementation, shape):
     """They were counted once for each KV block, and had no gradient. Many blocks a row, and large sinks."""
     case = make(implementation, block_q=16, block_kv=16, mask=(1, 4), density=0.9, sinks=shape)
@@ -58,7 +59,7 @@ def test_predecessor_sinks_counted_once(implementation, shape):
     assert (np.abs(results.d_sinks) > 0).all()
 
 
-@pytest.mark.parametrize("window", [5, (37, 0), (0, 23)])
+@pytest.mark.parametrize("window", sweep([5, (37, 0), (0, 23)], slow=[(37, 0), (0, 23)]))
 def test_predecessor_unaligned_window(implementation, window):
     check_run(
         implementation, make(implementation, q_len=123, block_q=32, block_kv=32, mask=None, local_window_size=window)
@@ -142,19 +143,19 @@ def test_predecessor_all_padding(implementation):
     assert not results.out.any() and not results.d_value.any()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(q_len=1, kv_len=129, exact_lengths=True),
-        dict(q_len=63, exact_lengths=True, head_dim=16, value_dim=24),
-        dict(q_len=50, q_heads=1, kv_heads=1, mask=(1, 1), is_causal=True),
-    ],
-    ids=["one query", "odd length, unequal head dims", "one head is not decoding"],
-)
-def test_predecessor_no_dense_fallback_is_needed(implementation, options):
-    check_run(implementation, make(implementation, **options))
+ONCE_DENSE = {
+    "one query": dict(q_len=1, kv_len=129, exact_lengths=True),
+    "odd length, unequal head dims": dict(q_len=63, exact_lengths=True, head_dim=16, value_dim=24),
+    "one head is not decoding": dict(q_len=50, q_heads=1, kv_heads=1, mask=(1, 1), is_causal=True),
+}
 
 
+@pytest.mark.parametrize("name", sweep(ONCE_DENSE, slow=["one query"]))  # this one is in test_attention.py, too
+def test_predecessor_no_dense_fallback_is_needed(implementation, name):
+    check_run(implementation, make(implementation, **ONCE_DENSE[name]))
+
+
+@pytest.mark.slow  # test_half_precision is the same at another length
 def test_predecessor_bfloat16_backward(implementation):
     case = make(implementation, dtype="bfloat16", q_len=75, mask_causal=True, density=0.8)
     check_run(implementation, case)

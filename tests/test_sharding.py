@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract.case import attend, check, collect, make, with_grads
 from jax.sharding import PartitionSpec as P
+from sweep import sweep
 
 import xsake
 
@@ -45,7 +46,7 @@ SPECS = dict(query=HEADS, key=HEADS, value=HEADS, bias=P(None, "model", None, No
 RESULTS = (HEADS, P("data", None, "model"))
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", sweep(MASKS, slow=["a mask a kv head", "a mask a batch", "one mask for all"]))
 def test_gradients_through_shard_map(implementation, name):
     """Differentiated outside. Bias and sinks are shared over the batch: their gradients are sums over devices."""
     case = _case(implementation, MASKS[name])
@@ -63,6 +64,7 @@ def test_gradients_through_shard_map(implementation, name):
         check(case, collect(case, *jax.jit(lambda i, c: with_grads(sharded, i, c))(case.inputs, case.cotangents)))
 
 
+@pytest.mark.slow  # the next test differentiates inside, too
 @pytest.mark.parametrize("name", ["a mask a batch and head", "one mask for all"])
 def test_gradients_inside_shard_map(implementation, name):
     """Differentiated inside: gradients of what is replicated come out replicated, summed over the devices."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from contract.case import Case, check, make, run
 from contract.target import Target
+from sweep import sweep
 
 import xsake
 from xsake.kernels_pallas_tpu import Config, Tiling
@@ -50,7 +51,7 @@ SMOKE = {
 pytestmark = pytest.mark.usefixtures("strict_tpu_interpreter")
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", sweep(SMOKE, slow=["one query"]))
 def test_smoke(name):
     case = make(TPU, **SMOKE[name])
     check(case, run(TPU, case))
@@ -86,6 +87,7 @@ def test_every_chunk_size_and_the_way_from_step_to_step():
         np.testing.assert_allclose(lse, exact_lse, atol=2e-6)
 
 
+@pytest.mark.slow  # the odd blocks above have such rows, too
 def test_padding_inside_full_blocks():
     """Blocks of 100 keys take 128 rows: the other 28 are nobody's, also where the mask's rule excludes nothing."""
     case = make(TPU, q_len=64, kv_len=200, batch=1, block_q=64, block_kv=100, exact_lengths=True, density=1.0)

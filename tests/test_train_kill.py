@@ -41,17 +41,12 @@ def test_killed_and_carried_on_bit_for_bit(tmp_path):
     def saved() -> set[str]:
         return {path.name for path in checkpoints.glob("*")}
 
-    kill_when(
-        start(data=data, run=run, changes=STEPS, devices=8), lambda: steps() >= 1
-    )  # maybe before the first checkpoint
-    before = saved()
-    # While one is being written: its folder has appeared, and is not whole yet.
-    kill_when(start(data=data, run=run, changes=STEPS, devices=8), lambda: saved() - before)
-    reached = steps()
-    assert 0 < reached < 40
+    # While a checkpoint is being written: its folder has appeared, and is not whole yet.
+    kill_when(start(data=data, run=run, changes=STEPS, devices=8), saved)
+    assert 0 < steps() < 40
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole
     resumed = [event["step"] for event in read_events(file) if event["event"] == "resumed"]
-    assert all(step % 3 == 0 for step in resumed) and len(resumed) <= 2
+    assert all(step % 3 == 0 for step in resumed) and len(resumed) <= 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 from xsake.model.train_loss import next_token_loss
 
@@ -28,7 +29,7 @@ def inputs(dtype=jnp.float32):
     )
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 30, 1000])
+@pytest.mark.parametrize("chunk", sweep([1, 7, 30, 1000], slow=[1, 30]))
 def test_same_as_the_plain_loss_whatever_the_chunk(chunk):
     states, weight, targets = inputs()
     loss, gradients = jax.jit(jax.value_and_grad(lambda s, w: 3.0 * next_token_loss(s, w, targets, chunk), (0, 1)))(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from sweep import sweep
 from training import MODEL, losses, make_config, make_data
 
 from xsake.model.config import PRESETS
@@ -61,7 +62,7 @@ def test_wrong_rules_and_sizes():
 
 
 @needs_8
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("fsdp", sweep([False, True], slow=[False]))  # a run on another mesh is without it
 def test_eight_devices_give_the_losses_of_one(tmp_path, fsdp):
     data = make_data(tmp_path / "data")
     one = losses(train(make_config(), data=data, run=tmp_path / "one", quiet=True))

@@ -16,6 +16,7 @@ from contract import reference
 from contract.case import Case, attend, check, collect, make, run, with_grads
 from contract.compare import assert_close_to_float64
 from hypothesis import given
+from sweep import sweep
 
 import xsake
 
@@ -49,7 +50,10 @@ SOME = {"query", "key", "value", "bias", "sinks", "mask"}
 
 @pytest.mark.parametrize(
     "mapped",
-    [SOME, {"query"}, {"key", "value"}, {"mask"}, {"bias"}, {"sinks"}],
+    sweep(
+        [SOME, {"query"}, {"key", "value"}, {"mask"}, {"bias"}, {"sinks"}],
+        slow=[{"query"}, {"key", "value"}, {"sinks"}],
+    ),
     ids=lambda m: "all" if m == SOME else "-".join(sorted(m)),
 )
 def test_vmap_of_grad(implementation, mapped):
@@ -183,7 +187,7 @@ def test_without_jit(implementation, caplog):
 
 
 @pytest.mark.usefixtures("interpreter_without_effects")
-@pytest.mark.parametrize("policy", [None, "dots_saveable"])
+@pytest.mark.parametrize("policy", sweep([None, "dots_saveable"], slow=["dots_saveable"]))
 def test_checkpoint(implementation, policy):
     case = cases(implementation, 1, sinks=(2,))[0]
     policy = policy and getattr(jax.checkpoint_policies, policy)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from sweep import sweep
 
 import xsake
 from xsake._arguments import build_call
@@ -70,9 +71,12 @@ def _lower(call: Call, config: triton.Config) -> list[str]:
     return [name for name in ("forward", "dq", "dkv", "d_bias") if f'"xsake_triton_{name}"' in text]
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 64), ("float16", 128), ("float32", 64)])
-def test_every_config_of_the_search_space_lowers(dtype: str, dim: int) -> None:
-    call = _call(jnp.dtype(dtype), dim)
+SPACES = [("bfloat16", 64), ("float16", 128), ("float32", 64)]
+
+
+@pytest.mark.parametrize("space", sweep(SPACES, slow=[("bfloat16", 64), ("float16", 128)]), ids=str)
+def test_every_config_of_the_search_space_lowers(space: tuple[str, int]) -> None:
+    call = _call(jnp.dtype(space[0]), space[1])
     space = triton.search_space(call)
     assert triton.default_config(call) in space
     assert len(set(space)) == len(space)
