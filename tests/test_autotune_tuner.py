@@ -311,6 +311,7 @@ def _studies(folder: Path) -> list[Study]:
     return [Study(storage, "Fake 9000", plan, 0) for plan in tuning_fakes.Hands().open(PROBLEM)]
 
 
+@pytest.mark.slow  # the two tests after it are what such a kill leaves
 def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path):
     journal = tmp_path / "studies.journal"
     process = _start(tmp_path, isolate=True)

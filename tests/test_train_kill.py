@@ -30,6 +30,7 @@ def kill_when(process: subprocess.Popen, ready, wait: float = 0.0) -> None:
     process.communicate()
 
 
+@pytest.mark.slow  # test_train_run.py stops a run in this process, in the middle of a line
 def test_killed_and_carried_on_bit_for_bit(tmp_path):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
     file, checkpoints = run / "metrics.jsonl", run / "checkpoints"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from sweep import sweep
 from training import MODEL, losses, make_config, make_data
 
 from xsake.model.config import PRESETS
@@ -62,7 +61,8 @@ def test_wrong_rules_and_sizes():
 
 
 @needs_8
-@pytest.mark.parametrize("fsdp", sweep([False, True], slow=[False]))  # a run on another mesh is without it
+@pytest.mark.slow  # test_a_run_is_carried_on_with_another_mesh compares the losses, too
+@pytest.mark.parametrize("fsdp", [False, True])
 def test_eight_devices_give_the_losses_of_one(tmp_path, fsdp):
     data = make_data(tmp_path / "data")
     one = losses(train(make_config(), data=data, run=tmp_path / "one", quiet=True))

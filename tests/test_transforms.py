@@ -52,7 +52,7 @@ SOME = {"query", "key", "value", "bias", "sinks", "mask"}
     "mapped",
     sweep(
         [SOME, {"query"}, {"key", "value"}, {"mask"}, {"bias"}, {"sinks"}],
-        slow=[{"query"}, {"key", "value"}, {"sinks"}],
+        slow=[{"query"}, {"key", "value"}, {"bias"}, {"sinks"}],
     ),
     ids=lambda m: "all" if m == SOME else "-".join(sorted(m)),
 )
@@ -252,7 +252,8 @@ def test_gradient_of_lse_alone_and_of_one_input(implementation):
     np.testing.assert_allclose(d_key, expected.d_key, rtol=1e-5, atol=1e-6)
 
 
-def test_mask_built_inside_jit(implementation):
+@pytest.mark.parametrize("capacity", sweep([None, 12], slow=[None]))
+def test_mask_built_inside_jit(implementation, capacity):
     case = cases(implementation, 1, mask_causal=True)[0]
 
     @functools.partial(jax.jit, static_argnames="capacity")
@@ -267,9 +268,8 @@ def test_mask_built_inside_jit(implementation):
         mask = xsake.BlockMask.from_blocks(blocks, **sizes, capacity=capacity)
         return with_grads(lambda x: attend(implementation, x, mask, {}), inputs, cotangents)
 
-    for capacity in (None, 12):
-        with implementation.context():
-            check(case, collect(case, *everything(case.inputs, case.blocks, case.cotangents, capacity)))
+    with implementation.context():
+        check(case, collect(case, *everything(case.inputs, case.blocks, case.cotangents, capacity)))
 
 
 def test_new_mask_contents_do_not_retrace(implementation):
