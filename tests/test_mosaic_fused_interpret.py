@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
+from sweep import sweep
 
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
@@ -40,7 +41,7 @@ def config(fused: FusedConfig) -> Config:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, slow=["causal", "bias and float16"]))
 def test_smoke(name):
     changes, fused = CASES[name]
     check_run(TARGET, make(TARGET, **(SMALL | changes)), config=config(fused))
