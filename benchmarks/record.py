@@ -22,7 +22,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def environment() -> dict[str, Any]:
     device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "numpy", "torch", "triton", "libtpu", "nvidia-cudnn-cu13")
+    packages = (
+        "jax",
+        "jaxlib",
+        "numpy",
+        "torch",
+        "triton",
+        "libtpu",
+        "nvidia-cudnn-cu13",
+        "flash-attn-4",
+        "nvidia-cutlass-dsl",
+    )
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),

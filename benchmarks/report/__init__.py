@@ -18,6 +18,7 @@ from benchmarks.report import attention, hads, model, tpu, tuning
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
     "gpu_attention": attention.gpu_attention,
+    "gpu_peers": attention.gpu_peers,
     "gpu_profile": attention.gpu_profile,
     "gpu_speed": attention.gpu_speed,
     "hads_first_table": hads.first_table,

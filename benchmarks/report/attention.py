@@ -130,6 +130,37 @@ def _gpu_facts(by: Runs) -> list[str]:
     ]
 
 
+def gpu_peers() -> str:
+    """Sustained throughput beside FlashAttention-4 on the same mask, and the dense peers."""
+    run = record.load("gpu_peers")
+    by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in run["results"]}
+    names = ("xsake", "xsake, any order", "fa4", "cudnn dense", "fa4 dense")
+    rows = []
+    for place in dict.fromkeys(key[:3] for key in by):
+        peer = by[*place, "fa4"]["tflops"]
+        cells = []
+        for name in names:
+            found = by.get((*place, name))
+            against = f" ({found['tflops'] / peer:.2f})" if found and not name.startswith("fa4") else ""
+            cells.append(f"{found['tflops']:.0f}{against}" if found else "")
+        rows.append([", ".join(place[:2]), place[2], *cells])
+    heads = [
+        "call, direction",
+        "mask",
+        "xsake",
+        "any order",
+        "FlashAttention-4",
+        "cuDNN dense",
+        "FlashAttention-4 dense",
+    ]
+    clocks = [r["chip"]["sm_mhz"] for r in by.values() if r["chip"]]
+    capped = sum("power cap" in r["chip"].get("throttled_by", ()) for r in by.values())
+    state = (
+        f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
+    )
+    return "\n".join([*table(heads, rows), "", f"{state} {source('gpu_peers.json', run, 'jax', 'flash-attn-4')}"])
+
+
 def gpu_profile() -> str:
     """What the forward is busy with, by the hardware's counters."""
     run = record.load("gpu_profile")
