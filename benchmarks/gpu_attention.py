@@ -170,7 +170,7 @@ class Bench:
         return able
 
     def measure_uneven(self, run: Run, rounds: int) -> None:
-        """Heads from 10% to 90% against a uniform mask of about as many blocks; compare time a block."""
+        """Heads from 10% to 90% against a uniform mask of about as many blocks; compare time per block."""
         masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
         contestants = {who: lambda mask=mask: self.ours(*self.inputs, mask) for who, mask in masks.items()}
         for who, timing in self.race(contestants, rounds).items():

@@ -285,7 +285,7 @@ def main() -> None:
     if args.record:
         from benchmarks import record
 
-        unit = "cycles per 512 x 512 logits of one head, bfloat16, D 128; step: cycles a row; whole: cycles a call"
+        unit = "cycles per 512 x 512 logits of one head, bfloat16, D 128; step: cycles per row; whole: cycles per call"
         print(record.save("tpu_gather_shapes", {"shapes": rows, "longest": long}, unit=unit, lengths=LENGTHS))
 
 

@@ -217,7 +217,7 @@ def main() -> None:
         mfu = "" if found["mfu"] is None else f"  MFU {found['mfu']:.1%}"
         loss = f"  held-out loss {found['held_out_loss']:.4f}" if "held_out_loss" in found else ""
         print(
-            f"{name:26} density {trainer.density:.1%}  {found['seconds']['median'] * 1e3:8.2f} ms a step  "
+            f"{name:26} density {trainer.density:.1%}  {found['seconds']['median'] * 1e3:8.2f} ms per step  "
             f"{found['tokens_per_second']:10,.0f} tokens/s{mfu}{loss}",
             flush=True,
         )

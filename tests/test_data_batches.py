@@ -1,4 +1,4 @@
-"""Batches: every sequence once an epoch, the same on every run and every host."""
+"""Batches: every sequence once per epoch, the same on every run and every host."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from xsake.autotune.timing import race
 
 
 def test_predecessor_any_blocks_per_head(implementation):
-    """Not one contiguous interval a row, and not one for all heads: a different comb for each head."""
+    """Not one contiguous interval per row, and not one for all heads: a different comb for each head."""
     case = make(implementation, mask=(1, 4), block_q=16, block_kv=16, density=1.0, q_len=120)
     i, j = np.indices(case.blocks.shape[-2:])
     blocks = np.stack([(i + j) % 2 == 0, j % 3 == 0, i == j, (i * 5 + j) % 4 == 1])[None]
@@ -52,7 +52,7 @@ def test_predecessor_window_follows_positions(implementation):
 
 @pytest.mark.parametrize("shape", sweep([(4,), (4, 5)], slow=[(4,)]))
 def test_predecessor_sinks_counted_once(implementation, shape):
-    """They were counted once for each KV block, and had no gradient. Many blocks a row, and large sinks."""
+    """They were counted once for each KV block, and had no gradient. Many blocks per row, and large sinks."""
     case = make(implementation, block_q=16, block_kv=16, mask=(1, 4), density=0.9, sinks=shape)
     case = case.replace(arguments={"sinks": case.arguments["sinks"] + 2})
     results = check_run(implementation, case)
