@@ -1,4 +1,4 @@
-"""The tuner's hands: what the worker process does for it."""
+"""What the worker process does for the tuner: compile, race and verify configurations on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsake.autotune.problem import Part, Problem, StudyPlan
 
 
 class Bench:
-    """One problem at a time: `open` it, then compile, race and verify single directions of it."""
+    """Holds one problem at a time: `open` the problem, then compile, race and verify its directions one by one."""
 
     def __init__(self, *, round_seconds: float | None = None) -> None:
         self._round_seconds = round_seconds or (0.1 if jax.default_backend() == "cpu" else 0.02)
@@ -23,14 +23,14 @@ class Bench:
         return environment.facts()
 
     def healthy(self) -> bool:
-        """Whether the device still answers: after some errors no call of this process does."""
+        """Whether the device still answers. After some errors, every later call of this process fails."""
         try:
             return int(jnp.arange(3).sum()) == 3
         except Exception:
             return False
 
     def open(self, problem: Problem) -> list[StudyPlan]:
-        self._contest = None  # its memory is needed
+        self._contest = None  # free the memory of the previous problem first
         self._contest = Contest(problem, self._round_seconds)
         self._contest.prepare()
         return self._contest.plans

@@ -1,4 +1,4 @@
-"""The calls that a program really makes: heard while it runs, kept in a file, tuned for afterwards."""
+"""Record the shapes of the calls that a program makes, and read a recording as problems to tune."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VERSION = 1
 
 @contextlib.contextmanager
 def record_calls(path: str | os.PathLike) -> Iterator[None]:
-    """Inside, the shapes of all calls of `xsake.attention` are noted, and written to a file at the end.
+    """Record the shapes of all calls of `xsake.attention` inside the `with` block, and write them to `path` at its end.
 
-    Calls are heard when they are traced: a function that was compiled before is not heard.
+    A call is recorded when it is traced: calls of a function that was compiled before the block are not recorded.
 
         with xsake.autotune.record_calls("calls.json"):
             train_step(state, batch)
@@ -64,7 +64,7 @@ def read_calls(path: Path) -> list[Problem]:
     try:
         given = json.loads(path.read_text())
         if given["version"] != _VERSION:
-            raise ValueError(f"its version is {given['version']!r}, and {_VERSION} is known")
+            raise ValueError(f"its version is {given['version']!r}, and this xsake reads version {_VERSION}")
         found: dict[Problem, list[float | None]] = {}
         for call in given["calls"]:
             problem = _problem(call)

@@ -1,4 +1,4 @@
-"""Several calls as one program: a short kernel is then timed on the device, not by how fast Python launches it."""
+"""Several calls as one program, so that timing a short kernel measures the device, not Python's launches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax import lax
 def chain(function: Callable, calls: int) -> jax.stages.Wrapped:
     """A jitted function of the same arguments that calls `function` `calls` times in turn and returns the last result.
 
-    Every call is tied to the one before it, so that none can be merged, moved or dropped; and they are one loop,
-    because calls side by side are merged in spite of that.
+    An optimization barrier makes each call depend on the call before, so that XLA cannot merge, move or drop a call.
+    The calls are one loop: XLA merges unrolled calls in spite of the barrier.
     """
 
     def chained(*args: Any) -> Any:

@@ -35,7 +35,7 @@ def run(
     report_folder: Path | None,
     isolate: bool,
 ) -> bool:
-    """Whether anything was written."""
+    """Tune, print the results, and return whether an entry was written."""
     _registry.check_name(implementation)
     console = Console()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -52,10 +52,10 @@ def run(
             workloads or list(names), blocks or list(default_blocks), densities, precision, implementation
         )
 
-    problems("cpu")  # wrong options are told before anything starts
+    problems("cpu")  # report wrong options before anything starts
     _make_folder(folder)
     if report_folder is not None:
-        from xsake.autotune import plots  # noqa: F401 what a report needs may not be installed
+        from xsake.autotune import plots  # noqa: F401 fails here if matplotlib is not installed
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")
@@ -64,7 +64,7 @@ def run(
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)
             console.print(f"{tuner.facts.device_kind}: results go to {tuner.path}", soft_wrap=True)
-            with contextlib.suppress(KeyboardInterrupt):  # what was found is written, and told below
+            with contextlib.suppress(KeyboardInterrupt):  # finished results are written already, and printed below
                 tuner.tune(problems(tuner.facts.platform))
     except optuna.exceptions.StorageInternalError as error:
         raise OSError(f"the storage of studies failed: {error}".partition("\n")[0]) from error

@@ -34,23 +34,23 @@ RESULTS = {
     "fused": ("d_query", "d_key", "d_value"),
 }
 _GRADIENTS = RESULTS["backward"]
-COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # side by side
-# Dense attention under this takes an accelerator no longer than Python needs to launch it: calls are chained.
+COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # configurations compiled at the same time
+# Below this, dense attention takes an accelerator no longer than Python needs to launch a call: chain the calls.
 SHORT_FLOPS = 2e12
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Errors of each result by name, and what is wrong (None: nothing)."""
+    """`errors` of each result by its name; `problem` says what is wrong, or is None."""
 
     errors: dict[str, dict[str, float]]
     problem: str | None
 
 
 class Contest:
-    """Single directions of one problem are compiled, raced and verified.
+    """Compiles, races and verifies the directions of one problem, one by one.
 
-    All densities run one compiled program: their masks have room for every block, and no hint.
+    All densities run the same compiled program: every mask has capacity for all blocks, and no density hint.
     """
 
     def __init__(self, problem: Problem, round_seconds: float) -> None:
@@ -70,7 +70,7 @@ class Contest:
             is_causal=workload.is_causal,
             transpose=False,
         ).capacity
-        with ThreadPoolExecutor() as pool:  # seconds each, for long sequences
+        with ThreadPoolExecutor() as pool:  # a mask of a long sequence takes seconds
             masks = pool.map(
                 lambda d: workload.mask(UNKNOWN_DENSITY if d is None else d, capacity=room), problem.densities
             )
@@ -95,7 +95,7 @@ class Contest:
         return build_call(*self._inputs, mask, default_blocks=(mask.block_q, mask.block_kv))
 
     def _plans(self, natural: dict[Any, Call]) -> list[StudyPlan]:
-        """A study for each direction and bucket of density."""
+        """One plan per direction and density bucket."""
         plans = []
         for direction in _tuned.directions(self._backend):
             buckets: dict[Any, list] = {}
@@ -105,7 +105,7 @@ class Contest:
                 call = natural[densities[0]]
                 parts = list(dict.fromkeys(getattr(c, direction) for c in self._backend.search_space(call)))
                 if len(parts) == 1:
-                    continue  # no choice, or its kernel does not run in such calls
+                    continue  # nothing to choose, or the direction's kernel does not run in such calls
                 default = dataclasses.asdict(getattr(self._backend.default_config(call), direction))
                 self._defaults |= {(direction, d): default for d in densities}
                 plans.append(
@@ -123,9 +123,9 @@ class Contest:
     # -- compiling -------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """What every study waits for, side by side, while nothing is timed: the oracle's results and the heuristic.
+        """Before anything is timed, compute the oracle's results while the heuristic's forward compiles.
 
-        A CPU would not do two things at once: there the oracle is asked when a result is checked.
+        On a CPU the two would only slow each other down: there the oracle runs when the first result is checked.
         """
         checked = dict.fromkeys(plan.densities[0] for plan in self.plans if jax.default_backend() != "cpu")
         with ThreadPoolExecutor(1) as pool:
@@ -134,12 +134,12 @@ class Contest:
             oracle.result()
 
     def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
-        """Side by side, ahead of all timing; for each None, or what went wrong."""
+        """Compile the parts in parallel, before they are timed. Returns, per part, None or what went wrong."""
 
         def attempt(part: Part) -> str | None:
             try:
                 self._program(direction, part)
-            except Exception as error:  # whatever a compiler may raise is the configuration's failure, not ours
+            except Exception as error:  # any error of a compiler is a failure of this configuration only
                 return f"{type(error).__name__}: {error}"
             return None
 
@@ -162,7 +162,7 @@ class Contest:
         return self._programs[key]
 
     def _function(self, direction: str, config: Any) -> Callable:
-        """Gradients that are not asked for are dropped by the compiler, and their kernels with them."""
+        """What is timed. The compiler drops the gradients that `direction` does not return, and their kernels."""
         backend = self._backend
         if direction == "forward":
             return lambda call: backend.forward(call, config)
@@ -179,7 +179,7 @@ class Contest:
         return (call,) if direction == "forward" else (call, *self._statistics_of(density), self._d_out)
 
     def _statistics_of(self, density: Any) -> tuple[Array, Array]:
-        """lse and delta, by the heuristic's forward."""
+        """(lse, delta) from the forward with the heuristic's configuration."""
         if density not in self._statistics:
             out, lse = self._program("forward", dataclasses.asdict(self._config.forward))(self._calls[density])
             delta = jnp.einsum("bthd,bthd->bht", out, self._d_out, preferred_element_type=jnp.float32)
@@ -189,7 +189,7 @@ class Contest:
     # -- racing ----------------------------------------------------------------------------------------------------
 
     def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
-        """One round: seconds per call of every contestant, one after the other, in random order."""
+        """One round: seconds per call of each contestant. Contestants run one after the other, in random order."""
         runs = [self._runner(direction, density, part) for part in parts]
         calls, seconds = self._repeats_of(direction, density), [0.0] * len(runs)
         for i in self._order.sample(range(len(runs)), len(runs)):
@@ -207,7 +207,7 @@ class Contest:
         return run
 
     def _repeats_of(self, direction: str, density: Any) -> int:
-        """Calls per round: the same for all contestants, by the time of the heuristic."""
+        """Calls per contestant and round: equal for all, so many that the heuristic takes about `round_seconds`."""
         if (direction, density) not in self._repeats:
             run = self._runner(direction, density, self._defaults[direction, density])
             self._repeats[direction, density] = max(1, round(self._round_seconds / seconds_per_call(run, 1)))
@@ -216,7 +216,7 @@ class Contest:
     # -- checking --------------------------------------------------------------------------------------------------
 
     def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
-        """The last group of heads against the oracle, and all heads against the heuristic's results."""
+        """Compare the last group of heads with the oracle, and all heads with the heuristic's results."""
         key = (direction, density, label(part))
         if key not in self._verdicts:
             self._verdicts[key] = self._verify(direction, density, part)
@@ -234,7 +234,7 @@ class Contest:
             heuristic = self._heuristic_results(direction, density)[name]
             apart = float(jnp.abs(actual.astype(jnp.float32) - heuristic.astype(jnp.float32)).max())
             if not apart <= 2 * errors[name]["allowed_max"]:
-                problems.append(f"{name}: up to {apart:.3g} from the heuristic's result in some head")
+                problems.append(f"{name}: differs from the heuristic's result by up to {apart:.3g} in some head")
         return Verdict(errors, "; ".join(problems) or None)
 
     def _results(self, direction: str, density: Any, part: Part) -> dict[str, Array]:
@@ -249,7 +249,7 @@ class Contest:
         if key not in self._heuristic:
             self._heuristic = {
                 key: self._results(direction, density, self._defaults[key])
-            }  # only the latest: they are large
+            }  # keep only the latest results: they are large
         return self._heuristic[key]
 
     def _yardsticks_of(self, density: Any) -> dict[str, verify.Yardstick]:
@@ -263,7 +263,7 @@ def _bare(mask: BlockMask) -> BlockMask:
 
 
 def _trimmed(mask: BlockMask, *, known: bool) -> BlockMask:
-    """As a user has it: lists of a power of two, and a density hint unless it is not known."""
+    """The mask as a user builds it: the capacity is a power of two, and `known` masks have a density hint."""
     need = int(np.asarray(mask.kv_row_ptr)[..., -1].max())
     room = min(power_of_two_at_least(need), mask.capacity)
     lists = {name: getattr(mask, name)[..., :room] for name in ("kv_indices", "q_indices")}

@@ -1,4 +1,4 @@
-"""Where tuning happens: the device, the versions, and how busy and how fast the machine was meanwhile."""
+"""Where tuning happens: the device, the software versions, and the load and clocks of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOCKS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temper
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the process that holds the device says of it."""
+    """The device and its environment, as seen by the process that holds the device."""
 
     device_kind: str
     platform: str
@@ -27,7 +27,7 @@ class Facts:
 
     @property
     def environment_id(self) -> str:
-        """Short, and the same for the same environment."""
+        """A short hash of `environment`."""
         return hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -49,7 +49,7 @@ def facts() -> Facts:
 
 
 def conditions(platform_name: str) -> dict[str, Any]:
-    """Clocks and contention at this moment, as far as the machine tells."""
+    """Load, clocks, temperature and power at this moment, as far as the machine reports them."""
     found: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     if platform_name == "gpu":
         values = _nvidia_smi(*_CLOCKS.values())
@@ -58,7 +58,7 @@ def conditions(platform_name: str) -> dict[str, Any]:
 
 
 def _nvidia_smi(*fields: str) -> list[str | None]:
-    """Values of the first GPU; None where it does not tell."""
+    """The fields of the first GPU; all None if nvidia-smi fails."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]

@@ -1,6 +1,7 @@
 """A worker process that may hang, crash or poison its device without taking the tuner with it.
 
-The parent never touches the device: it asks, waits so long, and otherwise kills the worker and starts another.
+The parent never touches the device: the parent sends a request and waits for the reply, at most `limit` seconds. After
+that the parent kills the worker and starts a new one.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ _START = 180.0  # seconds for a new process to import everything and to find its
 
 
 class Failed(Exception):
-    """The request did not succeed; the worker (or a new one) takes the next."""
+    """The request failed. The worker, or a new worker, accepts the next request."""
 
 
 class Raised(Failed):
-    """It raised, as the text says."""
+    """The request raised an exception; the text names its type and message."""
 
 
 class Hung(Failed):
-    """It was killed after its time was over."""
+    """The worker did not answer within the limit, and was killed."""
 
 
 class Died(Failed):
-    """The process ended by itself."""
+    """The worker process ended by itself."""
 
 
 @runtime_checkable
 class Hands(Protocol):
-    """What does the work: an object whose methods are called by name, made in the worker."""
+    """The object in the worker that does the work: a request calls one of its methods by name."""
 
     def healthy(self) -> bool: ...
 
 
 @runtime_checkable
 class Caller(Protocol):
-    """`Worker` or `Here`."""
+    """The interface of `Worker` and `Here`."""
 
     restarts: int
 
@@ -53,7 +54,7 @@ class Caller(Protocol):
 
 
 class Here:
-    """The same in this process, for a debugger: nothing is killed, and limits do not hold."""
+    """A `Worker` without a process of its own, for a debugger: nothing is killed, and limits do not hold."""
 
     restarts = 0
 
@@ -71,9 +72,9 @@ class Here:
 
 
 class Worker:
-    """`factory` makes the hands in the new process and must be importable there.
+    """A process that serves requests. `factory` makes the `Hands` in that process and must be importable there.
 
-    `restarts` counts the processes before this one: what was prepared in them is gone.
+    `restarts` counts the processes before the current one: everything prepared in them is lost.
     """
 
     def __init__(self, factory: Callable[[], Hands]):
@@ -81,7 +82,7 @@ class Worker:
         self._start()
 
     def call(self, method: str, *arguments: Any, limit: float) -> Any:
-        """The result, or a `Failed`; `limit` in seconds."""
+        """The result of the method. Raises `Failed` if the method fails or takes more than `limit` seconds."""
         try:
             if not self._ready:
                 if not self._pipe.poll(_START):
@@ -127,7 +128,7 @@ class Worker:
         self._start()
 
     def _last_words(self) -> str:
-        """The end of what it wrote to stderr: a crash in C++ speaks there."""
+        """The last lines that the process wrote to stderr, where a crash in C++ gives its reason."""
         with open(self._errors.name, errors="replace") as file:
             lines = file.read().strip().splitlines()
         return f": {' | '.join(lines[-3:])}" if lines else ""
@@ -154,7 +155,7 @@ def _serve(pipe: multiprocessing.connection.Connection, factory: Callable[[], Ha
 
 
 def _end_with_parent() -> None:
-    """A worker that hangs would otherwise hold the device after its parent was killed."""
+    """End with the parent: otherwise a hanging worker would hold the device after its parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""How long things take, and whether there is still time for them."""
+"""How long the studies of one direction take, and how much of their work still fits the time left."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from time import monotonic
 
 from xsake.autotune.problem import StudyPlan
 
-FINALISTS = 2  # that meet the heuristic in the last race
+FINALISTS = 2  # configurations that meet the heuristic's in the last race
 FEWEST_ROUNDS = 3
-FIRST_BATCH = 4  # nobody knows yet how long a configuration takes to compile
+FIRST_BATCH = 4  # configurations at most, before their compile time is known
 
 
 class Pace:
-    """The time of one direction's studies, up to `end` on the monotonic clock. Time for the last races is reserved.
+    """Plans the time of one direction's studies up to `end` (monotonic clock), and reserves time for the last races.
 
-    `guess`: seconds that a configuration may take, before one was tried in this direction.
+    `guess`: seconds to assume per configuration, until the first batch of this direction is done.
     """
 
     def __init__(self, end: float, final_rounds: int, guess: float = 0.0):
         self._end, self._final_rounds, self._guess = end, final_rounds, guess
-        self._turn: dict[str, float] = {}  # seconds that a contestant takes in a round, by study
-        self._longest = 0.0  # sum of them, before the last races
-        self._part: float | None = None  # seconds that a configuration took in the last batch
+        self._turn: dict[str, float] = {}  # seconds per contestant and round, by study
+        self._longest = 0.0  # the largest sum of `_turn` over all studies
+        self._part: float | None = None  # seconds per configuration in the latest batch
 
     def _left(self) -> float:
         return self._end - monotonic()
@@ -38,7 +38,7 @@ class Pace:
         self._part = (monotonic() - start) / parts
 
     def affordable(self, most: int) -> int:
-        """Configurations of the next batch: few at first, then as many as there is time for."""
+        """Configurations in the next batch: few in the first batch, then as many as there is time for, up to `most`."""
         left = self._left() - self._last_races(self._final_rounds)
         if left <= 0:
             return 0
@@ -53,10 +53,10 @@ class Pace:
     def race(self, plan: StudyPlan, contestants: int) -> Iterator[None]:
         start = monotonic()
         yield
-        self._turn[str(plan.key)] = (monotonic() - start) / contestants  # of the first race it is too much
+        self._turn[str(plan.key)] = (monotonic() - start) / contestants  # the first race includes warm-up
 
     def is_over(self, end: float | None = None) -> bool:
-        """`end`: instead of its own."""
+        """Whether the time until `end` (None: the direction's own end) is all needed for last races of few rounds."""
         left = self._left() if end is None else end - monotonic()
         return left <= self._last_races(FEWEST_ROUNDS)
 
@@ -65,7 +65,7 @@ class Pace:
         return self._seconds_per_part + self._longest * self._final_rounds * (1 + FINALISTS)
 
     def final_rounds(self, plan: StudyPlan) -> int:
-        """As many as asked for, or what the studies that still have theirs to come can all afford."""
+        """Rounds of this study's last race: as many as asked for, or fewer so that all last races to come fit."""
         whole = self._last_races(1)
         self._longest = max(self._longest, sum(self._turn.values()))
         self._turn.pop(str(plan.key), None)

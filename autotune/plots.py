@@ -1,4 +1,4 @@
-"""Slices of studies: for every field that varies, the time of all trials over its values."""
+"""Plots of studies: for every configuration field that varies, the time of each trial over the field's value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xsake.autotune.space import Space
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """A picture for each workload, block and direction, its densities in colours."""
+    """One picture per workload, block and direction, with one colour per density."""
     groups: dict[str, list[Result]] = {}
     for r in results:
         if r.measured:
@@ -32,7 +32,7 @@ def _draw(name: str, group: Sequence[Result], path: Path) -> Path | None:
         values = sorted({str(part[field]) for r in group for part in r.plan.parts}, key=lambda v: (len(v), v))
         for i, r in enumerate(group):
             timed = [t for t in r.tried if t.value is not None]
-            # Beside one another, so that densities can be told apart.
+            # Shift the densities sideways, so that they can be told apart.
             x = [values.index(str(t.part[field])) + 0.6 * (i + 0.5) / len(group) - 0.3 for t in timed]
             axis.scatter(x, [t.value for t in timed], s=12, label=f"density {r.plan.key.density}")
         axis.axhline(1.0, color="grey", linewidth=0.8)

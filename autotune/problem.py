@@ -1,4 +1,4 @@
-"""What is tuned: workloads in one precision, and what a study needs to know of each."""
+"""What is tuned: `Problem` is a workload in one precision, `StudyPlan` is what one study searches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_SETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A workload with the block of its masks, to be tuned at several densities (None: for masks that do not say)."""
+    """A workload in one precision, to be tuned for several densities of its masks (None: density unknown)."""
 
     workload: Workload
     dtype: str
@@ -47,7 +47,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """One entry to be: a direction at the densities of one bucket, the heuristic's choice and all that are feasible."""
+    """What one study searches to find one entry: a direction at the densities of one bucket.
+
+    `default` is the heuristic's configuration, `parts` are all feasible configurations.
+    """
 
     key: Key
     densities: tuple[float | None, ...]
@@ -64,7 +67,7 @@ def label(part: Part) -> str:
 def named(
     names: list[str], blocks: list[int], densities: list[float], dtype: str, implementation: str | None
 ) -> list[Problem]:
-    """Problems of the shared workloads."""
+    """One problem per named workload and mask block."""
     unknown = [n for n in names if n not in WORKLOADS]
     if unknown:
         raise ValueError(f"workloads {unknown} are unknown; there are {sorted(WORKLOADS)}")

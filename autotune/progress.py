@@ -12,7 +12,7 @@ from xsake.autotune.result import Result
 
 
 class Bar:
-    """An observer of the tuner; use it as a context."""
+    """An `Observer` of the tuner; a context manager."""
 
     def __init__(self, console: Console, budget: float):
         self._end = time.monotonic() + budget
@@ -45,7 +45,7 @@ class Bar:
 
 
 def line(result: Result) -> str:
-    """One study in a line."""
+    """One line about one study."""
     key = result.plan.key
     density = "?" if key.density is None else f"{key.density:.0%}"
     what = f"{key.direction:8} {key.q_len:>6} x {key.block_q:<3} {density:>5}"

@@ -1,4 +1,4 @@
-"""The tuner's view of the worker: one open problem, whatever happens to the process that holds it."""
+"""The tuner's view of the worker: one open problem, opened again after every restart of the worker."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from xsake.autotune.contest import COMPILERS, Verdict
 from xsake.autotune.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
-# Times the limit of a race.
+# Limits of the other requests, as multiples of the limit of a race.
 _OPEN = 4.0
 _COMPILE = 2.0
 _VERIFY = 5.0  # the oracle is dense
 
 
 class Referee:
-    """Opens a problem, and again in every new worker. `limit`: seconds for a race, after which it counts as hanging."""
+    """Opens a problem, and again in every new worker. A race of more than `limit` seconds counts as hanging."""
 
     def __init__(self, worker: Caller, problem: Problem, limit: float):
         self._worker, self._problem, self._limit = worker, problem, limit
@@ -34,14 +34,14 @@ class Referee:
         return self._worker.call(method, *arguments, limit=limit)
 
     def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:
-        """What went wrong, by label; those that are not there are ready."""
+        """Compile the parts. Returns what went wrong, by label; parts without an entry are ready."""
         limit = _COMPILE * self._limit * math.ceil(len(parts) / COMPILERS)
         try:
             told = self._ask("compile", direction, list(parts), limit=limit)
         except (Died, Hung) as failure:
             if len(parts) == 1:
                 return {label(parts[0]): str(failure)}
-            # One of them brought the process down: who it was shows one by one.
+            # One of the parts ended the process: compile them one by one to find out which.
             return {name: why for part in parts for name, why in self.compile(direction, [part]).items()}
         except Failed as failure:
             return {label(part): str(failure) for part in parts}
@@ -50,17 +50,17 @@ class Referee:
         return broken
 
     def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[list[float]]:
-        """One round: seconds per call, for each density of the plan and each part. Raises `Failed`."""
+        """One round: seconds per call, as [density of the plan][part]. Raises `Failed`."""
         self._make_ready(plan.key.direction, parts)
         return [self._ask("race", plan.key.direction, d, list(parts), limit=self._limit) for d in plan.densities]
 
     def verify(self, plan: StudyPlan, part: Part) -> Verdict:
-        """At the first density of the plan. Raises `Failed`."""
+        """Check the part's results at the first density of the plan. Raises `Failed`."""
         self._make_ready(plan.key.direction, [part])
         return self._ask("verify", plan.key.direction, plan.densities[0], part, limit=_VERIFY * self._limit)
 
     def _make_ready(self, direction: str, parts: Sequence[Part]) -> None:
-        """A new worker has compiled nothing."""
+        """Compile the parts that the worker has not compiled yet; a new worker has compiled none. Raises `Failed`."""
         known = self._compiled if self._worker.restarts == self._opened else set()
         missing = [part for part in parts if (direction, label(part)) not in known]
         if missing and (broken := self.compile(direction, missing)):

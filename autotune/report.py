@@ -1,4 +1,4 @@
-"""What tuning gained: the heuristic's time against the tuned one, what was rejected and why; as a table, as a page."""
+"""What tuning gained: the heuristic's time beside the tuned time, and what was rejected; as a table and as a page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xsake.autotune.result import Result
 from xsake.autotune.timing import Timing
 
 COLUMNS = ("workload", "block", "direction", "density", "heuristic", "tuned", "speed-up", "what changed", "trials")
-FASTER, SAME = 1.05, 1.03  # what counts as a gain, and as none
+FASTER, SAME = 1.05, 1.03  # a speed-up from FASTER on is a gain, one up to SAME is none
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row for every workload, direction and density."""
+    """One row per workload, direction and density."""
     return [
         (
             m.workload,
@@ -38,7 +38,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def rejected(results: Sequence[Result]) -> list[str]:
-    """Configurations that are wrong or do not run, and studies that gave nothing; equal reasons once."""
+    """Configurations that are wrong or do not run, and studies without an entry; equal lines are counted."""
     lines: dict[str, int] = {}
     for r in results:
         if r.config is None:
@@ -57,8 +57,8 @@ def summary(results: Sequence[Result]) -> str:
         return "Nothing was measured."
     return (
         f"{len(gains)} workload-density pairs: {sum(g >= FASTER for g in gains)} are at least 5% faster than the "
-        f"heuristic, for {sum(g <= SAME for g in gains)} the heuristic is within 3% of the best found; the least is "
-        f"{min(gains):.2f}x, the most {max(gains):.2f}x."
+        f"heuristic, for {sum(g <= SAME for g in gains)} the heuristic is within 3% of the best found; the speed-ups "
+        f"are {min(gains):.2f}x to {max(gains):.2f}x."
     )
 
 
@@ -75,7 +75,7 @@ def show(results: Sequence[Result], console: Console) -> None:
 
 
 def write(results: Sequence[Result], facts: Facts, folder: Path) -> Path:
-    """report.md and a plot of every direction's studies."""
+    """Write report.md, and its plots beside it. Returns the path of report.md."""
     from xsake.autotune import plots
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What became of a study, and the entry it makes."""
+"""The result of a study, and the database entry made from that result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsake.tuning_db import Entry
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One density of a study's bucket, in its last race."""
+    """Times in the last race at one density: of the heuristic's configuration and of the tuned one."""
 
     workload: str
     density: float
@@ -27,7 +27,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """`config` None: nothing was written, and `failure` says why."""
+    """The result of one study. If `config` is None, no entry is written, and `failure` says why."""
 
     plan: StudyPlan
     tried: Sequence[Tried]
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Of the tuned configuration over the heuristic's."""
+        """Heuristic's time / tuned time, the geometric mean over the densities."""
         return geometric_mean([m.default.median / m.tuned.median for m in self.measured])
 
     @property
@@ -72,7 +72,7 @@ class Result:
 
 
 def _us(timing: Timing) -> dict[str, float]:
-    """Microseconds: median, quartiles, and of how many rounds."""
+    """Median and quartiles in microseconds, and the number of rounds."""
     return {n: round(getattr(timing, n) * 1e6, 2) for n in ("median", "low", "high")} | {"rounds": timing.rounds}
 
 

@@ -12,7 +12,10 @@ from xsake.autotune.problem import Part, label
 
 
 class Space:
-    """The feasible parts. The product of their fields' values is larger: what is not feasible is pruned unmeasured."""
+    """The feasible parts.
+
+    Optuna draws from the product of the fields' values, which is larger: an infeasible draw is pruned, not measured.
+    """
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = {label(part): part for part in parts}

@@ -1,4 +1,4 @@
-"""Where studies live: a journal file by default, any database that Optuna speaks to by URL."""
+"""Where studies are stored: a journal file by default, or any database that Optuna opens by its URL."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from optuna.storages.journal import JournalFileBackend, JournalRedisBackend, Jou
 
 
 class CannotOpen(ValueError):
-    """There is no storage at that address, or no way to speak to it."""
+    """The storage cannot be opened: it is not there, cannot be read, or needs a package that is missing."""
 
 
 def open_storage(where: str | os.PathLike) -> optuna.storages.BaseStorage:
-    """A path is a journal; `redis://` a journal there; any other URL (`sqlite:///`, `postgresql://`) a database."""
+    """Open a journal file (a path), a journal in Redis (`redis://`), or a database (`sqlite:///`, `postgresql://`)."""
     text = os.fspath(where)
     try:
         return _open(text)
@@ -44,7 +44,7 @@ def _open(text: str) -> optuna.storages.BaseStorage:
 
 
 def _reason(error: BaseException) -> str:
-    """One line, with the package that is missing if that is the cause."""
+    """The reason in one line: the package that is missing, or the error's first line."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError):
@@ -54,7 +54,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Lock:
-    """One that the system takes back when its holder is killed; Optuna's own locks are waited for."""
+    """A lock that the system frees when its holder is killed. Optuna's own locks stay, and are waited for."""
 
     def __init__(self, path: str):
         self._lock = FileLock(path)
@@ -68,9 +68,9 @@ class _Lock:
 
 
 def _mend(path: Path, lock: _Lock) -> None:
-    """Cut off a last line that was never finished: the next one would be glued to it, and the journal unreadable.
+    """Cut off an unfinished last line: the next record would be appended to that line, and make the journal unreadable.
 
-    A file with other lines than a journal's is left alone: ValueError.
+    Raises ValueError, and changes nothing, if a finished line is no record of a journal.
     """
     if not path.exists():
         return

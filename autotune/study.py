@@ -1,6 +1,6 @@
 """One Optuna study: which configurations of a direction were tried, how fast they were, what to try next.
 
-A trial's value is its time over the heuristic's, so that trials of two machines of one kind can be compared.
+A trial's value = its time / the heuristic's time, so that trials of two machines of one kind can be compared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from optuna.trial import TrialState
 from xsake.autotune.problem import Part, StudyPlan, label
 from xsake.autotune.space import Space
 
-CLEARLY = 1.1  # times the best: slower ones are stopped early
-_DRAWS = 20  # of the sampler, before an untried configuration is taken as it comes
+CLEARLY = 1.1  # a trial that takes more than this times the best one's time is stopped early
+_DRAWS = 20  # draws of the sampler, before the first untried configuration is taken instead
 
 
 class ClearlySlower(optuna.pruners.BasePruner):
-    """Stops a trial whose best round is still `CLEARLY` slower than the best trial."""
+    """Stops a trial whose lowest value after any round is above `CLEARLY` times the best trial's value."""
 
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
         done = [t.value for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.value is not None]
@@ -30,7 +30,7 @@ class ClearlySlower(optuna.pruners.BasePruner):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A trial that runs: report rounds, then tell how it ended."""
+    """A running trial. Report each round with `too_slow`, then end it with `complete`, `stop` or `abandon`."""
 
     trial: optuna.Trial
     part: Part
@@ -42,14 +42,14 @@ class Tried:
 
     part: Part
     state: str  # "complete", "slower", "failed" or "wrong"
-    value: float | None  # time over the heuristic's
+    value: float | None  # time / the heuristic's time
     reason: str | None
 
 
 class Study:
     def __init__(self, storage: optuna.storages.BaseStorage, device_kind: str, plan: StudyPlan, seed: int):
         self.plan, self.space = plan, Space(plan.parts)
-        # Other kernels or another space make another study.
+        # Changed kernels or a changed space start a new study.
         self.name = f"{device_kind} | {plan.key} | kernel {plan.kernel} | space {self.space.hash}"
         self._study = optuna.create_study(
             storage=storage,
@@ -62,7 +62,7 @@ class Study:
         self.enqueue(plan.default)
 
     def _bury_the_dead(self) -> None:
-        """Trials of a process that was killed are tried again."""
+        """End the trials of processes of this host that were killed: their configurations are tried again."""
         for trial in self._study.get_trials(states=(TrialState.RUNNING,)):
             host, _, pid = trial.user_attrs.get("by", "").rpartition(":")
             if host == socket.gethostname() and not _alive(int(pid)):
@@ -72,8 +72,8 @@ class Study:
 
     @property
     def tried(self) -> list[Tried]:
-        """Every trial that ended with something to tell. Infeasible draws and abandoned trials are none, and neither is
-        one that was complete, but whose process was killed before it could tell its time.
+        """Every trial that ended with a result. Left out: infeasible draws, abandoned trials, and complete trials whose
+        process was killed before the time was stored.
         """
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         return [
@@ -84,7 +84,7 @@ class Study:
 
     @property
     def best(self) -> list[Tried]:
-        """Complete ones, fastest first."""
+        """The complete trials, fastest first."""
         return sorted((t for t in self.tried if t.state == "complete"), key=lambda t: t.value or 0.0)
 
     @property
@@ -99,12 +99,12 @@ class Study:
     # -- what to try -----------------------------------------------------------------------------------------------
 
     def enqueue(self, part: Part) -> None:
-        """Try this one before the sampler's choices, unless it was tried or is waiting."""
+        """Try this configuration before the sampler's choices, unless it was tried or is queued already."""
         if part in self.untried:
             self._study.enqueue_trial(self.space.parameters(part), skip_if_exists=True)
 
     def ask(self) -> Candidate | None:
-        """The next feasible configuration that nobody tried; None when there is none left."""
+        """The next feasible configuration that no process has tried; None if none is left."""
         for _ in range(_DRAWS):
             untried = self.untried
             if not untried:
@@ -136,13 +136,13 @@ class Study:
         self._study.tell(candidate.trial, value)
 
     def stop(self, candidate: Candidate, end: str, reason: str) -> None:
-        """It was "slower", "failed" or is "wrong"."""
+        """End a trial without a value; `end` is "slower", "failed" or "wrong"."""
         candidate.trial.set_user_attr("end", end)
         candidate.trial.set_user_attr("reason", reason[:500])
         self._study.tell(candidate.trial, state=TrialState.PRUNED if end == "slower" else TrialState.FAIL)
 
     def abandon(self, candidate: Candidate) -> None:
-        """There was no time for it: it counts as untried."""
+        """End a trial for lack of time; its configuration counts as untried."""
         self._study.tell(candidate.trial, state=TrialState.FAIL)
 
 

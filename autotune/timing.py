@@ -1,7 +1,7 @@
-"""Timing that can be believed: contestants take turns in random order, and the median speaks with its spread.
+"""Timing that can be trusted: contestants take turns in random order, and the median comes with its quartiles.
 
-A chip at its power cap runs slower after a hot contestant than after a cool one: a fixed order favours whoever follows
-the slow one. So the order is drawn anew in every round, and every turn begins with the same pause.
+A chip at its power cap runs slower after a hot contestant than after a cool one: a fixed order favours the contestant
+after a cool one. So the order is drawn anew in every round, and every turn begins with the same pause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timing:
         return cls(median, low, high, len(seconds))
 
     def per_call(self, calls: int) -> Timing:
-        """Of one of `calls` that were timed as one."""
+        """Seconds per call, if `calls` calls were timed as one."""
         return Timing(self.median / calls, self.low / calls, self.high / calls, self.rounds)
 
 
@@ -58,12 +58,13 @@ def race_rounds(
     wait: Callable[[Any], Any] = jax.block_until_ready,
     pause: float | None = None,
 ) -> dict[str, list[float]]:
-    """Time every contestant in turn, round after round, so that drift of the machine meets all of them alike.
+    """Seconds per call of every contestant in every round.
 
-    A round queues enough calls to last `min_seconds` and waits once. The first call of a turn is not timed: it finds
-    caches, and on a CPU the allocator, as the contestant before left them.
-    `wait` blocks until a result is there; another framework's contestants need their own. `pause`: seconds before each
-    turn; None for `default_pause()`.
+    In each round every contestant has one turn, so that drift of the machine affects all of them alike. A turn queues
+    enough calls to last `min_seconds` and waits once. The first call of a turn is not timed: the contestant before has
+    left its own data in the caches, and on a CPU in the allocator.
+    `wait` blocks until a result is ready; contestants of another framework need that framework's function. `pause`:
+    seconds before each turn; None means `default_pause()`.
     """
     pause, order = default_pause() if pause is None else pause, random.Random(0)
     calls = {}
@@ -81,12 +82,12 @@ def race_rounds(
 
 
 def default_pause() -> float:
-    """A GPU's power is averaged over some tens of milliseconds; a CPU has no such cap here."""
+    """Seconds before each turn. A GPU caps its power averaged over some tens of milliseconds; others need no pause."""
     return 0.05 if jax.default_backend() == "gpu" else 0.0
 
 
 def seconds_per_call(run: Callable[[], Any], calls: int, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
-    """Many calls queued, one wait: the device is never idle between them, and the host's own time is hidden."""
+    """Queue many calls and wait once: the device is never idle between calls, and the host's own time is hidden."""
     start = time.perf_counter()
     for _ in range(calls):
         result = run()

@@ -1,4 +1,4 @@
-"""The loop: problems in turn, a direction's studies side by side, within a budget; every result is written at once."""
+"""The tuning loop: problems in turn, a direction's studies together, within a budget. Results are written at once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from xsake.tuning_db import Key
 
 _HINTS = 3
 _Candidates = list[tuple[Study, Candidate]]
-_Pending = tuple[Problem, dict[str, float] | None]  # directions to tune, and the least seconds it takes; None: all
+_Pending = tuple[Problem, dict[str, float] | None]  # seconds needed at least, by direction to tune; None: all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """budget: seconds in all; trials: at most so many per study; rounds: of a trial's race; final_rounds: of the last
-    race; batch: configurations compiled side by side; limit: seconds after which a race counts as hanging.
+    """budget: seconds for the whole run; trials: at most, per study; rounds: rounds of a trial's race; final_rounds:
+    rounds of the last race; batch: configurations compiled at the same time; limit: seconds after which a race counts
+    as hanging; seed: of the sampler.
     """
 
     budget: float = math.inf
@@ -46,16 +47,16 @@ class Settings:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Who hears how it goes."""
+    """Is told what the tuner does, and the result of every study."""
 
     def doing(self, what: str, share: float) -> None:
-        """`share`: of the whole work, what is behind."""
+        """`what` begins; `share`, from 0 to 1, is the part of the whole work that is done."""
 
     def done(self, result: Result) -> None: ...
 
 
 class Tuner:
-    """Needs a worker that holds the device; writes to the file of that device's kind in `folder`."""
+    """Tunes on the device that `worker` holds; writes entries to the file of that device kind in `folder`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Tuner:
         self.path = folder / tuning_db.file_name(self.facts.device_kind)
         writer.check_writable(self.path)
         self._results: dict[tuple[Problem, Key], Result] = {}
-        self._compile_seconds = 0.0  # the longest that a configuration took so far
+        self._compile_seconds = 0.0  # most seconds per configuration so far
         self.unopened: list[str] = []  # problems that could not even be set up, and why
 
     @property
@@ -85,17 +86,18 @@ class Tuner:
 
     @property
     def least_budget(self) -> float | None:
-        """Seconds to try next, twice those that were spent, where there was no time for a single entry."""
+        """If there was no time for a single entry, a budget in seconds to try next: twice the time spent."""
         now = monotonic()
         return None if self.has_written or now < self._end else 2 * (now - self._start)
 
     def tune(self, problems: Sequence[Problem]) -> None:
-        """Time is shared evenly by problems, small ones first, and their directions; what one does not use, the next
-        ones have, and what is left in the end, those that were not done.
+        """Tune the problems, small ones first. Problems and their directions share the time evenly.
+
+        Time that a direction does not use goes to the next ones, and time left at the end to unfinished directions.
         """
         pending: list[_Pending] = [(p, None) for p in sorted(problems, key=lambda p: p.workload.flops())]
         trials = -1
-        while pending and monotonic() < self._end and self._trials() > trials:  # a round of nothing new is the last
+        while pending and monotonic() < self._end and self._trials() > trials:  # stop after a round without new trials
             trials = self._trials()
             pending = self._round(pending)
         self._observer.doing("done", 1.0)
@@ -104,7 +106,7 @@ class Tuner:
         return sum(len(result.tried) for result in self.results)
 
     def _round(self, pending: list[_Pending]) -> list[_Pending]:
-        """One turn for each problem; what is not done after that."""
+        """Give each problem one turn. Returns the problems that are not done, and their unfinished directions."""
         first = not self._results
         left_over: list[_Pending] = []
         for number, (problem, needs) in enumerate(pending):
@@ -129,7 +131,7 @@ class Tuner:
                 share = behind / len(pending) if first else min(1.0, max(0.0, 1 - left / self._settings.budget))
                 self._observer.doing(f"{name}, {direction}", share)
                 turn = left / (len(pending) - behind) / len(directions)
-                if needs is not None:  # enough for something, rather than the same for all
+                if needs is not None:  # enough for one more configuration, rather than an even share
                     turn = min(left, max(turn, needs[direction]))
                 pace = Pace(monotonic() + turn, self._settings.final_rounds, self._compile_seconds)
                 plans = [plan for plan in referee.plans if plan.key.direction == direction]
@@ -142,7 +144,7 @@ class Tuner:
     # -- one direction of one problem ------------------------------------------------------------------------------
 
     def _tune_direction(self, problem: Problem, referee: Referee, plans: list[StudyPlan], pace: Pace) -> bool:
-        """Whether all that was to be tried was tried."""
+        """Tune one direction. Returns whether no study has anything left to try."""
         conditions = environment.conditions(self.facts.platform)
         studies = [Study(self._storage, self.facts.device_kind, plan, self._settings.seed) for plan in plans]
         for study in studies:
@@ -165,7 +167,7 @@ class Tuner:
     def _make_first_entry(
         self, problem: Problem, studies: list[Study], referee: Referee, pace: Pace, conditions: dict[str, Any]
     ) -> None:
-        """A short budget gives one entry rather than half of many: the cheapest study goes ahead of the others."""
+        """Write an entry of the cheapest study first: a short budget then gives one entry rather than none."""
         cheapest = min(studies, key=lambda study: min(study.plan.true_densities))
         candidates = self._batch(studies, 2)
         broken, worth = self._compile(candidates, referee)
@@ -174,9 +176,9 @@ class Tuner:
         self._race([c for c in candidates if c[0] is not cheapest], broken, worth, referee, pace)
 
     def _compile(self, candidates: _Candidates, referee: Referee) -> tuple[dict[str, str], float]:
-        """(what went wrong by label, until when to race the rest)
+        """Returns (what went wrong by label, the time until which the rest may race).
 
-        What took long to compile is raced for as long, over its share if need be, not over the budget.
+        Races may last as long as compiling took: beyond the direction's share of time, but not beyond the budget.
         """
         start = monotonic()
         parts = {label(candidate.part): candidate.part for _, candidate in candidates}
@@ -189,8 +191,9 @@ class Tuner:
     def _race(
         self, candidates: _Candidates, broken: dict[str, str], worth: float, referee: Referee, pace: Pace
     ) -> None:
-        """Those that time does not suffice for are abandoned. Without the heuristic's time a study has nothing: that
-        may take until the end of the budget.
+        """Race the candidates. Abandon a candidate if the direction's time is over and the time `worth` has passed.
+
+        The heuristic's configuration may race until the end of the budget: without its time a study has no result.
         """
         for study, candidate in candidates:
             end = self._end if candidate.part == study.plan.default else worth
@@ -210,7 +213,7 @@ class Tuner:
         return bool(study.untried) and len(study.tried) < self._settings.trials
 
     def _hints(self, plan: StudyPlan) -> list[Part]:
-        """What won elsewhere: in the databases, and in this run, the latest first."""
+        """Configurations that won elsewhere: in the databases, then in this run, the latest first."""
         hints = [dict(found.entry.config)] if (found := tuning_db.find(self.facts.device_kind, plan.key)) else []
         like = (plan.key.implementation, plan.key.direction)
         for result in reversed(self.results):
@@ -221,7 +224,7 @@ class Tuner:
         return list({label(h): h for h in hints if label(h) in feasible}.values())[:_HINTS]
 
     def _batch(self, studies: list[Study], most: int) -> _Candidates:
-        """At most so many configurations to compile together. What one density's study asks for, the others try too."""
+        """At most `most` configurations to compile together. If one study asks for a configuration, all try it."""
         asked: _Candidates = []
         parts: dict[str, Part] = {}
         room = {study.name: self._settings.trials - len(study.tried) for study in studies}
@@ -250,7 +253,7 @@ class Tuner:
         if broken is not None:
             return study.stop(candidate, "failed", broken)
         plan, part = study.plan, candidate.part
-        is_default = part == plan.default  # all are measured by it: it is never stopped
+        is_default = part == plan.default  # the measure of all others, so never stopped early
         best = next(iter(study.best), Tried(plan.default, "complete", 1.0, None))
         assert best.value is not None
         try:
@@ -274,12 +277,15 @@ class Tuner:
     # -- the last race ---------------------------------------------------------------------------------------------
 
     def _finish(self, problem: Problem, study: Study, referee: Referee, rounds: int) -> Result:
-        """The fastest that is right; the heuristic unless another beats it in three rounds of four."""
+        """Race the finalists. The fastest one wins that is correct and beats the heuristic in three rounds of four.
+
+        If there is none, the heuristic wins.
+        """
         plan, tried = study.plan, study.tried
         if not any(t.part == plan.default and t.state == "complete" for t in tried):
             why = next((t.reason for t in tried if t.part == plan.default), "there was no time for it")
             return Result(plan=plan, tried=tried, failure=f"the heuristic's configuration has no time: {why}")
-        if len(tried) == 1 and study.untried:  # an entry would hide what is known of calls like these
+        if len(tried) == 1 and study.untried:  # an entry would hide the tuned entries of similar calls
             return Result(plan=plan, tried=tried, failure="there was time for the heuristic's configuration only")
         finalists = [plan.default, *[t.part for t in study.best if t.part != plan.default][:FINALISTS]]
         try:
@@ -306,7 +312,10 @@ class Tuner:
 
     @staticmethod
     def _ranking(rounds: list[list[list[float]]]) -> list[int]:
-        """Finalists, fastest first, down to the heuristic (0): round by round over its time, so that drift cancels."""
+        """Indices of the finalists that beat the heuristic (index 0), fastest first, and then 0.
+
+        Compared are the rounds' ratios, finalist's time / heuristic's time, so that drift cancels.
+        """
 
         def ratios(i: int) -> Timing:
             return Timing.of([geometric_mean([mine[i] / mine[0] for mine in seconds]) for seconds in rounds])

@@ -1,7 +1,7 @@
-"""Is it right? Results of a configuration against the dense oracle in float64.
+"""Whether a configuration's results are right, compared with the dense oracle in float64.
 
-The tolerance comes from the data: what a plain dense computation in the precision of the inputs makes of the same
-numbers. One group of heads is computed, a few rows at a time, so that sequences of any length can be checked.
+Tolerance = `FACTOR` times the error of a plain dense computation on the same inputs, in the precision of the inputs.
+One group of heads is computed, a few rows at a time, so that sequences of any length can be checked.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from xsake.hads.mask.block_mask import BlockMask
 from xsake.kernels_xla_ref import oracle
 
 NAMES = ("out", "lse", "d_query", "d_key", "d_value")
-FACTOR = 4.0  # times the error of the plain computation
+FACTOR = 4.0  # tolerance / error of the plain computation
 _ELEMENTS = {"gpu": 2**26}  # logits held at once, by platform
 _FEW_ELEMENTS = 2**22
-# Run a few times: XLA would take longer to find its fastest matrix products.
+# The programs run a few times only: XLA's search for the fastest matrix products would take longer than they do.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """The exact result of one group of heads, and how far from it one may be."""
+    """The exact result of one group of heads, and the errors that are allowed."""
 
     exact: np.ndarray
     allowed_max: float
@@ -49,7 +49,10 @@ class Yardstick:
 
 
 def yardsticks(query: Array, key: Array, value: Array, d_out: Array, mask: BlockMask) -> dict[str, Yardstick]:
-    """Of the last batch entry's last KV head and the query heads that share it; every row must attend something."""
+    """The yardstick of each result, for the last KV head of the last batch entry and the query heads that share it.
+
+    Every row must attend something.
+    """
     share = query.shape[2] // key.shape[2]
     lists = np.arange(query.shape[2])[-share:] * mask.heads // query.shape[2]
     blocks = np.asarray(mask.to_blocks())[-1][lists]
@@ -72,7 +75,7 @@ def _over_chunks(
     blocks: np.ndarray,
     mask: BlockMask,
 ) -> dict[str, np.ndarray]:
-    """Rows one after the other; every chunk has a share in the keys' and values' gradients."""
+    """Apply `formula` chunk by chunk: join the results of rows, add up the gradients of keys and values."""
     of_rows, of_keys = [], None
     for rows, chunk in _chunks(blocks, mask):
         *row_results, d_key, d_value = formula(
@@ -86,12 +89,12 @@ def _over_chunks(
 
 
 def _device() -> jax.Device:
-    """float64 is for CPUs and GPUs."""
+    """The device for float64: a CPU in place of a TPU, which has no float64."""
     return jax.local_devices(backend="cpu")[0] if jax.default_backend() == "tpu" else jax.local_devices()[0]
 
 
 def _chunks(blocks: np.ndarray, mask: BlockMask) -> Iterator[tuple[slice, BlockMask]]:
-    """Runs of rows, and their blocks as a mask without a rule: rows keep their number by position."""
+    """Chunks of rows, each with a mask of its blocks but without a rule: formulas apply causality by row number."""
     limit = _ELEMENTS.get(jax.default_backend(), _FEW_ELEMENTS)
     step = max(1, limit // (len(blocks) * mask.kv_len * mask.block_q))
     for first in range(0, mask.num_q_blocks, step):
@@ -156,9 +159,9 @@ def _plain(
 
 
 def _noise(q: np.ndarray, k: np.ndarray, exact: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """(largest, RMS) error of rounding the exact result once: where the plain computation is right by luck.
+    """(largest, RMS) error of rounding the exact result once: allowed even if the plain result is exact by luck.
 
-    An lse is float32, and small where large products cancel.
+    The lse is float32, and may be small although the products in it are large: its noise is that of the products.
     """
     unit = float(jnp.finfo(q.dtype).eps) / 2
     noise = {name: (unit * float(np.abs(x).max()), unit / 2 * _rms(x)) for name, x in exact.items()}

@@ -22,7 +22,7 @@ class Workload:
     head_dim: int
     is_causal: bool
     block: int = 128
-    kv_length: int | None = None  # None: those of the queries, and likewise below
+    kv_length: int | None = None  # None: `length`; below, None: `head_dim` and `block`
     value_dim: int | None = None
     block_kv: int | None = None
 
@@ -42,15 +42,15 @@ class Workload:
     def mask(
         self, density: float, *, seed: int = 0, block: int | None = None, capacity: int | None = None
     ) -> BlockMask:
-        """Random blocks at about `density`, the diagonal always on; the heads of a group share theirs.
+        """Random blocks at about `density`, and always the diagonal; the query heads of a group share their blocks.
 
-        The diagonal makes the true density higher than asked for on short sequences: report `mask.density()`.
+        On short sequences the diagonal makes the true density higher than `density`: report `mask.density()`.
         """
         at = self if block is None else dataclasses.replace(self, block=block, block_kv=None)
         return at._build(np.full(self.kv_heads, density), seed, capacity)
 
     def uneven_mask(self, *, low: float = 0.1, high: float = 0.9, capacity: int | None = None) -> BlockMask:
-        """As `mask`, with densities from `low` to `high` over the heads: what head-adaptive sparsity produces."""
+        """Like `mask`, with densities from `low` to `high` over the heads, as head-adaptive sparsity makes them."""
         return self._build(np.linspace(low, high, self.kv_heads), 0, capacity)
 
     def _build(self, densities: np.ndarray, seed: int, capacity: int | None) -> BlockMask:
@@ -70,7 +70,10 @@ class Workload:
         )
 
     def flops(self, mask: BlockMask | None = None) -> float:
-        """Of a forward: active blocks only, one on a causal diagonal as half. With the backward, 3.5 times that."""
+        """Operations of a forward: of active blocks only, and half of a block on a causal diagonal.
+
+        Forward and backward together take 3.5 times as many.
+        """
         share = 0.5 if self.is_causal else 1.0
         if mask is not None:
             blocks = np.asarray(mask.to_blocks(), float)

@@ -1,4 +1,4 @@
-"""The database's writer: entries merged into a file under a lock, and the file replaced whole."""
+"""Writing a database: entries are merged into its file under a lock, and the whole file is replaced."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PATIENCE = 30.0  # seconds for another writer to finish
 
 
 class CannotWrite(OSError):
-    """The file is as it was, and the new entries are not in it."""
+    """The file cannot be written. The file is as it was, without the new entries."""
 
 
 def check_writable(path: Path) -> None:
-    """Raises what a later `merge` would: better before the tuning than after it."""
+    """Raise the error that a later `merge` would raise: better before the tuning than after it."""
     with _locked(path):
         _existing(path, "", set_aside=False)
         _atomic.check_writable(path)
 
 
 def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: Mapping[str, Any]) -> Database:
-    """Put entries into the file; of two for one key the better source stays, then the later one.
+    """Merge entries into the file. Of two entries for one key, a measured one stays, or else the later one.
 
-    A file that cannot be read is set aside first. One of another schema is never touched.
+    A file that cannot be read is renamed first. A file of another schema is never touched: `CannotWrite`.
     """
     with _locked(path):
         old = _existing(path, device_kind, set_aside=True)
@@ -40,7 +40,7 @@ def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: 
 
 
 def prune(path: Path, keep: Callable[[Entry], bool]) -> Database:
-    """Drop the entries that are not to be kept; a file that cannot be read is left alone."""
+    """Drop the entries for which `keep` is false. A file that cannot be read is left alone."""
     with _locked(path):
         old = Database.read(path)
         return _write(path, Database(old.device_kind, filter(keep, old.entries), old.environments))
@@ -59,7 +59,7 @@ def _outranks(new: Entry, old: Entry | None) -> bool:
 
 
 def _write(path: Path, database: Database) -> Database:
-    """Atomically: a reader sees the old file or the new one, whatever happens to the writer."""
+    """Write atomically: a reader sees the old file or the new file, even if the writer is killed."""
     try:
         _atomic.write_text(path, database.dump())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One file of tuned configurations: its format, and the two ways to look something up in it."""
+"""One file of tuned configurations: its format, and the look-up of the exact and the nearest entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "causal": (bool,),
     "density": (int, float, type(None)),
 }
-_LARGEST = {"density": 1}  # of a key's numbers; sizes are at most 2**63
+_LARGEST = {"density": 1}  # largest value of a key's field; sizes are at most 2**63
 _ABOUT_TYPES: dict[str, tuple[type, ...]] = {
     "kernel": (str,),
     "date": (str,),
@@ -37,7 +37,7 @@ class UnreadableDatabase(ValueError):
 
 
 class UnknownSchema(UnreadableDatabase):
-    """The file was written by another version of this format, and its meaning is not guessed at."""
+    """The file has another schema_version: its meaning is not guessed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Database:
 
     @property
     def entries(self) -> list[Entry]:
-        """Sorted by key, so that a file that is written twice is the same twice."""
+        """All entries, sorted by key, so that equal databases make equal files."""
         every = (entry for places in self._families.values() for entry in places.values())
         return sorted(every, key=lambda e: [(x is not None, x) for x in dataclasses.astuple(e.key)])
 
@@ -108,7 +108,7 @@ class Database:
         return self._families.get(key.family, {}).get(key.place)
 
     def nearest(self, key: Key) -> Entry | None:
-        """Of the same family, within `REACH`: near in sequence length, then in density and heads."""
+        """The nearest entry of the key's family, in the order of `places_near`; None if none is within `REACH`."""
         places = self._families.get(key.family)
         if not places:
             return None
@@ -141,7 +141,7 @@ class Database:
             raise UnreadableDatabase(f"it is not text: {error}") from error
 
     def dump(self) -> str:
-        """Readable, sorted, one entry per line; only the environments that entries speak of."""
+        """The file's text: entries sorted, one per line, and only the environments that an entry names."""
         used = {e.about.get("environment") for e in self.entries}
         lines = ",\n".join(json.dumps(e.json()) for e in self.entries)
         environments = ",\n".join(

@@ -1,4 +1,4 @@
-"""What a tuned configuration is for, and which of them is near another."""
+"""The key of a tuned configuration: which calls it is for, and which keys are near."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from xsake._buckets import density_bucket, half_octaves, nearest_power_of_two
 
-REACH = 3.0  # octaves: a configuration that was tuned farther away is no better than the heuristic
-UNKNOWN_DENSITY = 0.5  # a mask of unknown density counts as this one, where nothing was tuned for unknown densities
+REACH = 3.0  # octaves: an entry farther away is no better than the heuristic
+UNKNOWN_DENSITY = 0.5  # assumed for a mask of unknown density, if no entry was tuned for unknown densities
 
-# Sequence lengths, heads and density may differ between a call and the entry that serves it; the rest may not.
+# Sequence lengths, heads and density may differ between a call and the entry that serves it; other fields may not.
 _BUCKETS = ("q_len", "kv_len", "heads", "density")
 
 
@@ -21,8 +21,8 @@ class Key:
     """One direction of one operation on calls of about one size.
 
     `direction` is a field of the implementation's Config. `q_len`, `kv_len` and `heads` (batch times query heads) are
-    powers of two; `density` is a bucket of half an octave, or None where it is unknown: the nearest entry is then one
-    that was tuned for unknown densities, or else one for `UNKNOWN_DENSITY`.
+    powers of two; `density` is a bucket of half an octave, or None if unknown: then entries that were tuned for unknown
+    densities are nearest, and after them those near `UNKNOWN_DENSITY`.
 
     >>> key = Key.of(implementation="xla", direction="forward", dtype="float32", head_dim=64, value_dim=64, group=1,
     ...              block_q=128, block_kv=128, causal=True, q_len=5000, kv_len=5000, heads=8, density=0.5)
@@ -47,7 +47,7 @@ class Key:
 
     @classmethod
     def of(cls, *, q_len: int, kv_len: int, heads: int, density: float | None, **same: Any) -> Key:
-        """A key for exact sizes: they are put in their buckets."""
+        """A key from exact sizes, each rounded to its bucket."""
         return cls(
             **same,
             q_len=nearest_power_of_two(q_len),
@@ -58,12 +58,12 @@ class Key:
 
     @property
     def family(self) -> tuple:
-        """What must be equal."""
+        """The fields that must be equal for an entry to serve a call."""
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _BUCKETS)
 
     @property
     def place(self) -> tuple[int, int, int, int | None]:
-        """The place in its family, as octaves of both lengths and of the heads, and half octaves of density."""
+        """The key's place in its family: octaves of q_len, kv_len and heads, and half octaves of density."""
         q, kv, heads = (round(math.log2(n)) for n in (self.q_len, self.kv_len, self.heads))
         return q, kv, heads, None if self.density is None else half_octaves(self.density)
 
@@ -79,7 +79,7 @@ class Key:
 
 
 def places_near(place: tuple[int, int, int, int | None]) -> itertools.chain[tuple]:
-    """Places of a family, nearest first, as far as `REACH`; for an unknown density those without one first."""
+    """Places within `REACH`, nearest first. Places of unknown density come last, or first if `place` has none."""
     q, kv, heads, density = place
     middle = half_octaves(UNKNOWN_DENSITY) if density is None else density
     known = ((q + a, kv + b, heads + c, middle + d) for a, b, c, d in _OFFSETS)
@@ -88,7 +88,10 @@ def places_near(place: tuple[int, int, int, int | None]) -> itertools.chain[tupl
 
 
 def _offsets() -> list[tuple[int, int, int, int]]:
-    """The longer of the two lengths' steps counts, an octave of heads half as much as one of length or density."""
+    """Steps (q, kv, heads, density), nearest first: max(|q|, |kv|) + |heads| / 2 + |density| / 2 <= REACH.
+
+    The sum is the distance. A step is an octave; of density, half an octave.
+    """
     steps, halves = range(-int(REACH), int(REACH) + 1), range(-int(2 * REACH), int(2 * REACH) + 1)
     every = itertools.product(steps, steps, halves, halves)
     far = {o: max(abs(o[0]), abs(o[1])) + abs(o[2]) / 2 + abs(o[3]) / 2 for o in every}

@@ -1,4 +1,4 @@
-"""Which entry serves a call: overlay, then the user's file, then the shipped one, each exact before near."""
+"""Which entry serves a call: an overlay's; else an exact one, the user's before a shipped one; else a near one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _read: dict[Path, tuple[tuple, Database | None]] = {}
 
 
 def _current(path: Path) -> Database | None:
-    """The file's contents, read again only after it was replaced."""
+    """The file's contents; the file is read again only after it has changed."""
     try:
         stat = path.stat()
     except OSError:
@@ -100,9 +100,10 @@ _overlays: contextvars.ContextVar[tuple[Database | None, ...]] = contextvars.Con
 
 @contextlib.contextmanager
 def overlay(source: str | os.PathLike | Database) -> Iterator[Database]:
-    """Inside, entries of this database (or its file) come before the user's and the shipped ones; the innermost first.
+    """Inside the `with` block, entries of this database (or its file) come before the user's and the shipped entries.
 
-    It is read while tracing: a function that was compiled outside is not changed inside.
+    Of nested overlays the innermost comes first. Overlays are read while tracing: a function that was compiled outside
+    the block is not changed inside.
 
     >>> from xsake import tuning_db
     >>> with tuning_db.overlay(tuning_db.Database("cpu")) as trial:
@@ -116,7 +117,10 @@ def overlay(source: str | os.PathLike | Database) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def heuristics_only() -> Iterator[None]:
-    """Inside, no database is looked at: what a machine without entries would do. Read while tracing, as `overlay`."""
+    """Inside the `with` block, no database is read, as on a machine without entries.
+
+    Like an overlay, the block is read while tracing.
+    """
     with _pushed(None):
         yield
 
