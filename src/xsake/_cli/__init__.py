@@ -19,7 +19,7 @@ app = typer.Typer(
 
 @app.command("info")
 def _info() -> None:
-    """Devices, versions, which implementation serves what here, and where its tuning comes from."""
+    """Show devices, versions, the implementation that serves a call here, and where its tuning comes from."""
     from xsake._cli import info
 
     info.show()
@@ -27,14 +27,14 @@ def _info() -> None:
 
 @app.command("demo")
 def _demo(
-    length: int = typer.Option(4096, help="Tokens.", min=256),
+    length: int = typer.Option(4096, help="Tokens per sequence.", min=256),
     heads: int = typer.Option(8, help="Heads; their densities run from 10% to 90%.", min=2),
     head_dim: int = typer.Option(64, help="Size of a head.", min=16),
-    model: bool = typer.Option(True, help="Also SmolLM2 with HADS; it is fetched if it is not here (93 MB)."),
-    out: Annotated[Path, typer.Option(help="Where its records and pictures go.")] = Path("out/demo"),
+    model: bool = typer.Option(True, help="Also run SmolLM2 with HADS; the model is fetched if missing (93 MB)."),
+    out: Annotated[Path, typer.Option(help="Folder for the records and pictures of SmolLM2.")] = Path("out/demo"),
 ) -> None:
-    """A mask for each head, sparse attention against dense on this machine: the same numbers, and the time of each;
-    then a language model with fewer and fewer blocks, chosen by HADS and by others."""
+    """Compare sparse attention, with a mask per head, to dense attention on this machine: the same numbers, and the
+    time of each. Then compare a language model to itself with fewer blocks, chosen by HADS and by other methods."""
     from xsake._cli import demo, demo_model, info
 
     info.show()

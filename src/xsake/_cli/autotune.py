@@ -1,4 +1,4 @@
-"""`xsake autotune` and `xsake tuning`."""
+"""`xsake autotune`: find the fastest configurations on this device."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def _densities(text: str) -> list[float]:
     except ValueError:
         densities = [0.0]
     if not all(0 < x <= 1 for x in densities):
-        raise typer.BadParameter(f"--densities {text!r} must be numbers above 0 and at most 1, with commas")
+        raise typer.BadParameter(f"--densities {text!r} must be numbers above 0 and at most 1, separated by commas")
     return densities
 
 
 def _blocks(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise typer.BadParameter(f"--blocks {text!r} must be whole numbers with commas")
+        raise typer.BadParameter(f"--blocks {text!r} must be whole numbers, separated by commas")
     return [int(x) for x in text.split(",")]
 
 
 def _check_together(given: dict[str, object]) -> None:
-    """No option is ignored because another one says the same."""
+    """Refuse an option whose value another option gives, rather than ignore it."""
     told = [option for option, value in given.items() if value]
     sources = [option for option in ("--workloads", "--from-call", "--calls") if option in told]
     if len(sources) > 1:
@@ -58,28 +58,28 @@ def _check_together(given: dict[str, object]) -> None:
 
 
 def autotune(
-    workloads: Annotated[str, typer.Option(help="Named workloads, with commas; this device's set by default.")] = "",
+    workloads: Annotated[str, typer.Option(help="Comma-separated workloads; by default this device's set.")] = "",
     from_call: Annotated[
         list[str] | None,
         typer.Option(
             help="Shapes instead: BxTxHxD[,kv=SxK][,dv=DV][,block=128][,causal][,density=0.25][,dtype=bfloat16]."
         ),
     ] = None,
-    calls: Annotated[Path | None, typer.Option(help="A recording of your program's own calls instead.")] = None,
-    densities: Annotated[str, typer.Option(help=f"Densities of the masks; {_DENSITIES} by default.")] = "",
-    blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; this device's set by default.")] = "",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; this device's usual by default.")] = "",
-    implementation: Annotated[str, typer.Option(help="A backend; the one that serves the calls by default.")] = "",
-    budget: Annotated[str, typer.Option(help="Time in all, such as 90s, 5m or 1h.")] = "5m",
-    trials: Annotated[int, typer.Option(help="At most so many configurations per study.", min=1)] = 1000,
-    out: Annotated[Path | None, typer.Option(help="Folder of the database; the user's own by default.")] = None,
+    calls: Annotated[Path | None, typer.Option(help="A recording by `xsake.autotune.record_calls` instead.")] = None,
+    densities: Annotated[str, typer.Option(help=f"Densities of the masks; by default {_DENSITIES}.")] = "",
+    blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; by default this device's set.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; by default this device's usual one.")] = "",
+    implementation: Annotated[str, typer.Option(help="A backend; by default the one that serves the calls.")] = "",
+    budget: Annotated[str, typer.Option(help="Total time, such as 90s, 5m or 1h.")] = "5m",
+    trials: Annotated[int, typer.Option(help="Configurations to try per study, at most.", min=1)] = 1000,
+    out: Annotated[Path | None, typer.Option(help="Folder of the database; by default the user's own.")] = None,
     storage: Annotated[
         str, typer.Option(help="Optuna storage: a journal file or a URL (sqlite:///, postgresql://).")
     ] = "",
     report: Annotated[Path | None, typer.Option(help="Folder for a report with plots.")] = None,
-    limit: Annotated[str, typer.Option(help="After this long a configuration counts as hanging.")] = "60s",
-    seed: Annotated[int, typer.Option(help="Of the sampler.", min=0, max=2**32 - 1)] = 0,
-    isolate: Annotated[bool, typer.Option(help="Measure in a process of its own, which may hang or crash.")] = True,
+    limit: Annotated[str, typer.Option(help="Time after which a configuration counts as hanging.")] = "60s",
+    seed: Annotated[int, typer.Option(help="Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
+    isolate: Annotated[bool, typer.Option(help="Measure in a separate process, which may hang or crash.")] = True,
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
     _check_together(

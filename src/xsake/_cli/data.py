@@ -21,11 +21,11 @@ def data() -> None:
 @app.command()
 def build(
     files: Annotated[list[Path], typer.Argument(help="Text files, or folders of them; each file is one text.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary that is trained.")] = 16384,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary to train, in tokens.")] = 16384,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of training one.")] = None,
     holdout: Annotated[float, typer.Option(help="Share of the texts that is kept for evaluation.")] = 0.01,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a file.", min=1)] = 1 << 25,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per file.", min=1)] = 1 << 25,
 ) -> None:
     """Train a byte-level BPE tokenizer on text, and write the text as memory-mapped token files."""
     with plain_errors():
@@ -44,4 +44,4 @@ def build(
         for split, tokens in built.tokens.items():
             typer.echo(f"{split:6} {tokens:>13,} tokens from {built.texts[split]:,} texts")
         if built.not_utf8:
-            typer.echo(f"{built.not_utf8} files were not UTF-8; their other bytes became replacement characters")
+            typer.echo(f"{built.not_utf8} files were not UTF-8; their invalid bytes became replacement characters")

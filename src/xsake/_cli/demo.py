@@ -1,4 +1,4 @@
-"""What `xsake demo` shows: a mask for each head, and sparse attention against dense on this machine."""
+"""What `xsake demo` shows: a mask per head, and sparse attention compared to dense attention on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(*, length: int, heads: int, head_dim: int, console: Console | None = No
 
 
 def _parity(console: Console, workload: Workload, mask: xsake.BlockMask, dtype: jax.typing.DTypeLike) -> None:
-    """On a shorter cut of the same thing, where the dense oracle's whole arrays fit."""
+    """Compare the results to the dense oracle's, on a sequence short enough for the oracle's dense arrays."""
     small = Workload(**{**vars(workload), "length": min(workload.length, 1024)})
     mask = small.uneven_mask()
     q, k, v = small.inputs(dtype)
@@ -80,7 +80,7 @@ def _times(console: Console, workload: Workload, mask: xsake.BlockMask, dtype: j
         "",
         "forward + backward",
         "",
-        title=f"Time a call ({workload.length} tokens, {workload.q_heads} heads, {q.dtype})",
+        title=f"Time per call ({workload.length} tokens, {workload.q_heads} heads, {q.dtype})",
     )
     with console.status("timing"):
         forward = race({name: run[0] for name, run in runs.items()}, rounds=3)

@@ -27,7 +27,7 @@ LENGTH = 2048
 def show(folder: Path, console: Console | None = None) -> bool:
     """Print the table, and leave records, summary and pictures in `folder`.
 
-    The model is fetched if need be. Where it cannot be, that is said, and the result is False.
+    The model is fetched if it is missing. If it cannot be fetched or loaded, print why and return False.
     """
     console = console or Console()
     console.print(f"\n[bold]SmolLM2-135M reads {LENGTH} tokens: as itself, and with fewer blocks[/bold]")

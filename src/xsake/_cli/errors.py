@@ -1,4 +1,4 @@
-"""How a command ends that a person asked for wrongly."""
+"""How a command ends on an error that the user can mend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import typer
 
-# Of JAX: too little memory, or no device of the kind that was asked for.
+# In errors of JAX: too little memory, or no device of the requested kind.
 _ENVIRONMENT = ("RESOURCE_EXHAUSTED", "Unable to initialize backend")
 
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a person can mend is told in a sentence, with no traceback."""
+    """Print an error that the user can mend as one sentence, without a traceback, and exit with code 1."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """The system's errors without their number: "/data/run: Permission denied"."""
+    """The error's text; an error of the system without its number: "/data/run: Permission denied"."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

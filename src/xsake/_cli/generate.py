@@ -1,4 +1,4 @@
-"""`xsake generate`: a model's answer, as it is written."""
+"""`xsake generate`: a model's answer to a prompt, token by token."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from xsake._cli.errors import plain_errors
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer, or (with --raw) to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to answer or, with --raw, to continue.")],
     model: Annotated[str, typer.Option(help="A published model, or a GGUF or safetensors file.")] = "smollm2",
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.", min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many tokens only.", min=1)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from so much probability only.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    top_k: Annotated[int | None, typer.Option(help="Draw only from this many of the likeliest tokens.", min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens up to this probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     system: Annotated[str | None, typer.Option(help="What the model is told about its role.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt's text, without the chat template.")] = False,
     window: Annotated[
         int | None,
-        typer.Option(help="Read the prompt sparsely: each token sees so many before it.", min=0),
+        typer.Option(help="Read the prompt sparsely: each token sees this many tokens before it.", min=0),
     ] = None,
-    sink: Annotated[int, typer.Option(help="With --window: and so many of the first tokens.", min=0)] = 64,
-    block: Annotated[int, typer.Option(help="With --window: tokens of a block.", min=1, max=4096)] = 64,
+    sink: Annotated[int, typer.Option(help="With --window: first tokens that every token sees.", min=0)] = 64,
+    block: Annotated[int, typer.Option(help="With --window: tokens per block.", min=1, max=4096)] = 64,
 ) -> None:
     """Answer a prompt with a pretrained model, greedily or by drawing."""
     with plain_errors():
@@ -37,7 +37,7 @@ def generate(
         from xsake.model.fetch import cache_folder
         from xsake.model.sampling import Sampler
 
-        # Compiling takes longer than answering: the next run need not.
+        # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
         file = open_model(model)

@@ -14,9 +14,9 @@ from xsake._cli.errors import plain_errors
 Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
 Domains = Annotated[str | None, typer.Option(help="Only these domains, comma-separated.")]
-DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default the latter on a GPU or TPU.")]
+DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default bfloat16 on a GPU or TPU.")]
 
-# What `xsake.hads.study.methods` registers, written out: help must not import it.
+# The names that `xsake.hads.study.methods` registers, written out: --help must not import that module.
 METHODS = (
     "Groups: short, ours, published, forced, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
     "x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced (with HADS's forced "
@@ -34,7 +34,7 @@ def calibrate(
     domains: Domains = None,
     dtype: DType = None,
 ) -> None:
-    """Learn a model's heads from a few texts: what HADS needs to choose their blocks."""
+    """Measure a model's heads on a few texts, and write the profile by which HADS chooses their blocks."""
     with plain_errors():
         import numpy as np
 
@@ -56,9 +56,9 @@ def calibrate(
 
 def evaluate(
     texts: Texts,
-    profile: Annotated[Path, typer.Option(help="From `xsake calibrate`.", exists=True)],
+    profile: Annotated[Path, typer.Option(help="The profile that `xsake calibrate` wrote.", exists=True)],
     out: Annotated[
-        Path, typer.Option(help="A folder for records, tables and pictures; a run that was cut off goes on.")
+        Path, typer.Option(help="A folder for records, tables and pictures; an interrupted run is continued.")
     ],
     model: Model = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens per sequence.", min=64)] = 4096,
@@ -72,8 +72,8 @@ def evaluate(
 ) -> None:
     """Compare HADS with a fixed pattern, published methods and oracles at exactly equal numbers of blocks.
 
-    Each method moves the model's predictions; the table says how far, and whether HADS moves them less. Texts that ask
-    something (.npz files with `.items`) say how many of the dense model's right answers each method keeps.
+    Each method changes the model's predictions; the table says how much, and whether HADS changes them less. Texts with
+    questions (.npz files with `.items`) also show how many of the dense model's right answers each method keeps.
     """
     with plain_errors():
         import jax.numpy as jnp
@@ -127,7 +127,7 @@ def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callab
 
 
 def _name(model: str) -> str:
-    """A published model's name, also of its file; otherwise the file's own."""
+    """The name of a published model, also if its file is given; of another file, the file's name."""
     from xsake.model.fetch import PUBLISHED
 
     files = {Path(published.member).name: name for name, published in PUBLISHED.items()}

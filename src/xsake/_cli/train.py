@@ -1,4 +1,4 @@
-"""`xsake train`: train a model, or carry on a run that was stopped."""
+"""`xsake train`: train a model, or continue a run that was stopped."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from xsake._cli.errors import plain_errors
 
 def train(
     data: Annotated[Path, typer.Option(help="A folder made by `xsake data build`.")],
-    run: Annotated[Path, typer.Option(help="The folder of the run; one that was stopped is carried on.")],
+    run: Annotated[Path, typer.Option(help="The folder of the run; a run that was stopped is continued.")],
     preset: Annotated[str, typer.Option(help="The model's shape.")] = "tiny",
-    steps: Annotated[int, typer.Option(help="Steps in all.")] = 1000,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 16,
-    microbatches: Annotated[int, typer.Option(help="Parts of a batch, one after the other.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(help="Steps until then.")] = 100,
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.1,
-    clip: Annotated[float, typer.Option(help="The largest norm of a gradient.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Total number of steps.")] = 1000,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 16,
+    microbatches: Annotated[int, typer.Option(help="Parts of each batch, computed one after the other.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is highest.")] = 100,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay; matrices only.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="The largest norm of the gradient.")] = 1.0,
     attention: Annotated[
         str, typer.Option(help="dense, cudnn, hads, or a pattern: sink_window, sliding_window, big_bird, random.")
     ] = "dense",
-    density: Annotated[float, typer.Option(help="Share of active blocks, of a pattern or of hads.")] = 1.0,
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
+    density: Annotated[float, typer.Option(help="Share of active blocks in a pattern or in hads.")] = 1.0,
+    block: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
     recalibrate_every: Annotated[
-        int | None, typer.Option(help="Steps between calibrations of hads; by default a tenth of all.")
+        int | None, typer.Option(help="Steps between calibrations of hads; by default a tenth of all steps.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the arithmetic: bfloat16, float32.")] = "bfloat16",
-    remat: Annotated[bool, typer.Option(help="Less memory, more arithmetic.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
-    mesh: Annotated[str, typer.Option(help="Devices, data x model.")] = "1x1",
+    dtype: Annotated[str, typer.Option(help="Type of the arithmetic: bfloat16 or float32.")] = "bfloat16",
+    remat: Annotated[bool, typer.Option(help="Recompute activations: less memory, more arithmetic.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+    mesh: Annotated[str, typer.Option(help="Devices, data x model, such as 4x2.")] = "1x1",
     fsdp: Annotated[bool, typer.Option(help="Split weights and optimiser over the data axis too.")] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
-    keep: Annotated[int, typer.Option(help="Checkpoints kept.")] = 3,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 3,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for none.", min=0)] = 0,
-    eval_batches: Annotated[int, typer.Option(help="Held-out batches of an evaluation.")] = 8,
+    eval_batches: Annotated[int, typer.Option(help="Held-out batches per evaluation.")] = 8,
     wandb: Annotated[bool, typer.Option(help="Log to Weights & Biases too.")] = False,
     quiet: Annotated[bool, typer.Option(help="Print nothing.")] = False,
-    distributed: Annotated[bool, typer.Option(help="One of several processes, as the cluster says.")] = False,
-    coordinator: Annotated[str | None, typer.Option(help="Or by hand: host:port of process 0,")] = None,
-    processes: Annotated[int | None, typer.Option(help="how many processes,")] = None,
-    process: Annotated[int | None, typer.Option(help="and which one this is.")] = None,
+    distributed: Annotated[bool, typer.Option(help="Run as one of several processes, as the cluster says.")] = False,
+    coordinator: Annotated[str | None, typer.Option(help="Without a cluster: host:port of process 0.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Without a cluster: the number of processes.")] = None,
+    process: Annotated[int | None, typer.Option(help="Without a cluster: the number of this process, from 0.")] = None,
 ) -> None:
-    """Train a model on token files. Run it again after a stop, of whatever kind, and it goes on to the same numbers."""
+    """Train a model on token files. After a stop of any kind, the same command continues, to the same numbers."""
     with plain_errors():
         import jax
 

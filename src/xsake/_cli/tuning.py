@@ -1,4 +1,4 @@
-"""`xsake tuning`: look at tuning databases and look after them."""
+"""`xsake tuning`: show, compare, merge, prune and check tuning databases."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Table
 from xsake import tuning_db
 from xsake.tuning_db import Database, Entry, UnreadableDatabase
 
-app = typer.Typer(help="Look at tuning databases and look after them.", no_args_is_help=True)
+app = typer.Typer(help="Show, compare, merge, prune and check tuning databases.", no_args_is_help=True)
 
 _File = Annotated[Path, typer.Argument(help="A database file.")]
 _Files = Annotated[
-    list[Path] | None, typer.Argument(help="Database files; the user's and the shipped ones by default.")
+    list[Path] | None, typer.Argument(help="Database files; by default the user's and the shipped ones.")
 ]
 
 
@@ -37,7 +37,7 @@ def _given(files: list[Path] | None) -> list[Path]:
 
 @app.command()
 def show(files: _Files = None) -> None:
-    """What is in a database: one entry per row."""
+    """Show what is in a database: one entry per row."""
     console = Console()
     for path in _given(files):
         database = _read(path)
@@ -74,7 +74,7 @@ def _short(entry: Entry) -> str:
 
 @app.command()
 def diff(old: _File, new: _File) -> None:
-    """Entries that only one of two databases has, and those whose configuration differs."""
+    """Show entries that only one of two databases has, and entries whose configuration differs."""
     first, second = _read(old), _read(new)
     console = Console(soft_wrap=True, highlight=False)
     ours, theirs = ({e.key: e for e in database.entries} for database in (first, second))
@@ -89,7 +89,7 @@ def diff(old: _File, new: _File) -> None:
 
 @app.command()
 def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Databases to take entries from.")]) -> None:
-    """Put the entries of databases into one file: a measured one before an estimated one, then the later one."""
+    """Merge databases into one file. Of two entries for one key, a measured one stays, or else the later one."""
     from xsake.autotune import writer
 
     for path in sources:
@@ -103,7 +103,7 @@ def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Datab
 
 @app.command()
 def prune(
-    file: _File, dry_run: Annotated[bool, typer.Option(help="Say what would go, and change nothing.")] = False
+    file: _File, dry_run: Annotated[bool, typer.Option(help="Count the entries to drop, and change nothing.")] = False
 ) -> None:
     """Drop entries whose kernels changed since they were tuned."""
     import xsake
@@ -127,7 +127,7 @@ def prune(
 
 @app.command()
 def validate(files: _Files = None) -> None:
-    """Check databases against the format; exit code 1 if one does not hold."""
+    """Check databases against the format; exit code 1 if one is not valid."""
     failed = False
     for path in _given(files):
         problems = problems_of(path)
@@ -137,7 +137,7 @@ def validate(files: _Files = None) -> None:
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with a file: by the reader, by its JSON Schema where jsonschema is installed, and by its order."""
+    """What is wrong with a file: its format (by JSON Schema if jsonschema is installed), its order or its name."""
     try:
         database = Database.read(path)
     except (OSError, UnreadableDatabase) as error:
