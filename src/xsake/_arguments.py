@@ -72,7 +72,7 @@ def build_call(
     deterministic: Any = True,
     logits_soft_cap: Any = None,
 ) -> Call:
-    """`check_inputs` has passed; everything else is checked here."""
+    """The validated call. `check_inputs` must have passed; all other arguments are checked here."""
     batch, q_len, num_q_heads, head_dim = query.shape
     kv_len, num_kv_heads = key.shape[1:3]
     band = Band.of(bool(is_causal), local_window_size)
@@ -86,7 +86,7 @@ def build_call(
     )
     if mask is None:
         block_q, block_kv = default_blocks
-        by_index = q_pos is None  # with positions, nothing is known of which blocks the rule allows
+        by_index = q_pos is None  # with positions, the rule may allow any block
         mask = BlockMask.full(
             q_len,
             kv_len,
@@ -150,7 +150,7 @@ def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
 
 
 def _tokens(name: str, given: Any, batch: Size, q_len: int, kv_len: int) -> tuple[Array, Array] | tuple[None, None]:
-    """One integer array for queries and keys, or a (query, key) pair, as [B, T] and [B, S]."""
+    """(i32[B, T], i32[B, S]) from one integer array for queries and keys, or from a (query, key) pair."""
     if given is None:
         return None, None
     if isinstance(given, (tuple, list)):
@@ -179,14 +179,14 @@ def _lengths(name: str, given: Any, batch: Size) -> Array | None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got dtype {x.dtype}")
     if x.shape != (batch,):
-        raise ValueError(f"{name} must have shape ({batch},), one length a batch entry; got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape ({batch},), one length per batch entry; got {tuple(x.shape)}")
     return x.astype(jnp.int32)
 
 
 def _segments(
     segments: tuple, q_lengths: Array | None, kv_lengths: Array | None, q_len: int, kv_len: int
 ) -> tuple[Array, Array] | tuple[None, None]:
-    """Lengths and segment ids as one pair of ids; padding becomes -1 on queries and -2 on keys, which never agree."""
+    """Lengths and segment ids as one pair of ids. Padding becomes -1 on queries and -2 on keys: never equal."""
     if segments[0] is None and q_lengths is None and kv_lengths is None:
         return None, None
 
@@ -209,14 +209,14 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
         raise TypeError(f"sinks must be floating point, got dtype {sinks.dtype}")
     if sinks.ndim not in (1, 2) or sinks.shape[0] != num_q_heads or 0 in sinks.shape:
         raise ValueError(
-            f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row a query head; got shape {tuple(sinks.shape)}"
+            f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row per query head; got shape {tuple(sinks.shape)}"
         )
     sinks = sinks.astype(np.promote_types(sinks.dtype, jnp.float32)).reshape(num_q_heads, -1)
     return jax.nn.logsumexp(sinks, axis=-1)[None]
 
 
 def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:
-    """A mask that was built under jit and did not fit: ValueError where that can be seen, else NaN for its heads."""
+    """`sink_lse`, with NaN for heads whose mask overflowed under jit. If the mask is concrete, ValueError instead."""
     if mask.complete:
         return sink_lse
     if not isinstance(mask.kv_row_ptr, jax.core.Tracer):

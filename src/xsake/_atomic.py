@@ -1,4 +1,4 @@
-"""Whole files or none: written beside their place, then renamed onto it. Leftovers of killed writers are removed.
+"""Whole files or none: a `.part` file is written beside `path`, then renamed. Leftovers of killed writers are removed.
 
 While a writer lives it holds a lock on its `.part` file. The system frees the lock of a process that dies, however it
 dies and on whichever host, so a `.part` file that nobody has locked is a leftover.
@@ -66,12 +66,12 @@ def _new_part(path: Path) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):
             return file
-        file.close()  # taken for a leftover by another writer, before it was locked
+        file.close()  # removed by another writer as a leftover, before it was locked
 
 
 def _remove_leftovers(path: Path) -> None:
     leftover = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.part")
-    with contextlib.suppress(OSError):  # what cannot be listed or removed stays, and whoever asked can still write
+    with contextlib.suppress(OSError):  # a leftover that cannot be listed or removed stays; writing goes on
         for name in filter(leftover.fullmatch, os.listdir(path.parent)):
             with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path.with_name(name), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

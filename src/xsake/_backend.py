@@ -1,7 +1,7 @@
-"""What a backend is given (`Call`) and what it is (`Backend`).
+"""What a backend gets (`Call`) and what a backend provides (`Backend`).
 
-A backend is a module with the names of `Backend`. CONTRIBUTING.md walks
-through a new one: a folder with such a module, its name in `_registry.py` and in the shared test suite.
+A backend is a module with the names of `Backend`. CONTRIBUTING.md walks through a new backend: a folder with such a
+module, its name in `_registry.py` and in the shared test suite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xsake.hads.mask.block_mask import BlockMask
 
 # How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
 _STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
-_SHARED = {"shared_batch": True}  # its batch may be 1 where the query's is not
+_SHARED = {"shared_batch": True}  # the field's batch may be 1 where the query's is not
 _UNBOUNDED = Band()
 
 
@@ -30,14 +30,13 @@ class Call:
 
     - `mask` always exists. The list of query head h is that of mask head `h * mask.heads // H`.
     - `band` is the mask's rule and the call's together, on positions where given, on indices otherwise.
-    - Lengths and padding are segment ids: elements attend iff their ids are equal, and padding never is.
+    - Lengths and padding are segment ids: a query attends a key iff their ids are equal; ids of padding never are.
     - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
       head whose mask overflowed, so that NaN reaches every output.
-
     - Without `deterministic`, a backend may add up in an order that differs from run to run.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
-    `HONOURS`. vmap, trees and the registry read the fields from here. `argument` is what users call a field.
+    `HONOURS`. vmap, trees and the registry read these declarations. `argument` is the public name of a field.
     """
 
     query: Float[Array, "B T H D"]
@@ -62,7 +61,7 @@ class Call:
         return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
 
     def uses(self) -> dict[str, str]:
-        """The optional fields that this call gives, and what users call them; and `symbolic_batch` of jax.export."""
+        """The optional fields that this call uses, and their public names; also "symbolic_batch" of `jax.export`."""
         used = {} if isinstance(self.batch, int) else {"symbolic_batch": "a symbolic batch size"}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -109,12 +108,12 @@ class Call:
 class Backend(Protocol):
     """The names of a backend module.
 
-    `Config` is a frozen keyword-only dataclass with a field for each direction that is tuned by itself (such as
-    forward, dq and dkv), and each of these is such a dataclass too. They validate themselves. Where one direction's
-    kernel replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
+    `Config` is a frozen keyword-only dataclass with one field per direction that is tuned by itself (such as
+    forward, dq and dkv). Each field holds such a dataclass too. Both validate themselves. Where one direction's kernel
+    replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
 
     `HONOURS` names the optional fields of `Call` that the backend honours, and "symbolic_batch" if the batch may be a
-    dimension variable of `jax.export`. The registry refuses a call that uses another one, so that a field added to
+    dimension variable of `jax.export`. The registry refuses a call that uses another field, so that a field added to
     `Call` later is never ignored.
     """
 
@@ -137,13 +136,13 @@ class Backend(Protocol):
         """A configuration that always works, from shapes alone."""
 
     def search_space(self, call: Call) -> Sequence[Any]:
-        """Configurations worth measuring, the default among them; those that cannot fit are left out.
+        """Configurations worth measuring, the default among them; configurations that cannot fit are left out.
 
-        Directions may be varied one at a time: a tuner takes each direction's own values and tunes it alone.
+        Directions may be varied one at a time: a tuner collects each direction's values and tunes that direction alone.
         """
 
     def misfit(self, call: Call, config: Any) -> str | None:
-        """Why a configuration that was made for another call cannot serve this one, or None."""
+        """Why a configuration that was made for another call cannot serve this call, or None."""
 
     def forward(self, call: Call, config: Any) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
         """Output and natural-log lse (float32, sink included)."""
@@ -160,5 +159,5 @@ class Backend(Protocol):
     ) -> tuple[Array, Array, Array, Array | None]:
         """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse.
 
-        None for the bias leaves its gradient to the operation.
+        If the gradient of the bias is None, the operation computes that gradient by the XLA backend.
         """

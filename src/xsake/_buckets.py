@@ -1,14 +1,14 @@
-"""Sizes and densities in buckets: what falls in one bucket shares a capacity or a tuned configuration."""
+"""Buckets of sizes and densities: all calls of one bucket share a capacity or a tuned configuration."""
 
 from __future__ import annotations
 
 import math
 
-_THINNEST = 2.0**-10  # densities below this one share a bucket
+_THINNEST = 2.0**-10  # all lower densities share the bucket of this one
 
 
 def power_of_two_at_least(size: int) -> int:
-    """Rounds up, so that `size` things fit.
+    """Round up, so that `size` things fit.
 
     >>> [power_of_two_at_least(n) for n in (0, 1, 5, 8)]
     [1, 1, 8, 8]
@@ -17,7 +17,7 @@ def power_of_two_at_least(size: int) -> int:
 
 
 def nearest_power_of_two(size: int) -> int:
-    """Rounds to the nearest in octaves, so that 5000 tokens count as 4096.
+    """Round to the nearest in octaves, so that 5000 tokens count as 4096.
 
     >>> [nearest_power_of_two(n) for n in (1, 5, 6, 5000)]
     [1, 4, 8, 4096]
@@ -26,7 +26,7 @@ def nearest_power_of_two(size: int) -> int:
 
 
 def half_octaves(density: float) -> int:
-    """The bucket's number: 0 for 1, -2 for 0.5, -4 for 0.25."""
+    """The number of a density's bucket: 0 for 1, -2 for 0.5, -4 for 0.25."""
     return round(2 * math.log2(max(density, _THINNEST)))
 
 

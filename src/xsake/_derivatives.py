@@ -1,7 +1,7 @@
-"""Derivatives of the attention's own forward and backward: second derivatives of the operation.
+"""Derivatives of the operation's own forward and backward: its second derivatives.
 
-Plain XLA has them in forward mode, which is what `jax.hessian` asks for (forward over reverse). Everything else is
-refused in one line.
+The "xla" implementation has them in forward mode, as `jax.hessian` needs them (forward over reverse). All other second
+derivatives are refused, with a message that says what to use.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def forward_mode_refusal() -> str:
 
 
 def differentiable_again(run: Callable, plain: Callable | None, implementation: str) -> Callable:
-    """`run`, and its derivative in forward mode if it is `plain` XLA; without `plain` it has none."""
+    """`run` with the forward-mode derivative of `plain`, the same in plain XLA. Without `plain`, derivatives raise."""
     if plain is None:
         guard = _no_derivative()
-        # Not custom_jvp: JAX lowers no kernel inside it that keeps a counter or sums in global memory.
+        # Not custom_jvp: inside it, JAX does not lower kernels that keep a counter or sums in global memory.
         return lambda *given: run(*jax.tree.map(lambda x: guard.bind(x, implementation=implementation), given))
     again = jax.custom_jvp(run)
 
@@ -42,7 +42,7 @@ def differentiable_again(run: Callable, plain: Callable | None, implementation: 
 
 @cache
 def _no_derivative() -> Any:
-    """The identity, as the first thing that happens to an input: the first that a derivative comes to."""
+    """The identity, which refuses to be differentiated: applied to inputs first, so derivatives meet it first."""
     from jax.extend.core import Primitive  # imports Pallas
     from jax.interpreters import ad, batching, mlir
 
@@ -63,7 +63,7 @@ def _no_derivative() -> Any:
 
 @cache
 def _forward_mode_only() -> Any:
-    """The identity, as the last thing that happens to a derivative: the first that reverse mode comes to."""
+    """The identity, which refuses to be transposed: applied to derivatives last, so reverse mode meets it first."""
     from jax.extend.core import Primitive  # imports Pallas
     from jax.interpreters import ad, batching, mlir
 

@@ -1,4 +1,4 @@
-"""What device a call runs on."""
+"""The device that a call runs on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 
 
 def platform_of(array: Any) -> str:
-    """The platform of a concrete array's device; while tracing, the default one."""
+    """The platform of a concrete array's device; while tracing, the default platform."""
     device = _device_of(array)
     return jax.default_backend() if device is None else device.platform
 
 
 def device_kind(array: Any) -> str:
-    """The kind of a concrete array's device; while tracing, of the default one."""
+    """The kind of a concrete array's device; while tracing, of the default device."""
     device = _device_of(array)
     return (jax.local_devices()[0] if device is None else device).device_kind
 
@@ -28,7 +28,7 @@ def _device_of(array: Any) -> jax.Device | None:
 
 
 def compute_capability() -> str | None:
-    """Of the first local GPU, such as "9.0"; None without one, or where it is not NVIDIA's."""
+    """The compute capability of the first local GPU, such as "9.0"; None without a GPU of NVIDIA."""
     try:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:
@@ -38,7 +38,7 @@ def compute_capability() -> str | None:
 
 
 def core_count() -> int | None:
-    """Streaming multiprocessors of the first local GPU; None without one, or where it does not tell."""
+    """Streaming multiprocessors of the first local GPU; None without a GPU, or if JAX does not report them."""
     try:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:
@@ -47,7 +47,7 @@ def core_count() -> int | None:
 
 
 def cpu_workers() -> int:
-    """Threads of the pool in which XLA computes on the CPU: one per core or per CPU device, whichever are more.
+    """Threads of the pool in which XLA computes on the CPU: one per core or per CPU device, whichever number is larger.
 
     The cores are those that this process may use, or as many as NPROC says.
     """

@@ -1,4 +1,4 @@
-"""Fields of a configuration: the values that each may have, declared once and checked whenever one is built."""
+"""Fields of a configuration: the values that each may have, declared once and checked in every new configuration."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _field(allows: Callable[[Any], bool], words: str, **rest: Any) -> Any:
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError for the first field whose value is not allowed; for `__post_init__`.
+    """Raise ValueError for the first field whose value is not allowed; to be called in `__post_init__`.
 
     A field that holds another configuration, such as a direction's, is declared by its type alone.
     """
@@ -70,7 +70,7 @@ def _instance_of(config: type, name: str) -> tuple[Callable[[Any], bool], str]:
 
 
 def from_stored(kind: type, values: Mapping[str, Any]) -> Any:
-    """A configuration from stored values. Defaults are not used: one may have changed since the values were stored."""
+    """A configuration from stored values. Defaults are not used: they may have changed since."""
     fields = dataclasses.fields(kind)
     given = {f.name: f.metadata[_BEFORE] for f in fields if _BEFORE in f.metadata} | dict(values)
     if given.keys() != {f.name for f in fields}:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def kernel_hash(module: ModuleType) -> str:
-    """Of a backend's module and of the modules in its own folder that it imports, directly or through one another.
+    """The hash of a backend's module and of the modules in its folder that it imports, directly or indirectly.
 
     Other files of the folder, such as developers' tools, do not count. Nor do imports from outside the folder: the code
     they bring is not hashed, so that code may move to another module without a new hash.
@@ -24,7 +24,7 @@ def kernel_hash(module: ModuleType) -> str:
 
 
 def _imported_modules(first: Path, package: str) -> dict[str, ast.Module]:
-    """Syntax trees by the path inside the folder of `first`, which is there too."""
+    """The syntax trees of `first` and of the modules it imports, by their path inside the folder of `first`."""
     folder, waiting, trees = first.parent, [first], {}
     while waiting:
         file = waiting.pop()
@@ -54,7 +54,7 @@ def _modules_of(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
 
 
 class _Stripped(ast.NodeTransformer):
-    """Without docstrings, without imports from outside the package, and without what versions of Python differ in."""
+    """Removes docstrings, imports from outside the package, and differences between versions of Python."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -68,7 +68,7 @@ class _Stripped(ast.NodeTransformer):
         return node if _modules_of(node, self._package) else None
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """Python 3.12 ends the format of an f-string's value with an empty text."""
+        """Drop the empty text with which Python 3.12 ends the format of an f-string's value."""
         node.values = [value for value in node.values if not (isinstance(value, ast.Constant) and value.value == "")]
         return self.generic_visit(node)
 
@@ -77,7 +77,7 @@ class _Stripped(ast.NodeTransformer):
 
 
 def _canonical(node: Any) -> str:
-    """As `ast.dump`, but equal on all versions of Python: fields that are None or [], as new ones are, are left out."""
+    """Like `ast.dump`, but equal on all versions of Python: leaves out fields that are None or [], as new ones are."""
     if isinstance(node, list):
         return f"[{', '.join(map(_canonical, node))}]"
     if not isinstance(node, ast.AST):

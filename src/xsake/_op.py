@@ -51,28 +51,28 @@ def attention(
     A query that attends nothing gives 0 (and lse -inf), with gradients 0.
 
     Args:
-      query: [B, T, H, D]; H must be a multiple of K (grouped heads). All three have one dtype.
+      query: [B, T, H, D]; H must be a multiple of K (grouped heads). Query, key and value have one dtype.
       key: [B, S, K, D].
       value: [B, S, K, Dv].
       mask: a `BlockMask` for T x S; its batch is 1 or B, its heads are 1, K or H.
       bias: added to the scaled logits; broadcasts from [B|1, H|1, T|1, S|1].
-      scale: of the logits; D ** -0.5 by default.
-      is_causal: a query sees keys at its own index and before, counted from the top left as in jax.nn; with
-        positions, by them.
-      local_window_size: keys at most so far away, inclusive: an int for both sides or (left, right), None (or 2**30
-        and more) for no limit.
+      scale: factor of the logits; D ** -0.5 by default.
+      is_causal: a query attends keys at its own index and before, counted from the top left as in jax.nn; `positions`,
+        if given, replace the indices.
+      local_window_size: the largest distance of a key, inclusive: an int for both sides or (left, right), None (or
+        2**30 and more) for no limit.
       query_seq_lengths, key_value_seq_lengths: i32[B]; tokens at or past the length are padding, whatever they hold.
       segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
       positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (for a cache, or
         for reordered tokens).
-      sinks: [H] or [H, n] raw logits that take part in every row's softmax with no value.
+      sinks: [H] or [H, n] raw logits that take part in every row's softmax, with a value of 0.
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
       deterministic: the same bits in every run. False lets an implementation add up in any order: the gradients of long
         sequences are a few percent faster on Hopper GPUs, and nothing changes elsewhere.
-      implementation: None for the best one that supports the call; a name runs that one or raises, never falls back.
-      config: that implementation's own `Config`; None for what was tuned for such calls on this device
-        (`xsake.tuning_db`), or else its heuristic.
+      implementation: None for the best one that supports the call; a named one runs or raises, and never falls back.
+      config: the implementation's own `Config`; None for the configuration that was tuned for such calls on this device
+        (`xsake.tuning_db`), or else for the heuristic's.
 
     Returns:
       [B, T, H, Dv] in the query's dtype, or (output, lse).
@@ -116,13 +116,13 @@ def attention(
             raise
         raise TypeError(forward_mode_refusal()) from error
     if call.q_segments is not None:
-        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # and no cotangent of padding gets in
+        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
     return (out, plan.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
 
 
 def _resolve_config(name: str, call: Call, config: Any) -> Any:
     backend = _registry.get(name)
-    known = isinstance(call.batch, int)  # tuning is keyed by sizes
+    known = isinstance(call.batch, int)  # tuning is keyed by sizes: a symbolic batch has none
     if known:
         _tuned.announce(name, call)
     if config is None:
@@ -150,17 +150,17 @@ class _Plan:
     implementation: str
     config: Any
     interpret: bool
-    finite_lse: bool  # jax_debug_infs would take the -inf of an empty row, which the operation keeps, for a mistake
+    finite_lse: bool  # jax_debug_infs would report the -inf that the operation keeps for an empty row
 
     def forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
             out, lse = _registry.get(self.implementation).forward(call, self.config)
         if self.finite_lse:
             lse = jnp.maximum(lse, _LOWEST)
-        return vary((out, lse), varying_axes(call))  # a kernel's own outputs may not say that they vary
+        return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
 
     def contract_lse(self, lse: Array) -> Array:
-        """-inf for an empty row."""
+        """The lse as users see it: -inf for an empty row."""
         return _with_infinity(lse) if self.finite_lse else lse
 
     def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
@@ -175,7 +175,7 @@ class _Plan:
 
 
 def _bias_gradient(call: Call, *given: Array) -> Array:
-    """By the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
+    """The bias's gradient by the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
     xla = _registry.get("xla")
     *_, d_bias = xla.backward(call, xla.default_config(call), *given, with_bias=True)
     assert d_bias is not None
@@ -191,7 +191,7 @@ def _mappable_forward(plan: _Plan) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    # As one program also outside jit, where jax_debug_infs would take every -inf on the way for a mistake.
+    # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
     return _differentiable_again(plan, jax.jit(run, inline=True), plan.forward)
 
 
@@ -263,7 +263,7 @@ def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]
 
 @cache
 def _gradients(plan: _Plan, with_bias: bool) -> Callable:
-    """By the names of `Call`'s fields, for those that have a gradient."""
+    """A function that returns the gradients, by the names of `Call`'s fields."""
 
     @partial(jax.jit, inline=True)
     def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> dict[str, Array]:
@@ -281,7 +281,7 @@ def _gradients(plan: _Plan, with_bias: bool) -> Callable:
         grads = _mappable_backward(plan, with_bias)(call, lse, live_delta, d_out)
         found = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
         if call.sink_lse is not None:
-            # A sink is a logit whose value is 0: its weight times -(delta).
+            # A sink is a logit whose value is 0, so its gradient is its weight times -delta.
             sink = call.sink_lse[:, :, None]
             p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
             d_sink = -(p * delta).sum(-1)

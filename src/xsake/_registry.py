@@ -13,7 +13,7 @@ import jax
 from xsake._backend import Backend, Call
 from xsake._trace import interpreting
 
-# name -> (module, platform it needs or None), best first. A module is imported only where its platform is.
+# name -> (module, platform it needs or None), best first. A module is imported only where its platform is present.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
     "mosaic_gpu": ("xsake.kernels_pallas_gpu.mosaic", "gpu"),
     "triton": ("xsake.kernels_pallas_gpu.triton", "gpu"),
@@ -63,7 +63,7 @@ def check_name(name: str | None) -> None:
 
 
 def candidates(name: str | None, platform: str) -> list[str]:
-    """The implementations to try, best first: the one asked for, which must be able to run, or all that can."""
+    """The implementations to try, best first: `name`, which must be able to run, or (None) all that can run."""
     check_name(name)
     if name is None:
         reasons = {n: unavailable(n, platform) for n in _BACKENDS}
@@ -92,7 +92,7 @@ def unsupported(name: str, call: Call) -> str | None:
 
 
 def choose(names: list[str], call: Call) -> str:
-    """The first of `names` that supports the call. One that was asked for by name runs or raises."""
+    """The first of `names` that supports the call; NotImplementedError if none does."""
     reasons: list[str] = []
     for name in names:
         reason = unsupported(name, call)

@@ -15,9 +15,9 @@ _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpr
 
 @contextlib.contextmanager
 def interpret(on: bool = True) -> Iterator[None]:
-    """Inside, accelerator backends run on any machine by interpretation: slow, for tests and for debugging kernels.
+    """Inside the `with` block, accelerator backends are interpreted on any machine: slow, for tests and for debugging.
 
-    It is read while tracing: a function that was compiled outside is not interpreted inside.
+    The block is read while tracing: a function that was compiled outside the block is not interpreted inside.
     """
     token = _interpret.set(on)
     try:
@@ -36,7 +36,7 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same values, typed as varying over all of `axes`; its transpose sums over the axes that are added."""
+    """The same values, typed as varying over all of `axes`. The transpose of `vary` sums over the added axes."""
 
     def cast(x: Array) -> Array:
         missing = tuple(axes - varying_axes(x))

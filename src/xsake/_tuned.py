@@ -1,4 +1,4 @@
-"""The configuration of a call that gives none: tuned where something was tuned for it, otherwise the heuristic."""
+"""The configuration of a call that gives none: per direction, a tuned entry of a database, or else the heuristic's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose(name: str, call: Call) -> Choice:
-    """Looks at the databases; happens while tracing, never in a compiled call."""
+    """Look the call up in the databases: while tracing, never in a compiled call."""
     backend = _registry.get(name)
     config, found = backend.default_config(call), {}
     for direction in directions(backend):
@@ -46,7 +46,7 @@ def choose(name: str, call: Call) -> Choice:
 
 
 def _with_part(backend: Backend, call: Call, config: Any, direction: str, found: Found) -> Any | None:
-    """The configuration with one direction as stored, or None, said once, if it does not suit backend or call."""
+    """`config` with one direction from the entry; None, after a warning, if the entry does not suit backend or call."""
     try:
         tuned = dataclasses.replace(config, **{direction: make_part(backend, direction, found.entry.config)})
         problem = backend.misfit(call, tuned)
@@ -67,7 +67,7 @@ def _tell(name: str, direction: str, found: Found) -> None:
 
 @cache
 def _tell_stale(name: str, origin: str) -> None:
-    """Said once: a changed kernel makes all of its entries stale at once, and they are still the best guess."""
+    """Log once: a changed kernel makes all of its entries stale at once, and stale entries are still the best guess."""
     _log.info(
         "%s tuning entries for %r are stale: its kernels changed since (xsake autotune renews them)", origin, name
     )
@@ -101,7 +101,7 @@ def key_of(name: str, call: Call, direction: str) -> Key:
 
 
 def _density(mask: BlockMask) -> float | None:
-    """The mask's hint. Without one, the lists' room bounds the density: it counts where it is below the usual guess."""
+    """The mask's density hint. Without one, the density at full capacity if that is below `UNKNOWN_DENSITY`."""
     if mask.density_hint is None and density_bucket(mask.most_density) < tuning_db.UNKNOWN_DENSITY:
         return mask.most_density
     return mask.density_hint
@@ -109,7 +109,7 @@ def _density(mask: BlockMask) -> float | None:
 
 @cache
 def kernel_hash(name: str) -> str:
-    """Of the code that an implementation is made of."""
+    """The hash of an implementation's code."""
     return _kernel_hash.kernel_hash(typing.cast(ModuleType, _registry.get(name)))
 
 
@@ -122,7 +122,7 @@ _listeners: contextvars.ContextVar[tuple[Callable[[str, Call], None], ...]] = co
 
 @contextlib.contextmanager
 def listening(listener: Callable[[str, Call], None]) -> Iterator[None]:
-    """Inside, the listener hears of every call that is traced: its implementation and the call."""
+    """Inside the `with` block, `listener(implementation, call)` is called for every call that is traced."""
     token = _listeners.set((*_listeners.get(), listener))
     try:
         yield
