@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -109,7 +110,7 @@ def default_config(call: Call) -> Config:
         forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
-        fused=mosaic_fused_plan.heuristic(_with_padded_dims(call), _active_keys(call)),
+        fused=mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call)),
     )
 
 
@@ -122,7 +123,7 @@ def search_space(call: Call) -> Sequence[Config]:
         dataclasses.replace(default, forward=c)
         for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
     ]
-    fused = mosaic_fused_plan.search_space(_with_padded_dims(call), default.fused)
+    fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
     space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
@@ -146,7 +147,7 @@ def misfit(call: Call, config: Config) -> str | None:
         need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-    problem = mosaic_fused_plan.misfit(_with_padded_dims(call), config.fused) if config.fused.use else None
+    problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused) if config.fused.use else None
     return problem and f"fused: {problem}"
 
 
@@ -223,6 +224,15 @@ def _padded(dim: int) -> int:
 def _with_padded_dims(call: Call) -> Call:
     q, k, v = _pad_dims(call.query, call.key, call.value)
     return dataclasses.replace(call, query=q, key=k, value=v)
+
+
+def _padded_shapes(call: Call) -> Call:
+    """`_with_padded_dims` of shapes alone: a configuration is chosen before anything is computed."""
+
+    def padded(x: Array) -> Any:
+        return jax.ShapeDtypeStruct((*x.shape[:3], _padded(x.shape[3])), x.dtype)
+
+    return dataclasses.replace(call, query=padded(call.query), key=padded(call.key), value=padded(call.value))
 
 
 def _pad_dims(*arrays: Array) -> list[Array]:
