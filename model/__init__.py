@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: a configuration needs no Flax, and training no tokenizer."""
+    """Import a public name when it is first used: a configuration needs no Flax, and training no tokenizer."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'xsake.model' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

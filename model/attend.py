@@ -1,4 +1,4 @@
-"""How the layers of one forward attend: with which mask, to what, on which devices."""
+"""How the layers of one forward attend: with which mask, to which keys, on which devices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MaskFn = Callable[[int, Array, Array], BlockMask | None]
 class Attend:
     """Causal attention, by a function that takes the arguments of `xsake.attention`.
 
-    It is given only those that are needed, so that `jax.nn.dot_product_attention` serves where there is no mask, no
-    filled cache and no segment.
+    The function gets only the arguments that a call needs, so that `jax.nn.dot_product_attention` works too where there
+    is no mask, no filled cache and no segment.
     """
 
     attention_fn: Callable[..., Any]
@@ -47,7 +47,7 @@ class Attend:
             if "positions" in options and mask.is_causal:
                 raise ValueError(
                     f"layer {layer}'s mask counts causality from query 0, but these {query.shape[1]} queries follow "
-                    "the tokens of a filled cache; build it with is_causal=False (the model is causal by position)"
+                    "the tokens of a filled cache; build the mask with is_causal=False: the model is causal by position"
                 )
             options["mask"] = mask
         if self.mesh is None:

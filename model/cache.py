@@ -18,17 +18,17 @@ from xsake.model.config import ModelConfig
 class KVCache:
     """A slot for each token of each sequence; token n of a sequence is in slot n.
 
-    Sequences may have different lengths: each is written at its own. What lies past a sequence's length is never
-    attended to, and the next tokens overwrite it. A token past the capacity is lost, and the model's states for it are
-    NaN. `filled` is known while tracing: into an empty cache a prompt attends to itself alone, as without a cache, so
-    that prefill costs the same and takes the same masks.
+    Sequences may have different lengths: the next tokens of a sequence are written at its own length. Slots past a
+    sequence's length are never attended to, and the next tokens overwrite them. A token past the capacity is lost, and
+    the model's states for that token are NaN. `filled` is known while tracing: with an empty cache, a prompt attends to
+    itself alone, as without a cache, so that prefill costs the same and takes the same masks.
 
     >>> from xsake.model import PRESETS
     >>> KVCache.empty(PRESETS["tiny"], batch=2, capacity=100).capacity
     100
     """
 
-    keys: Any  # a [B, capacity, kv_heads, head_dim] for each layer
+    keys: Any  # per layer, [B, capacity, kv_heads, head_dim]
     values: Any
     length: Any  # i32[B]
     filled: bool = False
@@ -49,11 +49,11 @@ class KVCache:
         return self.keys[0].shape[1]
 
     def slots(self, tokens: int) -> Array:
-        """i32[B, tokens]: where the next tokens go, which is also their position."""
+        """i32[B, tokens]: the slots of the next tokens, which are also their positions."""
         return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
 
     def write(self, layer: int, key: Array, value: Array) -> KVCache:
-        """With one layer's keys and values [B, T, K, D] of the next tokens."""
+        """The cache with one layer's keys and values [B, T, K, D] of the next tokens written."""
         rows = jnp.arange(len(key))[:, None], self.slots(key.shape[1])
 
         def put(layers: tuple, new: Array) -> tuple:
@@ -63,5 +63,5 @@ class KVCache:
         return dataclasses.replace(self, keys=put(self.keys, key), values=put(self.values, value))
 
     def advance(self, tokens: int) -> KVCache:
-        """After every layer has written `tokens` new ones."""
+        """The cache after every layer has written `tokens` new tokens."""
         return dataclasses.replace(self, length=self.length + tokens, filled=True)

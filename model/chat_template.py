@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 _PROCESS = Path(__file__).with_name("chat_template_process.py")
-CPU_SECONDS = 1.0  # of the template alone: a busy machine does not refuse a good one
-_WALL_SECONDS = 60.0  # in case that processor time does not pass
+CPU_SECONDS = 1.0  # processor time of the template alone, so that a busy machine does not refuse a good template
+_WALL_SECONDS = 60.0  # for a template that takes no processor time and never ends
 MEMORY_BYTES = 1 << 29
-EXTRA_CHARACTERS = 1 << 18  # beyond four times the text that the template is given
+EXTRA_CHARACTERS = 1 << 18  # allowed in the output, beyond four times the length of the input
 
 
 def render(template: str, **variables: Any) -> str:
@@ -29,7 +29,7 @@ def render(template: str, **variables: Any) -> str:
     given = json.dumps({"template": template, "variables": variables, "seconds": CPU_SECONDS, "bytes": MEMORY_BYTES})
     most = EXTRA_CHARACTERS + 4 * len(given)
     process = subprocess.Popen(
-        # -P: not with this folder on the path, whose modules are named like others.
+        # -P keeps this folder off the path: its modules would hide others of the same names.
         [sys.executable, "-P", str(_PROCESS), str(most)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """The process in which a chat template runs; `chat_template.render` starts it and reads its answer.
 
-stdin: {"template": ..., "variables": ..., "seconds": ..., "bytes": ...}; stdout: ["text" or "error", what]. It imports
-nothing of xsake, so that it starts quickly.
+stdin: {"template": ..., "variables": ..., "seconds": ..., "bytes": ...}; stdout: ["text", text] or ["error",
+reason]. The process imports nothing of xsake, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def refuse(message: Any) -> None:
 
 
 def rendered(template: str, variables: dict[str, Any], most: int) -> tuple[str, str]:
-    # As Hugging Face renders them; sandboxed, because a template is code from a file.
+    # With the options of Hugging Face; sandboxed, because a template is code from a file.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = refuse
     try:
@@ -50,7 +50,7 @@ def _line(error: Exception) -> str:
 def main() -> None:
     given = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
-    signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # the timer's signal ends the process
     answer = rendered(given["template"], given["variables"], int(sys.argv[1]))
     signal.setitimer(signal.ITIMER_PROF, 0)
     json.dump(answer, sys.stdout)

@@ -16,7 +16,7 @@ from xsake.model.fields import Table, check
 
 
 class Checkpoints:
-    """The checkpoints below a folder, each of one step: trees "state" and maybe "mask", and what they belong to.
+    """The checkpoints in a folder: per step the trees "state" and maybe "mask", and a description of the run.
 
     Orbax writes to a temporary folder and renames it when everything is there: a process that is killed leaves the
     previous checkpoint.
@@ -40,11 +40,11 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
-        """Of which there is a whole checkpoint, the last one last."""
+        """The steps that have a whole checkpoint, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, trees: dict[str, Any], description: dict[str, Any]) -> None:
-        """Start writing and return; what is saved may be changed or donated at once."""
+        """Start writing and return; the caller may change or donate the trees at once."""
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items, about=ocp.args.JsonSave(description)))
 
@@ -56,7 +56,7 @@ class Checkpoints:
         return about
 
     def restore(self, step: int, name: str, like: Any) -> Any:
-        """A tree, with the shapes and on the devices of `like`, whatever mesh it was saved from."""
+        """A saved tree, with the shapes and on the devices of `like`, whatever mesh the tree was saved from."""
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(like)})
         with self._plain_errors(step):
             return self._manager.restore(step, args=args)[name]
@@ -70,7 +70,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _plain_errors(self, step: int) -> Iterator[None]:
-        """Orbax and its libraries raise errors of every kind over a damaged checkpoint."""
+        """Raise ValueError for a damaged checkpoint, over which Orbax and its libraries raise errors of every kind."""
         try:
             yield
         except Exception as error:
@@ -86,5 +86,5 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits until the last one is written."""
+        """Waits until the last checkpoint is written."""
         self._manager.close()

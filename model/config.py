@@ -1,4 +1,4 @@
-"""The shape of a model, checked when it is made, and what it costs."""
+"""The shape of a model, checked when it is made; its number of parameters and its FLOPs."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class ModelConfig:
         return embeddings + self.layers * self._block_weights + norms
 
     def flops_per_token(self, length: int, attention_density: float = 1.0) -> float:
-        """Arithmetic of a training step for one token of a sequence of `length`: the numerator of MFU.
+        """FLOPs of a training step per token of a sequence of `length`: the numerator of MFU.
 
-        Matrix products, forward and backward (3 x forward; what rematerialisation repeats is not counted). Attention
-        counts active work only: causal, with `attention_density` of its blocks.
+        Only matrix products count: forward, and backward as twice the forward. Products that rematerialisation repeats
+        do not count. Of attention, only active work counts: causal, with `attention_density` of the blocks.
         """
         if length < 1:
             raise ValueError(f"{length=} must be at least 1")

@@ -1,4 +1,4 @@
-"""Batches of sequences from token files: shuffled, the same on every run, and known by their number alone.
+"""Batches of sequences from token files: shuffled, the same on every run, and made from their number alone.
 
 A batch is a function of (seed, step). So the position in the data is the step, resuming needs nothing else, and a
 process reads only the rows that its own devices hold.
@@ -17,13 +17,13 @@ from xsake.model.data_shards import Shard
 
 
 class Batches:
-    """Non-overlapping windows of `length` tokens and the one after them, each seen once per epoch.
+    """Windows of `length` tokens and the token after them. The inputs do not overlap; an epoch has each window once.
 
     Args:
       shards: open token files of one tokenizer; a window does not cross from one file into the next.
       length: inputs of a sequence; a row has one token more, since targets are the inputs moved by one.
       batch: sequences in a batch.
-      seed: of the order, which is another one in each epoch; None keeps the order of the files.
+      seed: of the order of the windows, which differs from epoch to epoch; None keeps the order of the files.
     """
 
     def __init__(self, shards: Sequence[Shard], *, length: int, batch: int, seed: int | None):
@@ -59,7 +59,7 @@ class Batches:
         return row
 
     def on_devices(self, step: int, sharding: jax.sharding.Sharding, microbatches: int = 1) -> jax.Array:
-        """Batch number `step` as i32[microbatches, batch / microbatches, length + 1], whole over all processes."""
+        """Batch number `step` as i32[microbatches, batch / microbatches, length + 1], one array over all processes."""
         if self.batch % microbatches:
             raise ValueError(f"batch={self.batch} must be divisible by {microbatches=}")
         size = self.batch // microbatches
@@ -75,5 +75,5 @@ class Batches:
 
 @lru_cache(maxsize=2)  # a batch may lie across two epochs
 def _order(seed: int, epoch: int, windows: int) -> np.ndarray:
-    # RandomState and not Generator: numpy promises that its numbers never change.
+    # RandomState and not Generator: numpy promises that the numbers of RandomState never change.
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch]))).permutation(windows)

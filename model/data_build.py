@@ -23,7 +23,7 @@ from xsake.model.tokenizer_file import plain_tokenizer_errors
 TOKENIZER_FILE = "tokenizer.json"
 _TEXTS_AT_A_TIME = 64
 _LOOK_UP_SECONDS = 0.1
-_PIECE_CHARACTERS = 1 << 20  # a text of one huge line would otherwise be encoded by one thread, slowly
+_PIECE_CHARACTERS = 1 << 20  # a longer text is cut, so that more than one thread encodes it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,16 @@ def build(
 ) -> Built:
     """Make the folder `out` with `tokenizer.json`, `train-*.tokens` and `held-*.tokens`: whole, or not at all.
 
-    What is finished lies in `out.part` meanwhile. If the build is stopped, by Ctrl-C or by anything else, the same call
-    takes up the tokenizer and the token files that are there, and the result is the same.
+    Until the build is finished, its files lie in `out.part`. If the build is stopped, by Ctrl-C or by anything else,
+    the same call goes on with the tokenizer and the token files in `out.part`, and the result is the same.
 
     Args:
       sources: text files, or folders of them. Each file is one text; the token `<|endoftext|>` stands after it.
-      vocab_size: of the tokenizer that is trained, on every n-th text so that about `sample_bytes` are read.
+      vocab_size: of the tokenizer that is trained.
       tokenizer: a tokenizer file to use instead of training one.
       holdout: the share of texts that go to the held-out split, by a hash of their contents: equal texts go together.
-      shard_tokens: tokens in a file.
+      shard_tokens: tokens per token file.
+      sample_bytes: the tokenizer is trained on about this much text, every n-th file.
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"{holdout=} must be at least 0 and below 1")
@@ -97,7 +98,7 @@ def build(
             texts = (text for path in sample for text in _pieces(_text(path)[0]))
             encoder = own or _interruptible(lambda: train_tokenizer(texts, vocab_size))
             _atomic.write_text(saved, encoder.to_str(pretty=True))
-        encoder.encode_special_tokens = True  # a text that mentions <|endoftext|> does not end there
+        encoder.encode_special_tokens = True  # <|endoftext|> inside a text is encoded as plain text
         about = {"vocab_size": encoder.get_vocab_size(), "tokenizer": fingerprint(encoder)}
         writers = {
             split: _Writer(progress.folder, split, shard_tokens, about, progress.places[split])
@@ -138,7 +139,7 @@ class _Writer:
         self.waiting: list[np.ndarray] = []
 
     def add(self, number: int, tokens: np.ndarray) -> bool:
-        """The tokens of text `number`, or those that the finished files do not hold. True if a file was finished."""
+        """Add the tokens of text `number` that the finished files lack. True if this finished a file."""
         tokens = self.place.rest_of(number, tokens).astype(self.dtype)
         self.total += tokens.size
         self.waiting.append(tokens)
@@ -150,25 +151,25 @@ class _Writer:
         return True
 
     def close(self) -> None:
-        """What is left, in a last file."""
+        """Write the remaining tokens to a last file."""
         self._write(-(-self.total // self.shard_tokens))
 
     def _write(self, files: int) -> None:
-        """So many files in all."""
+        """Write files until there are `files` in all."""
         rest = np.concatenate([np.zeros(0, self.dtype), *self.waiting])
         for file in range(self.place.files, files):
             path = self.folder / f"{self.split}-{file:05d}{SUFFIX}"
-            path.unlink(missing_ok=True)  # of a build that was stopped before it took note of the file
+            path.unlink(missing_ok=True)  # of a build that was stopped before it saved its progress
             write_shard(path, rest[: self.shard_tokens], **self.about)
             rest = rest[self.shard_tokens :]
         self.waiting = [rest]
 
 
 def _interruptible(work: Callable[[], Any]) -> Any:
-    """Work of the tokenizers library, in a thread: there it notices no Ctrl-C, but here its caller does at once.
+    """Run `work` in a thread, so that Ctrl-C stops the caller at once: the tokenizers library notices no Ctrl-C.
 
     The thread itself cannot be stopped, and goes on until it has finished or the process ends. The caller wakes now and
-    then, since a signal need not interrupt its wait: it may come just before, or be given to another thread.
+    then, since a signal need not interrupt a wait: the signal may come just before, or be given to another thread.
     """
     future: Future[Any] = Future()
 
@@ -186,7 +187,7 @@ def _interruptible(work: Callable[[], Any]) -> Any:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
-    """Tokens of each text, its end included. The pieces of all texts are encoded together, on all cores."""
+    """Tokens of each text, with END_OF_TEXT at the end. The pieces of all texts are encoded together, on all cores."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     pieces = [_pieces(text) for text in texts]
     flat = [piece for text in pieces for piece in text]
@@ -196,7 +197,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut before a line's first character, so that no word is cut."""
+    """The text in pieces, cut only between lines, so that no word is cut."""
     if len(text) <= _PIECE_CHARACTERS:
         return [text]
     pieces, start = [], 0

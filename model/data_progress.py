@@ -1,4 +1,4 @@
-"""How far a build of token files has come, on disk, so that one that was stopped goes on from there.
+"""The progress of a build of token files, kept on disk so that a stopped build goes on from there.
 
 The folder `OUT.part` holds tokenizer.json and the token files that are finished, and `progress.json`:
 
@@ -34,7 +34,7 @@ def part_of(out: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a split's finished files hold: every text before number `text`, and of this one all but `rest` tokens."""
+    """What a split's finished files hold: its texts up to number `text`, but for that text's last `rest` tokens."""
 
     files: int = 0
     text: int = -1
@@ -50,7 +50,7 @@ class Place:
 
 
 class Progress:
-    """The folder of an unfinished build, held by one process at a time; of other texts or settings it is emptied."""
+    """The folder of an unfinished build, locked by one process. A build of other texts or settings empties it first."""
 
     def __init__(self, out: Path, paths: Sequence[Path], settings: Mapping[str, Any]):
         self.folder, self._out = part_of(out), out
@@ -76,7 +76,7 @@ class Progress:
             return False
         except OSError:  # a file system without locks
             return True
-        return not self._out.exists()  # or the other process has just finished
+        return not self._out.exists()  # it exists if another process has just finished the build
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -94,17 +94,17 @@ class Progress:
         self.save(self.places)
 
     def save(self, places: Mapping[str, Place]) -> None:
-        """After a file is finished: a build that is stopped goes on after the file."""
+        """Call this when a token file is finished: a build that is stopped then goes on after that file."""
         noted = {split: dataclasses.asdict(place) for split, place in places.items()}
         _atomic.write_text(self.folder / _FILE, json.dumps(self._build | {"places": noted}) + "\n")
 
     def finish(self) -> None:
-        """The folder appears in its place."""
+        """Rename the folder of the unfinished build to `out`."""
         self.folder.rename(self._out)
         (self._out / _FILE).unlink()
 
 
 def _fingerprint(paths: Sequence[Path]) -> str:
-    """Of the texts, by name, size and time."""
+    """A hash of the texts' names, sizes and modification times."""
     about = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps(about).encode(errors="replace")).hexdigest()

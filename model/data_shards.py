@@ -3,7 +3,7 @@
     {"format": "xsake-tokens", "version": 1, "dtype": "uint16", "tokens": 33554432, "vocab_size": 16384,
      "tokenizer": "6f0c..."}
 
-The header says how long the file must be, so that a truncated one is refused instead of trained on.
+The header says how long the file must be, so that a truncated file is refused instead of trained on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One open token file. `tokens` is a read-only memory map; `tokenizer` is the fingerprint of what made them."""
+    """One open token file. `tokens` is a read-only memory map; `tokenizer` is the fingerprint of their tokenizer."""
 
     path: Path
     tokens: np.ndarray

@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer file of the `tokenizers` library that knows where a text ends."""
+    """The tokenizer in a file of the `tokenizers` library; its vocabulary must hold END_OF_TEXT."""
     tokenizer = read_tokenizer(path)
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"the tokenizer {path} has no token {END_OF_TEXT}, which ends a text in the token files")
@@ -47,5 +47,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """What token files carry, so that those of different tokenizers are never mixed."""
+    """The hash that token files carry, so that files of different tokenizers are never mixed."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Several processes, one program: each sees its own devices, and the mesh holds those of all."""
+"""Several processes, one program: each process sees its own devices, and the mesh holds the devices of all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import jax
 
 
 def initialize(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Join the other processes; before anything else touches a device.
+    """Join the other processes. Call this before anything else touches a device.
 
-    On Slurm, Open MPI, Kubernetes and Cloud TPU, JAX finds out by itself: give none of the three. Elsewhere give all:
-    the address "host:port" of process 0, the number of processes, and the number of this one.
+    On Slurm, Open MPI, Kubernetes and Cloud TPU, JAX finds the three arguments by itself: give None. Elsewhere give
+    all: the address "host:port" of process 0, the number of processes, and the number of this process.
     """
     given = {"coordinator": coordinator, "processes": processes, "process": process}
     missing = [name for name, value in given.items() if value is None]

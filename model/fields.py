@@ -1,4 +1,4 @@
-"""What a field may hold: each is declared once, by kind and range, and checked in one place.
+"""What a field may hold: each field is declared once, by kind and range, and checked in one place.
 
 Files come from anywhere, so nothing is assumed of a value: it may be of any type, huge, or not a number.
 """
@@ -14,19 +14,19 @@ from typing import Any, Protocol, runtime_checkable
 
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
-_JSON_BYTES = 1 << 24  # of the files that are read by `read_json`; real ones have some thousand
+_JSON_BYTES = 1 << 24  # the most that `read_json` reads; real files have some thousand
 
 
 @runtime_checkable
 class Kind(Protocol):
-    """Whether a value is allowed; `str` says what is."""
+    """Says whether a value is allowed; `str(kind)` describes the allowed values."""
 
     def allows(self, value: Any) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """An int; True and 2.0 are none."""
+    """An int; True and 2.0 do not count as ints."""
 
     least: int = 1
     most: int = LARGEST_INT
@@ -40,7 +40,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Number:
-    """A finite int or float, within bounds of which each is given or not."""
+    """A finite int or float, within the bounds that are given."""
 
     above: int | float | None = None
     least: int | float | None = None
@@ -48,7 +48,7 @@ class Number:
     most: int | float | None = None
 
     def allows(self, value: Any) -> bool:
-        # By comparison alone: an int may be too large to become a float.
+        # Compared without conversion: an int may be too large for a float.
         return (
             isinstance(value, int | float)
             and not isinstance(value, bool)
@@ -106,7 +106,7 @@ class ListOf:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A dictionary (of JSON: its names are text)."""
+    """A dictionary, as JSON has it: the keys are text."""
 
     def allows(self, value: Any) -> bool:
         return isinstance(value, dict)
@@ -121,7 +121,7 @@ def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
 
 
 def check_all(values: Any, kinds: Mapping[str, Kind]) -> None:
-    """Each named attribute of an object against its kind."""
+    """Check each named attribute of an object against its kind."""
     for name, kind in kinds.items():
         check(name, getattr(values, name), kind)
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention in a Flax model of your own: one argument of its attention layers."""
+"""Block-sparse attention in a Flax model of your own, as the `attention_fn` of its attention layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_fn(
 ) -> Array:
     """`xsake.attention` with the signature of Flax's `dot_product_attention`, for nnx and for linen.
 
-    Give it to a layer as `attention_fn`, with the blocks that its heads attend to:
+    Give this function to a layer as `attention_fn`, with the blocks that the layer's heads attend to:
 
     >>> from functools import partial
     >>> import jax.numpy as jnp, xsake
@@ -58,7 +58,7 @@ def attention_fn(
     >>> step(layer, jnp.ones((2, 1, 64)), jnp.full((2, 1), layer.cache_index[...])).shape
     (2, 1, 64)
 
-    Refused, because attention weights are never formed: their dropout, and the weights themselves (`sow_weights`).
+    Refused, because attention weights are never formed: dropout of the weights, and storing them (`sow_weights`).
     """
     _refuse(deterministic, dropout_rate, module, precision, qk_attn_weights_einsum, attn_weights_value_einsum)
     lead = query.shape[:-3]  # Flax allows any number of batch dimensions
@@ -76,8 +76,8 @@ def attention_fn(
     if block_mask is not None and query.shape[-3] == 1 < block_mask.q_len:
         if input_positions is None:
             raise ValueError(
-                f"block_mask is for {block_mask.q_len} queries and this call has one, as where decode=True: pass its "
-                f"position to the layer as input_positions, or give a block_mask of q_len=1, or none to attend to all"
+                f"block_mask is for {block_mask.q_len} queries and this call has one, as with decode=True: pass "
+                f"the query's position to the layer as input_positions, or a block_mask of q_len=1, or no block_mask"
             )
         at = jnp.broadcast_to(input_positions, (*lead, 1)).reshape(-1, 1)
         positions = at, jnp.arange(block_mask.kv_len)[None]
@@ -86,10 +86,11 @@ def attention_fn(
     elif input_positions is not None:
         raise NotImplementedError(
             "input_positions are for one query that decodes with a block_mask. For rotary embeddings give the layer a "
-            "function of your own as attention_fn: it takes input_positions, rotates query and key, calls this one"
+            "function of your own as attention_fn, which takes input_positions, rotates query and key, and calls "
+            "xsake.model.attention_fn"
         )
     if mask is not None:
-        # As jax.nn does: a row that is masked everywhere attends to everything alike.
+        # As in jax.nn, a row that is masked everywhere gives all keys the same weight.
         lowest = jnp.asarray(-0.7 * float(jnp.finfo(jnp.float32).max), jnp.float32)
         bias = jnp.zeros((1,) * mask.ndim) if bias is None else bias
         rank = max(mask.ndim, bias.ndim)
@@ -114,7 +115,7 @@ def attention_fn(
 
 
 def _refuse(deterministic: bool, dropout_rate: float, module: Any, precision: Any, *einsums: Any) -> None:
-    """Raise for what cannot be honoured."""
+    """Raise for arguments that cannot be honoured."""
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must be in the range [0, 1), got {dropout_rate}")
     if dropout_rate > 0 and not deterministic:
@@ -129,8 +130,8 @@ def _refuse(deterministic: bool, dropout_rate: float, module: Any, precision: An
         )
     if any(einsum is not None for einsum in einsums):
         raise NotImplementedError(
-            "qk_attn_weights_einsum and attn_weights_value_einsum: the kernels multiply themselves; leave both None, "
-            "or use Flax's own dot_product_attention for a quantised einsum"
+            "qk_attn_weights_einsum and attn_weights_value_einsum: the kernels compute these products; leave both "
+            "None, or use Flax's own dot_product_attention for a quantised einsum"
         )
     for each in precision if isinstance(precision, tuple) else (precision,):
         try:
@@ -138,12 +139,15 @@ def _refuse(deterministic: bool, dropout_rate: float, module: Any, precision: An
         except ValueError:
             raise NotImplementedError(
                 f"{precision=} names no jax.lax.Precision: float32 is multiplied at the highest, bfloat16 and "
-                f"float16 are summed in float32, and no other arithmetic is there; use None"
+                f"float16 are summed in float32, and there is no other arithmetic; use None"
             ) from None
 
 
 def _row(mask: xsake.BlockMask, positions: Array) -> xsake.BlockMask:
-    """The blocks of one query per batch entry, at `positions` [B, 1], without the mask's rule, which goes by index."""
+    """The blocks of one query per batch entry, at `positions` [B, 1].
+
+    The mask's rule, which applies to indices, is left out: the caller applies it to positions.
+    """
     outside = (positions < 0) | (positions >= mask.q_len)
     if not isinstance(outside, jax.core.Tracer) and outside.any():
         raise ValueError(
@@ -157,7 +161,7 @@ def _row(mask: xsake.BlockMask, positions: Array) -> xsake.BlockMask:
     first, last = (jnp.take_along_axis(pointers, rows[:, None] + i, axis=-1) for i in (0, 1))  # [B, h, 1]
     slots = first + jnp.arange(mask.num_kv_blocks)[None, None]
     found = jnp.take_along_axis(indices, jnp.minimum(slots, mask.capacity - 1), axis=-1)
-    # A traced position out of range cannot raise: a block out of range makes the output NaN, as does a mask's overflow.
+    # A traced position out of range cannot raise: a block out of range makes the output NaN, as an overflow does.
     wrong = outside[:, None] | jnp.asarray(mask.overflowed())[..., None]
     blocks = jnp.where(wrong, mask.num_kv_blocks, jnp.where(slots < last, found, -1))
     return xsake.BlockMask.from_indices(

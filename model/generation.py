@@ -1,4 +1,4 @@
-"""Tokens that follow a prompt: the prompt in one forward, sparse if masks say so, then a token at a time."""
+"""Tokens that follow a prompt: one forward of the prompt, sparse if masks say so, then one forward per token."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def generate(
     seed: int = 0,
     mask_fn: MaskFn | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of any lengths; returns each one's new tokens, up to and without a stop token.
+    """Continues prompts of any lengths; returns the new tokens of each prompt, up to and without a stop token.
 
     Args:
-      model: its cache and arithmetic have the model's `dtype`.
+      model: the cache and the arithmetic have the model's `dtype`.
       prompts: token numbers; none may be empty.
-      max_new_tokens: the longest prompt and these must fit the model's context.
+      max_new_tokens: the longest prompt and its new tokens must fit the model's context.
       sampler: greedy by default.
       stop: tokens that end a sequence.
       seed: for a sampler that draws.
-      mask_fn: masks for the prompt, as in `Transformer.hidden`; tokens that follow see everything.
+      mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
 
-    Lengths are rounded up to multiples of 64 where that changes nothing, so that other prompts rarely compile anew;
-    with a `mask_fn` the prompt's own is kept.
+    Prompt and cache are padded to multiples of 64 tokens, which changes no result, so that prompts of other lengths
+    rarely compile anew. With a `mask_fn` the prompt is not padded.
 
     >>> from flax import nnx
     >>> from xsake.model import PRESETS, Transformer, generate
@@ -71,7 +71,7 @@ def stream(
     seed: int = 0,
     mask_fn: MaskFn | None = None,
 ) -> Iterator[np.ndarray]:
-    """`generate`, as it happens: after each step the next token of every sequence, i32[B], with no regard to stops."""
+    """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
     lengths = [len(prompt) for prompt in prompts]
     if not prompts or min(lengths) == 0:
         raise ValueError("prompts must not be empty: a model continues at least one token")

@@ -15,9 +15,9 @@ from xsake.model.fields import Flag, Kind, ListOf, Text, Whole, check
 if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of token that text is never split inside
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
 
-# The fields that are read, those of the model's shape apart: `llama_names` has them.
+# The fields that are read, except for those of the model's shape, which `llama_names` has.
 _FIELDS: dict[str, Kind] = {
     "general.architecture": Text(),
     "llama.rope.scaling.type": Text(),
@@ -35,7 +35,7 @@ _FIELDS: dict[str, Kind] = {
 
 
 class GGUFFile:
-    """One model; nothing is dequantised before it is asked for."""
+    """One model; a tensor is dequantised when it is read."""
 
     def __init__(self, path: Path):
         from xsake.model.gguf_header import read_header
@@ -133,7 +133,7 @@ class GGUFFile:
         turned = self._get("llama.rope.dimension_count", config.head_dim)
         if turned != config.head_dim:
             raise NotImplementedError(
-                f"{self.path} turns {turned} of {config.head_dim} features of a head; all must be"
+                f"{self.path} turns {turned} of {config.head_dim} features of a head by position; it must turn all"
             )
         return dataclasses.replace(config, rope_base=_decimal(config.rope_base), norm_eps=_decimal(config.norm_eps))
 
@@ -147,7 +147,7 @@ class GGUFFile:
 
 
 def _pairs_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from rotary pairs (0, 1), (2, 3), ... to pairs (0, D/2), (1, D/2 + 1), ..."""
+    """Reorder the rows of each head from rotary pairs (0, 1), (2, 3), ... to pairs (0, D/2), (1, D/2 + 1), ..."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

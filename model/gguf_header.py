@@ -5,8 +5,8 @@
     per tensor: name, number of dimensions, dimensions (fastest first), type, offset into the data
     padding to general.alignment, then the data
 
-Every length is compared with the bytes that are left before anything is made of it, so that neither time nor memory
-grows beyond the file's size. The `gguf` package's own reader does not, and takes seconds for a large vocabulary.
+Every length is compared with the bytes that are left before it is used, so that neither time nor memory grows beyond
+the file's size. The `gguf` package's own reader does not compare, and takes seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GGUFHeader:
 
 
 def read_header(data: np.ndarray) -> GGUFHeader:
-    """The header of a file's bytes (uint8, best memory-mapped). ValueError says what is wrong with it."""
+    """The header of a file's bytes (uint8, best memory-mapped). ValueError says what is wrong with the header."""
     cursor = _Cursor(data)
     if bytes(cursor.take(4, "the magic")) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
@@ -108,7 +108,7 @@ class _Cursor:
         return self._data[start : self.place]
 
     def expect(self, count: int, least: int, what: str) -> None:
-        """Refuse a count of items, of at least so many bytes each, that the rest of the file has no room for."""
+        """Refuse `count` items of at least `least` bytes each if the rest of the file is too short for them."""
         if count * least > len(self._data) - self.place:
             raise ValueError(f"it promises {count} {what} in the {len(self._data) - self.place} bytes that are left")
 
@@ -141,7 +141,7 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize, name), dtype).tolist()
 
     def tensor(self) -> tuple[str, GGUFTensor]:
-        """Its offset is still counted from the beginning of the data."""
+        """(name, tensor), whose `start` still counts from the beginning of the data."""
         name, dimensions = self.text(), self.number("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise ValueError(f"tensor {name} has {dimensions} dimensions; from 1 to {_MOST_DIMENSIONS} are read")

@@ -1,4 +1,4 @@
-"""What the configuration and the parameters of a Llama are called in the files of others."""
+"""The names of a Llama's configuration and parameters in GGUF files and in Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from xsake.model.config import FIELDS, ModelConfig
 from xsake.model.fields import check
 
-# Our fields and GGUF's; the embedding's shape and the tensors' names tell the rest.
+# Our name of a field, and GGUF's. `vocab_size` follows from the embedding's shape, `tied` from the tensors' names.
 GGUF_FIELDS = {
     "layers": "llama.block_count",
     "width": "llama.embedding_length",
@@ -21,7 +21,7 @@ GGUF_FIELDS = {
     "rope_base": "llama.rope.freq_base",
     "norm_eps": "llama.attention.layer_norm_rms_epsilon",
 }
-# Our fields and Hugging Face's.
+# Our name of a field, and Hugging Face's.
 HUGGING_FACE_FIELDS = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -38,7 +38,7 @@ HUGGING_FACE_FIELDS = {
 
 Path = tuple[Any, ...]  # of a parameter, as `nnx.to_flat_state` has it: ("blocks", 0, "mlp", "up", "kernel")
 
-# Ours, GGUF's, Hugging Face's.
+# The names of each parameter: ours, GGUF's, Hugging Face's.
 _MODEL = (
     (("embed", "embedding"), "token_embd", "model.embed_tokens"),
     (("norm", "scale"), "output_norm", "model.norm"),
@@ -65,9 +65,9 @@ def read_config(
     *,
     tensors: int,
 ) -> ModelConfig:
-    """The configuration of a file that has these fields and so many tensors.
+    """The configuration of a file with the fields `given` and `tensors` tensors.
 
-    `names` are the file's names of our fields, `found` what is known of our fields without them. Files may leave out
+    `names` maps our fields to the file's. `found` holds our fields that are known from elsewhere. Files may leave out
     the number of KV heads, the size of a head and the rotary base.
     """
     values = dict(found) | {ours: given[theirs] for ours, theirs in names.items() if theirs in given}

@@ -1,4 +1,4 @@
-"""Model FLOP/s utilisation: arithmetic that the model needs, over what the device could do in that time."""
+"""Model FLOP/s utilisation: FLOPs that the model needs, over the FLOPs that the devices could do in that time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def utilisation(flops_per_token: float, tokens_per_second: float, device_kind: str, devices: int) -> float | None:
-    """A share of the peak of all devices, or None where the peak is not known."""
+    """The share of all devices' peak FLOP/s that the model uses, or None where the peak is not known."""
     peak = peak_flops(device_kind)
     return None if peak is None else flops_per_token * tokens_per_second / (peak * devices)

@@ -1,4 +1,4 @@
-"""Trained weights: of a published model by its name, of any Llama in a GGUF or safetensors file by its path."""
+"""Load trained weights: a published model by its name, any Llama in a GGUF or safetensors file by its path."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_pretrained(
 
 
 def _check_shapes(file: ModelFile) -> None:
-    """Every tensor's shape, before any is read. All layers have the shapes of the first."""
+    """Check every tensor's shape before any tensor is read. All layers have the shapes of the first."""
     one_layer = dataclasses.replace(file.config, layers=1)
     state = nnx.state(nnx.eval_shape(lambda: Transformer(one_layer, rngs=nnx.Rngs(0))))
     expected = {path: variable.shape for path, variable in nnx.to_flat_state(state)}
@@ -70,17 +70,17 @@ def _check_shapes(file: ModelFile) -> None:
 
 
 def load_tokenizer(path_or_name: str | os.PathLike | ModelFile) -> Tokenizer:
-    """The tokenizer of what `load_pretrained` loads."""
+    """The tokenizer of the model that `load_pretrained` loads."""
     file = open_model(path_or_name)
     tokenizer = file.tokenizer()
-    tokens = 1 + max(tokenizer.core.get_vocab().values(), default=0)  # numbers may be left out
+    tokens = 1 + max(tokenizer.core.get_vocab().values(), default=0)  # the numbers may have gaps
     if tokens > file.config.vocab_size:
         raise ValueError(f"{file.path}: the tokenizer has {tokens} tokens, but the model only {file.config.vocab_size}")
     return tokenizer
 
 
 def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
-    """A model's file, its configuration read and its weights not yet."""
+    """Open a model's file: its configuration is read, its weights are not yet."""
     if isinstance(path_or_name, ModelFile):
         return path_or_name
     path = Path(path_or_name)

@@ -22,7 +22,7 @@ class Rotation(NamedTuple):
         return cls(jnp.cos(angle), jnp.sin(angle))
 
     def turn(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B T heads D"]:
-        """`x` at its positions, in float32: a bfloat16 angle is off by whole turns after some hundred tokens."""
+        """`x` turned by its positions, in float32: a bfloat16 angle is off by whole turns after some hundred tokens."""
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)

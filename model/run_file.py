@@ -1,4 +1,4 @@
-"""The run file: one JSON object per line for everything that happened, each step once, also after kills and resumes."""
+"""The run file: one JSON object per event and line; each step is there once, also after kills and resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsake import _atomic
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every line that is an event: not one that a kill cut off, nor what somebody else wrote into the file."""
+    """The events of a run file. Lines that a kill cut off, or that are no events, are left out."""
     if not path.exists():
         return []
     events = []
@@ -26,7 +26,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class RunFile:
-    """Appends events to a run's file, after taking out those that the checkpoint of `step` knows nothing of."""
+    """Appends events to a run's file, after removing events later than `step`, the checkpoint that the run resumes."""
 
     def __init__(self, path: Path, *, step: int):
         self._path = path
@@ -39,12 +39,12 @@ class RunFile:
             self.write("resumed", step)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """`step` is the number of steps taken when it happened."""
+        """`step` is the number of steps taken when the event happened."""
         self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """On disk, so that a checkpoint never knows of a step that the file does not."""
+        """Wait until the events are on disk, so that a checkpoint never holds a step that the file lacks."""
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> RunFile:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 
-# The fields that are read, those of the model's shape apart: `llama_names` has them.
+# The fields that are read, except for those of the model's shape, which `llama_names` has.
 _FIELDS: dict[str, Kind] = {
     "model_type": Text(),
     "rope_parameters": Table(),
@@ -32,7 +32,7 @@ _FIELDS: dict[str, Kind] = {
 
 
 class SafetensorsFolder:
-    """One model, in one or several files; nothing is read before it is asked for."""
+    """One model, in one or several files; a tensor's numbers are read only by `read`."""
 
     def __init__(self, path: Path):
         import safetensors
@@ -55,7 +55,7 @@ class SafetensorsFolder:
 
     @property
     def tensor_names(self) -> set[str]:
-        """All but what follows from the rest: rotary frequencies of old files, and the copy of a tied embedding."""
+        """All tensors that do not follow from others: not rotary frequencies, nor the copy of a tied embedding."""
         derived = {"lm_head.weight"} if self.config.tied else set()
         return {name for name in self._where if name not in derived and not name.endswith("rotary_emb.inv_freq")}
 
@@ -85,7 +85,7 @@ class SafetensorsFolder:
 def save_pretrained(model: Transformer, folder: str | os.PathLike) -> None:
     """Write config.json and model.safetensors, which `load_pretrained` and other libraries read, in the weights' dtype.
 
-    The folder must not hold a model yet. Put the tokenizer's tokenizer.json beside them.
+    The folder must not hold a model yet. For a tokenizer, put its tokenizer.json into the folder.
     """
     from flax import nnx
     from safetensors.numpy import save
@@ -101,7 +101,7 @@ def save_pretrained(model: Transformer, folder: str | os.PathLike) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _atomic.write_text(folder / "config.json", json.dumps(_write_config(model.config), indent=2) + "\n")
     with _atomic.replacing(folder / "model.safetensors") as file:
-        file.write(save(tensors))  # its save_file writes another file and renames it, past the lock and the fsync
+        file.write(save(tensors))  # safetensors' save_file would bypass the lock and the fsync of `replacing`
 
 
 def _write_config(config: ModelConfig) -> dict[str, Any]:

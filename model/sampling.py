@@ -13,12 +13,12 @@ from jaxtyping import Float, Int, Key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Greedy at temperature 0; otherwise drawn, from the likeliest tokens only if asked.
+    """Takes the likeliest token at temperature 0; otherwise draws one, within the bounds of `top_k` and `top_p`.
 
     Args:
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: only so many tokens may be drawn.
-      top_p: only the fewest tokens whose probabilities (within `top_k`) add up to it.
+      top_k: only the `top_k` likeliest tokens may be drawn.
+      top_p: only the fewest tokens whose probabilities (within `top_k`) sum to at least `top_p` may be drawn.
 
     >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
     >>> Sampler()(logits, jax.random.key(0)).tolist()
@@ -47,7 +47,7 @@ class Sampler:
         if self.top_p is not None:
             falling = jnp.sort(logits, axis=-1, descending=True)
             share = jax.nn.softmax(falling)
-            before = jnp.cumsum(share, -1) - share  # of the likelier tokens: the likeliest one always stays
+            before = jnp.cumsum(share, -1) - share  # sum over likelier tokens: 0 for the likeliest, which stays
             least = jnp.min(jnp.where(before < self.top_p, falling, jnp.inf), -1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
         return jax.random.categorical(key, logits).astype(jnp.int32)

@@ -1,7 +1,7 @@
 """Which device holds what: a mesh with axes "data" and "model", and rules from parameter names to its axes.
 
 Over "model", matrices are split by heads and inner features (Megatron): a block needs two sums over devices. Over
-"data", batches are split, and with `fsdp` parameters and optimiser too.
+"data", batches are split, and with `fsdp` also the parameters and the state of the optimiser.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 
 def parameter_shardings(params: Any, mesh: Mesh, *, fsdp: bool = False) -> Any:
-    """A NamedSharding for every parameter. Each must match a rule, and divide by the mesh."""
+    """A NamedSharding per parameter. Each must match a rule, and the mesh must divide the dimensions that are split."""
 
     def of(path: tuple[Any, ...], parameter: Any) -> NamedSharding:
         name, shape = parameter_name(path), parameter.shape
@@ -68,7 +68,7 @@ def parameter_shardings(params: Any, mesh: Mesh, *, fsdp: bool = False) -> Any:
 
 
 def _split_over_data(shape: tuple[int, ...], axes: list[Any], size: int) -> list[Any]:
-    """Its largest dimension that is whole and divides; what has none stays replicated."""
+    """Split the largest whole dimension that `size` divides over "data"; without one, replicate the parameter."""
     free = [i for i, axis in enumerate(axes) if axis is None and shape[i] % size == 0]
     if free and math.prod(shape) > size:
         axes[max(free, key=lambda i: shape[i])] = "data"

@@ -1,4 +1,4 @@
-"""A pretrained model's tokenizer: text to tokens and back, and conversations as its model was taught to read them."""
+"""A pretrained model's tokenizer: text to tokens and back, conversations in the form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SPLITS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """What `load_tokenizer` returns.
+    """A model's tokenizer, as `load_tokenizer` returns it.
 
     core: the tokenizer of the `tokenizers` library.
-    eos: the token that ends an answer; bos: the one that begins a text, if any.
+    eos: the token that ends an answer; bos: the token that begins a text, if any.
     template: the model's chat template (Jinja), if it has one.
     """
 
@@ -55,11 +55,11 @@ class Tokenizer:
         return frozenset() if number is None else frozenset({number})
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text, with the beginning token if the model is used to one."""
+        """Tokens of plain text, with `bos` before them if the model is used to it."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens; those that are not text, such as the end of an answer, are left out."""
+        """Text of tokens; tokens that are not text, such as the end of an answer, are left out."""
         with plain_tokenizer_errors("the model's tokenizer cannot decode these tokens"):
             return self.core.decode(list(tokens))
 
@@ -122,7 +122,7 @@ def byte_level_bpe(
 
 
 def from_folder(folder: Path) -> Tokenizer:
-    """tokenizer.json and, if it is there, tokenizer_config.json."""
+    """The tokenizer in tokenizer.json and, if there is one, tokenizer_config.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: the tokenizer must be beside the model's weights")

@@ -1,4 +1,4 @@
-"""tokenizer.json files, read with the `tokenizers` library and mistrusted: they come with models from anywhere."""
+"""tokenizer.json files, read with the `tokenizers` library and checked: they come with models from anywhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _MOST_BYTES = 1 << 28
-_MOST_GROWTH = 1024  # of a text by replacements: thirty that double it would fill any memory
+_MOST_GROWTH = 1024  # of a text by replacements: thirty doublings would fill any memory
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file; it neither cuts nor pads texts, whatever the file says. ValueError if it is no good."""
+    """The tokenizer in a file, set to neither cut nor pad texts. ValueError if the file holds no usable tokenizer."""
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer {path} does not exist")
     if path.stat().st_size > _MOST_BYTES:
@@ -33,7 +33,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def plain_tokenizer_errors(what: str) -> Iterator[None]:
-    """The library raises plain `Exception`, and a panic in its Rust code is not even one: make both ValueErrors."""
+    """Raise ValueError instead of the library's `Exception`, or of a panic in its Rust code (a BaseException)."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -44,7 +44,7 @@ def plain_tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def _growth(part: dict[str, Any]) -> int | float:
-    """By how much a normalizer or decoder, given as its JSON, multiplies the length of a text at most."""
+    """The largest factor by which a normalizer or decoder, given as its JSON, lengthens a text."""
     if part["type"] == "Sequence":
         return math.prod(_growth(each) for each in part.get("normalizers") or part.get("decoders") or [])
     if part["type"] == "Prepend":

@@ -1,7 +1,7 @@
 """What `--attention` means: which function attends, and with which mask.
 
-A mask function is a callable that is also a pytree, so that it is an argument of the compiled step: new numbers in it,
-after a recalibration, compile nothing, and a checkpoint can hold them.
+A mask function is a callable that is also a pytree, so that it is an argument of the compiled step: a recalibration
+changes its arrays without compiling anew, and a checkpoint can hold them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _big_bird(length: int, block: int, size: int) -> BlockMask:
     return patterns.big_bird(length, length, num_random_blocks=size, seed=0, **sizes)
 
 
-# Each grows denser with `size`, from 0 to the number of blocks in a row.
+# Masks grow denser with `size`, which runs from 0 to the number of blocks per row.
 _FAMILIES: dict[str, Callable[[int, int, int], BlockMask]] = {
     "sink_window": _sink_window,
     "sliding_window": _sliding_window,
@@ -56,7 +56,7 @@ ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)
 
 
 def fixed_pattern(name: str, *, length: int, block: int, density: float) -> BlockMask:
-    """The pattern's mask whose share of active causal blocks is nearest to `density`.
+    """Of the masks of pattern `name`, the one whose share of active causal blocks is nearest to `density`.
 
     >>> float(fixed_pattern("sink_window", length=1024, block=64, density=0.43).density().round(2))
     0.43
@@ -75,7 +75,7 @@ def _cudnn(*arrays: Array, **options: Any) -> Array:
 
 
 def check_cudnn(config: TrainConfig) -> None:
-    """Raises where cuDNN cannot attend."""
+    """Raise ValueError if cuDNN cannot compute the attention of this configuration here."""
     if compute_capability() is None:
         raise ValueError(
             f'attention="cudnn" needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here: use "dense"'
@@ -85,7 +85,7 @@ def check_cudnn(config: TrainConfig) -> None:
 
 
 def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:
-    """HADS at the configuration's density. Raises where the blocks that are always on do not leave it a choice."""
+    """HADS at the configuration's density. ValueError if the blocks that are always on leave none to choose."""
     from xsake.hads.calibration.recalibration import recalibration
     from xsake.hads.profile.budgets import uniform_counts
     from xsake.hads.profile.causal_grid import CausalGrid

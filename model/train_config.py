@@ -1,4 +1,4 @@
-"""Everything that decides the numbers of a training run. Two runs with equal ones give equal losses."""
+"""Everything that decides the numbers of a training run. Two runs of equal configurations give equal losses."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class TrainConfig:
       batch: sequences per step.
       microbatches: parts of a step's batch, computed one after the other, whose gradients are averaged.
       steps: number of steps; the learning rate falls until the last.
-      learning_rate: the highest one; it is reached after `warmup` steps.
+      learning_rate: the highest learning rate, reached after `warmup` steps.
       warmup: steps over which the learning rate rises linearly.
       final_fraction: share of the learning rate that is left at the last step, after falling as a cosine.
       weight_decay: of AdamW, on matrices only.
       beta1, beta2: of AdamW.
-      clip: the largest norm of a gradient; larger ones are scaled down to it.
+      clip: the largest norm of the gradients of all parameters; larger gradients are scaled down to it.
       attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.train_attention`.
-      density: the share of active blocks; of a pattern, the nearest that it can have.
+      density: the share of active blocks; a pattern takes the nearest density that it can have.
       block: tokens per block.
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
       dtype: of activations and matrix products; weights and optimiser are float32.
-      remat: keep only what lies between blocks for the backward pass.
-      loss_chunk: tokens whose logits exist at once on a device.
-      seed: of the initial weights and of the order of the data. Randomness is counted from it and the step, so that the
-        step in a checkpoint is all the state there is.
+      remat: keep only the states between transformer blocks for the backward pass; compute the rest again.
+      loss_chunk: tokens per device whose logits exist at the same time.
+      seed: of the initial weights and of the order of the data. All randomness is a function of seed and step, so that
+        a checkpoint needs no state of a random generator.
     """
 
     model: ModelConfig

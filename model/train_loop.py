@@ -1,4 +1,4 @@
-"""The training loop: carried on where it stopped, whatever stopped it."""
+"""The training loop, which resumes a stopped run from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsake.model.train_report import METRICS_FILE, Report
 from xsake.model.trainer import Recalibrate, Trainer
 
 CHECKPOINTS_FOLDER = "checkpoints"
-_AHEAD = 2  # steps in flight: metrics are read this late, so that the device never waits for the host
+_AHEAD = 2  # steps: metrics are read so much later, so that the device never waits for the host
 
 
 def train(
@@ -35,24 +35,24 @@ def train(
     wandb: bool = False,
     quiet: bool = False,
 ) -> Path:
-    """Train, or carry on a run that was stopped: the same call again, and the same losses as if it never had been.
+    """Train, or resume a stopped run: the same call again gives the losses of a run that was never stopped.
 
-    Bit for bit, as far as XLA itself is: on a GPU it sums the embedding's gradients in any order unless it is told not
-    to, with XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+    The losses are equal bit for bit as far as XLA is deterministic: on a GPU, XLA sums the embedding's gradients in any
+    order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true is set.
 
     Args:
       config: everything that decides the numbers. A run folder of another configuration is refused.
       data: a folder made by `xsake data build`.
       run: the folder of the run: `metrics.jsonl` (one event per line) and `checkpoints/`.
-      mesh: devices over ("data", "model"); a run may be carried on with another mesh.
+      mesh: devices over ("data", "model"); a run may be resumed on another mesh.
       fsdp: split weights and optimiser over "data" too.
       checkpoint_every: steps between checkpoints; the last step has one too.
       keep: how many of the last checkpoints are kept.
       eval_every: steps between evaluations on held-out data, also after the last step; 0 for none.
       eval_batches: held-out batches per evaluation.
       recalibrate: `recalibrate(step, model, tokens) -> mask_fn`, called before the first step and then every
-        `config.recalibrate_every` steps with the inputs [B, T] of the step to come. With attention="hads" it is by
-        default HADS's own: calibration on dense attention.
+        `config.recalibrate_every` steps with the inputs [B, T] of the step to come. With attention="hads", the
+        default is HADS's own callback, which calibrates on dense attention.
       wandb: also log to Weights & Biases.
       quiet: no progress.
 
@@ -92,7 +92,7 @@ def train(
                     clock.restart()
                 if last or trainer.taken % checkpoint_every == 0:
                     clock.drain()
-                    report.sync()  # the checkpoint must not know of a step that the run file does not
+                    report.sync()  # the checkpoint must not hold a step that the run file lacks
                     trainer.save(checkpoints)
                     clock.restart()
     return metrics_file
@@ -103,7 +103,7 @@ def _due(step: int, every: int) -> bool:
 
 
 class _Clock:
-    """Reads the metrics of steps some steps late, and times them by when they arrive."""
+    """Reads the metrics of a step `_AHEAD` steps later, and times the step by when its metrics arrive."""
 
     def __init__(self, trainer: Trainer, report: Report):
         self._trainer, self._report = trainer, report
@@ -111,7 +111,7 @@ class _Clock:
         self.restart()
 
     def restart(self) -> None:
-        """After something that was no step."""
+        """Begin timing anew, after work that was not a step."""
         self._last = time.perf_counter()
 
     def add(self, metrics: Any) -> None:
@@ -123,7 +123,7 @@ class _Clock:
         self._read(len(self._pending))
 
     def _read(self, count: int) -> None:
-        """Wait for so many steps; the time since the last reading is theirs in equal parts."""
+        """Wait for `count` steps; each is given an equal part of the time since the last reading."""
         steps = [self._pending.popleft() for _ in range(count)]
         arrived = jax.device_get([metrics for _, metrics in steps])
         now = time.perf_counter()
@@ -140,11 +140,11 @@ class _Clock:
 
 def _look_at(run: Path) -> tuple[int, dict[str, Any] | None]:
     """How many steps the run in this folder has taken, and its description, if there is a run. Changes nothing."""
-    # Without looking whether the folder exists: of several processes, the first one to write makes it.
+    # Does not ask whether the folder exists: the first process makes it, and a later process would find it.
     with Checkpoints(run / CHECKPOINTS_FOLDER, read_only=True) as checkpoints:
         if steps := checkpoints.steps():
             return steps[-1], checkpoints.describe(steps[-1])
-    for event in read_events(run / METRICS_FILE)[:1]:  # it began, and had no checkpoint yet
+    for event in read_events(run / METRICS_FILE)[:1]:  # the run began, but has no checkpoint yet
         if event["event"] == "start":
             return 0, {"config": event.get("config"), "data": event.get("data")}
     return 0, None

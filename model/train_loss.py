@@ -1,7 +1,8 @@
-"""Next-token cross-entropy whose logits exist only a chunk at a time, forward and backward.
+"""Next-token cross-entropy whose logits exist only one chunk at a time, forward and backward.
 
-The gradient of a chunk is taken while its logits are there, in the forward pass, so that the backward pass neither
-stores nor computes them again: three products with the vocabulary, as without chunks, and memory for one chunk.
+The forward pass computes the gradient of a chunk together with the chunk's logits, so that logits are neither stored
+for the backward pass nor computed again: three products with the vocabulary, as without chunks, and memory for one
+chunk.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ next_token_loss.defvjp(_forward, _backward)
 
 
 def _run(states: Array, weight: Array, targets: Array, chunk: int, *, with_gradient: bool) -> tuple:
-    """(loss, (d_states, d_weight)), the gradients None if they are not asked for."""
+    """(loss, (d_states, d_weight)), or (loss, None) without gradients."""
     batch, length, width = states.shape
     chunks = max(1, min(length, -(-batch * length // chunk)))
     size = -(-length // chunks)
@@ -67,7 +68,7 @@ def _run(states: Array, weight: Array, targets: Array, chunk: int, *, with_gradi
         states, targets = part
         logits = jnp.matmul(states, narrow, preferred_element_type=jnp.float32)
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
-        # By comparison and not by index, so that the vocabulary may lie on several devices.
+        # The target's logit by comparison, not by index, so that the vocabulary may lie on several devices.
         hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         valid = targets[..., None] >= 0
         picked = jnp.where(hit, logits, 0.0).sum(-1, keepdims=True)
@@ -77,7 +78,7 @@ def _run(states: Array, weight: Array, targets: Array, chunk: int, *, with_gradi
         d_logits = jnp.where(valid, jnp.exp(logits - lse) - hit.astype(jnp.float32), 0.0) * scale
         d_logits = d_logits.astype(states.dtype)
         d_states = jnp.matmul(d_logits, narrow.T)
-        # Of two matrices: XLA's CPU compiler cannot run some layouts of the same product with three dimensions.
+        # With two dimensions: XLA's CPU compiler cannot run some layouts of the same product with three dimensions.
         flat_states, flat_d_logits = states.reshape(-1, width), d_logits.reshape(-1, weight.shape[1])
         d_weight += jnp.matmul(flat_states.T, flat_d_logits, preferred_element_type=jnp.float32)
         return (total, d_weight), d_states

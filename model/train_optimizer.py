@@ -1,4 +1,4 @@
-"""AdamW with warm-up and a cosine, decay on matrices only, and clipped gradients."""
+"""AdamW with a learning rate of warm-up and cosine, weight decay on matrices only, and clipped gradients."""
 
 from __future__ import annotations
 

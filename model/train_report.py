@@ -16,13 +16,13 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Report:
-    """Says what happens, to everybody who listens."""
+    """Writes each event to the run file, the screen and Weights & Biases."""
 
     def __init__(self, run: Path, description: dict[str, Any], *, steps: int, start: int, quiet: bool, wandb: bool):
         self._file: RunFile | None = None
         self._wandb: Any = None
         self._stack = contextlib.ExitStack()
-        if wandb:  # before anything is written: it may be missing
+        if wandb:  # wandb may not be installed: fail before anything is written
             self._wandb = _import_wandb()
         self._progress = TrainingProgress(steps, start=start, quiet=quiet or jax.process_index() > 0)
         if jax.process_index() > 0:
@@ -50,7 +50,7 @@ class Report:
             self._wandb.log({f"{event}/{name}": value for name, value in values.items()}, step=step)
 
     def sync(self) -> None:
-        """Everything said so far is on disk."""
+        """Wait until all events so far are on disk."""
         if self._file is not None:
             self._file.sync()
 

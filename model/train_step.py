@@ -34,7 +34,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """The step and its relatives for one configuration on one mesh."""
+    """The compiled functions of one configuration on one mesh: initial state, step and evaluation."""
 
     config: TrainConfig
     mesh: Mesh
@@ -92,7 +92,7 @@ class Program:
 
     def init(self) -> TrainState:
         """The state before the first step; its numbers do not depend on the mesh."""
-        # The key is an argument: as a constant, XLA would work out all weights while compiling, for minutes.
+        # The key is an argument: with a constant key, XLA would compute all weights while compiling, for minutes.
         return jax.jit(self._init, out_shardings=self.state_shardings)(self._key)
 
     def abstract_state(self) -> TrainState:
@@ -104,7 +104,7 @@ class Program:
         return jax.tree.map(place, jax.eval_shape(self._init, self._key), self.state_shardings)
 
     def _loss(self, params: Any, mask_fn: MaskFn | None, tokens: Array) -> Array:
-        """Of [B, T + 1] tokens: each is predicted from those before it."""
+        """Mean loss over tokens [B, T + 1], each predicted from the tokens before it."""
         model = self.model(params)
         states = model.hidden(
             tokens[:, :-1],
@@ -130,7 +130,7 @@ class Program:
 
     @cached_property
     def step(self) -> Any:
-        """(state, mask_fn, batch) -> (state, metrics), compiled; the old state's memory becomes the new one's."""
+        """(state, mask_fn, batch) -> (state, metrics), compiled; the old state is donated."""
 
         def train_step(state: TrainState, mask_fn: MaskFn | None, batch: Array) -> tuple[TrainState, dict[str, Array]]:
             loss, gradients = self._gradients(state.params, mask_fn, batch)

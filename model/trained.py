@@ -18,10 +18,10 @@ from xsake.model.transformer import Transformer
 
 
 def load_trained(run: Path, *, step: int | None = None, dtype: Any = jnp.bfloat16) -> Transformer:
-    """The model that `xsake train` left in the folder `run`, after `step` steps (the last ones by default).
+    """The model that `xsake train` left in the folder `run`, after `step` steps (by default, the last checkpoint).
 
-    Its weights are float32 and it computes in `dtype`. It attends with `xsake.attention`, densely until a `mask_fn`
-    says otherwise, whatever it was trained with.
+    The weights are float32, the arithmetic is in `dtype`. Whatever attention the model was trained with, it attends
+    with `xsake.attention`, densely unless it is called with a `mask_fn`.
     """
     folder = run / CHECKPOINTS_FOLDER
     if not folder.is_dir():

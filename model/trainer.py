@@ -1,4 +1,4 @@
-"""A model in training: it takes steps, evaluates, recalibrates its masks, and can be put away and taken up again."""
+"""A model in training: it takes steps, evaluates, recalibrates its masks, and can be saved and restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _program = lru_cache(maxsize=16)(Program)  # a second run of a configuration in 
 
 
 class Trainer:
-    """Everything of a run that computes. `xsake.model.train` says what the arguments are.
+    """The part of a training run that computes. `xsake.model.train` explains the arguments.
 
     A state must be there before the first step: `begin()` makes a new one, `restore()` takes one from a checkpoint.
     """
@@ -62,7 +62,7 @@ class Trainer:
         shards = open_shards(data, "train")
         _check_vocabulary(shards, config)
         self._batches = Batches(shards, length=config.length, batch=config.batch, seed=config.seed)
-        #: What a run is: a checkpoint of another one is not taken up.
+        #: Identifies the run: a checkpoint of another description is refused.
         self.description: dict[str, Any] = {
             "config": config.to_json(),
             "data": {"tokenizer": shards[0].tokenizer, "tokens": sum(len(shard.tokens) for shard in shards)},
@@ -82,10 +82,10 @@ class Trainer:
         self.recalibrate()
 
     def restore(self, checkpoints: Checkpoints, step: int) -> None:
-        """Take up the run where the checkpoint left it, on this mesh, whatever the checkpoint's was."""
+        """Resume the run from a checkpoint, on this mesh, whatever mesh the checkpoint was saved from."""
         self.state, self._taken = checkpoints.restore(step, "state", self.program.abstract_state()), step
         if self.recalibrate() and jax.tree.leaves(self.mask_fn):
-            # The callback knows how its masks are built, the checkpoint which numbers they had.
+            # The callback gives the structure of mask_fn, the checkpoint the arrays in it.
             everywhere = NamedSharding(self.program.mesh, PartitionSpec())
             leaves = checkpoints.restore_leaves(step, "mask", everywhere)
             self.mask_fn = jax.tree.unflatten(jax.tree.structure(self.mask_fn), leaves)
@@ -97,7 +97,7 @@ class Trainer:
         checkpoints.save(self._taken, trees, self.description)
 
     def step(self) -> dict[str, Array]:
-        """Start the next step; its metrics arrive when they are read."""
+        """Start the next step and return its metrics, which are still being computed."""
         self.state, metrics = self.program.step(self.state, self.mask_fn, self._next_batch())
         self._taken += 1
         return metrics
@@ -113,13 +113,13 @@ class Trainer:
         return True
 
     def held_out(self) -> Batches:
-        """The held-out batches, in order. Raises where there are too few tokens for one."""
+        """The held-out batches, in order. Raises if there are too few tokens for one batch."""
         shards = open_shards(self._data, "held")
         _check_vocabulary(shards, self.config)
         return Batches(shards, length=self.config.length, batch=self.config.batch, seed=None)
 
     def evaluate(self, held: Batches, batches: int) -> float:
-        """Mean loss over the first so many batches."""
+        """Mean loss over the first `batches` batches of `held`."""
         losses = [
             self.program.evaluate(self.state.params, self.mask_fn, self._place(held, number))
             for number in range(min(batches, held.per_epoch))

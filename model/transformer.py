@@ -84,11 +84,11 @@ class Transformer(nnx.Module):
     """Tokens to logits.
 
     Args:
-      config: its shape; `xsake.model.PRESETS` has some.
+      config: the model's shape; `xsake.model.PRESETS` has some.
       rngs: for the initial weights.
-      dtype: of activations and matrix products; norms, rotary positions and logits are float32 whatever it is.
+      dtype: of activations and matrix products; norms, rotary positions and logits are always float32.
       param_dtype: of the weights.
-      attention_fn: what attends; for a comparison, `jax.nn.dot_product_attention` (without masks, cache and segments).
+      attention_fn: computes attention; to compare, use `jax.nn.dot_product_attention` (without masks, cache, segments).
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
             self.head = linear(config.width, config.vocab_size)
 
     def __call__(self, tokens: Tokens, *, cache: KVCache | None = None, **options: Any) -> Any:
-        """Logits, float32[B, T, vocab_size]; with a cache, (logits, cache). `hidden` says what the options are."""
+        """Logits, float32[B, T, vocab_size]; with a cache, (logits, cache). The options are those of `hidden`."""
         if cache is None:
             return self.logits(self.hidden(tokens, **options))
         states, cache = self.hidden(tokens, cache=cache, **options)
@@ -137,18 +137,18 @@ class Transformer(nnx.Module):
         mesh: Mesh | None = None,
         remat: bool = False,
     ) -> Any:
-        """The final normed states [B, T, width], for `logits` to project, a chunk at a time if need be.
+        """The final normalised states [B, T, width]; `logits` projects all of them, or some at a time.
 
-        A token sees itself and the tokens before it, in the order in which they stand.
+        A token attends to itself and to the tokens before it in the sequence, whatever `positions` are.
 
         Args:
           tokens: integers [B, T], T at most the config's `context`.
-          positions: [B, T] or [1, T], which the rotary embedding turns by (and nothing else uses); by default a token's
-            place in its sequence. Packed documents start again at 0.
+          positions: [B, T] or [1, T], used by the rotary embedding alone; by default a token's place in its sequence.
+            For packed documents, let each document start at 0.
           segment_ids: [B, T] or [1, T]; only tokens of one segment see each other. Not together with a cache.
           mask_fn: `mask_fn(layer, query, key)`, called in the forward with layer number, query [B, T, H, D] and key
             [B, S, K, D], rotary positions applied; it returns the layer's `BlockMask`, or None for dense attention.
-          cache: continues its sequences; the result is then (states, cache). Tokens past its capacity are NaN.
+          cache: the tokens continue its sequences; returns (states, cache). States of tokens past its capacity are NaN.
           mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model".
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
         return jnp.where(fits[..., None], states, jnp.nan), cache.advance(length)
 
     def start(self, tokens: Tokens, positions: Int[Array | np.ndarray, "b T"] | None = None) -> tuple[States, Rotation]:
-        """What the first block gets: embedded tokens and the rotation of their positions, by default 0, 1, 2, ..."""
+        """The input of the first block: embedded tokens and the rotation of their positions, by default 0, 1, 2, ..."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"tokens have length {length}, beyond the model's context of {self.config.context}")
@@ -210,7 +210,7 @@ def _project_fwd(states: Array, weight: Array) -> tuple:
 
 
 def _project_bwd(residuals: tuple, cotangent: Array) -> tuple:
-    # Left to itself, JAX would multiply the float32 cotangent by the bfloat16 operands in float32.
+    # Without this rule, JAX would multiply the float32 cotangent by the bfloat16 operands in float32.
     states, weight = residuals
     cotangent = cotangent.astype(states.dtype)
     return jnp.matmul(cotangent, weight.T), jnp.einsum("btw,btv->wv", states, cotangent)
@@ -224,5 +224,5 @@ def _init() -> nnx.Initializer:
 
 
 def _residual_init(config: ModelConfig) -> nnx.Initializer:
-    """Smaller, so that the residual stream does not grow with the number of layers (GPT-2)."""
+    """Smaller initial weights, so that the residual stream does not grow with the number of layers (GPT-2)."""
     return nnx.initializers.normal(0.02 / math.sqrt(2 * config.layers))
