@@ -45,7 +45,7 @@ def compiled(attend: Callable, direction: str, workload: Workload) -> tuple[Call
 
 
 def comparison(workload: Workload, density: float, direction: str) -> Callable[[], dict[str, Any]]:
-    """Compiled once; measures each time it is called."""
+    """Compiles the contestants; the function that it returns measures them at each call."""
     mask = workload.mask(density)
     ours, our_bytes = compiled(sparse(mask), direction, workload)
     theirs, their_bytes = compiled(dense, direction, workload)
@@ -83,7 +83,7 @@ def long_sequence() -> dict[str, Any]:
 
 
 def main() -> None:
-    # The long one first: the peak of the process is then its own.
+    # The long sequence first: the peak memory of the process is then its own.
     results = [long_sequence()]
     results += [comparison(WORKLOADS["cpu4k"], d, direction)() for d in (0.43, 0.1) for direction in DIRECTIONS]
     table = Table("workload", "direction", "density", "xsake", "jax.nn", "speed-up", "temporary memory")

@@ -29,7 +29,7 @@ def contestant(
     *,
     deterministic: bool = False,
 ) -> Callable[[], Any]:
-    """Without a mask, dense."""
+    """`calls` calls on random data; dense without a mask."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(heads: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def contestant(
 
 
 def _lists(workload: Workload, mask: xsake.BlockMask, deterministic: bool) -> dict[str, Any]:
-    """Blocks below the diagonal are full; those on it are tested, as in ours."""
+    """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
     diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
     rows = [*_compressed(blocks & diagonal), *_compressed(blocks & ~diagonal)]
@@ -73,6 +73,6 @@ def _lists(workload: Workload, mask: xsake.BlockMask, deterministic: bool) -> di
 
 
 def _compressed(active: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """(counts, indices), active ones first."""
+    """Per row: (number of active blocks, indices of all blocks with the active ones first)."""
     order = np.argsort(~active, axis=-1, kind="stable").astype(np.int32)
     return torch.from_numpy(active.sum(-1, dtype=np.int32)).cuda()[None], torch.from_numpy(order).cuda()[None]

@@ -44,13 +44,13 @@ def contestant(workload: Workload, mask: xsake.BlockMask, direction: str, calls:
 
 
 def graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    """`calls` of them as one CUDA graph, so that Python's time to launch them is not measured."""
+    """`calls` calls of `run` as one CUDA graph, so that Python's time to launch them is not measured."""
     if calls == 1:
         return run
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()  # compiles what is not compiled yet
+        run()  # compiles before the graph is recorded
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     recorded = torch.cuda.CUDAGraph()
@@ -66,7 +66,7 @@ def graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
 
 
 def _block_mask(workload: Workload, mask: xsake.BlockMask) -> BlockMask:
-    """Blocks below the diagonal are full; those on it are tested, as in ours."""
+    """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
     diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
     partial, full = blocks & diagonal, blocks & ~diagonal

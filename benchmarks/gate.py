@@ -3,7 +3,7 @@
     python -m benchmarks.gate             measure and compare
     python -m benchmarks.gate --record    measure and write benchmarks/results/gates_<device>.json
 
-A machine's own speed is in both times, and cancels. `make bench` runs the same under pytest.
+A machine's own speed is in both times, and cancels. `make bench` runs the same gates under pytest.
 
 A case ends in one of three ways: it is as fast as recorded, it is slower, or the machine is busy and there is no
 verdict (benchmarks/interference.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
@@ -28,8 +28,8 @@ from xsake import tuning_db
 from xsake.autotune.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload
 
-MARGIN = 1.25  # a ratio may be so many times the recorded one
-SLOWER = 1.1  # and what was tuned so many times the heuristic
+MARGIN = 1.25  # the ratio to dense attention may be so many times the recorded ratio
+SLOWER = 1.1  # the tuned configuration may take so many times the heuristic's time
 DIRECTIONS = ("forward", "forward+backward")
 
 
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """By platform: few enough for a minute or two."""
+    """The cases of this platform, few enough for a minute or two."""
     names, dtype = (("gpt4k", "gpt4k_d64", "llama32k", "full16k"), "bfloat16")
     if jax.default_backend() == "cpu":
         names, dtype = ("cpu4k",), "float32"
@@ -58,7 +58,7 @@ def sparse(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
 
 
 def contestants(case: Case, attend: Callable = sparse) -> dict[str, Callable]:
-    """Compiled calls: with what was tuned, dense attention, and with the heuristic."""
+    """Compiled calls: attention as tuned, dense attention, and attention with the heuristic's configuration."""
     implementation = "xla" if jax.default_backend() == "cpu" else "cudnn"
     inputs, mask = case.workload.inputs(case.dtype), case.workload.mask(case.density)
 
@@ -82,7 +82,7 @@ def contestants(case: Case, attend: Callable = sparse) -> dict[str, Callable]:
 def measure(name: str, programs: dict[str, Callable], *, rounds: int = 5, round_seconds: float = 0.2) -> dict[str, Any]:
     """Ratios of a call to dense attention and to the heuristic, all in one race.
 
-    A ratio is the median of those of single rounds, in which contestants run right after one another.
+    A ratio is the median of the rounds' ratios; within a round, contestants run right after one another.
     """
     with contention() as contended:
         seconds = race_rounds(programs, rounds=rounds, min_seconds=round_seconds)
@@ -105,7 +105,7 @@ def recorded_name() -> str:
 
 
 def recorded() -> dict[str, dict[str, Any]] | None:
-    """Results by name, or None where this kind of device has none."""
+    """Recorded results by name, or None if this kind of device has none."""
     try:
         return {r["name"]: r for r in record.load(recorded_name())["results"]}
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def slowness(result: dict[str, Any], known: dict[str, dict[str, Any]]) -> str | 
 
 
 def check(case: Case, known: dict[str, dict[str, Any]], attend: Callable = sparse) -> dict[str, Any]:
-    """Measured until it is as fast as recorded; raises `Slower` or `Busy` if it never is."""
+    """Measure a case until it is as fast as recorded; raise `Slower` or `Busy` if it never is."""
     programs = contestants(case, attend)
     return judge(lambda: measure(case.name, programs), lambda result: slowness(result, known))
 

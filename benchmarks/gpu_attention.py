@@ -6,8 +6,8 @@
     python -m benchmarks.gpu_attention --only gpt4k,full16k  some workloads
 
 Throughput counts active blocks only (a block on a causal diagonal as half). Peers: cuDNN through jax.nn and JAX's own
-Pallas kernels (dense), and torch FlexAttention (the same masks) where torch is installed. Calls that are shorter than
-their launch by Python are chained, eight to a program (torch: to a CUDA graph), for everyone alike.
+Pallas kernels (dense), and torch FlexAttention (the same masks) where torch is installed. Calls that take less
+time than Python needs to launch them are chained, eight per program (torch: per CUDA graph), for all peers alike.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def used_bytes(run: Callable, *inputs: Any) -> int:
 
 
 class Run:
-    """One recorded run, written after every measurement: a stopped run keeps what it has."""
+    """One recorded run, written after every measurement: a stopped run keeps its measurements."""
 
     def __init__(self, out: Path | None, console: Console):
         self.results: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ class Bench:
         return {who: timing.per_call(self.calls) for who, timing in times.items()}
 
     def compile(self) -> None:
-        """Ahead of all timing; several of these run side by side."""
+        """Compile before anything is timed; several benches compile side by side."""
         jax.block_until_ready(self.dense(*self.inputs))
         for mask in (self.masks[1.0], self.small[1.0]):
             jax.block_until_ready(self.ours(*self.inputs, mask))
@@ -196,7 +196,7 @@ class Bench:
 
 
 def summary(results: list[dict[str, Any]]) -> Table:
-    """Throughput over cuDNN's dense one, and over FlexAttention's at the same mask; all measured side by side."""
+    """Our throughput over cuDNN's dense throughput, and over FlexAttention's with the same mask, in the same race."""
     table = Table("workload", "direction", "density", "xsake", "cuDNN dense", "over cuDNN", "flex", "over flex")
     by = {(r["workload"], r["direction"], r["implementation"], r.get("asked")): r for r in results}
     for (workload, direction, who, asked), ours in by.items():
@@ -238,7 +238,7 @@ def main() -> None:
     benches = [Bench(WORKLOADS[name], direction) for name in args.only.split(",") for direction in DIRECTIONS]
     with console.status("compiling"), ThreadPoolExecutor() as pool:
         compiled = [pool.submit(bench.compile) for bench in benches]
-        if flex:  # in this thread: torch compiles one at a time
+        if flex:  # in this thread: torch compiles one program at a time
             for bench in benches:
                 flex.contestant(bench.workload, bench.masks[1.0], bench.direction, 1)()
         for job in compiled:

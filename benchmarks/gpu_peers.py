@@ -5,10 +5,11 @@
     python -m benchmarks.gpu_peers --out DIR              write the run, as it grows, to DIR
     python -m benchmarks.gpu_peers --only full16k         some workloads
 
-Contestants take turns in random order with equal pauses. A turn is timed twice: its first calls (burst), and those
-after them (sustained), when the power cap holds. Clocks, power and the reasons for throttling are noted for each
-contestant. Masks: random blocks, sink and window, and vertical lines with a sink and a window, each K/V head its own.
-FlashAttention-4 (benchmarks/README.md says how to install it) gets the same masks; it is not deterministic by default.
+Contestants take turns in random order with equal pauses. A turn is timed in two parts: its first calls (burst),
+and the calls after them (sustained), when the power cap limits the clock. Clocks, power and the reasons for throttling
+are noted for each contestant. Masks: random blocks, sink and window, and vertical lines with a sink and a window, which
+differ between K/V heads. FlashAttention-4 (benchmarks/README.md says how to install it) gets the same masks; its
+backward is not deterministic by default.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def sink_window(workload: Workload, sink: int, window: int) -> xsake.BlockMask:
 
 
 def lines(workload: Workload, density: float) -> xsake.BlockMask:
-    """A sink, a window of four blocks, and vertical lines until the density is reached; each K/V head its own."""
+    """A sink, a window of four blocks, and vertical lines up to the density; lines differ between K/V heads."""
     n = workload.length // workload.block
     row, column = np.arange(n)[:, None], np.arange(n)[None]
     allowed = column <= row
@@ -84,7 +85,7 @@ def _mask(workload: Workload, blocks: np.ndarray) -> xsake.BlockMask:
 
 
 def race(contestants: dict[str, Callable], rounds: int, wait: Callable, monitor: Monitor) -> dict[str, dict[str, Any]]:
-    """Burst and sustained seconds per call of each, and the state of the chip meanwhile."""
+    """Burst and sustained seconds per call of each contestant, and the state of the chip during its turns."""
     calls, order = {}, random.Random(0)
     for who, run in contestants.items():
         wait(run())
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--only", default="llama32k,full16k,gpt4k,gpt4k_d64")
     parser.add_argument("--masks", default="", help="only masks whose names begin with one of these, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no race after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no race after so many seconds")
     args = parser.parse_args()
     console, start = Console(width=140), time.monotonic()
     if jax.default_backend() != "gpu":
@@ -212,7 +213,7 @@ def main() -> None:
     ]
     with console.status("compiling"), ThreadPoolExecutor() as pool:
         compiled = [pool.submit(one.compile, ours=True) for one in races]
-        for one in races:  # in this thread: torch's compilers take one at a time
+        for one in races:  # in this thread: torch's compilers take one program at a time
             one.compile(ours=False)
         for job in compiled:
             job.result()

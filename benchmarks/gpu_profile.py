@@ -1,10 +1,10 @@
-"""Hardware counters of the Hopper forward: what it waits for on short sequences and at low density.
+"""Hardware counters of the Hopper forward: what the kernel waits for on short sequences and at low density.
 
 python -m benchmarks.gpu_profile             print (needs Nsight Compute's `ncu`)
 python -m benchmarks.gpu_profile --record    also write benchmarks/results/gpu_profile.json
-python -m benchmarks.gpu_profile --out DIR   write it to DIR
+python -m benchmarks.gpu_profile --out DIR   write the run to DIR
 
-Counters are read with cold caches and at the clock that the chip has then; compare shares, not times.
+Counters are read with cold caches and without fixing the clock; compare shares, not times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRICS = {
 
 
 def run_all() -> None:
-    """The calls, once each, for the profiler to look at."""
+    """Run each call once, for the profiler."""
     import jax
     import jax.numpy as jnp
 
@@ -49,11 +49,11 @@ def run_all() -> None:
 
 
 def profile() -> list[dict[str, Any]]:
-    # In base units, so that no prefix has to be read.
+    # In base units, so that no prefix has to be parsed.
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["-k", "regex:mosaic", "--metrics", ",".join(METRICS.values())]
     command += [sys.executable, "-m", "benchmarks.gpu_profile", "--run"]
-    # The profiler saves what a kernel may write, for every pass: each array is to be an allocation of its own.
+    # The profiler saves every allocation that a kernel may write to, for every pass: give each array its own.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)

@@ -2,10 +2,10 @@
 
 python -m benchmarks.gpu_sanitize             print (needs `compute-sanitizer`)
 python -m benchmarks.gpu_sanitize --record    also write benchmarks/results/gpu_sanitize.json
-python -m benchmarks.gpu_sanitize --out DIR   write it to DIR
+python -m benchmarks.gpu_sanitize --out DIR   write the run to DIR
 
-Every case runs forward and backward once in a process of its own. Races are looked for in the Mosaic kernels: Triton
-places its own barriers.
+Every case runs forward and backward once in a process of its own. Races are looked for only in the Mosaic
+kernels: in Triton's, the compiler places the barriers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import record
 
-# Long enough for more tiles than there are processors: what runs is the persistent kernel.
+# Sequences are long enough for more tiles than there are SMs, so that the persistent kernel runs.
 CASES: dict[str, dict[str, Any]] = {
     "mosaic_gpu, block 128": dict(implementation="mosaic_gpu", block=128, head_dim=128),
     "mosaic_gpu, block 64, a mask a head": dict(implementation="mosaic_gpu", block=64, head_dim=64),
@@ -42,7 +42,7 @@ def run(
     options: bool = False,
     length: int = 2048,
 ) -> None:
-    """The calls for the sanitizer to look at."""
+    """Run one case forward and backward, for the sanitizer."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -69,7 +69,7 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
     if "mosaic" in name:
         command += ["--kernel-name", "kernel_substring=mosaic"]
     command += [sys.executable, "-m", "benchmarks.gpu_sanitize", "--run", name]
-    # Each array an allocation of its own: what passes its end is then out of bounds.
+    # Each array is an allocation of its own, so that an access past its end is out of bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
@@ -79,7 +79,7 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
 
 
 def errors_in(said: str, code: int = 0) -> int:
-    """What the sanitizer counted; an exception where it says nothing, or where the program itself failed."""
+    """The number of errors that the sanitizer counted; SystemExit if it gives no number, or if the program failed."""
     counts = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", said)
     if not counts or (code and not any(int(a or b) for a, b in counts)):
         raise SystemExit(f"the run failed with exit code {code}:\n{said[-3000:]}")

@@ -40,7 +40,7 @@ from xsake.hads.study.method_mask import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)
 
-Call = tuple[Callable[..., Any], tuple]  # what is timed: a function and what it is given
+Call = tuple[Callable[..., Any], tuple]  # what is timed: a function and its arguments
 
 
 def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> HadsProfile:
@@ -109,7 +109,7 @@ class Bench:
         ]
 
     def _stages(self, query: Array, key: Array, profile: HadsProfile, grid: CausalGrid) -> dict[str, Call]:
-        """Each stage of a mask, on the output of the one before."""
+        """Each stage of making a mask, on the output of the stage before."""
         count = jnp.int32(round(0.2 * self.q_heads * grid.blocks))
 
         def estimates(query: Array, key: Array, p: HadsProfile) -> Array:

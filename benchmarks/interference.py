@@ -15,8 +15,8 @@ from xsake.autotune.timing import Timing
 
 ATTEMPTS = 3
 PATIENCE = 120.0  # seconds after which nothing is measured again
-SPREAD = 0.2  # quartiles this far apart, over the median, are no calm measurement
-WAITED = 0.25  # nor are threads that waited for a core this long for each second that they ran
+SPREAD = 0.2  # a measurement is not calm if its quartiles are further apart, over the median
+WAITED = 0.25  # nor if threads waited more seconds for a core per second that they ran
 
 
 class Slower(AssertionError):
@@ -29,7 +29,7 @@ class Busy(Exception):
 
 @dataclasses.dataclass
 class Contention:
-    """Seconds that this process's threads ran, and that they were ready to run while others had the cores."""
+    """Seconds that this process's threads ran, and seconds that they waited for a core."""
 
     ran: float = 0.0
     waited: float = 0.0
@@ -41,7 +41,7 @@ class Contention:
 
 @contextlib.contextmanager
 def contention() -> Iterator[Contention]:
-    """Filled in at the end, as far as the system tells (Linux does)."""
+    """The contention inside the context, filled in at its end; 0 on systems that do not tell (Linux does)."""
     found, before = Contention(), _thread_seconds()
     yield found
     after = _thread_seconds()
@@ -60,7 +60,7 @@ def _thread_seconds() -> dict[str, tuple[float, float]]:
 
 
 def disturbance(times: Mapping[str, Timing], contended: Contention) -> str | None:
-    """What makes a race no calm one, or None. Waiting for cores says something of programs that run on them."""
+    """Why a race was not calm, or None. Waiting for cores counts on the CPU backend only."""
     if jax.default_backend() == "cpu" and contended.share > WAITED:
         return f"threads waited for a core {contended.share:.2f} s for each second that they ran"
     name, timing = max(times.items(), key=lambda item: _spread(item[1]))
@@ -76,9 +76,9 @@ def _spread(timing: Timing) -> float:
 def judge(measure: Callable[[], dict[str, Any]], slowness: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
     """The first result that is not slower than allowed.
 
-    `measure` gives a result with what disturbed it as "disturbed"; `slowness` says why a result is slower than allowed,
-    or None. A result that is slower is measured again while there is patience: raises `Slower` if one of them was
-    calm, and `Busy` otherwise.
+    `measure` gives a result, whose "disturbed" says what disturbed it or is None; `slowness` says why a result is
+    slower than allowed, or None. After a slower result, `measure` is called again, ATTEMPTS times at most and not after
+    PATIENCE seconds on a busy machine. Raises `Slower` if one of the slower results was calm, and `Busy` otherwise.
     """
     calm, busy = [], []
     end = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""The state of an NVIDIA GPU while something runs: clock, power, temperature, and why it is throttled."""
+"""The state of an NVIDIA GPU while something runs: clock, power, temperature, and the reasons for throttling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASONS = {
 
 
 class Monitor:
-    """A context in which `nvidia-smi` samples the chip; without it, nothing is known."""
+    """A context in which `nvidia-smi` samples the chip; if it is not installed, there are no samples."""
 
     def __init__(self, milliseconds: int = 100):
         self._command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -47,7 +47,7 @@ class Monitor:
             self._samples.append((time.monotonic(), [word.strip() for word in line.split(",")]))
 
     def during(self, spans: list[tuple[float, float]]) -> dict[str, Any]:
-        """Medians over the samples inside the spans, and all reasons that were seen."""
+        """Medians over the samples inside the spans, and all reasons for throttling; {} without samples."""
         inside = [s for at, s in list(self._samples) if any(a <= at <= b for a, b in spans) and len(s) == len(_FIELDS)]
         if not inside:
             return {}

@@ -60,7 +60,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit the run was made from; where there is no git, the one that the caller names."""
+    """The commit of the run: $XSAKE_COMMIT, for copies without git, or the commit that git names."""
     if given := os.environ.get("XSAKE_COMMIT"):
         return given
     run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""How well SmolLM2 reads once it is loaded here: whether weights, rotary positions and tokenizer are right.
+"""The perplexity of SmolLM2 as loaded here, which shows that weights, rotary positions and tokenizer are right.
 
 python -m benchmarks.smollm2 [--record]        after `xsake model fetch smollm2`; some minutes on a CPU
 """
@@ -22,7 +22,7 @@ LENGTH, WINDOWS = 2048, 12
 
 @nnx.jit
 def measure(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean surprise of a window in nats, and the largest difference that attention by a full block mask makes."""
+    """Mean loss of a window in nats per token, and the largest change of a logit by a mask that lists every block."""
     mask = xsake.patterns.causal(LENGTH, LENGTH, block_q=64, block_kv=64)
     dense, sparse = model(tokens), model(tokens, mask_fn=lambda *_: mask)
     chosen = jnp.take_along_axis(dense[:, :-1], tokens[:, 1:, None], -1)[..., 0]

@@ -4,13 +4,14 @@
     python -m benchmarks.tpu_gather_shapes --record     also write benchmarks/results/tpu_gather_shapes.json
     XSAKE_TPU_PYTHON=python ...                         compile with another interpreter, one that has libtpu
 
-  walk    kernels_pallas_tpu: a grid step owns a row of the mask, and walks its list by transfers of its own
-  specs   below: a grid step is a chunk of so many list entries, each an operand whose BlockSpec looks its block up in
+  walk    kernels_pallas_tpu: a grid step owns a row of the mask, and walks the row's list by transfers of its own
+  specs   below: a grid step is a chunk of list entries. Each entry is an operand whose BlockSpec looks the block up in
           lists that were prefetched into SMEM; Pallas makes the transfers. Forward only, causal, no options.
 
-Both compute the same tiles by the same formulas. Of `specs` the whole grid step is counted, as Pallas' own pipeline is
-in its schedule; of `walk` the loop around a chunk, and the rest of a step once a row. Neither has the about 140 cycles
-that a grid step costs by itself; `whole` has them, for causal masks like HADS' with heads from 10 to 90 per cent.
+Both compute the same tiles by the same formulas. For `specs`, cycles are of the whole grid step, whose schedule
+contains Pallas' pipeline; for `walk`, of the loop around a chunk, and once per row of the rest of a step. Neither
+counts the about 140 cycles that a grid step costs by itself; `whole` does, for causal masks like HADS's with heads from
+10% to 90%.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from benchmarks.tpu_schedule import (
 )
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2")
-OWN = {128: 128, 512: 512}  # queries of a step, as the walk's: one row of the mask
-CHUNKS = {128: (4, 8, 16), 512: (1, 2)}  # entries of a chunk
+OWN = {128: 128, 512: 512}  # queries per grid step, as in `walk`: one row of the mask
+CHUNKS = {128: (4, 8, 16), 512: (1, 2)}  # entries per chunk
 LENGTHS = (4096, 32768)
 DELAY = 4  # bundles after a jump that are still executed
 
@@ -166,7 +167,7 @@ def compile_specs(topology: str, block: int, count: int, tested: bool, length: i
 
 
 def grid_steps(rows: int, heads: int, count: int) -> int:
-    """Chunks of a causal mask that has all its blocks."""
+    """Number of chunks of a causal mask that has all its blocks."""
     return heads * sum(-(-(row + 1) // count) for row in range(rows))
 
 
@@ -182,7 +183,7 @@ def in_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def grid_step(bundles: list[str]) -> tuple[int, int]:
-    """(cycles of every step of the grid's loop, cycles of what only a row's first and last steps do)."""
+    """(cycles that every grid step takes, cycles that only the first and last steps of a row add)."""
     depth = [re.match(r"[^:]*:\s*(>*)", line)[1] for line in bundles]
     inside = [n for n, marks in enumerate(depth) if marks]
     first, last = inside[0], inside[-1]
@@ -196,7 +197,7 @@ def grid_step(bundles: list[str]) -> tuple[int, int]:
 
 
 def measure_specs(topology: str, block: int, count: int) -> dict[str, Any]:
-    """At short blocks all chunks test their elements, as the walk's; at 512 none does, which flatters this shape."""
+    """At short blocks all chunks test their elements, as in `walk`; at 512 none does, which flatters `specs`."""
     tested = block < 512
     case = {"topology": topology, "block": block, "count": count, "tested": tested, "length": 4096, "heads": 2}
     with dumped(case, "benchmarks.tpu_gather_shapes") as (directory, compiled):
@@ -245,12 +246,12 @@ def measure_walk(topology: str, block: int) -> dict[str, Any]:
 
 
 def masks(block: int) -> list[np.ndarray]:
-    """Causal blocks of 16 heads, with 10 to 90 per cent of what is allowed, of each of LENGTHS."""
+    """Per length in LENGTHS: causal blocks of 16 heads, with 10% to 90% of the blocks that causality allows."""
     return [masks_like_hads(True, blocks=length // block)[0] for length in LENGTHS]
 
 
 def longest(topology: str) -> dict[str, Any]:
-    """Lists of 131072 tokens with 32 heads: those of `specs` must lie in SMEM, all at once."""
+    """Whether `specs` compiles for 131072 tokens and 32 heads: its lists must lie in SMEM, all at once."""
     case = {"topology": topology, "block": 128, "count": 16, "tested": True, "length": 131072, "heads": 32}
     try:
         with dumped(case, "benchmarks.tpu_gather_shapes") as (_, compiled):

@@ -4,14 +4,14 @@
     python -m benchmarks.tpu_schedule --record     also write benchmarks/results/tpu_schedule.json
     XSAKE_TPU_PYTHON=python ...                    compile with another interpreter, one that has libtpu
 
-libtpu (pip install "jax[tpu]") compiles each kernel for a topology and dumps its schedule, one line a bundle, in which
-an empty bundle is a stalled cycle. Counted are the bundles of
-  inner   the innermost region that holds the matrix products: what splash is measured by
-  loop    the whole body of the loop around it, starting and awaiting transfers included
+libtpu (pip install "jax[tpu]") compiles each kernel for a topology and dumps its schedule, one line per bundle; an
+empty bundle is a stalled cycle. Counted are the bundles of
+  inner   the innermost region that holds the matrix products, by which splash is measured
+  loop    the whole body of the loop around `inner`, with the start of transfers and the wait for them
   step    the rest of a grid step: its lists, initialisation and output
-each of the two loops (wide chunks, and narrow ones for what is left) once. Both ways to start the next transfers stand
-in a loop, and one of them runs: `loop` is an estimate from above. Waiting for HBM and conflicts of memory banks are not
-modelled, and neither are the about 140 cycles that a grid step costs by itself.
+There are two loops, over wide chunks and over narrow chunks for the rest; one pass through each is counted. A loop
+holds two ways to start the next transfers, of which one runs: `loop` is an estimate from above. Waiting for HBM and
+conflicts of memory banks are not modelled, and neither are the about 140 cycles that a grid step costs by itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Schedule:
     smem_bytes: int
 
     def loops(self) -> tuple[Region, list[Region]]:
-        """The body of the grid, and the largest regions, apart from one another, that hold the matrix products."""
+        """The body of the grid, and the largest disjoint regions that hold the matrix products."""
         total = max(r.issues("MXU") for r in self.regions.values())
         body = min((r for r in self.regions.values() if r.issues("MXU") == total), key=lambda r: r.bundles)
         parts: list[Region] = []
@@ -130,7 +130,7 @@ def read_schedule(directory: Path, name: str) -> Schedule:
 
 
 def measure(schedule: Schedule, areas: list[int]) -> dict[str, Any]:
-    """Cycles a 512 x 512 tile of every loop; `areas`: logits that one pass through each loop computes."""
+    """Cycles of every loop per 512 x 512 tile; `areas`: logits that one pass through each loop computes."""
     body, loops = schedule.loops()
     if len(loops) != len(areas):
         raise ValueError(f"{len(loops)} loops hold matrix products, {len(areas)} were expected")
@@ -165,7 +165,7 @@ def compile_ours(topology: str, kernel: str, block: int, head_dim: int, tiling: 
         chosen = dataclasses.replace(chosen, **{kernel: dataclasses.replace(getattr(chosen, kernel), **tiling)})
     ahead.lower(workload, kernel, chosen, ahead.one_device(topology)).compile()
     t = getattr(chosen, kernel)
-    sizes = [t.narrow] if t.mixed and t.wide == t.narrow else [t.wide, t.narrow]  # of the chunks of each loop
+    sizes = [t.narrow] if t.mixed and t.wide == t.narrow else [t.wide, t.narrow]  # entries per chunk, by loop
     return {
         "name": f"xsake_{kernel}",
         "areas": [t.own * t.fold * t.entry * n for n in sizes],
@@ -214,7 +214,7 @@ def in_process(case: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def dumped(case: dict[str, Any], module: str = "benchmarks.tpu_schedule") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The folder of the dumped schedules of `python -m module --case`, and what it printed, while inside."""
+    """Run `python -m module --case`; gives the folder of the dumped schedules, and the JSON that was printed."""
     with tempfile.TemporaryDirectory() as directory:
         flags = (
             f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
@@ -259,11 +259,11 @@ def cases(topologies: list[str], head_dims: list[int]) -> list[dict[str, Any]]:
     return out
 
 
-# -- whole calls: schedules times what a mask makes of them ------------------------------------------------------------
+# -- whole calls: the cycles of a schedule times the steps of a mask ---------------------------------------------------
 
 
 def masks_like_hads(causal: bool, heads: int = 16, blocks: int = 32) -> tuple[Any, Any]:
-    """Heads with 10 to 90 per cent of the blocks, and a mask with as many blocks in all and equal heads."""
+    """A mask of heads with 10% to 90% of the blocks, and a mask of equal heads with as many blocks in all."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -277,7 +277,11 @@ def masks_like_hads(causal: bool, heads: int = 16, blocks: int = 32) -> tuple[An
 
 
 def ours_in_all(blocks: Any, causal: bool, row: dict[str, Any]) -> dict[str, float]:
-    """`plain`: tiles times inner cycles, and 140 a grid step; `strict`: whole loops, and the step's own work."""
+    """Cycles of a call.
+
+    plain: inner cycles of all tiles, and 140 per grid step
+    strict: loop cycles of all chunks, and 140 + step per grid step
+    """
     import numpy as np
 
     active = blocks.sum(-1)
@@ -294,14 +298,14 @@ def ours_in_all(blocks: Any, causal: bool, row: dict[str, Any]) -> dict[str, flo
 
 
 def cycles(row: dict[str, Any], blocks: Any, causal: bool, block: int) -> float:
-    """Of all grid steps over a mask bool[H, rows, columns], rows being those that steps own; chunks as in Walk."""
+    """Cycles of all grid steps over a mask bool[H, rows, columns], whose rows the steps own; chunks as in Walk."""
     import numpy as np
 
     tiling = row["tiling"]
     entries = block // tiling["entry"]
     tiles = blocks.sum(-1) * entries
     full = tiles - np.diagonal(blocks, axis1=-2, axis2=-1) * entries if causal else tiles
-    if tiling["mixed"]:  # the last may be not quite filled
+    if tiling["mixed"]:  # the last wide chunk need not be full
         wide = (tiles + tiling["wide"] // 2 - 1) // tiling["wide"]
     else:
         wide = full // tiling["wide"]
@@ -312,13 +316,13 @@ def cycles(row: dict[str, Any], blocks: Any, causal: bool, block: int) -> float:
 
 
 def splash_in_all(blocks: Any, row: dict[str, Any]) -> float:
-    """Its grid is as wide as the fullest row of any head; a step without work is skipped, not saved."""
+    """Cycles of splash: its grid is as wide as the fullest row of any head, and a step without work costs 140 too."""
     active = blocks.sum(-1)
     return float(active.sum() * row["loops"][0]["inner"] + GRID_STEP * active.size * active.max())
 
 
 def totals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Forward passes over masks of 512-blocks: ours on unequal heads against equal ones, and against splash."""
+    """Forward passes over masks of 512-blocks: ours on unequal heads over ours on equal heads, and over splash."""
     out = []
     at = {(r["topology"], r["head_dim"], r["whose"]): r for r in rows if r["kernel"] == "forward" and r["block"] == 512}
     for topology, head_dim, whose in at:

@@ -3,7 +3,7 @@
     XSAKE_TPU_PYTHON=python-with-libtpu python -m benchmarks.tpu_tuning --out tuning_db [TOPOLOGY ...]
 
 Every tiling of the search space is compiled for the chip, and the cycles of its loops (benchmarks/tpu_schedule.py) are
-counted up over the workload's masks: nothing is run, waiting for memory is not modelled; such entries say "schedule".
+summed over the workload's masks. Nothing is run, and waiting for memory is not modelled; such entries say "schedule".
 Winners are checked against the oracle by interpretation, on a shorter sequence with the same tiling and mask block.
 """
 
@@ -35,7 +35,7 @@ KINDS = {"v5e:2x2": "TPU v5 lite", "v6e:2x2": "TPU v6 lite"}
 WORKLOADS = ("gpt4k", "gpt4k_d64", "llama32k")
 BLOCKS = (512, 128)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
-WORTH = 0.98  # of the heuristic's cycles: an estimate below that is taken for a gain
+WORTH = 0.98  # of the heuristic's cycles: only an estimate below this counts as a gain
 
 
 @cache

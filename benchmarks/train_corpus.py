@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 TEXT = {".txt", ".rst", ".pod", ".py", ".md", ".dict"}
-LEAST_BYTES = 512  # shorter ones are stubs
+LEAST_BYTES = 512  # shorter files are stubs
 
 
 def members(package: Path) -> Iterator[tuple[str, bytes]]:
@@ -51,7 +51,7 @@ def _read(stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def extract(packages: list[Path], out: Path) -> dict[str, int]:
-    """Bytes of text by package."""
+    """Write the texts of all packages to `out`; returns bytes of text by package."""
     seen: set[bytes] = set()
     found = {}
     for package in packages:

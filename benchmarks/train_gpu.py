@@ -87,7 +87,7 @@ def unpack(data: Path, work: Path) -> Path:
 
 
 def precompile(trainer: Trainer) -> None:
-    """What the run will need: programs are kept by configuration."""
+    """Compile the programs that the run will need: JAX caches them, and `Trainer` shares them by configuration."""
     program, config = trainer.program, trainer.config
     shape = (config.microbatches, config.batch // config.microbatches, config.length + 1)
     batch = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
@@ -102,7 +102,7 @@ def precompile(trainer: Trainer) -> None:
 
 
 def time_steps(trainer: Trainer) -> dict[str, Any]:
-    """Each step waited for, after some that are not counted."""
+    """Times of single steps, each waited for; the first SKIPPED_STEPS are not counted."""
     trainer.begin()
     seconds = []
     for number in range(SKIPPED_STEPS + TIMED_STEPS):
@@ -177,10 +177,10 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="a folder made by `xsake data build`")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/train_gpu.json")
     parser.add_argument("--out", type=Path, help="folder for the summary and the run files")
-    parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "train_gpu", help="folder for what is made")
+    parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "train_gpu", help="folder for data and runs")
     parser.add_argument("--only", default=",".join(PRESET_NAMES), help="presets, with commas between them")
-    parser.add_argument("--kinds", default=",".join(ATTENTION), help="of attention, with commas between them")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a run")
+    parser.add_argument("--kinds", default=",".join(ATTENTION), help="kinds of attention, with commas between them")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per run")
     parser.add_argument("--skip-training", action="store_true", help="step times alone")
     parser.add_argument("--skip-times", action="store_true", help="whole runs alone")
     args = parser.parse_args()

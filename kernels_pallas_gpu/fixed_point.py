@@ -1,12 +1,12 @@
-"""Sums that are the same in every order: integers, in a unit for each row and each channel of dQ.
+"""Sums that are the same in every order: sums of integers, with a unit per row and channel of dQ.
 
 Floating-point sums depend on their order, integer sums do not. An element of dQ is a sum over keys, and its bound is
 known before the sum:
 
     |sum_j dS_ij K_jd| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max_j |K_jd|
 
-The unit is that bound over 2**30, so that the sum fits in 32 bits with a factor of two to spare. Gradients are some
-2**13 below the bound on random data: the unit is then far below what bfloat16 keeps of the result.
+The unit is this bound over 2**30, so that the sum fits in 32 bits with a factor of two to spare. On random data, the
+gradients are about 2**13 times smaller than the bound: the unit is still far below the precision of bfloat16.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +26,10 @@ _STEPS = 2.0**30
 
 
 class Units(NamedTuple):
-    """1 of an element means `rows` times `channels`. NaN in rows whose gradient is NaN, 0 in rows that attend nothing.
+    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where a query has no keys.
 
-    A key that nobody attends to may hold anything; one that is attended to reaches `delta`.
+    The maxima leave out keys and values that are not finite. A query that attends to one of them has a `delta` that is
+    not finite, and so a unit that is not finite; if no query attends to them, they must not matter.
     """
 
     rows: Array  # f32[B, H, T]
@@ -42,11 +43,11 @@ class Units(NamedTuple):
         return cls(jnp.where(lse == -jnp.inf, 0.0, rows * jnp.float32(1.0 / _STEPS)), channels)
 
     def steps(self) -> "Units":
-        """The factors that turn numbers into units; where there is no unit, 0."""
+        """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN."""
         return Units(*(jnp.where(x > 0, 1.0 / x, 0.0) for x in self))
 
     def value(self, sums: Array) -> Array:
-        """f32[B, T, H, D] of integer sums."""
+        """f32[B, T, H, D]: the gradient that integer sums stand for."""
         channels = jnp.repeat(self.channels, sums.shape[2] // self.channels.shape[1], axis=1)
         return sums.astype(jnp.float32) * self.rows.transpose(0, 2, 1)[..., None] * channels[:, None]
 

@@ -1,10 +1,11 @@
 """The fused backward for Hopper: dQ, dK and dV in one kernel over the transposed lists, five products instead of seven.
 
-A CTA holds 128 keys and streams the queries that list them (`mosaic_fused_compute`). A row of dQ is a sum over CTAs,
-which the copy engine adds up in global memory as they come: in integers, whose sum is the same in every order
-(`fixed_point`), or, where the call asks for no determinism, in float32. Masks have columns that almost every row lists,
-such as a sink's. The longest of all heads come first, and several CTAs may share one; their sums are merged in a fixed
-order.
+A CTA holds a column of 128 keys and streams the queries that list them (`mosaic_fused_compute`). A row of dQ is a sum
+over CTAs. The copy engine adds the CTAs' summands in global memory in the order of arrival: in integers, whose sum is
+the same in every order (`fixed_point`), or, where the call asks for no determinism, in float32.
+
+Masks have columns that almost every row lists, such as a sink's. The longest columns of all heads are started first,
+and several CTAs may share one of them; the CTAs' sums of dK and dV are then merged in a fixed order.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ Array = jax.Array
 def backward(
     call: Call, lse: Array, delta: Array, d_out: Array, *, config: FusedConfig, interpret: Any = False
 ) -> tuple[Array, Array, Array]:
-    """(dQ, dK, dV) of a call whose head dims are those of the kernel."""
+    """(dQ, dK, dV) of a call for which `mosaic_fused_plan.misfit` is None."""
     q, k, v, mask = call.query, call.key, call.value, call.mask
     plan = Plan.of(call, config, interpret)
     rule, q_size = plan.rule, plan.q_size
@@ -95,14 +96,14 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
 
 
 def _dq_of_ctas(plan: Plan, sums: Array) -> Array:
-    """[B, T, H, D] of an interpreted kernel."""
+    """dQ [B, T, H, D] of an interpreted kernel: the sum over CTAs."""
     pair, _, _ = jax.vmap(plan.place)(jnp.arange(plan.num_ctas, dtype=jnp.int32))
     per_pair = jnp.zeros((plan.pairs, *sums.shape[1:]), sums.dtype).at[pair].add(sums)
     return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
 
 
 def _merged(plan: Plan, lists: RowLists, found: Results) -> tuple[Array, Array]:
-    """dK and dV with the early columns, whose parts are added up in their order."""
+    """dK and dV, in which each early column is the sum of its parts, in the order of the parts."""
     if found.dk_parts is None:
         return found.dk, found.dv
     pair, rank = jnp.arange(plan.pairs)[:, None], jnp.arange(plan.early)[None]

@@ -1,4 +1,4 @@
-"""A compute warpgroup of the fused Hopper backward: 64 keys against all queries that list them, 64 at a time.
+"""A compute warpgroup of the fused Hopper backward: 64 keys against all queries that list them, 64 queries at a time.
 
 Five products per tile of queries, S and dP transposed (keys by queries), so that P and dS come in registers as the left
 operands of dV and dK. dQ needs the dS of all 128 keys: each warpgroup writes its half to shared memory, and multiplies
@@ -8,7 +8,7 @@ half of dQ's columns.
                   dV += P dO       while dS = P * (dP - delta) is computed and written
                   dK += dS Q
     next tile     S = K Q^T
-    this tile     dQ = dS^T K      while dK and S are still multiplied; added to global memory
+    this tile     dQ = dS^T K      while dK and S are still multiplied; dQ is added to global memory
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ class ComputeWarpgroup:
         return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
 
     def start_s(self, s: Any, n: Any) -> None:
-        """Starts the logits of tile n; past the last tile, of whatever is in the ring."""
+        """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
         scratch, rule, slot = self.scratch, self.plan.rule, lax.rem(n, self.plan.config.q_stages)
         pl.when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
         if rule.folds_lse:
@@ -84,7 +84,7 @@ class ComputeWarpgroup:
 
     def store(self, dk: Any, dv: Any) -> None:
         cta, plan, results = self.cta, self.plan, self.cta.results
-        # The other warpgroup has read all keys too: dK goes where they were.
+        # Once the other warpgroup has read all keys too, dK overwrites K in shared memory, and dV overwrites V.
         plgpu.barrier_arrive(self.barriers.all_read)
         plgpu.barrier_wait(self.barriers.all_read)
 
@@ -133,13 +133,13 @@ class Tile:
 
         plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
         ds = with_zeros(weigh, buffers[3:4], [(ROWS, TILE)], interpret=self.simulate)
-        # Free for writing: the other warpgroup has read what was there two tiles ago before it wrote the last dS.
+        # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile.
         self.scratch.ds.at[self.ds_slot, self.warpgroup.keys][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.ds_ready.at[self.ds_slot])
         mma(dk, ds, self.q, interpret=self.simulate)
         if not self.simulate:
-            plgpu.wgmma_wait(1)  # for dV: the registers of P are needed
+            plgpu.wgmma_wait(1)  # until dV is done: the registers of P are needed
 
         def ahead(s: Any, dq: Any) -> Any:
             self.warpgroup.start_s(s, self.n + 1)
@@ -182,7 +182,7 @@ class Tile:
         )
 
     def add_dq(self, dq: Any, row_steps: Any) -> None:
-        """Adds half of the columns to the sums in global memory; other CTAs add to the same rows."""
+        """Adds this warpgroup's half of dQ's columns to the sums in global memory, to which other CTAs add too."""
         cta, tile = self.cta, self.scratch.dq.at[self.cta.wg]
         rows, columns = pl.ds(self.q_start, TILE), pl.ds(cta.wg * HALF, HALF)
         if row_steps is not None:

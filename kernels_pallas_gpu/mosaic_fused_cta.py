@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA of the fused Hopper backward share: operands, shared memory, their column of keys."""
+"""What the warpgroups of a CTA in the fused Hopper backward share: operands, shared memory, a column of keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE, Barriers, Pla
 
 
 class Operands(NamedTuple):
-    """`statistic`: of lse, as `LogitRule` wants it. `steps`: units of dQ per 1, or None. `lists`: of columns."""
+    """`statistic`: lse as `LogitRule.row_statistic` gives it. `steps`: 1 / unit of dQ, or None. `lists`: of columns."""
 
     q: Any
     k: Any
@@ -28,8 +28,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """`dk_parts`, `dv_parts`: float32 sums of the parts of early columns, or None. `dq_per_cta`: where the kernel is
-    interpreted, each CTA has its own sums of dQ.
+    """`dk_parts`, `dv_parts`: float32 sums of the parts of early columns, or None. `dq_per_cta`: each CTA's own sums of
+    dQ if the kernel is interpreted, otherwise None.
     """
 
     dk: Any
@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
 
 class Cta:
-    """`lo`, `hi`: the tiles of queries that this CTA multiplies, numbered over the heads of the group."""
+    """This CTA multiplies the column's tiles of queries from `lo` to `hi`, numbered over all heads of the group."""
 
     def __init__(self, plan: Plan, given: Operands, results: Results, scratch: Scratch, barriers: Barriers) -> None:
         self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers

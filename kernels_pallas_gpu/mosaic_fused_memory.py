@@ -41,7 +41,7 @@ def load(cta: Cta) -> None:
 
 
 def _next(n: Any, free: Any, ready: Any, stages: int) -> tuple[Any, Any]:
-    """(slot, barrier that says that it is full), once the slot is free."""
+    """Waits until the slot of tile n is free; returns (slot, barrier of the copies that fill the slot)."""
     slot = lax.rem(n, stages)
     pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     return slot, ready.at[slot]

@@ -1,4 +1,4 @@
-"""How the fused Hopper backward cuts a call into columns of keys, in which order, and the shared memory of a CTA."""
+"""How the fused Hopper backward cuts a call into columns of keys, the columns' order, and a CTA's shared memory."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ TILE = 64  # queries per step
 HEAD_DIM = 128  # each compute warpgroup multiplies half of dQ's columns
 HALF = HEAD_DIM // COMPUTE_WGS
 REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
-# Keys that a query attends to. Measured on an H200; sums of integers cost more than those of floats.
+# Fuse from so many keys per query on. Measured on an H200; sums of integers cost more than sums of floats.
 WORTH_FUSING, WORTH_FUSING_FLOATS = 2500, 1200
 
 
@@ -31,9 +31,9 @@ class FusedConfig:
     """How the fused backward is scheduled.
 
     Args:
-      use: whether dQ, dK and dV come from this kernel; otherwise dQ has a kernel and dK/dV another.
+      use: whether dQ, dK and dV come from this kernel; otherwise one kernel computes dQ and another dK and dV.
       q_stages, do_stages: depth of the rings of Q and of dO.
-      early: so many of the longest columns of every head come first, those of all heads together.
+      early: number of columns per K/V head, the longest ones, that start before all other columns of all heads.
       parts: CTAs that share one early column.
     """
 
@@ -50,7 +50,7 @@ class FusedConfig:
 
 
 class Scratch(NamedTuple):
-    """Shared memory. `simulated`: float32 accumulators, where the kernel is interpreted."""
+    """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
 
     k: Any
     v: Any
@@ -67,7 +67,7 @@ class Scratch(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """`ds_ready`: both compute warpgroups have written their half of a dS. `all_read`: both have read all keys."""
+    """`ds_ready`: both compute warpgroups have written their halves of a dS. `all_read`: both have read all keys."""
 
     kv_ready: Any
     q_ready: Any
@@ -185,12 +185,12 @@ class Plan:
 
     @property
     def section(self) -> int:
-        """Pairs whose columns are interleaved: Q, dO and the sums of dQ of one head of each fit in the L2 cache."""
+        """Number of pairs with interleaved columns: Q, dO and dQ's sums of one head per pair fit in the L2 cache."""
         per_head = self.q_len * (2 * HEAD_DIM + 2 * self.v_head_dim + 4 * HEAD_DIM)
         return max(1, min(self.pairs, HOPPER_L2_BYTES // per_head))
 
     def place(self, cta: Any) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of a CTA. Early columns come first, then section by section, longest columns first."""
+        """(pair, rank, part) of a CTA. Early columns come first, then the others section by section, longest first."""
         ahead = self.pairs * self.early * self.parts
         rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - self.early)
         if not self.early:
@@ -245,7 +245,7 @@ class Plan:
 
 
 def misfit(call: Call, config: FusedConfig) -> str | None:
-    """Why the kernel cannot serve a call whose head dims are those of the kernels, or None."""
+    """Why the fused kernel cannot serve a call that the Mosaic kernels can serve, or None."""
     if call.head_dim != HEAD_DIM or call.value_dim > HEAD_DIM:
         return f"head dims {call.head_dim} and {call.value_dim} must be {HEAD_DIM} and at most {HEAD_DIM}"
     if call.mask.block_kv % KEYS:
@@ -257,10 +257,10 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
 
 
 def heuristic(call: Call, active_keys: float) -> FusedConfig:
-    """`active_keys`: that a query attends to, on average. With few, the sums of dQ cost more than they save."""
+    """`active_keys`: keys per query, on average. With few keys, the sums of dQ cost more than fusing saves."""
     pairs = call.batch * call.kv_heads
     longest = call.q_heads // call.kv_heads * call.q_len
-    # A column that every row lists takes longer than its share of all work: without parts, all wait for it.
+    # A column that every row lists may take longer than an SM's share of all work: without parts, all wait for it.
     share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
     config = FusedConfig(early=early_ranks(pairs), parts=4 if longest > share else 1)
     pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
@@ -268,7 +268,7 @@ def heuristic(call: Call, active_keys: float) -> FusedConfig:
 
 
 def search_space(call: Call, default: FusedConfig) -> list[FusedConfig]:
-    """Without a choice, the default alone."""
+    """The default, and the other configurations that fit the call."""
     cuts = [dict(early=n, parts=parts) for n, parts in ((0, 1), (1, 1), (4, 1), (8, 1), (4, 4), (8, 4), (8, 8))]
     rings = [dict(q_stages=n, do_stages=m) for n, m in ((3, 2), (2, 3))]
     space = [dataclasses.replace(default, use=True, **change) for change in (*cuts, *rings)]

@@ -44,16 +44,16 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--stage", default=",".join(STAGES), help="with commas between them")
-    parser.add_argument("--methods", default=",".join(METHODS), help="only these, with commas between them")
+    parser.add_argument("--stage", default=",".join(STAGES), help="stages to run, with commas between them")
+    parser.add_argument("--methods", default=",".join(METHODS), help="methods to run, with commas between them")
     parser.add_argument(
         "--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, in order of importance"
     )
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="from the start; the rest is left for another run"
+        "--minutes", type=float, default=float("inf"), help="stop after so long; the rest is left for another run"
     )
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
-    parser.add_argument("--sequences", type=int, default=64, help="at most, per domain")
+    parser.add_argument("--sequences", type=int, default=64, help="evaluate on at most so many sequences per domain")
     parser.add_argument("--calibration", type=int, default=4, help="sequences per domain to calibrate on")
     args = parser.parse_args()
     stages, methods = args.stage.split(","), args.methods.split(",")
@@ -78,7 +78,7 @@ def main() -> None:
         calibration_sequences=args.calibration,
         budgets=tuple(map(float, args.budgets.split(","))),
         methods=tuple(methods),
-        # 10 bits of mantissa as in the other products (TF32): bfloat16's rounding would be seen beside small KL.
+        # float16 has 10 bits of mantissa, as the other products (TF32): bfloat16's rounding would show in small KL.
         attention_dtype=None if on_cpu else jnp.float16,
     )
     study = Study(

@@ -26,7 +26,7 @@ CALIBRATION_PROGRAMS = ("observe", "forward", "touch", "likelihood", "cost", "fi
 
 
 def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
-    """First the programs that every evaluation needs, then the methods' own."""
+    """Compile first the programs that every evaluation needs, then the programs of the methods."""
     s, config, compile_ = study.settings, study.model.config, study.programs.compile
     size = min(s.batch, s.sequences * len(EVALUATION))
     tokens = jax.ShapeDtypeStruct((size, s.length), jnp.int32)
@@ -54,7 +54,7 @@ def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
 
 
 def compile_calibration(study: Study) -> None:
-    """Nothing where the profile is there."""
+    """Compile the programs of calibration, unless the profile exists already."""
     if study.profile_path.exists():
         return
     s, whole, compile_ = study.settings, nnx.split(study.model), study.programs.compile
@@ -80,7 +80,7 @@ def compile_calibration(study: Study) -> None:
 
 
 def _profile_shape(study: Study) -> HadsProfile:
-    """What the profile will look like to the compiler."""
+    """The profile with shapes in place of arrays."""
     config, s = study.model.config, study.settings
     heads = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
     return profile_shape(layers=config.layers, **heads, model=s.name, block=s.block, length=s.length)

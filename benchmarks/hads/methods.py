@@ -1,4 +1,4 @@
-"""Registers the study's rivals and ablations with xsake's evaluation, and names the sets that tables tell apart."""
+"""Registers the study's rivals and ablations with xsake's evaluation, and names the groups that tables show."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from typing import Any
 
 
 class Programs:
-    """Compilations under way, by key. JAX keeps what was compiled: a later call of the same function finds it."""
+    """Compilations under way, by key. JAX caches programs: a later call of the same function finds its program."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=12)
         self._under_way: dict[Any, Future] = {}
 
     def compile(self, key: Any, lower: Callable[[], Any]) -> None:
-        """Begin to compile what `lower` gives, unless `key` is under way already."""
+        """Begin to compile the program that `lower()` returns, unless `key` is under way already."""
         if key not in self._under_way:
             self._under_way[key] = self._pool.submit(lambda: lower().compile())
 

@@ -1,4 +1,4 @@
-"""Priorities that divide a layer's blocks among its heads; `xsake.hads.study.ranking` has those within a head."""
+"""Priorities that divide a layer's blocks among its heads; priorities within a head: `xsake.hads.study.ranking`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def scaled_count(score: Priority, heads: Float[Array, "*B H"]) -> Priority:
 
 
 def pooled_mass(share: Priority, floor: Float[Array, ""] | float) -> Priority:
-    """The largest masses of all heads together, after the `floor` largest of every row (AdaKV)."""
+    """The `floor` largest masses of every row first, then the largest masses of all heads together (AdaKV)."""
     return jnp.where(rank_in_row(share).astype(jnp.float32) < floor, 2.0, share)
 
 
 def head_shares(x: Layer) -> Float[Array, "H"]:
-    """The share of its free blocks that calibration gives each head at the middle one of the profile's budgets."""
+    """Per head, the share of its free blocks that it gets by calibration at the middle of the profile's budgets."""
     table = jnp.asarray(x.profile.head_shares)
     return table[len(table) // 2, x.number]

@@ -53,8 +53,8 @@ def band_shares(query: Query, key: Key, grid: CausalGrid) -> tuple[Blocks, Block
 
 
 def running_max_gap(query: Query, key: Key, grid: CausalGrid) -> Blocks:
-    """A block's largest logit minus the largest logit of its row so far, at best among the block's queries: what
-    decides in a kernel that goes from block to block (BLASST). Needs all logits."""
+    """A query's largest logit in a block minus its largest logit up to that block, then the largest difference among
+    the block's queries: a kernel that goes from block to block decides by it (BLASST). Needs all logits."""
 
     def row(i: Array, q: Array) -> Array:
         logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), key.astype(jnp.float32)) * q.shape[-1] ** -0.5
@@ -79,7 +79,7 @@ def last_rows(query: Query, key: Key, grid: CausalGrid, queries: int = 64) -> tu
     at = np.arange(t - queries, t)
     weights = jax.nn.softmax(jnp.where(at[:, None] >= np.arange(t), logits, -jnp.inf), -1)
     columns = block_sums(weights, grid).mean(-2).reshape(b, h, grid.side)
-    back = at[:, None] - np.arange(t)  # the key so many tokens back
+    back = at[:, None] - np.arange(t)  # the key at each distance: 0, 1, 2, ... tokens back
     by_distance = jnp.take_along_axis(weights, np.maximum(back, 0)[None, None, None], -1)
     by_distance = jnp.where(back >= 0, by_distance, 0)
     # Distances are rounded to whole blocks: a block's diagonal is nearest to its middle.

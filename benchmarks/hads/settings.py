@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.hads.methods import METHODS
 
-BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling ones first: a run may be cut off
+BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling budgets first: a run may be cut off
 STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
 FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in STRONG), *STRONG)
 TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
@@ -26,12 +26,12 @@ class Settings:
     sequences: int = 64  # per domain, at most
     screened: int = 16  # sequences on which every method is tried
     name: str = "smollm2"
-    methods: Sequence[str] = tuple(METHODS)  # no others are run
+    methods: Sequence[str] = tuple(METHODS)  # only these methods are run
     budgets: Sequence[float] = BUDGETS
-    task_budgets: Sequence[float] = (0.2, 0.43, 0.1)  # those of them that are also in `budgets`
+    task_budgets: Sequence[float] = (0.2, 0.43, 0.1)  # of which those are run that are also in `budgets`
     seed: Mapping[str, float] = MappingProxyType(SEED)
     attention_dtype: Any = None  # to which queries, keys and values are rounded; None: as the model has them
 
     def __str__(self) -> str:
-        """What the files of a study are called."""
+        """The part of file names that tells studies apart."""
         return f"{self.length}-{self.block}"

@@ -1,4 +1,4 @@
-"""The stages of a study, in the order of importance. Each goes on from the records that are there."""
+"""The stages of a study, in the order of importance. Each stage goes on from the records that exist already."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xsake.hads.study.summary import retention, summarise
 
 
 def calibrate(study: Study) -> None:
-    """The HADS profile and, where HADS-v1 is asked for, its profile; neither where its file is there."""
+    """Make the HADS profile and, if HADS-v1 is asked for, its profile; a profile whose file exists is kept."""
     if study.profile_path.exists():
         study.say(f"{study.profile_path.name} is there")
     else:
@@ -60,20 +60,21 @@ def first(study: Study) -> None:
     s = study.settings
     texts = study.read(EVALUATION, s.batch // len(EVALUATION) or 1)
     done = study.evaluate(texts, study.wanted(FIRST), s.budgets)
-    # The oracle in which all heads of all layers are alike: against it the profile's division counts too.
+    # With equal shares for all layers, oracle_top_k treats all heads of all layers alike: a comparison with it also
+    # shows what the profile's division of blocks is worth.
     done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "hads"]), s.budgets, layers="uniform")
-    if done:  # and how far two kernels' rounding moves a model that leaves nothing out
+    if done:  # with all blocks: how far the rounding of two kernels moves a model
         study.evaluate(texts, study.wanted(["sliding_window"]), [1.0])
     study.report()
 
 
 def screen(study: Study) -> None:
-    """Every method on some texts, and what the pictures of heads and of one mask are made from."""
+    """Every method on some texts, and the data for the pictures of heads and of one mask."""
     s = study.settings
     names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *PUBLISHED])
     texts = study.read(EVALUATION, s.screened // len(EVALUATION))
     if study.evaluate(texts, names, s.budgets):
-        # As published, methods know nothing of our division among layers: with it they are stronger than without.
+        # Above, rivals have our division among layers, which makes them stronger. As published, they have none.
         best = ["hads", "oracle_top_k", *study.best_rivals(among=PUBLISHED)]
         study.evaluate(texts, study.wanted(best), s.budgets, layers="uniform")
     study.report()
@@ -95,7 +96,7 @@ def tasks(study: Study) -> None:
 
 
 def seed(study: Study) -> None:
-    """The project's first table: at its unequal shares of blocks, then all at HADS's; with the times of attention."""
+    """The project's first table: patterns at their unequal shares of blocks, then all at HADS's share; with times."""
     s = study.settings
     texts = study.read(EVALUATION, s.screened // len(EVALUATION))
     pairs = list(s.seed.items())
@@ -118,7 +119,7 @@ def seed(study: Study) -> None:
 def full(study: Study) -> None:
     """HADS, the three best rivals and the oracles on all texts.
 
-    Texts are in the outer order, so that a run that is cut off has whole batches.
+    The outer loop is over batches of texts, so that a run that is cut off has whole batches.
     """
     best = study.best_rivals()
     texts = study.read(EVALUATION, study.settings.sequences)

@@ -29,10 +29,10 @@ from xsake.hads.study.texts import Text, load_texts
 
 
 class Study:
-    """Each stage (`benchmarks.hads.stages`) goes on from the records that are there.
+    """What the stages (`benchmarks.hads.stages`) share; each stage goes on from the records that exist already.
 
-    `out` receives the study's files; those of an `earlier` run that `out` does not have yet are copied from there.
-    `stop` is asked before every method whether to leave the rest for another run.
+    `out` receives the study's files; files in the folder `earlier` that `out` does not have yet are copied to `out`.
+    `stop()` is called before every method; if it returns True, the rest is left for another run.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Study:
     # -- what stages read ----------------------------------------------------------------------------------------------
 
     def wanted(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that the settings ask for, each once."""
+        """The `names` that the settings ask for, each once."""
         return [name for name in dict.fromkeys(names) if name in self.settings.methods]
 
     def read(self, domains: Iterable[str], count: int) -> list[Text]:
@@ -76,7 +76,7 @@ class Study:
         return HadsProfile.load(_calibrated(self.profile_path))
 
     def knowledge(self, methods: Iterable[str]) -> dict[str, v1.V1Profile]:
-        """What each of the methods knows beyond the profile; only HADS-v1 does."""
+        """What each of the methods knows beyond the profile: HADS-v1 its own profile, the others nothing."""
         names = v1.NAMES.intersection(methods)
         return dict.fromkeys(names, v1.V1Profile.load(_calibrated(self.v1_path))) if names else {}
 
@@ -128,7 +128,7 @@ class Study:
         )
 
     def best_rivals(self, count: int = 3, among: Collection[str] = (*PUBLISHED, *STRENGTHENED)) -> list[str]:
-        """By the mean over budgets of the logarithm of KL, on the screened texts."""
+        """The `count` best methods by the mean over budgets of the logarithm of KL, on the screened texts."""
         logs: dict[str, list[float]] = defaultdict(list)
         for row in summarise(self.records):
             if row.method in among and row.layers == "profile" and row.budget in self.settings.budgets:

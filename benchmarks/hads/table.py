@@ -11,7 +11,7 @@ from xsake.hads.study.summary import Summary
 
 
 def lines_of(rows: Sequence[Summary]) -> list[str]:
-    """KL of each method by budget, best first; where HADS is not surely better, a star."""
+    """KL of each method by budget, best method first; a star where HADS is not surely better."""
     out = []
     for layers in sorted({row.layers for row in rows}):
         mine = [row for row in rows if row.layers == layers]
@@ -36,6 +36,6 @@ def lines_of(rows: Sequence[Summary]) -> list[str]:
 
 
 def _standing(found: dict[float, Summary]) -> float:
-    """Geometric mean of KL over budgets: what orders the table."""
+    """Logarithm of the geometric mean of KL over budgets, by which the table is sorted."""
     logs = [np.log(max(one.kl, 1e-9)) for one in found.values() if one.budget < 1]
     return float(np.mean(logs)) if logs else 0.0

@@ -14,7 +14,7 @@ _THINGS = ("river", "castle", "garden", "engine", "mirror", "island", "ticket", 
 
 
 def make(fillers: Sequence[np.ndarray], encode: Callable[[str], list[int]], seed: int = 0) -> list[Text]:
-    """One text of each task from each filler, in domains of their names."""
+    """One text per task and filler; the domain of a text is the name of its task."""
     rng = np.random.default_rng(seed)
     makers: dict[str, Callable[..., tuple]] = {"copy": copy, "pairs": pairs, "needles": partial(needles, encode=encode)}
     return [
@@ -25,7 +25,7 @@ def make(fillers: Sequence[np.ndarray], encode: Callable[[str], list[int]], seed
 
 
 def copy(filler: np.ndarray, rng: np.random.Generator, *, span: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """A random span of tokens early in the text, and again at its end: each token of the second one, after the first
+    """A random span of tokens early in the text, and again at its end: each token of the second span, but for its first
     eight, is an item. Returns (tokens, items), as long as the filler."""
     length = len(filler)
     if length < 4 * span:
@@ -34,13 +34,13 @@ def copy(filler: np.ndarray, rng: np.random.Generator, *, span: int = 64) -> tup
     drawn = rng.choice(np.unique(filler), span, replace=False)
     at = int(rng.integers(span, length - 3 * span))
     tokens[at : at + span] = tokens[length - span :] = drawn
-    items[length - span + 7 : length - 1] = np.arange(1, span - 7)  # a token's item stands one before it
+    items[length - span + 7 : length - 1] = np.arange(1, span - 7)  # an item stands at the token before its answer
     return tokens, items
 
 
 def pairs(filler: np.ndarray, rng: np.random.Generator, *, count: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """Associative recall: `count` pairs of tokens, strewn over the text, whose first ones are asked at its end in
-    another order. Each pair is an item. Pairs are of tokens that the filler does not use."""
+    """Associative recall: `count` pairs of tokens, strewn over the text and repeated at its end in another order, where
+    the first token of a pair asks for the second. Each pair is an item. The filler uses no token of a pair."""
     length = len(filler)
     if length < 16 * count:
         raise ValueError(f"{length} tokens are too few for {count} pairs")
@@ -87,7 +87,7 @@ def needles(
 
 
 def _unused(filler: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Tokens within the range of the filler's that it does not hold."""
+    """`count` tokens below the filler's largest token that the filler does not hold."""
     free = np.setdiff1d(np.arange(int(filler.max())), filler)
     if len(free) < count:
         raise ValueError(f"the filler leaves only {len(free)} tokens unused; {count} are needed")

@@ -40,8 +40,8 @@ EVALUATION = {
     "prose": ("anarchism", "**/*.html"),
 }
 TASK_FILLER = "prose"
-FROM_ONE_DOCUMENT = 8  # sequences at most: many documents, not much of one
-LEAST_CHARACTERS = 4000  # shorter ones are stubs
+FROM_ONE_DOCUMENT = 8  # sequences at most, so that there are many documents
+LEAST_CHARACTERS = 4000  # shorter documents are stubs
 
 
 def read(path: Path) -> str:
@@ -56,7 +56,7 @@ def read(path: Path) -> str:
 
 
 def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], tokens: int) -> list[np.ndarray]:
-    """Different documents in a random order, until there are so many tokens."""
+    """Different documents in a random order, until there are more than `tokens` tokens."""
     found: list[np.ndarray] = []
     seen: set[bytes] = set()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the choice of blocks and attention take on this machine."""
+"""The times of choosing blocks and of attention on this machine."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class V1Profile(NamedTuple):
 
 
 def keep_ratio(entropy: Float[Array, "L H"]) -> Float[Array, "L H"]:
-    """Each head's share of blocks before a budget scales them all: linear in its entropy, over all heads [L, H].
+    """Each head's share of blocks, before a budget scales all shares: linear in entropy, from LEAST to MOST.
 
     >>> keep_ratio(jnp.array([[0.0, 0.5, 1.0]])).tolist() == jnp.array([[0.15, 0.5, 0.85]]).tolist()
     True
@@ -66,7 +66,7 @@ def keep_ratio(entropy: Float[Array, "L H"]) -> Float[Array, "L H"]:
 
 
 def hads_v1(x: Layer) -> Priority:
-    """Each head's constant number of blocks per row from its entropy; blocks by the mean mass at their distance."""
+    """The same number of blocks in each row of a head, by its entropy: the blocks of largest mean mass by distance."""
     mass = jnp.asarray(_known(x).distance_mass)[x.number][:, bucket_of(x.grid.distance())]
     return _static(x, x.everywhere(mass))
 
@@ -140,7 +140,7 @@ def mean_entropy(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], g
 
 
 def by_distance(mass: Float[np.ndarray, "H n n"], grid: CausalGrid) -> np.ndarray:
-    """f32[H, buckets]: `V1Profile.distance_mass`; a distance that no row has counts as the farthest distance seen."""
+    """f32[H, buckets]: `V1Profile.distance_mass`; buckets past the farthest distance seen repeat its mass."""
     inside = grid.causal() & (np.arange(grid.side) > 0)
     bucket = bucket_of(grid.distance())[inside]
     blocks = np.bincount(bucket, minlength=len(BUCKETS))

@@ -94,7 +94,7 @@ def shape(run: dict[str, Any]) -> str:
 
 
 def cell(row: Row | None, sequences: int) -> str:
-    """KL, and the number of texts where it is not the row's."""
+    """KL, and the number of texts if it differs from `sequences`, that of the table's row."""
     if row is None:
         return ""
     return f"{row['kl']:.4f}" + (f" ({row['sequences']} texts)" if row["sequences"] != sequences else "")
@@ -113,7 +113,7 @@ def facts(
     names = {r["method"] for r in rivals}
 
     def over(best: Sequence[str]) -> str:
-        """On the texts that both have read: the difference is paired by text."""
+        """HADS's KL over the KL of the best of these methods, by budget, on the texts that both have read."""
         shares = (
             max(1 + by[name, b]["against"]["mean"] / by[name, b]["kl"] for name in best if (name, b) in by)
             for b in budgets
@@ -134,7 +134,7 @@ def facts(
 
 
 def answers(tasks: Sequence[Row]) -> list[str]:
-    """What is kept of the answers that the dense model gets right."""
+    """The share that each method keeps of the answers that the dense model gets right."""
     if not tasks:
         return []
     budgets = sorted({t["budget"] for t in tasks})
@@ -156,7 +156,7 @@ def answers(tasks: Sequence[Row]) -> list[str]:
 
 
 def first_table() -> str:
-    """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's."""
+    """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's share."""
     (path,) = FOLDER.glob("seed-*.json")
     run = json.loads(path.read_text())
     heads = ["method", "active blocks", "choosing blocks, ms", "attention, ms", "KL", "perplexity"]
@@ -217,7 +217,7 @@ def ranked(rows: Sequence[Row], among: Any) -> list[str]:
 
 
 def budgets_of(run: dict[str, Any]) -> list[float]:
-    """Those at which methods were compared; not what only the first table asks for."""
+    """The budgets at which methods were compared, without budgets that only the first table has."""
     return sorted({r["budget"] for r in run["methods"] if r["method"] == "oracle_gain"})
 
 

@@ -1,4 +1,4 @@
-"""Training runs, and how well a pretrained model reads."""
+"""Training runs, and the perplexity of a pretrained model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.report.words import milliseconds, source, table
 
 
 def train_gpu() -> str:
-    """Whole runs, and the time of a step at the longer length beside dense attention's."""
+    """Whole runs, and the time of a step at the longer length, beside dense attention."""
     run = record.load("train_gpu")
     heads = [
         "model",

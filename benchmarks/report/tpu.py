@@ -1,4 +1,4 @@
-"""What is known of the TPU kernels without a TPU: compiled, and the cycles of their schedules."""
+"""What is known of the TPU kernels without a TPU: whether they compile, and the cycles of their schedules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tpu_schedule() -> str:
 
 
 def tpu_gather_shapes() -> str:
-    """Our walk against the other shape with the chunk that suits it best, at blocks of 128."""
+    """`walk` against `specs` with the chunk that suits it best, at blocks of 128 (benchmarks/tpu_gather_shapes.py)."""
     run = record.load("tpu_gather_shapes")
     e, long = run["environment"], run["results"]["longest"][0]
     rows = [r for r in run["results"]["shapes"] if r["block"] == 128]

@@ -1,4 +1,4 @@
-"""What is shipped for each device kind, and what it gains over the heuristic.
+"""The tuning database that is shipped for each device kind, and its gain over the heuristic.
 
 Nothing here depends on the kernels' sources: an edited kernel must not change a page.
 """
