@@ -55,9 +55,9 @@ hypothesis.settings.load_profile(_PROFILE)
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks(request: pytest.FixtureRequest) -> None:
-    """As JAX's own tests run: a call promotes no rank. The studies of HADS, which no call runs, may.
+    """Rank promotion is an error, as in JAX's own tests, but for the studies of HADS, which no call runs.
 
-    For all threads, since the studies compile in several; and per module, since another setting compiles anew.
+    Set for all threads, since the studies compile in several; and per module, since a changed setting compiles anew.
     """
     allowed = request.path.name.startswith("test_hads_")
     jax.config.update("jax_numpy_rank_promotion", "allow" if allowed else "raise")
@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def strict_tpu_interpreter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Interpreted TPU kernels fail on races too, not on reads out of bounds and of what was never written alone."""
+    """Interpreted TPU kernels fail on races too, not only on reads out of bounds and of memory never written."""
     from jax.experimental.pallas import tpu as pltpu
 
     from xsake.kernels_pallas_tpu import launch
@@ -99,8 +99,8 @@ def _strict_target(request: pytest.FixtureRequest) -> None:
 def interpreter_without_effects(
     _strict_target: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For jax.checkpoint, which takes no effects, and transfer guards, which take the tokens of ordered effects for
-    transfers: the effects of the strict interpreter are callbacks in order."""
+    """Turns off the strict interpreter, whose ordered callbacks are effects: jax.checkpoint allows no effects, and
+    transfer guards take the tokens of ordered effects for transfers."""
     if _is_interpreted_tpu(request):
         from xsake.kernels_pallas_tpu import launch
 
@@ -109,7 +109,7 @@ def interpreter_without_effects(
 
 @pytest.fixture
 def unchecked_annotations() -> Iterator[None]:
-    """As users have it: the package's own checks and messages, not those of the annotations."""
+    """Annotations are not checked, as for users: errors come from the package's own checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

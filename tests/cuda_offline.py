@@ -1,4 +1,4 @@
-"""CUDA without a GPU: lower for it with plain CPU jax; compile to machine code where the compiler is installed."""
+"""CUDA without a GPU: lower with plain CPU jax; compile to machine code where the compiler is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _mesh(chip: str) -> AbstractMesh:
 
 
 def lower(function: Callable, *avals: Any, chip: str = "sm_90", **named: Any) -> str:
-    """Raises where a layout is wrong or shared memory does not suffice."""
+    """Lower for CUDA; raises if a layout is wrong or shared memory does not suffice."""
     with use_abstract_mesh(_mesh(chip)):
         return jax.jit(function).trace(*avals, **named).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -58,7 +58,7 @@ def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]
 def complaints(report: Sequence[str]) -> list[str]:
     """Lines that speak of spilled registers, or of tensor-core products that the assembler serialised or waits for.
 
-    C7519 is neither: it put a fence before a product whose left operand is in registers.
+    Message C7519 is no complaint: a fence before a product whose left operand is in registers.
     """
     bad = re.compile(r"C75(?!19)\d\d|erializ|[1-9]\d* bytes spill")
     return [line for line in report if bad.search(line)]

@@ -1,4 +1,4 @@
-"""Masks that Hypothesis draws, and the account of them that the tests compare with."""
+"""Masks that Hypothesis draws, and their properties in numpy, which the tests compare with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Drawn:
         return rule(q - k, self.sizes["is_causal"], self.sizes["local_window_size"])
 
     def _per_block(self, reduce, elements, fill) -> np.ndarray:
-        """[nQ, nK] over a grid padded with `fill`."""
+        """[nQ, nK]: `reduce` over the elements of each block, where padding is `fill`."""
         n, m = self.blocks.shape[-2:]
         bq, bk = self.sizes["block_q"], self.sizes["block_kv"]
         grid = np.full((n * bq, m * bk), fill)
@@ -48,7 +48,7 @@ class Drawn:
 
     @property
     def full(self) -> np.ndarray:
-        """Every element passes, and padding never does."""
+        """Blocks in which the rule allows every element; a block with padding is not full."""
         return self._per_block(np.all, self.elements_of_rule, False)
 
     @property

@@ -14,8 +14,8 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "c
 
 
 def counting_matmul_flops(function: Callable) -> Callable[..., jax.Array]:
-    """A compiled function of the same arguments: floating-point operations of all matrix products that run, those in
-    loops as often as the loops go round.
+    """A compiled function of the same arguments that counts the floating-point operations of all matrix products that
+    run. A product in a loop counts once per iteration.
 
     >>> def power(x, n):
     ...     return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
@@ -61,7 +61,7 @@ def _equation(eqn: Any, args: list) -> tuple[list, Any]:
 
 
 def _flops_known_ahead(eqn: Any) -> int:
-    """Of an equation that does not depend on values; a scan goes round as often as it says."""
+    """The operations of an equation whose cost does not depend on values; a scan counts `length` times."""
     name, params = eqn.primitive.name, eqn.params
     assert name not in ("while", "cond"), f"{name} in a scan is not counted"
     if name == "dot_general":

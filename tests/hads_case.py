@@ -1,4 +1,4 @@
-"""Random profiles and inputs, and HADS written down densely in numpy: what the tests compare with."""
+"""Random profiles and inputs, and HADS in dense numpy, which the tests compare with."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def forced_blocks(n: int) -> np.ndarray:
 
 
 def loss(mass: np.ndarray, kept: np.ndarray, sensitivity: np.ndarray, burstiness: np.ndarray) -> float:
-    """Sum of ω (δ² + φ δ) over rows and heads [H, n, n], the last two rows four times: what HADS makes small."""
+    """Sum of ω (δ² + φ δ) over rows and heads [H, n, n], the last two rows four times: HADS minimises it."""
     dropped = (mass * ~kept).sum(-1)
     dropped_cost = sensitivity[:, None] * (dropped**2 + burstiness[:, None] * dropped)
     return float(dropped_cost.sum() + 3 * dropped_cost[:, -2:].sum())
@@ -105,7 +105,7 @@ def loss(mass: np.ndarray, kept: np.ndarray, sensitivity: np.ndarray, burstiness
 def check_scores(
     got: np.ndarray, value: Callable[..., float], query: np.ndarray, key: np.ndarray, grid: CausalGrid, rtol: float
 ) -> None:
-    """Compare block scores [B, H, n, n] of two heads with `value(q, k, i, j)` of lists of blocks' queries and keys."""
+    """Compare block scores [B, H, n, n] of two heads with `value(q, k, i, j)`; q and k are lists of a head's blocks."""
     got, group = np.asarray(got), query.shape[2] // key.shape[2]
     assert (np.isneginf(got) | (got == 0))[..., ~grid.causal()].all()
     for b, h in ((0, 0), (1, 3)):

@@ -1,4 +1,4 @@
-"""How a hostile file must end: in one plain line, soon, and with little memory."""
+"""How reading a hostile file must end: in one plain line, soon, and with little memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def use(path: Path) -> None:
 
 
 def assert_refused(path: Path, message: str) -> None:
-    """With a ValueError of one line; processor time is measured, so that a busy machine does not fail a test."""
+    """A ValueError of one line is raised in little processor time, which a busy machine does not lengthen."""
     start = time.process_time()
     tracemalloc.start()
     try:

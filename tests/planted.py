@@ -1,4 +1,4 @@
-"""A backend for tests of the tuner: the XLA one, with configurations that are fast and wrong, slow, or never end."""
+"""A backend for tests of the tuner: the XLA backend, with configurations that are fast and wrong, slow, or endless."""
 
 from __future__ import annotations
 

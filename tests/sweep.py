@@ -1,4 +1,4 @@
-"""Parameters of which CI takes a part, and `make slow` the rest."""
+"""Parameters of a test, some of which run in CI and all of which run in `make slow`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def sweep(values: Iterable[Any], *, slow: Collection[Any]) -> list[Any]:
-    """`values` for pytest.mark.parametrize; those that are `slow` reach no code that the others leave out."""
+    """`values` for pytest.mark.parametrize. Values in `slow` reach no code that the other values do not reach."""
     values = list(values)
     assert all(value in values for value in slow), slow
     return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]

@@ -1,4 +1,4 @@
-"""Files are replaced whole; what a killed writer left is removed by the next one, and never a live writer's."""
+"""Files are replaced whole; a writer removes the leftovers of killed writers, and never the files of live ones."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(p
 
 
 def test_many_writers_at_once(path):
-    """Each removes leftovers while the others create, lock and rename theirs."""
+    """Each writer removes leftovers while the others create, lock and rename their own files."""
     texts = [str(n) * 1000 for n in range(8)]
     failed = []
 

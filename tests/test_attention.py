@@ -269,7 +269,7 @@ def test_positions(implementation, rule):
 
 
 def test_positions_with_the_mask_s_own_rule(implementation):
-    """The mask's rule follows positions inside its blocks; those that it excludes by index are dropped all the same."""
+    """Inside blocks, the mask's rule follows positions; blocks that it excludes by index are dropped all the same."""
     n, m = implementation.size(48), implementation.size(144)
     q = np.broadcast_to(np.arange(n) + 3, (2, n)).astype(np.int32)
     k = np.broadcast_to(np.arange(m), (2, m)).astype(np.int32)

@@ -82,7 +82,7 @@ def test_right_results_pass_in_every_direction(changes):
 
 
 def test_wrong_results_do_not_pass(registered):
-    """Also where the wrong head is not among those that the oracle computes."""
+    """Also where the wrong head is not among the heads that the oracle computes."""
     bench = Bench(round_seconds=0.001)
     plan = bench.open(problem("planted", densities=(1.0,), q_heads=3, kv_heads=3, batch=1))[0]
     for how in ("wrong", "wrong in one head"):
@@ -115,7 +115,7 @@ def test_nan_is_wrong():
 
 @pytest.mark.slow  # the verdict is asked for above, and what a worker survives in test_autotune_tuner.py
 def test_planted_configurations_never_win(tmp_path):
-    """Through a real worker: a wrong one is rejected, a hanging one is killed, the rest is measured."""
+    """In a real worker: a wrong configuration is rejected, a hanging one is killed, the others are measured."""
 
     class Quiet:
         def doing(self, what, share): ...

@@ -105,7 +105,7 @@ def test_info_says_where_a_configuration_comes_from(home):
     ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
 )
 def test_autotune_refuses_nonsense(home, arguments, told, monkeypatch):
-    """In a sentence, before a device is asked for."""
+    """The message is one sentence, and comes before a device is needed."""
     monkeypatch.setattr("xsake.autotune.command.Worker", None)
     monkeypatch.setattr("xsake.autotune.command.Here", None)
     (home / "FILE").write_text("a file\n")

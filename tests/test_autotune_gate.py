@@ -1,4 +1,4 @@
-"""The regression gate lets noise through, stops what got slower, and gives no verdict on a busy machine."""
+"""The regression gate tolerates noise, fails slower programs, and gives no verdict on a busy machine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_disturbs():
 
 @pytest.mark.skipif(not interference._thread_seconds(), reason="this system does not tell how long threads waited")
 def test_others_that_run_are_seen():
-    """Twice as many as there are cores: whoever wants one must wait."""
+    """With twice as many busy processes as cores, a thread must wait for a core."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     try:

@@ -1,4 +1,4 @@
-"""The tuning loop on fake hands: what it finds, what it survives, what it keeps."""
+"""The tuning loop with `tuning_fakes.Hands` in place of a device: what it finds, what it survives, what it keeps."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
 
 
 def compiling_takes(clock, monkeypatch, seconds) -> None:
-    """So many seconds by problem; what is compiled stays so while the problem is open."""
+    """Compiling a configuration takes `seconds(problem)`, and nothing again while the problem is open."""
     real = Lengths.open
 
     def opened(self, problem):
@@ -165,7 +165,7 @@ def compiling_takes(clock, monkeypatch, seconds) -> None:
 
 
 def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
-    """The first problem's configurations take long to compile, longer than its share; the others' do not."""
+    """The first problem's configurations take longer to compile than its share of the time; the others' do not."""
     compiling_takes(clock, monkeypatch, lambda problem: 20.0 if problem.workload.name == "0" else 0.0)
     done = tune(Lengths, tmp_path, problems=_three_problems(), budget=220.0, rounds=2, batch=14)
     assert clock[0] <= 220
@@ -181,7 +181,7 @@ def test_what_was_compiled_is_raced_although_compiling_took_the_whole_share(tmp_
 
 @pytest.fixture
 def busy(clock, monkeypatch):
-    """A busy machine: everything takes its time, and each of four densities takes as long again."""
+    """A busy machine: opening, compiling, racing and verifying are slow, and each of four densities adds to it."""
 
     def takes(method: str, seconds) -> None:
         real = getattr(tuning_fakes.Hands, method)
@@ -259,7 +259,7 @@ def test_a_heuristic_alone_is_no_entry(tmp_path):
 
 
 class Lengths(tuning_fakes.Hands):
-    """Each problem is its own, by its name."""
+    """Problems have different keys: the name of the workload sets the length."""
 
     def open(self, problem):
         length = dict(q_len=1 << int(problem.workload.name or 0), kv_len=128)

@@ -1,4 +1,4 @@
-"""The database's writer: nothing is lost between two of them, and nothing breaks the file that is there."""
+"""The database's writer: two writers lose nothing of each other, and no failure breaks the existing file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_read_only_folder(path):
 
 
 def test_a_read_only_file_system(path, monkeypatch):
-    """As it looks to the writer; root is not refused by permissions."""
+    """Simulated in the writer, since permissions do not stop root."""
     merge(path, entry(1))
 
     def refuse(*_):
@@ -137,7 +137,7 @@ def test_two_writers_lose_nothing_in_100_rounds(path):
 
 
 def test_kill_9_while_writing_leaves_a_whole_file(path):
-    """Again and again, at any moment."""
+    """Killed again and again, at any moment."""
     merge(path, *[entry(n, q_len=2**n) for n in range(1, 40)])
     size = len(Database.read(path))
     for attempt in range(2):

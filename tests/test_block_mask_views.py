@@ -1,4 +1,4 @@
-"""What a BlockMask tells of itself: elements, density, unions, pictures, sharding."""
+"""What a BlockMask gives besides its lists: elements, density, unions, pictures, sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of a traced mask are those of the same mask built from numpy."""
+"""The lists of a traced mask equal the lists of the same mask built from numpy."""
 
 from __future__ import annotations
 

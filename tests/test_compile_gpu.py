@@ -56,7 +56,7 @@ os._exit(0 if not complaints(report) else 1)
 
 
 def run(script: str, *arguments: str) -> None:
-    """In a process of its own: a compiler that does not know an instruction aborts."""
+    """Runs in a process of its own: a compiler that does not know an instruction aborts the process."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280

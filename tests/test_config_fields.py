@@ -1,4 +1,4 @@
-"""Fields of configurations: impossible values are refused, whoever gives them, and old entries outlive new fields."""
+"""Fields of configurations: impossible values are refused everywhere, and old entries stay valid with new fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARTS = parts()
 
 @pytest.mark.parametrize("which", PARTS)
 def test_impossible_values_are_refused(unchecked_annotations, which):
-    """By the class itself, and so both from an entry and from a caller."""
+    """The class itself refuses, and so do entries and callers."""
     name, direction, good = PARTS[which]
     backend = _registry.get(name)
     part = _tuned.make_part(backend, direction, good)
@@ -89,7 +89,7 @@ def test_a_field_must_declare_its_values():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grown:
-    """Had `tile` alone. Calls had always run in order; the other field has no value that means what was."""
+    """An older version had only `tile`, and behaved as order="given" does now."""
 
     tile: int = whole(1, 64)
     order: str = one_of("given", "longest first", default="longest first", before="given")
@@ -111,7 +111,7 @@ def config_of(part: type) -> type:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """A fake backend under the name "xla", and nothing in its databases but what an overlay brings."""
+    """A fake backend under the name "xla", whose databases hold only the entries of an overlay."""
 
     def fake(part: type) -> SimpleNamespace:
         made = SimpleNamespace(**{name: getattr(kernels_xla_ref, name) for name in kernels_xla_ref.__all__})

@@ -71,7 +71,7 @@ def test_search_space_holds_the_default_and_fits_the_call(implementation):
 
 
 def test_configs_of_the_search_space_give_the_same_numbers(implementation):
-    """The last; the default is in every other test, and all of them in the slow one."""
+    """The last configuration only: the default runs in every other test, and all configurations in the slow test."""
     case = _small(implementation)
     space, _ = _space(implementation, case)
     check(case, run(implementation, case, config=space[-1]))

@@ -16,7 +16,7 @@ LENGTH = 8
 
 @pytest.fixture
 def shards(tmp_path):
-    """Tokens are numbered through, so that a row says where it is from. 12 + 5 windows, and rests."""
+    """Tokens are numbered consecutively, so that a row tells its place. 12 + 5 windows, and rests."""
     numbers = np.arange(12 * LENGTH + 3 + 5 * LENGTH + 1)
     for number, part in enumerate(np.split(numbers, [12 * LENGTH + 3])):
         write_shard(tmp_path / f"train-{number:05d}.tokens", part, vocab_size=512, tokenizer="t")
@@ -68,7 +68,7 @@ def test_on_devices_each_holds_its_rows(shards, microbatches):
 
 
 def test_a_process_reads_only_what_its_devices_hold(shards, monkeypatch):
-    """As on the second of two hosts: only rows of the second half are asked for."""
+    """As on the second of two hosts: only rows of the second half are read."""
     batches = Batches(shards, length=LENGTH, batch=8, seed=0)
     mesh = make_mesh(4, 2)
     second = set(mesh.devices[2:].flat)

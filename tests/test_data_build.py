@@ -75,7 +75,7 @@ def test_with_a_tokenizer_of_ones_own(sources, tmp_path):
 
 
 def test_long_texts_and_odd_bytes(tmp_path, monkeypatch):
-    """A text is encoded in pieces; one that spells the end of a text does not end there; other bytes are replaced."""
+    """A text is encoded in pieces; <|endoftext|> inside a text does not end it; other bytes than UTF-8 are replaced."""
     monkeypatch.setattr("xsake.model.data_build._PIECE_CHARACTERS", 100)
     long = "".join(text(number, 20) for number in range(30)) + f"not the end: {END_OF_TEXT} {'x' * 300}"
     (tmp_path / "long.txt").write_text(long)
@@ -87,7 +87,7 @@ def test_long_texts_and_odd_bytes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """Ctrl-C while file number `count` is written, before or after it is there."""
+    """Ctrl-C while token file number `count` is written, before or after the file exists."""
 
     def set_up(count: int, *, after: bool = False) -> None:
         written = []
@@ -110,7 +110,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_build_that_was_stopped_goes_on_with_what_is_finished(sources, tmp_path, stop_at, monkeypatch):
-    """Three times, at different places; then the folder is that of a build that nobody stopped."""
+    """Stopped three times, at different places; the result equals that of a build that was not stopped."""
     options = dict(vocab_size=320, holdout=0.3, shard_tokens=700)
     whole, out = tmp_path / "whole", tmp_path / "out"
     expected = build([sources], whole, **options)
@@ -158,8 +158,8 @@ def test_two_builds_of_one_folder_do_not_mix(sources, tmp_path):
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT interrupts, here and in processes that are started here, also if the tests run in the background: a shell
-    has such a job ignore it, and children inherit that."""
+    """SIGINT interrupts this process and its children, also if the tests run in the background: a shell makes
+    background jobs ignore SIGINT, and children inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -187,7 +187,7 @@ def cpu_seconds_of_children() -> float:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_at_once_in_one_line(tmp_path):
-    """While a tokenizer is trained, which takes a minute and notices no signal."""
+    """Ctrl-C while a tokenizer is trained, which takes a minute and notices no signal."""
     before = cpu_seconds_of_children()
     letters = np.random.default_rng(0).integers(97, 123, (400_000, 10), np.uint8)
     letters[:, 0] = ord(" ")

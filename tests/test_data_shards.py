@@ -1,4 +1,4 @@
-"""Token files: what is written is read, and what is not whole is refused."""
+"""Token files: what is written is read back, and incomplete files are refused."""
 
 from __future__ import annotations
 

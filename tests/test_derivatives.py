@@ -1,4 +1,4 @@
-"""Derivatives other than gradients: forward over reverse in plain XLA, the rest refused in one line."""
+"""Derivatives other than gradients: forward over reverse in plain XLA; the others are refused in one line."""
 
 from __future__ import annotations
 

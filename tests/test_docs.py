@@ -1,4 +1,4 @@
-"""The examples of the docstrings run. Those of the pages are in test_pages.py."""
+"""The examples of the docstrings run. The examples of the pages are in test_pages.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import xsake
 
 
 def _modules() -> list[str]:
-    """Those with an example in a docstring."""
+    """The modules with an example in a docstring."""
     found = (module.name for module in pkgutil.walk_packages(xsake.__path__, "xsake."))
     return [name for name in found if ">>>" in Path(importlib.util.find_spec(name).origin).read_text()]
 
@@ -25,7 +25,7 @@ MODULES = _modules()
 
 
 def _tests(name: str) -> list[doctest.DocTest]:
-    """Found by hand: the checker of annotations wraps functions, which hides them from doctest's own finder."""
+    """The examples of a module. The checker of annotations wraps functions and so hides them from doctest's finder."""
     module = importlib.import_module(name)
     parser, found = doctest.DocTestParser(), []
 

@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The scripts in examples/ do what they say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def test_flax_model_trains():
-    """With a mask that leaves blocks out; beside the others, which compile two programs more, in the slow test."""
+    """Only with a mask that leaves blocks out; the slow test also trains with the other attentions."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         model = runpy.run_path(str(EXAMPLES / "flax_model.py"))
         window = xsake.patterns.sink_window(256, 256, sink=16, window=32, block_q=16, block_kv=16)

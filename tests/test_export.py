@@ -1,4 +1,4 @@
-"""`jax.export`: a batch that is not known yet, and masks as arguments of a stored program."""
+"""`jax.export`: a symbolic batch size, and masks as arguments of a stored program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_gradients(inputs, mask):
 
 
 def stored(function, *arguments, **options):
-    """Exported, written, read."""
+    """The function after it was exported, written and read again."""
     return export.deserialize(export.export(jax.jit(function), **options)(*arguments).serialize())
 
 

@@ -13,7 +13,7 @@ SIZES = {"much shorter than the block": 5, "longer than a tile": 100}
 
 @pytest.mark.parametrize("size", sweep(SIZES, slow=["longer than a tile"]))
 def test_a_large_bias_broadcast_over_queries_reaches_no_row_of_padding(implementation, size):
-    """Of a row that does not exist the weights would be exp(100), and infinity times its cotangents of 0 is NaN."""
+    """A row of padding would have weights exp(100), and infinity times its cotangents of 0 is NaN."""
     case = make(
         implementation, q_len=SIZES[size], exact_lengths=True, block_q=128 // implementation.unit, bias=(1, 1, 1, 0)
     )
@@ -23,7 +23,7 @@ def test_a_large_bias_broadcast_over_queries_reaches_no_row_of_padding(implement
 
 @pytest.mark.parametrize("soft_cap", sweep([None, 2.0], slow=[None]))
 def test_a_bias_of_elements_that_do_not_attend_changes_nothing(implementation, soft_cap):
-    """Forbidden by the causal rule, by the mask's window and by segments."""
+    """Elements are forbidden by the causal rule, by the mask's window and by segments."""
     lengths = implementation.size(39), implementation.size(70)
     rng = np.random.default_rng(0)
     ids = tuple(rng.integers(0, 2, (2, n)).astype(np.int32) for n in lengths)
@@ -40,7 +40,7 @@ def test_a_bias_of_elements_that_do_not_attend_changes_nothing(implementation, s
 
 @pytest.mark.parametrize("soft_cap", sweep([None, 2.0], slow=[2.0]))
 def test_a_bias_of_keys_that_no_query_attends_changes_nothing(implementation, soft_cap):
-    """Broadcast over queries, where rows past the last query would attend these keys."""
+    """The bias is broadcast over queries: rows past the last query would attend to these keys."""
     case = _case(implementation, bias=(1, 1, 1, 0), logits_soft_cap=soft_cap, is_causal=True)
     nobody = ~attends(case).any((0, 1, 2), keepdims=True)
     assert nobody.any()

@@ -1,4 +1,4 @@
-"""Integer sums of dQ: they never overflow, NaN survives them, and their unit is below what bfloat16 keeps."""
+"""Integer sums of dQ: they never overflow, they keep NaN, and their unit is below the precision of bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH, TOKENS, HEADS, KV_HEADS, DIM = 1, 96, 4, 2, 32
 
 
 def inputs(seed: int, outlier: float = 1.0) -> dict[str, jax.Array]:
-    """Of one dense attention. `outlier` multiplies one channel of the keys and one value."""
+    """Inputs of one dense attention. `outlier` multiplies one channel of the keys and one value."""
     rng = np.random.default_rng(seed)
     q, k, v, d_out = (
         rng.standard_normal((BATCH, TOKENS, heads, DIM)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_nan_of_a_row_survives_and_stays_in_its_row():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_keys_and_values_that_nobody_attends_to_may_hold_anything(bad):
-    """Those that are attended to reach `delta`."""
+    """If a query attends to them, its `delta` is not finite."""
     given = inputs(0)
     before = elements(units_of(given))
     given["key"][0, -1], given["value"][0, -1] = bad, bad

@@ -1,4 +1,4 @@
-"""Budgets come out to the block."""
+"""Masks have exactly the number of blocks that their budgets give."""
 
 from __future__ import annotations
 

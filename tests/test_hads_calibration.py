@@ -42,7 +42,7 @@ def profile(model: Transformer) -> hads.HadsProfile:
 
 
 def test_fit_finds_weights_that_explain_the_masses():
-    """Masses made by a known estimator are found again."""
+    """From masses that a known estimator made, its weights are found again."""
     profile = case.random_profile(block=16)
     grid = CausalGrid(20 * 16, 16)
     query, key = map(jnp.asarray, case.random_inputs(0, grid.length, profile, batch=3))

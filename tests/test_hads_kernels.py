@@ -1,4 +1,4 @@
-"""The kernels that make a mask on a GPU, interpreted: what XLA's program makes of the same inputs."""
+"""The kernels that make a mask on a GPU, interpreted: they give what XLA's program gives for the same inputs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHAPES = {  # length, query heads, KV heads, head_dim, block
 
 
 def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
-    """(kernels', XLA's), 0 where causality forbids."""
+    """(the kernels' estimate, XLA's estimate), 0 where causality forbids."""
     with interpret():
         got = triton_estimate.block_logits(query, key, estimator, grid)[..., : grid.side, : grid.side]
     wanted = estimate.block_logits(pool(query, key, grid), estimator, grid)
@@ -93,14 +93,14 @@ COUNTS: dict[str, dict[str, Any]] = {
 
 
 def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and their masses; many gains are equal, in a row and in several."""
+    """Logits and their masses; many gains are equal, within a row and between rows."""
     logits = 2 * np.random.default_rng(0).standard_normal((2, 3, grid.side, grid.side)).astype(np.float32)
     return np.round(logits), np.asarray(jax.nn.softmax(np.where(grid.causal(), np.round(logits), -np.inf), -1))
 
 
 @pytest.mark.parametrize("name", sweep(COUNTS, slow=["a number per head", "a threshold"]))
 def test_choice_is_xlas(name: str):
-    """By other constants than the present ones too."""
+    """Also with other constants of the rule than the present ones."""
     other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
     grid = CausalGrid(630, 16, RULE if name == "a number per head" else other)
     _, mass = of_few_values(grid)

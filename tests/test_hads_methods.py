@@ -1,4 +1,4 @@
-"""The methods that come with xsake: scores against loops in numpy, every method to the block, and the registry."""
+"""The methods that come with xsake: scores against loops in numpy, exact numbers of blocks, and the registry."""
 
 from __future__ import annotations
 

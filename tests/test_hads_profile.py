@@ -61,7 +61,7 @@ def test_a_profile_keeps_the_rule_that_it_was_made_with(tmp_path: Path):
 
 
 def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path):
-    """Also when the present rule has moved on."""
+    """Also if the constants of the present rule differ."""
     path = tmp_path / "profile.json"
     case.random_profile().save(path)
     data = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Rivals: scores against loops in numpy, masks against what the papers say, and every method to the block."""
+"""Rivals: scores against loops in numpy, masks against the papers, and the exact number of blocks of every method."""
 
 from __future__ import annotations
 

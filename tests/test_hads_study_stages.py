@@ -1,4 +1,4 @@
-"""The study, stage by stage on a tiny model: what it leaves, and that it goes on where it was stopped."""
+"""The study, stage by stage on a tiny model: the files it leaves, and that it goes on where it was stopped."""
 
 from __future__ import annotations
 

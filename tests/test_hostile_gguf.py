@@ -85,7 +85,7 @@ def write(
     tensors: dict[str, dict[str, Any] | None] | None = None,
     keep: float = 1.0,
 ) -> Path:
-    """The valid model with these changes: a field's (type, value), parts of a tensor's entry, or None for neither."""
+    """The valid model with these changes: a field's (type, value), parts of a tensor's entry, or None to omit it."""
     given = {name: entry for name, entry in (FIELDS | (fields or {})).items() if entry is not None}
     body = [text(name) + struct.pack("<I", kind) + packed(kind, value) for name, (kind, value) in given.items()]
     body += [body[list(given).index(twice)]] if twice in given else []
@@ -235,7 +235,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_any_cut_and_any_changed_byte_of_the_header_ends_well(tmp_path):
-    """In a good model or in one line."""
+    """Either the model loads, or it is refused in one line."""
     content = write(tmp_path / "good.gguf").read_bytes()
     rng = np.random.default_rng(0)
     for attempt in range(60):

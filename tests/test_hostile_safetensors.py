@@ -79,7 +79,7 @@ GOOD: dict[str, Any] = {
 
 
 def write(folder: Path, files: dict[str, Any]) -> Path:
-    """The valid folder with these files in place of its own: bytes, what becomes JSON, or None for no file."""
+    """The valid folder with these files in place of its own: bytes, a value to write as JSON, or None for no file."""
     for name, content in (GOOD | files).items():
         if content is not None:
             (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())

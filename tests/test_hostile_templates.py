@@ -1,4 +1,4 @@
-"""Chat templates are programs from a model's file: one that is wrong, hostile or endless ends in one line, soon."""
+"""Chat templates are programs from a model's file: a wrong, hostile or endless one ends in one line, soon."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_hostile_templates_end_in_one_line(name, monkeypatch):
 
 
 def test_in_a_thread_too(monkeypatch):
-    """Where signals cannot be used; and other threads go on meanwhile."""
+    """In a thread, signals cannot be used; other threads go on meanwhile."""
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.5)
     said: list[str] = []
 
@@ -92,7 +92,7 @@ def test_in_a_thread_too(monkeypatch):
 
 
 def test_a_long_conversation_is_rendered_whole():
-    """A million tokens of it; a template may repeat it, and say something itself."""
+    """A conversation of a million tokens; a template may repeat it, and add text of its own."""
     messages = [{"role": "user", "content": "na\u00efve \U0001f642 " * 400_000}]
     text = render("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", messages=messages)
     assert text == messages[0]["content"] * 2

@@ -1,4 +1,4 @@
-"""`import xsake` is light, and everything under it imports: asked of fresh processes."""
+"""`import xsake` is light, and every module under it imports: tested in fresh processes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_import_is_light(told, when):
 
 
 def test_import_brings_little_beyond_jax(told):
-    """Counted in modules, not in seconds, which are the machine's: no kernel, no tuner, no model, one small library."""
+    """No kernel, no tuner, no model, one small library. Modules are counted, since seconds depend on the machine."""
     new = set(told["import xsake"]) - set(told["jax"])
     libraries = {m.split(".")[0] for m in new} - set(sys.stdlib_module_names)
     assert libraries <= {"xsake", "jaxtyping", "numpy", "wadler_lindig", "typing_extensions"}
@@ -128,7 +128,7 @@ def test_import_brings_little_beyond_jax(told):
 
 
 def test_every_module_imports(told):
-    """Only what an extra brings may be missing."""
+    """Only libraries that an extra installs may be missing."""
     assert {"xsake", "xsake._op", "xsake.hads.mask.block_mask", "xsake.kernels_xla_ref.oracle"} <= set(MODULES)
     extras = (
         "optuna",

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: the floors of the house, and no circle of modules."""
+"""Which module may import which, read from the sources: only from lower floors, and never in a circle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls under the settings with which JAX looks for mistakes: what is legal stays legal."""
+"""Calls under JAX's settings that look for mistakes: legal calls raise nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xsake import hads
 
 
 def cases(implementation):
-    """No row of these is empty but where the name says so."""
+    """Cases by name; only those with "empty rows" in the name have empty rows."""
     n = implementation.size(39)
     lengths = np.array([n - 5, n], np.int32)
     small = dict(q_len=39, q_heads=2, kv_heads=1, mask=(1, 2), density=1.0)

@@ -98,7 +98,7 @@ def test_what_changes_it(folder, file, old, new):
 
 
 def test_only_imported_modules_count(folder):
-    """Of a backend that is a module beside others."""
+    """The hash of a backend that is a module beside others."""
     before = hash_of(folder, "made.kernel", "kernel.py")
     (folder / "__init__.py").write_text("")
     assert hash_of(folder, "made.kernel", "kernel.py") == before

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
-    """No file of the user's, and compiled functions where the other tests have them."""
+    """The user's cache is not read; compiled functions are shared with the other tests."""
     monkeypatch.setenv("XSAKE_CACHE", str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
     yield
@@ -51,7 +51,7 @@ def test_info_of_a_file(folder):
 
 
 def test_generate_writes_what_the_model_says(folder):
-    """Greedily, and with a prompt that is read sparsely."""
+    """Greedily, and with a prompt that is prefilled sparsely."""
     tokenizer = load_tokenizer(folder)
     new = generate(MODEL, [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
     for options in ([], ["--window", 64, "--block", 16]):

@@ -1,4 +1,4 @@
-"""A model's shape: what it accepts, and what it says the model costs."""
+"""A model's shape: which values are accepted, the number of parameters, and the FLOPs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_presets_are_as_large_as_their_names():
 
 
 def test_flops_are_those_of_the_matrix_products():
-    """Counted by hand for one layer with one head: 6 a weight, and 12 a head feature for each key seen."""
+    """Counted by hand for one layer with one head: 6 per weight, and 12 per head feature and key seen."""
     config = ModelConfig(vocab_size=10, layers=1, width=8, q_heads=1, kv_heads=1, head_dim=4, mlp_width=16, context=128)
     weights = 4 * 8 * 4 + 3 * 8 * 16 + 10 * 8
     assert config.flops_per_token(99) == 6 * weights + 12 * 4 * 50

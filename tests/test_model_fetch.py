@@ -1,4 +1,4 @@
-"""Fetching published models: whole or not at all, the right one or none, and a way out where there is no network."""
+"""Fetching published models: whole or not at all, the right file or none, and advice where there is no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`attention_fn` in Flax's own layers, nnx and linen: the same numbers as theirs, nothing ignored."""
+"""`attention_fn` in Flax's own layers, nnx and linen: the numbers of Flax's attention, and no argument ignored."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_sparse_prefill_of_every_block_changes_nothing(model, greedy):
 
 
 def test_masks_are_those_of_the_prompt_and_may_be_trees(model, greedy):
-    """A callable tree is an argument of the compiled function: other numbers in it compile nothing."""
+    """A callable pytree is an argument of the compiled function: changed arrays in it compile nothing."""
 
     @jax.tree_util.register_pytree_node_class
     class Window:

@@ -86,7 +86,7 @@ def test_rotary_bases_old_and_new(folder, change):
 
 
 def test_defaults_of_old_configurations(folder):
-    """No head_dim: width over heads. No KV heads: as many as query heads. No word of tying: not tied."""
+    """No head_dim: width over heads. No KV heads: as many as query heads. No tie_word_embeddings: not tied."""
     configure(folder, head_dim=..., num_key_value_heads=..., tie_word_embeddings=...)
     config = open_model(folder).config
     assert (config.head_dim, config.kv_heads, config.tied) == (16, 4, False)

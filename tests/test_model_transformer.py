@@ -85,7 +85,7 @@ def test_jax_attention_can_stand_in(logits):
 
 
 def sparse(layer, query, key):
-    """Heads of the first layer see a window, those of the second the first block too."""
+    """Heads of the first layer attend to a window, heads of the second layer also to the first block."""
     options = dict(block_q=8, block_kv=8, window=8)
     return xsake.patterns.sink_window(query.shape[1], key.shape[1], sink=8 * layer, **options)
 
@@ -185,7 +185,7 @@ def test_a_mesh_that_does_not_divide_is_refused(model, axes, message):
 
 
 def test_gradients_of_the_projection():
-    """It has a derivative of its own: against that of a plain product, for float32 to rounding, for bfloat16 to its."""
+    """`_project` defines its own derivative; it agrees with that of a plain product to the rounding of the dtype."""
     states, cotangent = (jax.random.normal(jax.random.key(i), (2, 8, n)) for i, n in ((0, 64), (1, 512)))
 
     def gradients(model):
@@ -232,7 +232,7 @@ def test_cached_sequences_may_differ_in_length(model):
 
 
 def test_a_token_past_the_capacity_is_not_a_number(model):
-    """How full a cache is cannot be known while tracing, so that nothing can be raised."""
+    """The length of a cache is not known while tracing, so that no error can be raised."""
     cache = empty(capacity=21)
     _, cache = run(model, TOKENS[:, :20], cache=cache)
     for fits in (True, False):

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels in JAX's interpreter, race detection on: a few small cases here, the shared suite on hardware.
 
 The interpreter models the copy engine and barriers, and takes about a second per CTA. Tensor-core products
-are plain ones there, and the schedule is the static one.
+are plain products there, and the schedule is static.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_smoke(name):
 
 @pytest.mark.timeout(240)
 def test_one_cta_walks_all_tiles():
-    """Longest first, and one of them with no keys; the next tile's logits are multiplied ahead."""
+    """The longest tile comes first, and one tile has no keys; the next tile's logits are computed ahead."""
     case = make(TARGET, **(SMALL | dict(q_len=96, block_q=32, block_kv=32, density=0.35, seed=1)))
     counts = case.blocks.sum(-1)
     assert counts.min() == 0 < counts.max()
@@ -121,6 +121,6 @@ def test_a_process_with_too_few_workers_is_told_what_to_set(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_products_that_xla_spreads_over_its_pool():
-    """With head_dim 256, warpgroups go on waiting in threads of the pool: two threads were too few."""
+    """With head_dim 256, waiting warpgroups hold threads of XLA's pool: two threads were too few."""
     wide = dataclasses.replace(TARGET, head_dim=256, value_dim=256)
     check_run(wide, make(wide, **(SMALL | dict(block_q=32, block_kv=32, density=1.0))))

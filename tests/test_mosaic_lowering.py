@@ -173,7 +173,7 @@ def test_a_call_by_name_without_the_gpu_raises():
 @pytest.mark.parametrize("length", [2048, 8192])  # two kernels, and the fused one
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_operation_lowers_with_its_gradient(length, mapped, monkeypatch):
-    """Kernels that keep a counter or sums in global memory, inside all that the operation wraps around a backend."""
+    """Kernels that keep a counter or sums in global memory also lower inside the operation's wrappers."""
     monkeypatch.setattr(mosaic, "unavailable", lambda: None)
     monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
     mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)

@@ -1,4 +1,4 @@
-"""The dense oracle against the tests' own numpy reference, in float64: two readings of the contract."""
+"""The dense oracle against the tests' own numpy reference, in float64: two independent readings of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Empty rows, and padding that holds anything: nothing leaks out of it, nothing becomes NaN."""
+"""Empty rows, and padding with any contents: nothing leaks out of padding, nothing becomes NaN."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nothing_attends_at_all(implementation):
 
 
 def test_empty_by_rule_not_by_list(implementation):
-    """Rows whose blocks are listed, and whose every element the call's rules exclude."""
+    """Rows that have blocks in the list, but whose elements are all excluded by the call's rules."""
     n = implementation.size(75)
     positions = (np.zeros((2, n), np.int32), np.arange(1, n + 1, dtype=np.int32)[None].repeat(2, 0))
     positions[0][:, ::2] = n
@@ -65,7 +65,7 @@ def test_empty_by_rule_not_by_list(implementation):
 
 
 def _poisoned(case, q_padding, kv_padding, value):
-    """The case with `value` wherever only padding is."""
+    """The case with `value` in all padding."""
 
     def poison(x, where):
         x = x.copy()
@@ -200,7 +200,7 @@ def test_overflow_under_jit_gives_nan(implementation):
 
 
 def test_overflow_of_a_mask_built_under_jit_and_used_outside(implementation):
-    """Concrete again, it raises or gives NaN; it never truncates."""
+    """Outside jit, the mask raises or gives NaN; it never truncates."""
     case, capacity = _overflow(implementation)
     mask = jax.jit(lambda blocks: xsake.BlockMask.from_blocks(blocks, **_sizes(case), capacity=capacity))(case.blocks)
     with implementation.context():

@@ -91,7 +91,7 @@ def test_edits_fit_the_files(page):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_contributing_can_be_followed(tmp_path):
-    """All four examples at once, in a copy of the checkout: the tests that they speak of pass."""
+    """All four examples at once, in a copy of the checkout: the tests that the examples name pass."""
     page = pages.ROOT / "CONTRIBUTING.md"
     ignored = shutil.ignore_patterns(".*", "results", "__pycache__", "build", "dist", "out", "vendor")
     copy = shutil.copytree(pages.ROOT, tmp_path / "xsake", symlinks=True, ignore=ignored)
@@ -120,7 +120,7 @@ def test_contributing_can_be_followed(tmp_path):
 
 
 def _missing_option(words: list[str]) -> str | None:
-    """What of an `xsake` command does not exist."""
+    """The first subcommand or option of an `xsake` command that does not exist, or None."""
     command: Any = typer.main.get_command(app)
     for word in words:
         if hasattr(command, "commands") and not word.startswith("-"):

@@ -175,7 +175,7 @@ def test_capacity_is_passed_on():
 
 
 def test_every_pattern_is_tested_here():
-    """Here, or in a file beside this one whose name begins alike."""
+    """In this file, or in a file beside it whose name begins with the same words."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_pattern*.py"))
     public = {
         n
@@ -215,7 +215,7 @@ def test_function_of_blocks_for_each_head():
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_function_of_tokens(is_causal):
-    """Documents whose borders are block borders."""
+    """Documents that begin and end at block boundaries."""
     document = np.array([0] * 32 + [1] * 48 + [2] * 20)
 
     def function(q, k):

@@ -1,4 +1,4 @@
-"""What went wrong in earlier block-sparse attention systems: right here, forward and all gradients."""
+"""Cases that earlier block-sparse attention systems computed wrongly: forward and all gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_predecessor_window_follows_positions(implementation):
 
 @pytest.mark.parametrize("shape", sweep([(4,), (4, 5)], slow=[(4,)]))
 def test_predecessor_sinks_counted_once(implementation, shape):
-    """They were counted once for each KV block, and had no gradient. Many blocks per row, and large sinks."""
+    """Sinks were counted once per KV block, and had no gradient. Many blocks per row, and large sinks."""
     case = make(implementation, block_q=16, block_kv=16, mask=(1, 4), density=0.9, sinks=shape)
     case = case.replace(arguments={"sinks": case.arguments["sinks"] + 2})
     results = check_run(implementation, case)
@@ -88,7 +88,7 @@ def test_predecessor_key_gradient_and_last_block_s_causality(implementation):
 
 
 def test_predecessor_forward_tiles_differ_from_backward_tiles(implementation):
-    """They read out of bounds, at lengths that no tile divides."""
+    """Such configurations read out of bounds, at lengths that no tile divides."""
     case = make(implementation, q_len=77, kv_len=101, mask=(1, 4), density=0.7, mask_causal=True)
     check_run(implementation, case, config=implementation.configs(case)[1])
 

@@ -1,4 +1,4 @@
-"""Which backend serves where, and what is said about it."""
+"""Which backend serves on which platform, and the reasons that are given."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_call_goes_to_the_first_that_honours_all_of_it(monkeypatch):
 
 
 def test_vmap_folds_every_array_of_a_call():
-    """Also one that was added to `Call` later: what is declared there says how."""
+    """Also a field that is added to `Call` later: its declaration says how it is folded."""
     call = call_of_tomorrow(temperature=jnp.ones((1, 3)))
     mapped = jax.tree.map(lambda _: False, call)
     assert fold_call(5, call, mapped).temperature.shape == (1, 3)

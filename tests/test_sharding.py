@@ -67,7 +67,7 @@ def test_gradients_through_shard_map(implementation, name):
 @pytest.mark.slow  # the next test differentiates inside, too
 @pytest.mark.parametrize("name", ["a mask a batch and head", "one mask for all"])
 def test_gradients_inside_shard_map(implementation, name):
-    """Differentiated inside: gradients of what is replicated come out replicated, summed over the devices."""
+    """Differentiated inside: gradients of replicated inputs are replicated, summed over the devices."""
     case = _case(implementation, MASKS[name])
     mask = case.mask()
 

@@ -1,4 +1,4 @@
-"""Races: turns, and what of them is timed."""
+"""Races: the contestants' turns, and which part of a turn is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def clock(monkeypatch):
 
 
 def test_what_a_contestant_leaves_behind_is_not_the_next_ones_time(clock):
-    """After `untidy`, whoever runs first has its mess to clear."""
+    """After `untidy`, the first call of the next contestant is slow; it is not timed."""
     mess = []
 
     def untidy():

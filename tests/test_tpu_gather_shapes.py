@@ -1,4 +1,4 @@
-"""The other way to gather blocks computes the same, so that its cycles may be compared; and how they are counted."""
+"""The other way to gather blocks gives the same results, so that cycles may be compared; and how cycles are counted."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from xsake.kernels_pallas_tpu import Config, Tiling
 
 
 def _configs(case: Case) -> tuple[Config, Config]:
-    """For blocks of 128: one chunk size, and chunks of two with one over, in passes shorter than an entry."""
+    """For blocks of 128: one chunk size; chunks of two entries and of one, in passes shorter than an entry."""
     one = Tiling(own=128, entry=128, wide=1, narrow=1, compute=128)
     two = Tiling(own=64, entry=128, wide=2, narrow=1, compute=64)
     return Config(forward=one, dq=one, dkv=one), Config(forward=two, dq=dataclasses.replace(one, wide=2), dkv=one)
@@ -89,7 +89,7 @@ def test_every_chunk_size_and_the_way_from_step_to_step():
 
 @pytest.mark.slow  # the odd blocks above have such rows, too
 def test_padding_inside_full_blocks():
-    """Blocks of 100 keys take 128 rows: the other 28 are nobody's, also where the mask's rule excludes nothing."""
+    """Blocks of 100 keys take 128 rows: nobody attends to the other 28, even if the mask's rule excludes nothing."""
     case = make(TPU, q_len=64, kv_len=200, batch=1, block_q=64, block_kv=100, exact_lengths=True, density=1.0)
     check(case, run(TPU, case, config=_configs(case)[1]))
 

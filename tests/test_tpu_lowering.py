@@ -1,4 +1,4 @@
-"""The TPU kernels without a TPU: every default configuration, and every one worth trying, lowers."""
+"""The TPU kernels without a TPU: every default configuration, and every configuration of the search space, lowers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_default_configuration_lowers(name, kernel):
 
 
 def _changes(workload):
-    """(kernel, configuration): each in the direction in which it differs from the default."""
+    """(kernel, configuration): each configuration for the kernels in which it differs from the default."""
     call = workload.call()
     default = config.default_config(call)
     for other in config.search_space(call):
@@ -63,7 +63,7 @@ def test_search_space_holds_the_default_and_fits(name):
 
 
 def test_short_blocks_are_gathered():
-    """One block of 128 a chunk is bound by latency, 8 times slower: no chunk is narrower than 512 tokens."""
+    """One block of 128 per chunk is bound by latency, 8 times slower: no chunk is narrower than 512 tokens."""
     for name in ("block 128", "block 64", "131072 tokens, block 128"):
         chosen = config.default_config(BY_NAME[name].call())
         for kernel in ahead.KERNELS:

@@ -49,7 +49,7 @@ def test_no_such_kernel(dump):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_cost_follows_active_blocks(causal):
-    """Heads that differ 9 times cost what equal heads with as many blocks cost: no step without work is paid."""
+    """Heads from 10% to 90% cost what equal heads with as many blocks cost: steps without work cost nothing."""
     unequal, uniform = tpu_schedule.masks_like_hads(causal)
     assert unequal.sum() == uniform.sum()
     row = {

@@ -73,7 +73,7 @@ def test_cut_and_uncut(length, block, unit, limit):
 
 
 def test_indices_out_of_range_stay_inside():
-    """Bounds checks of transfers are off: a broken list must not make one leave its array."""
+    """Bounds checks of transfers are off: a broken list must not make a transfer leave its array."""
     mask = xsake.BlockMask.full(64, 64, block_q=16, block_kv=16)
     q = kv = _axis(64, 16, 16, 16)
     b, h, i = grid_places(1, 1, q.tiles)

@@ -1,4 +1,4 @@
-"""`xsake data build`, then `xsake train --preset tiny`: a small text is learnt by heart; what goes wrong is said."""
+"""`xsake data build`, then `xsake train --preset tiny`: a small text is learnt by heart, and failures are reported."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_run_folder_that_cannot_be_used(data, tmp_path, monkeypatch):
 
 
 def test_what_jax_lacks_is_told_in_a_line(tmp_path, monkeypatch):
-    """Memory or a device; an error of any other kind keeps its traceback."""
+    """Too little memory or a missing device is told in a line; any other error keeps its traceback."""
 
     def fail(error):
         def build(*_, **__):

@@ -79,7 +79,7 @@ def test_decay_is_on_matrices_only_and_gradients_are_clipped():
 @pytest.mark.parametrize("name", ["sink_window", "sliding_window", "big_bird", "random"])
 @pytest.mark.parametrize("density", [0.2, 0.43, 0.8, 1.0])
 def test_patterns_have_the_density_asked_for(name, density):
-    """To half of what one more block a row changes; 100% is all that causality allows."""
+    """The error is at most half of what one more block per row changes; 100% is all that causality allows."""
     mask = fixed_pattern(name, length=2048, block=64, density=density)
     assert abs(float(mask.density()) - density) < 0.5 / 16
     assert mask.is_causal and (density < 1 or mask.density() == 1)

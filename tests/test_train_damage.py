@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged: which one, and what to do, is said in a line, and nothing is changed."""
+"""Damaged checkpoints: one line names the checkpoint and says what to do, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stopped(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def collected():
-    """After the test its garbage is collected: what Orbax's closed event loop says then is said in no later test."""
+    """Collects a test's garbage after the test, so that warnings of Orbax's closed event loop reach no later test."""
     yield
     gc.collect()
 

@@ -18,7 +18,7 @@ STEPS = {"steps": 40, "warmup": 2}
 
 
 def kill_when(process: subprocess.Popen, ready, wait: float = 0.0) -> None:
-    """So many seconds after `ready()`, with a signal that cannot be caught."""
+    """Kill a process `wait` seconds after `ready()`, with a signal that cannot be caught."""
     deadline = time.monotonic() + 120
     while not ready():
         assert process.poll() is None, process.stderr and process.stderr.read().decode()

@@ -1,4 +1,4 @@
-"""The chunked loss: the numbers and gradients of the plain one, without its logits."""
+"""The chunked loss: the value and gradients of the plain loss, without all logits at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_same_as_the_plain_loss_whatever_the_chunk(chunk):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("chunk", [13, 1000])
 def test_bfloat16_states_with_float32_weights(chunk, transposed):
-    """Gradients have the types of what they belong to, and the errors of bfloat16. Tied weights come transposed."""
+    """Gradients have the dtypes of their inputs, and the errors of bfloat16. Tied weights are transposed."""
     states, weight, targets = inputs(jnp.bfloat16)
     weight = weight.astype(jnp.bfloat16).astype(jnp.float32)  # the same numbers for both
 

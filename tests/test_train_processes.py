@@ -1,4 +1,4 @@
-"""Two real processes that train together over `jax.distributed`: they agree, and with a process alone."""
+"""Two real processes that train together over `jax.distributed` agree with each other and with a single process."""
 
 from __future__ import annotations
 

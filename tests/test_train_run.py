@@ -1,4 +1,4 @@
-"""Runs of the trainer on one device: they learn, they are what they say, and they are carried on bit for bit."""
+"""Training runs on one device: they learn, they do what their configuration says, and they resume bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_microbatches_give_the_same_steps(data, tmp_path):
 
 
 def test_stopped_and_carried_on_bit_for_bit(data, tmp_path, monkeypatch):
-    """Stopped after a checkpoint, with steps in the run file that it does not know, and a line cut off."""
+    """Stopped after a checkpoint, with later steps in the run file, and a line cut off."""
     config = make_config()
     whole = losses(train(config, data=data, run=tmp_path / "whole", checkpoint_every=2, quiet=True))
 
@@ -84,7 +84,7 @@ def test_only_the_last_checkpoints_are_kept(data, tmp_path):
 
 @pytest.mark.slow
 def test_recalibration_is_called_logged_and_resumed(data, tmp_path):
-    """The masks that a callback made before the stop are those after it, though the callback would make others."""
+    """After the stop, the run uses the masks from before it, though the callback would make others."""
     config = make_config(attention="hads", recalibrate_every=2)
     calls = []
 

@@ -82,7 +82,7 @@ def test_vmap_of_grad(implementation, mapped):
 
 
 def test_grad_of_vmap_sums_over_what_is_shared(implementation):
-    """Query mapped along another axis; key, value, bias and sinks shared by all examples: their gradients are sums."""
+    """The query is mapped along another axis; key, value, bias and sinks are shared: their gradients are sums."""
     all_cases = cases(implementation, bias=(1, 1, 0, 0), sinks=(2, 2))
     shared = all_cases[0]
     effective = [shared.replace(query=c.query, d_out=c.d_out, d_lse=c.d_lse, blocks=c.blocks) for c in all_cases]
@@ -111,7 +111,7 @@ def test_grad_of_vmap_sums_over_what_is_shared(implementation):
 
 
 def _together(examples: list[reference.Evaluation]) -> reference.Evaluation:
-    """Gradients of all examples: each has its own query, and all else is shared."""
+    """Gradients of all examples, which have queries of their own and share all else."""
     fields = reference.Results._fields
     every = {name: [getattr(x.results, name).astype(np.float64) for x in examples] for name in fields}
     results = {name: np.stack(xs, 1) if name in ("out", "lse", "d_query") else sum(xs) for name, xs in every.items()}
@@ -169,7 +169,7 @@ def test_vmap_over_tokens_and_batches(implementation):
 
 
 def test_without_jit(implementation, caplog):
-    """Eager, without lse: value and gradients by jax.grad; what was compiled serves the next call."""
+    """Eager, without lse: value and gradients by jax.grad; the next call compiles nothing."""
     case = cases(implementation, 1)[0].replace(d_lse=np.zeros_like(cases(implementation, 1)[0].d_lse))
     mask = case.mask()
 
@@ -220,7 +220,7 @@ def test_scan_over_examples(implementation):
 
 @pytest.mark.usefixtures("interpreter_without_effects")
 def test_checkpointed_scan_over_layers(implementation):
-    """The usual stack of layers: what one layer gives is the next one's query."""
+    """The usual stack of layers: the output of a layer is the query of the next."""
     case = cases(implementation, 1, head_dim=16, value_dim=16)[0]
     mask = case.mask()
 
@@ -342,7 +342,7 @@ def test_any_mask_lengths_segments_and_positions(implementation, data):
 
 @given(data=st.data())
 def test_any_mask(implementation, data):
-    """The mask alone: full blocks need no test."""
+    """A call with a mask and nothing else, in which full blocks need no test."""
     t, s, block = (implementation.size(x) for x in (T, S, BLOCK))
     n, m = -(-t // block), -(-s // block)
     blocks = data.draw(hnp.arrays(bool, (1, 4, n, m), elements=st.booleans(), fill=st.booleans()))

@@ -177,7 +177,7 @@ def test_parity(rule: dict, arguments: dict, bias: Any, interpreted: None) -> No
 
 
 def test_neighbours_past_the_end_do_not_leak(interpreted: None) -> None:
-    """Batch 1 is NaN: a load that passes the end of batch 0's arrays, or of its head dimension, would read it."""
+    """Batch 1 is NaN: a load past the end of batch 0's arrays, or past its head dimension, would read NaN."""
     arrays = [x.at[1].set(jnp.nan) for x in _inputs(2, 70, 50, 4, 2, 20, 24)]
     mask = _mask(70, 50, 32, 4)
     (out, lse), ((dq, dk, dv), _) = _with_gradients(lambda q, k, v: _triton(q, k, v, mask), tuple(arrays))

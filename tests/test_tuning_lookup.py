@@ -1,4 +1,4 @@
-"""The tuning database's reader: which entry serves a call, and what a bad file does to it (nothing)."""
+"""The tuning database's reader: which entry serves a call, and that a bad file does not break a call."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_round_trip_is_sorted_one_entry_a_line():
 
 
 class _Watched(dict):
-    """Counts what is asked for, and does not let itself be walked through."""
+    """A dictionary that counts look-ups, and fails if it is iterated over."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""A configuration that was tuned for one call and does not suit another: every backend says so before it runs."""
+"""A configuration that was tuned for one call and does not fit another: every backend says so before it runs."""
 
 from __future__ import annotations
 

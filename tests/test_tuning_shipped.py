@@ -1,4 +1,4 @@
-"""The databases that are shipped: they hold to the schema, and every entry suits its backend."""
+"""The databases that are shipped: they follow the schema, and every entry is valid for its backend."""
 
 from __future__ import annotations
 

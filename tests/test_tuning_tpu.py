@@ -11,7 +11,7 @@ TILING = {"own": 512, "entry": 512, "wide": 2, "narrow": 1, "compute": 512, "fol
 
 
 def row(**changes) -> dict:
-    """Loops of 1000 and 1500 cycles a 512 x 512 tile, and 100 for the rest of a step."""
+    """Loops of 1000 and 1500 cycles per 512 x 512 tile, and 100 cycles for the rest of a step."""
     tiling = TILING | changes
     area = tiling["own"] * tiling["fold"] * tiling["entry"]
     loops = [{"loop": 1000.0}, {"loop": 1500.0}]
@@ -29,7 +29,7 @@ def test_full_blocks_fill_wide_chunks_and_the_rest_is_narrow():
 
 
 def test_mixed_chunks_need_not_be_filled():
-    """Rows of 1, 2, 3 and 4 blocks of 4 entries: a wide chunk of 16 takes what is more than half of it."""
+    """Rows of 1, 2, 3 and 4 blocks of 4 entries: a wide chunk of 16 entries is used if more than half of it is full."""
     tested = row(entry=128, wide=16, narrow=4, mixed=True)
     assert cycles(tested, BLOCKS, True, 512) == pytest.approx(4 * STEP + (1 + 2) * 1500 + 2 * 4000)
 

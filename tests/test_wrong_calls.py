@@ -172,7 +172,7 @@ def test_wrong_call(name):
 
 
 def test_the_right_call_is_right():
-    """What CALLS change."""
+    """The call that CALLS change is valid by itself."""
     assert xsake.attention(**arrays(mask=mask())).shape == (B, T, H, D)
 
 
@@ -193,7 +193,7 @@ def test_wrong_calls_raise_while_tracing_too():
 
 
 def test_an_implementation_that_is_not_here_names_itself_and_the_reason():
-    """Whatever this machine lacks; where it lacks nothing, a backend that says so."""
+    """For every backend that is not available on this machine."""
     missing = {name: reason for name, reason in xsake.implementations().items() if reason is not None}
     for name, reason in missing.items():
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The shared suite's own tolerance: equally good results pass, wrong ones do not, however few elements they have."""
+"""The shared suite's own tolerance: equally good results pass, wrong results do not, however few elements they have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(seed: int, **options) -> Case:
 
 
 def d_sinks_rounded_otherwise(case: Case) -> np.ndarray:
-    """As good as the yardstick's: weights are rounded to the half type before they are divided by their sum."""
+    """d_sinks as good as the yardstick's: weights are rounded to the half type before they are divided by their sum."""
     q, k, v, d_out = (np.asarray(x).astype(np.float32).swapaxes(1, 2) for x in _arrays(case))
     sinks = case.arguments["sinks"][None, :, None, None]
     logits = np.where(reference.attends(case), q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5), -np.inf)
@@ -37,7 +37,7 @@ def _arrays(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def test_equally_good_sums_of_two_elements_pass():
-    """By its own two errors, which are small by luck now and then, the yardstick would fail one of these in twenty."""
+    """The plain errors of two elements are small by luck now and then: as a tolerance they would fail 1 case in 20."""
     times_usual, by_luck = [], 0
     for seed in range(60):
         case = draw(seed)

@@ -1,4 +1,4 @@
-"""A small model with weights far from their start, for the tests: there attention and norms are not nearly uniform."""
+"""A small model for the tests, with weights far from their initial values: attention and norms are not uniform."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_same_weights(found: Transformer, expected: Transformer) -> None:
 
 
 def run(model: Transformer, tokens: Any, cache: Any = None, **options: Any) -> Any:
-    """The model's forward, compiled, and compiled once where there are no options."""
+    """The model's compiled forward; without options, all calls share one compiled function."""
     graph, state = nnx.split(model)
     if not options:
         return _run(graph, state, jnp.asarray(tokens), cache)

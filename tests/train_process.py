@@ -23,7 +23,7 @@ def start(
     join: list[Any] | None = None,
     checkpoint_every: int = 3,
 ) -> subprocess.Popen[bytes]:
-    """Such a process, with so many simulated devices."""
+    """Start such a process, with `devices` simulated devices."""
     given = {"data": str(data), "run": str(run), "changes": changes, "mesh": mesh, "join": join}
     paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]

@@ -17,7 +17,7 @@ MODEL: ModelConfig = dataclasses.replace(PRESETS["tiny"], vocab_size=128, layers
 
 
 def make_data(folder: Path, *, vocab_size: int = 128) -> Path:
-    """One text of 300 tokens over and over: what comes next can be known."""
+    """One text of 300 tokens, repeated: the next token can be predicted."""
     folder.mkdir(parents=True)
     text = np.random.default_rng(0).integers(0, vocab_size, 300)
     about: dict[str, Any] = dict(vocab_size=vocab_size, tokenizer="test")

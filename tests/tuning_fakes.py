@@ -1,4 +1,4 @@
-"""Hands for the tuner that need no device: every configuration does what its `how` says. Importable in a worker."""
+"""`Hands` for the tuner without a device: a configuration does what its `how` says. A worker can import this module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part(tile: int, how: str = "well") -> Part:
 
 
 class Hands:
-    """The time of a configuration is its tile; the heuristic's is 4."""
+    """A configuration takes as many milliseconds as its `tile`; the heuristic's tile is 4."""
 
     parts = (DEFAULT, part(8), part(2), part(3), part(5))
     directions = ("forward",)
@@ -86,7 +86,7 @@ class Hands:
 
 
 class Troubled(Hands):
-    """Fast ones that are no good, among good ones."""
+    """Good configurations, and fast ones that fail in every way."""
 
     parts = (
         DEFAULT,

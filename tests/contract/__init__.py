@@ -1,1 +1,1 @@
-"""The contract of `xsake.attention`, told once: a float64 reference, cases, and who must meet it."""
+"""The contract of `xsake.attention`, stated once: a float64 reference, cases, and the implementations to test."""

@@ -1,4 +1,4 @@
-"""A case: inputs, cotangents and arguments of one attention call, and what an implementation makes of them."""
+"""A case: inputs, cotangents and arguments of one attention call; run an implementation on it, check the results."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Case:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What gradients are taken of."""
+        """The arguments that have a gradient."""
         given = {"query": self.query, "key": self.key, "value": self.value}
         given |= {k: self.arguments[k] for k in ("bias", "sinks") if self.arguments.get(k) is not None}
         return {k: jnp.asarray(v) for k, v in given.items()}
 
     @property
     def rest(self) -> dict[str, Any]:
-        """Arrays that have no gradient."""
+        """Array arguments that have no gradient."""
         return {k: v for k, v in self.arrays.items() if k not in ("bias", "sinks")}
 
     @property
@@ -102,7 +102,8 @@ def make(
     **arguments,
 ) -> Case:
     """Random inputs. `mask` is (batch, heads) of random blocks, or None for no mask; `bias` and `sinks` are shapes, and
-    in `bias` 0 stands for the whole dimension. Lengths are in units of the target unless `exact_lengths`."""
+    in `bias` 0 stands for the whole dimension. Block sizes and, unless `exact_lengths`, lengths are multiplied by the
+    target's `unit`."""
     rng, dtype = np.random.default_rng(seed), dtype or target.dtypes[0]
     kv_len = q_len if kv_len is None else kv_len
     if not exact_lengths:
@@ -184,7 +185,7 @@ def run(target: Target, case: Case, *, mask: Any = "own", config: Any = None) ->
 
 
 def collect(case: Case, results, grads) -> Results:
-    """As numpy arrays, with the dtypes that the contract promises."""
+    """The results as numpy arrays, after a check of the dtypes that the contract promises."""
     out, lse = results
     assert out.dtype == case.query.dtype, out.dtype
     assert lse.dtype == np.float32, lse.dtype
@@ -194,7 +195,7 @@ def collect(case: Case, results, grads) -> Results:
 
 
 def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
-    """Every result against float64."""
+    """Compare every result with float64."""
     truth = reference.evaluate(case, np.float64)
     exact, plain = truth.results, reference.yardstick(truth, reference.evaluate(case, case.query.dtype))
     noise = reference.noise(case, exact)

@@ -8,9 +8,9 @@ import numpy as np
 def assert_close_to_float64(name: str, actual, exact, plain, noise, *, factor: float = 4.0) -> None:
     """`actual` must be as near to `exact` (float64) as `plain` is (the dense formula in the precision of the inputs).
 
-    Both the largest and the root-mean-square error are allowed `factor` times those of `plain`. `noise` is what one
-    rounding of the summands makes, for results that are small by cancellation, or exact in `plain` by luck. Where
-    `exact` is not finite, `actual` must be the same.
+    Both the largest and the root-mean-square error may be `factor` times those of `plain`. `noise`, the error of one
+    rounding of the summands, is the least that counts as the error of `plain`: results may be small by cancellation, or
+    exact in `plain` by luck. Where `exact` is not finite, `actual` must be the same.
     """
     actual, exact, plain = (np.asarray(x).astype(np.float64) for x in (actual, exact, plain))
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"

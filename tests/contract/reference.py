@@ -1,8 +1,8 @@
 """Attention and its gradients in numpy, from the definition, in any precision. Shares no code with the package.
 
-With float64 it is the truth. With a smaller type it is what the yardstick is made of: what a plain dense computation in
-that precision makes of the same inputs (float32 logits and sums, and, for half precisions, weights and results rounded
-to the half type).
+With float64, the results are the truth. With a smaller type, they are those of a plain dense computation in that
+precision, from which the yardstick is made: float32 logits and sums, and, for half precisions, weights and results
+rounded to the half type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Results(NamedTuple):
-    """Everything the contract gives. d_<argument> is its gradient, None where the argument is not given."""
+    """All results of a call. d_<argument> is the argument's gradient, None where the argument is not given."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -25,17 +25,17 @@ class Results(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The results, and of those that sum over queries what each query's row adds: [rows, *shape of the result]."""
+    """`by_row`: per result that sums over queries and has few elements, each row's summand, [rows, *result's shape]."""
 
     results: Results
     by_row: dict[str, np.ndarray]
 
 
-FEW = 32  # elements from which an RMS error is a good estimate: in 98 cases of 100 within a factor of 1.4
+FEW = 32  # the RMS error of so many elements is a good estimate: in 98 cases of 100 within a factor of 1.4
 
 
 def rule(past: np.ndarray, is_causal: bool, window) -> np.ndarray:
-    """`past` is query position - key position."""
+    """Whether the rule allows a pair of tokens; `past` is query position - key position."""
     left, right = window if isinstance(window, tuple) else (window, window)
     ok = np.ones(past.shape, bool)
     if is_causal:
@@ -52,7 +52,7 @@ def _pair(x):
 
 
 def attends(case) -> np.ndarray:
-    """bool[B, H, T, S], element by element from the contract's words."""
+    """bool[B, H, T, S]: whether a query attends to a key, from the contract's definitions."""
     (b, t, h, _), s = case.query.shape, case.key.shape[1]
     a = case.arguments
     ok = np.ones((b, h, t, s), bool)
@@ -63,7 +63,7 @@ def attends(case) -> np.ndarray:
     if case.blocks is not None:
         m = case.blocks
         rows, columns = np.arange(t) // case.block_q, np.arange(s) // case.block_kv
-        # Constructors drop blocks that hold no element the mask's rule allows by index.
+        # Constructors drop blocks in which the mask's rule, applied to indices, allows no element.
         by_index = rule(np.arange(t)[:, None] - np.arange(s)[None], case.mask_causal, case.mask_window)
         starts = np.arange(0, t, case.block_q), np.arange(0, s, case.block_kv)
         m = m & np.logical_or.reduceat(np.logical_or.reduceat(by_index, starts[0], 0), starts[1], 1)
@@ -127,7 +127,7 @@ def evaluate(case, dtype) -> Evaluation:
     out = round_(round_(p) @ v)
     lse = np.where(empty, -np.inf, top + np.log(total))[..., 0]
 
-    # The weights again, from lse, as all do that do not keep them: its rounding is part of the yardstick.
+    # The weights again, from lse, as implementations do that do not store them: lse's rounding is in the yardstick.
     p = np.exp(np.where(ok & ~empty, x - np.where(empty, 0, lse[..., None]), -np.inf).astype(work))
     d_out = heads_first(case.d_out)
     d_lse = heads_first(case.d_lse[..., None])
@@ -169,13 +169,16 @@ def evaluate(case, dtype) -> Evaluation:
 
 
 def yardstick(exact: Evaluation, plain: Evaluation) -> Results:
-    """`plain`'s results, but for those of few elements: of these, `exact` plus the error that is to be expected.
+    """The results whose errors set the tolerance: `plain`'s, but for results of few elements
 
-    The error of a sum over hundreds of rows is small where the rows' rounding errors happen to cancel. Many elements
-    average that luck out; of two elements, the RMS error is in one case of 17 less than a fourth of what an equally
-    good computation makes. Not so the root of the sum of the squares of the rows' errors: it is the RMS error over all
-    signs that these errors might have had, and with them those of the additions, of half a unit of the sum so far at
-    most. A row is what counts as one, for errors within a row have a common cause.
+        exact + sqrt(sum over rows of ((plain row - exact row)^2 + addition^2))
+        addition = eps / 2 / sqrt(3) * sum of the rows so far
+
+    A result of few elements is a sum over hundreds of rows, whose rounding errors may happen to cancel. Over many
+    elements this luck averages out. Over two elements, the RMS error of `plain` is in one case of 17 less than a fourth
+    of the error of an equally good computation. The formula is the RMS error over all signs that the rows' errors might
+    have had; `addition` is the RMS error of adding a row, which is at most half a unit of the sum so far. Errors within
+    a row have a common cause, so that a row counts as one error.
     """
     usual = {}
     for name, rows in exact.by_row.items():
@@ -186,7 +189,7 @@ def yardstick(exact: Evaluation, plain: Evaluation) -> Results:
 
 
 def noise(case, exact: Results) -> Results:
-    """A rounding unit of each result: of its own type at its largest value, and of float32 at its largest summand."""
+    """Per result: a rounding unit of its own type at its largest value, plus one of float32 at its largest summand."""
     own = {np.dtype(t).itemsize: e for t, e in ((np.float16, 2.0**-10), (np.float32, 2.0**-23), (np.float64, 2.0**-52))}
     unit = 2.0**-7 if case.query.dtype.name == "bfloat16" else own[case.query.dtype.itemsize]
     small = min(unit, 2.0**-23)

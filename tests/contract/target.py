@@ -1,4 +1,4 @@
-"""The implementations that the contract is run on. A new backend is one line of TARGETS."""
+"""The implementations that the contract is tested on. A new backend is one line of TARGETS."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Target:
     """An implementation and the sizes to test it at.
 
     Tests speak of small sizes (blocks of 16 and 32 tokens, about 100 tokens); `unit` multiplies them where a kernel
-    needs larger blocks. `configs(case)` gives two configurations of a case that differ, the second with forward tiles
-    that are not its backward tiles. A `partial` one does not honour every argument: the suite skips, by name, the calls
-    that it refuses.
+    needs larger blocks. `configs(case)` gives two different configurations for a case; in the second, forward and
+    backward tiles differ. A `partial` implementation does not honour every argument: the suite skips the calls that it
+    refuses, and names the argument.
     """
 
     name: str
