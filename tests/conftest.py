@@ -68,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
         from contract import target
 
-        metafunc.parametrize("implementation", target.parameters())
+        metafunc.parametrize("implementation", target.parameters(metafunc.function.__name__))
 
 
 @pytest.fixture

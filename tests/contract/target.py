@@ -130,9 +130,28 @@ TARGETS = [
 ]
 
 
-def parameters() -> list:
+# Tests of what the operation wraps around a backend, which is the same for every backend: CI runs them on XLA, and
+# `make slow` on interpreted backends too.
+OF_THE_OPERATION = {
+    "test_checkpoint",
+    "test_checkpointed_scan_over_layers",
+    "test_grad_of_vmap_sums_over_what_is_shared",
+    "test_gradient_of_lse_alone_and_of_one_input",
+    "test_mask_built_inside_jit",
+    "test_nested_vmap",
+    "test_new_mask_contents_do_not_retrace",
+    "test_scan_over_examples",
+    "test_vmap_over_tokens_and_batches",
+    "test_without_jit",
+}
+
+
+def parameters(test: str) -> list:
     kinds = {"-interpret": "interpret", "-fused": "fused"}
-    return [
-        pytest.param(t, id=t.name + "".join(end for end, kind in kinds.items() if getattr(t, kind)), marks=t.marks)
-        for t in TARGETS
-    ]
+
+    def parameter(target: Target) -> Any:
+        name = target.name + "".join(end for end, kind in kinds.items() if getattr(target, kind))
+        slow = (pytest.mark.slow,) if target.interpret and test in OF_THE_OPERATION else ()
+        return pytest.param(target, id=name, marks=(*target.marks, *slow))
+
+    return [parameter(target) for target in TARGETS]
