@@ -47,7 +47,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 _SLOW_START = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 hypothesis.settings.register_profile(
-    "ci", max_examples=15, deadline=None, derandomize=True, suppress_health_check=_SLOW_START
+    "ci", max_examples=10, deadline=None, derandomize=True, suppress_health_check=_SLOW_START
 )
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_SLOW_START)
 hypothesis.settings.load_profile(_PROFILE)

@@ -91,6 +91,7 @@ def test_wrong_results_do_not_pass(registered):
     assert bench.verify("forward", 1.0, plan.default).problem is None
 
 
+@pytest.mark.slow
 def test_yardsticks_are_the_oracle_s_whatever_the_chunks(monkeypatch):
     p = problem()
     q, k, v = p.workload.inputs("float32")

@@ -57,6 +57,7 @@ def test_smoke(name):
     check(case, run(TPU, case))
 
 
+@pytest.mark.slow
 def test_every_chunk_size_and_the_way_from_step_to_step():
     """Wide, narrow and mixed chunks; rows of 0 to 5 blocks, so that any kind of step follows any other."""
     length, block = 5 * 128, 128

@@ -35,6 +35,7 @@ def data(tmp_path_factory):
     return folder / "data"
 
 
+@pytest.mark.slow
 def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
     """bfloat16, rematerialised, half of the blocks: from the loss of guessing to almost none."""
     monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))

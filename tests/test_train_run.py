@@ -28,6 +28,7 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("data") / "tokens")
 
 
+@pytest.mark.slow
 def test_every_block_is_dense(data, tmp_path):
     """The same curve with a mask of 100% as with none, to rounding."""
     sparse, dense = (

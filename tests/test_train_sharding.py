@@ -85,6 +85,7 @@ def test_state_is_split_as_the_rules_say(tmp_path):
         assert x.addressable_shards[0].data.size * 8 == x.size, x.sharding
 
 
+@pytest.mark.slow
 @needs_8
 def test_a_run_is_carried_on_with_another_mesh(tmp_path, monkeypatch):
     data, run = make_data(tmp_path / "data"), tmp_path / "run"
