@@ -144,6 +144,17 @@ OF_THE_OPERATION = {
     "test_vmap_over_tokens_and_batches",
     "test_without_jit",
 }
+# Other tests of CI reach the same code of an interpreted kernel.
+REACHED_BY_OTHERS = {
+    "test_any_mask",
+    "test_any_mask_lengths_segments_and_positions",
+    "test_everything_at_once",
+    "test_nothing_attends_at_all",
+    "test_predecessor_forward_tiles_differ_from_backward_tiles",
+    "test_predecessor_soft_cap_jacobian",
+    "test_tail_padding_holds_no_values",
+    "test_vmap_of_grad",
+}
 
 
 def parameters(test: str) -> list:
@@ -151,7 +162,7 @@ def parameters(test: str) -> list:
 
     def parameter(target: Target) -> Any:
         name = target.name + "".join(end for end, kind in kinds.items() if getattr(target, kind))
-        slow = (pytest.mark.slow,) if target.interpret and test in OF_THE_OPERATION else ()
+        slow = (pytest.mark.slow,) if target.interpret and test in OF_THE_OPERATION | REACHED_BY_OTHERS else ()
         return pytest.param(target, id=name, marks=(*target.marks, *slow))
 
     return [parameter(target) for target in TARGETS]
