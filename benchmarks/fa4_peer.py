@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 import numpy as np
 import torch
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import flash_attn_func
 
 import xsake
@@ -26,8 +26,6 @@ def contestant(
     mask: xsake.BlockMask | None,
     direction: str,
     calls: int,
-    *,
-    deterministic: bool = False,
 ) -> Callable[[], Any]:
     """`calls` calls on random data; dense without a mask."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -39,11 +37,7 @@ def contestant(
 
     q, k, v = draw(workload.q_heads), draw(workload.kv_heads), draw(workload.kv_heads)
     d_out = torch.randn_like(q)
-    how: dict[str, Any] = dict(deterministic=deterministic)
-    if mask is None:
-        how |= dict(causal=workload.is_causal)
-    else:
-        how |= _lists(workload, mask, deterministic)
+    how = dict(causal=workload.is_causal) if mask is None else _lists(workload, mask)
 
     def forward() -> torch.Tensor:
         return flash_attn_func(q, k, v, **how)[0]
@@ -54,21 +48,17 @@ def contestant(
     return graph(forward if direction == "forward" else both, calls)
 
 
-def _lists(workload: Workload, mask: xsake.BlockMask, deterministic: bool) -> dict[str, Any]:
+def _lists(workload: Workload, mask: xsake.BlockMask) -> dict[str, Any]:
     """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
     diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
     rows = [*_compressed(blocks & diagonal), *_compressed(blocks & ~diagonal)]
     columns = [*_compressed((blocks & diagonal).swapaxes(1, 2)), *_compressed((blocks & ~diagonal).swapaxes(1, 2))]
     size = (mask.block_q, mask.block_kv)
-    backward = BlockSparseTensorsTorch(*columns, block_size=size)
-    if deterministic:
-        order, order_full = compute_dq_write_order(*rows, *columns)
-        backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
     return dict(
         mask_mod=_causal if workload.is_causal else None,
         block_sparse_tensors=BlockSparseTensorsTorch(*rows, block_size=size),
-        block_sparse_tensors_bwd=backward,
+        block_sparse_tensors_bwd=BlockSparseTensorsTorch(*columns, block_size=size),
     )
 
 

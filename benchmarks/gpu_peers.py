@@ -44,16 +44,12 @@ PAUSE, BURST, SUSTAINED = 0.1, 0.02, 0.25  # seconds
 def masks_of(workload: Workload) -> dict[str, xsake.BlockMask]:
     masks = {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43, 0.1)}
     if workload.is_causal and workload.length > 8192:
-        masks["sink 512, window 4096"] = sink_window(workload, 512, 4096)
-        masks["sink 128, window 1024"] = sink_window(workload, 128, 1024)
+        for sink, window in ((512, 4096), (128, 1024)):
+            masks[f"sink {sink}, window {window}"] = xsake.patterns.sink_window(
+                workload.length, workload.length, sink=sink, window=window
+            )
         masks |= {f"lines {d:.0%}": lines(workload, d) for d in (0.43, 0.2, 0.1)}
     return masks
-
-
-def sink_window(workload: Workload, sink: int, window: int) -> xsake.BlockMask:
-    n, block = workload.length // workload.block, workload.block
-    row, column = np.arange(n)[:, None], np.arange(n)[None]
-    return _mask(workload, np.repeat(((column < sink // block) | (row - column < window // block))[None], 1, axis=0))
 
 
 def lines(workload: Workload, density: float) -> xsake.BlockMask:
@@ -70,12 +66,8 @@ def lines(workload: Workload, density: float) -> xsake.BlockMask:
                 break
             blocks |= (column == line) & allowed
         heads.append(blocks)
-    return _mask(workload, np.stack(heads))
-
-
-def _mask(workload: Workload, blocks: np.ndarray) -> xsake.BlockMask:
     return xsake.BlockMask.from_blocks(
-        np.repeat(blocks, workload.q_heads // len(blocks), axis=0),
+        np.repeat(np.stack(heads), workload.q_heads // workload.kv_heads, axis=0),
         block_q=workload.block,
         block_kv=workload.block,
         q_len=workload.length,

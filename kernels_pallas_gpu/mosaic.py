@@ -38,17 +38,7 @@ _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to t
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
-    {
-        "bias",
-        "q_segments",
-        "kv_segments",
-        "q_positions",
-        "kv_positions",
-        "sink_lse",
-        "band",
-        "deterministic",
-        "soft_cap",
-    }
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
 )
 
 
@@ -172,9 +162,7 @@ def backward(
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
-        dq, dk, dv = mosaic_fused.backward(
-            padded, lse, delta, d_out, config=config.fused, interpret=_arguments(call)["interpret"]
-        )
+        dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
         rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
         columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
@@ -197,8 +185,12 @@ def _arguments(call: Call) -> dict[str, Any]:
         q_positions=call.q_positions,
         kv_positions=call.kv_positions,
         bias=call.bias,
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False,
+        interpret=_interpret(),
     )
+
+
+def _interpret() -> Any:
+    return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False
 
 
 def _pairing(call: Call) -> Pairing:

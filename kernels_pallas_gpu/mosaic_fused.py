@@ -35,9 +35,11 @@ def backward(
     plan = Plan.of(call, config, interpret)
     rule, q_size = plan.rule, plan.q_size
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-    per_query = dict(position=call.q_positions, segment=call.q_segments, index=_indices(q_size))
+    indices = jnp.arange(q_size, dtype=jnp.int32)[None]
+    per_query = dict(position=call.q_positions, segment=call.q_segments, index=indices)
     per_key = dict(position=call.kv_positions, segment=call.kv_segments)
     units = Units.of_dq(k, v, d_out, lse, delta) if plan.deterministic else None
+    steps = units and units.steps()
     q, k, v, d_out = (pad_to(x, 8, 1) for x in (q, k, v, d_out))  # TMA copies tiles of 8 rows
     sums = None if plan.simulate else jax.new_ref(jnp.zeros(q.shape, plan.dq_dtype))
     given = Operands(
@@ -48,7 +50,7 @@ def backward(
         # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
         statistic=pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf),
         neg_delta=pad(-delta, 2, q_size),
-        steps=None if units is None else units.steps()._replace(rows=pad(units.steps().rows, 2, q_size)),
+        steps=steps and steps._replace(rows=pad(steps.rows, 2, q_size)),
         q_vectors={name: pad(per_query[name], 1, q_size) for name in plan.q_vectors},
         kv_vectors={name: pad(per_key[name], 1, plan.kv_size) for name in plan.kv_vectors},
         lists=ListRefs(*lists),
@@ -74,10 +76,6 @@ def backward(
     sums = (_dq_of_ctas(plan, found.dq_per_cta) if sums is None else jax.freeze(sums))[:, : call.q_len]
     dq = (sums if units is None else units.value(sums)) * jnp.float32(call.scale)
     return dq.astype(q.dtype), *(x[:, : call.kv_len] for x in _merged(plan, lists, found))
-
-
-def _indices(size: int) -> Array:
-    return jnp.arange(size, dtype=jnp.int32)[None]
 
 
 def _results(plan: Plan, k: Array, v: Array) -> Results:

@@ -26,17 +26,7 @@ __all__ = [
 ]
 
 HONOURS = frozenset(
-    {
-        "bias",
-        "q_segments",
-        "kv_segments",
-        "q_positions",
-        "kv_positions",
-        "sink_lse",
-        "band",
-        "deterministic",
-        "soft_cap",
-    }
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
 )
 
 

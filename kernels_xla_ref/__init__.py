@@ -28,7 +28,6 @@ HONOURS = frozenset(
         "kv_positions",
         "sink_lse",
         "band",
-        "deterministic",
         "soft_cap",
         "symbolic_batch",
     }

@@ -130,6 +130,10 @@ def test_vmap_folds_every_array_of_a_call():
     assert fold_call(5, stacked, dataclasses.replace(mapped, temperature=True)).temperature.shape == (10, 3)
 
 
+def test_a_permission_is_asked_of_no_backend():
+    assert dataclasses.replace(call_of_tomorrow(), deterministic=False).uses() == call_of_tomorrow().uses()
+
+
 def test_a_field_without_a_gradient_is_refused_by_name():
     plan = _op._Plan("xla", _registry.get("xla").default_config(call_of_tomorrow()), False, False)
     with pytest.raises(NotImplementedError, match="no gradient with respect to temperature"):

@@ -19,6 +19,7 @@ from xsake.hads.mask.block_mask import BlockMask
 
 # How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
 _STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
+_PERMISSION = _STATIC | {"permission": True}  # it allows a backend something and asks for nothing
 _SHARED = {"shared_batch": True}  # the field's batch may be 1 where the query's is not
 _UNBOUNDED = Band()
 
@@ -36,7 +37,8 @@ class Call:
     - Without `deterministic`, a backend may add up in an order that differs from run to run.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
-    `HONOURS`. vmap, trees and the registry read these declarations. `argument` is the public name of a field.
+    `HONOURS`, unless the field is a permission. vmap, trees and the registry read these declarations. `argument` is the
+    public name of a field.
     """
 
     query: Float[Array, "B T H D"]
@@ -53,7 +55,7 @@ class Call:
     band: Band = dataclasses.field(
         default=_UNBOUNDED, metadata=_STATIC | {"argument": "is_causal and local_window_size"}
     )
-    deterministic: bool = dataclasses.field(default=True, metadata=_STATIC)
+    deterministic: bool = dataclasses.field(default=True, metadata=_PERMISSION)
     soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
 
     @classmethod
@@ -66,7 +68,8 @@ class Call:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             neutral = value is field.default or (field.metadata.get("static") and value == field.default)
-            if field.default is not dataclasses.MISSING and not neutral:
+            asked_for = field.default is not dataclasses.MISSING and "permission" not in field.metadata
+            if asked_for and not neutral:
                 used[field.name] = field.metadata.get("argument", field.name)
         return used
 
