@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 
@@ -12,10 +11,7 @@ from training import make_config, make_data
 from xsake.model import load_trained
 from xsake.model.train_loop import train
 
-pytestmark = [
-    pytest.mark.xdist_group("training"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # Orbax's event loop, after an error
-]
+pytestmark = pytest.mark.xdist_group("training")
 
 DAMAGE = {
     "no state": lambda last: shutil.rmtree(last / "state"),
@@ -37,13 +33,6 @@ def stopped(tmp_path_factory):
     train(make_config(), data=data, run=folder / "run", checkpoint_every=3, quiet=True)
     shutil.rmtree(folder / "run" / "checkpoints" / "6")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    """Collects a test's garbage after the test, so that warnings of Orbax's closed event loop reach no later test."""
-    yield
-    gc.collect()
 
 
 def contents(folder):
