@@ -32,8 +32,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake.kernels_pallas_tpu",
         "xsake.kernels_xla_ref",
     ),
-    ("xsake._arguments", "xsake._fold", "xsake._tuned"),
-    ("xsake._op",),
+    ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
+    ("xsake._execution",),
+    ("xsake._exchange", "xsake._op"),
+    ("xsake._sharded",),
     ("xsake",),  # the door to the operation and to masks
     ("xsake.hads.profile",),
     ("xsake.hads.selection",),
@@ -50,6 +52,7 @@ DOORS = ("xsake", "xsake.hads")
 FORWARDED = {
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.file"),
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.picture"),
+    ("xsake.hads.mask.block_mask", "xsake.hads.mask.row_shards"),
     ("xsake.hads.profile.profile", "xsake.hads.profile.file"),
 }
 

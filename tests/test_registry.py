@@ -14,6 +14,7 @@ import xsake
 from xsake import _op, _registry
 from xsake._arguments import build_call
 from xsake._backend import Backend, Call
+from xsake._execution import Plan
 from xsake._fold import fold_call
 from xsake.kernels_pallas_gpu import mosaic, triton
 
@@ -135,7 +136,7 @@ def test_a_permission_is_asked_of_no_backend():
 
 
 def test_a_field_without_a_gradient_is_refused_by_name():
-    plan = _op._Plan("xla", _registry.get("xla").default_config(call_of_tomorrow()), False, False)
+    plan = Plan.of(["xla"], call_of_tomorrow(), None)
     with pytest.raises(NotImplementedError, match="no gradient with respect to temperature"):
         jax.grad(lambda t: _op._attend(plan, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,13 @@ from jax.sharding import PartitionSpec
 
 from xsake._buckets import density_bucket, power_of_two_at_least
 from xsake.hads.mask import exported
-from xsake.hads.mask.band import Band, parse_window
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.grid import Grid, Window
+
+if TYPE_CHECKING:
+    from xsake.hads.mask.row_shards import RowShards
 
 ArrayT = Any  # numpy outside jit, jax inside
-Window = int | tuple[int | None, int | None] | None
 
 _ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
 _COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
@@ -90,7 +93,7 @@ class BlockMask:
         >>> float(mask.density())
         0.25
         """
-        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         traced = isinstance(blocks, jax.core.Tracer)
         if not traced:
             blocks = np.asarray(blocks)
@@ -139,11 +142,18 @@ class BlockMask:
             return jax.device_put(mask)
 
     @classmethod
-    def of_rows(cls, lists: tuple[ArrayT, ...], *, density_hint: float | None = None, **grid: Any) -> BlockMask:
-        """A traced mask without the lists that only gradients use, from the rows' as `compact.compact` makes them."""
-        checked = _Grid.of(**grid, window=None)
-        rows = _finished(jnp, *lists)
-        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + (None,) * 4, strict=True))
+    def of_lists(
+        cls,
+        rows: tuple[ArrayT, ...],
+        columns: tuple[ArrayT, ...] | None = None,
+        *,
+        density_hint: float | None = None,
+        **grid: Any,
+    ) -> BlockMask:
+        """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
+        checked = Grid.of(**grid, window=None)
+        lists = _finished(jnp, *rows) + (_finished(jnp, *columns) if columns else (None,) * 4)
+        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, lists, strict=True))
         complete = rows[0].shape[-1] >= checked.num_allowed
         return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
 
@@ -171,7 +181,7 @@ class BlockMask:
         >>> mask.to_blocks()[0, 0].tolist()
         [[True, False], [True, True]]
         """
-        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         traced = isinstance(kv_indices, jax.core.Tracer)
         xp: Any = jnp if traced else np
         indices: Any = kv_indices if traced else np.asarray(kv_indices)
@@ -224,7 +234,7 @@ class BlockMask:
         transpose: bool = True,
     ) -> BlockMask:
         """Every block that the rule allows: dense attention, as a mask that all heads share."""
-        grid = _Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
+        grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         return cls.from_blocks(
             np.ones((grid.num_q, grid.num_kv), bool),
             block_q=block_q,
@@ -253,7 +263,7 @@ class BlockMask:
     @property
     def most_density(self) -> float:
         """What the lists have room for: an upper bound of the density that is known while tracing."""
-        return min(1.0, self.capacity / max(self._grid.num_allowed, 1))
+        return min(1.0, self.capacity / max(self.grid.num_allowed, 1))
 
     @property
     def num_q_blocks(self) -> int:
@@ -272,44 +282,36 @@ class BlockMask:
         return self.q_indices is not None
 
     @property
-    def _grid(self) -> _Grid:
-        return _Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
+    def grid(self) -> Grid:
+        return Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
 
     @property
-    def _traced(self) -> bool:
+    def traced(self) -> bool:
         return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
 
-    def _read(self, lists: ArrayT) -> ArrayT:
+    def read(self, lists: ArrayT) -> ArrayT:
         """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
-        return jnp.asarray(lists) if self._traced else np.asarray(jax.device_get(lists))
+        return jnp.asarray(lists) if self.traced else np.asarray(jax.device_get(lists))
 
     def overflowed(self) -> ArrayT:
         """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
-        return self._read(self.kv_row_ptr)[..., -1] > self.capacity
+        return self.read(self.kv_row_ptr)[..., -1] > self.capacity
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def to_blocks(self) -> ArrayT:
         """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
-        xp: Any = jnp if self._traced else np
-        ptr, indices = self._read(self.kv_row_ptr), self._read(self.kv_indices)
-        slots = np.arange(self.capacity)
-        # Row of a slot: how many rows end at or before it. Slots past the last entry land in a spare row.
-        ends = xp.minimum(ptr[..., 1:], self.capacity)
-        count = xp.zeros((self.batch, self.heads, self.capacity + 1), np.int32)
+        xp: Any = jnp if self.traced else np
+        ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
         b, h = np.ogrid[: self.batch, : self.heads]
-        if xp is np:
-            np.add.at(count, (b[..., None], h[..., None], ends), 1)
-        else:
-            count = count.at[b[..., None], h[..., None], ends].add(1)
-        row = xp.cumsum(count, -1)[..., slots]
+        row = rows_of_slots(xp, ptr, self.capacity)  # slots past the last entry land in a spare row
         shape = (self.batch, self.heads, self.num_q_blocks + 1, self.num_kv_blocks)
         where = (b[..., None], h[..., None], row, indices)
         return _put(xp, xp.zeros(shape, bool), where, True)[..., :-1, :]
 
     def to_elements(self) -> ArrayT:
         """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests."""
-        xp: Any = jnp if self._traced else np
+        xp: Any = jnp if self.traced else np
         blocks = self.to_blocks()
         elements = xp.repeat(xp.repeat(blocks, self.block_q, -2), self.block_kv, -1)
         elements = elements[..., : self.q_len, : self.kv_len]
@@ -318,7 +320,7 @@ class BlockMask:
 
     def density(self, *, per_head: bool = False) -> Any:
         """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
-        per = self._read(self.kv_row_ptr)[..., -1] / max(self._grid.num_allowed, 1)
+        per = self.read(self.kv_row_ptr)[..., -1] / max(self.grid.num_allowed, 1)
         return per if per_head else per.mean()
 
     def union(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
@@ -333,11 +335,11 @@ class BlockMask:
     __and__ = intersection
 
     def _combine(self, other: BlockMask, op: Callable, capacity: int | None) -> BlockMask:
-        if self._grid != other._grid:
-            raise ValueError(f"masks must have the same blocks, lengths and rule: {self._grid} and {other._grid}")
+        if self.grid != other.grid:
+            raise ValueError(f"masks must have the same blocks, lengths and rule: {self.grid} and {other.grid}")
         return BlockMask.from_blocks(
             op(self.to_blocks(), other.to_blocks()),
-            **dataclasses.asdict(self._grid),
+            **dataclasses.asdict(self.grid),
             capacity=capacity,
             transpose=self.has_transpose and other.has_transpose,
         )
@@ -349,6 +351,22 @@ class BlockMask:
         """
         spec = PartitionSpec(batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
         return jax.tree.map(lambda _: spec, self)
+
+    def shard_rows(self, shards: int, *, order: str = "contiguous", capacity: int | None = None) -> RowShards:
+        """The rows of each shard of a sequence, with lists of their own: for `xsake.sharded_attention`.
+
+        `order` says how the sequence lies on the shards: "contiguous", or "zigzag", which gives all shards as many
+        early as late rows. Blocks are never cut. `capacity` is the number of list slots per shard and head; by default
+        the need, or, under jit, all blocks that the rule allows to a shard.
+
+        >>> mask = BlockMask.full(1024, 1024, block_q=64, block_kv=64, is_causal=True)
+        >>> mask.shard_rows(4).blocks_walked().tolist(), mask.shard_rows(4, order="zigzag").blocks_walked().tolist()
+        ([10, 26, 42, 58], [34, 34, 34, 34])
+        """
+        from xsake.hads.mask.order import Order
+        from xsake.hads.mask.row_shards import RowShards
+
+        return RowShards.of(self, Order.of(shards, order), capacity)
 
     # -- files and pictures --------------------------------------------------------------------------------------------
 
@@ -382,64 +400,6 @@ class BlockMask:
         from xsake.hads.mask import picture
 
         return picture.draw(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    block_q: int
-    block_kv: int
-    q_len: int
-    kv_len: int
-    is_causal: bool
-    local_window_size: tuple[int | None, int | None] | None
-
-    @classmethod
-    def of(cls, block_q: int, block_kv: int, q_len: int, kv_len: int, is_causal: bool, window: Window) -> _Grid:
-        for name, value in (("block_q", block_q), ("block_kv", block_kv), ("q_len", q_len), ("kv_len", kv_len)):
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        pair = parse_window(window)
-        return cls(
-            int(block_q),
-            int(block_kv),
-            int(q_len),
-            int(kv_len),
-            bool(is_causal),
-            None if pair == (None, None) else pair,
-        )
-
-    @property
-    def num_q(self) -> int:
-        return -(-self.q_len // self.block_q)
-
-    @property
-    def num_kv(self) -> int:
-        return -(-self.kv_len // self.block_kv)
-
-    @property
-    def num_allowed(self) -> int:
-        return _count_allowed(self)
-
-    def allowed_and_full(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool[nQ, nK] each: some element passes the rule; every element does and none is tail padding."""
-        band = Band.of(self.is_causal, self.local_window_size)
-        q_first = np.arange(self.num_q)[:, None] * self.block_q
-        k_first = np.arange(self.num_kv)[None, :] * self.block_kv
-        q_last = np.minimum(q_first + self.block_q, self.q_len) - 1
-        k_last = np.minimum(k_first + self.block_kv, self.kv_len) - 1
-        low, high = k_first - q_last, k_last - q_first
-        shape = (self.num_q, self.num_kv)
-        allowed = np.broadcast_to(band.touches(low, high), shape)
-        whole = (q_first + self.block_q <= self.q_len) & (k_first + self.block_kv <= self.kv_len)
-        full = np.broadcast_to(whole & band.allows(low) & band.allows(high), shape)
-        return allowed, full
-
-
-@lru_cache(maxsize=256)
-def _count_allowed(grid: _Grid) -> int:
-    return int(grid.allowed_and_full()[0].sum())
 
 
 def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
@@ -478,6 +438,18 @@ def _compress_concrete(active: np.ndarray, full: np.ndarray, capacity: int) -> t
     indices = np.zeros((b, h, capacity + 1), np.int32)
     indices[lead[0][..., None], lead[1][..., None], slot] = column
     return indices[..., :-1], row_ptr, num_full
+
+
+def rows_of_slots(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
+    """The row of each slot of lists with these row_ptr: how many rows end at or before the slot."""
+    lead = tuple(x[..., None] for x in np.ogrid[tuple(slice(size) for size in ptr.shape[:-1])])
+    ends = (*lead, xp.minimum(ptr[..., 1:], capacity))
+    count = xp.zeros((*ptr.shape[:-1], capacity + 1), np.int32)
+    if xp is np:
+        np.add.at(count, ends, 1)
+    else:
+        count = count.at[ends].add(1)
+    return xp.cumsum(count, -1)[..., :capacity]
 
 
 def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:

@@ -21,7 +21,7 @@ _MAX_COLUMNS = 8192  # of the kernel
 
 
 def compact(
-    active: Bool[Array, "b h rows columns"], full: Bool[np.ndarray, "rows columns"], capacity: int
+    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "rows columns"], capacity: int
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """(columns of the active blocks row after row, row_ptr, num_full): in a row full ones ascending, then the others.
 
@@ -30,17 +30,19 @@ def compact(
     b, h, _, columns = active.shape
     if b * h * capacity >= 2**31:
         raise ValueError(f"{b} x {h} lists of {capacity} blocks are more than 2**31 slots: give a smaller capacity")
-    by_xla = partial(_by_xla, full, capacity)
-    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active) if columns <= _MAX_COLUMNS else by_xla(active)
+    by_xla = partial(_by_xla, capacity)
+    if columns > _MAX_COLUMNS:
+        return by_xla(active, full)
+    return on_gpu(partial(_by_kernel, capacity), by_xla, active, full)
 
 
-def _by_kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+def _by_kernel(capacity: int, active: Array, full: Array | np.ndarray) -> tuple[Array, Array, Array]:
     from xsake.hads.mask.triton_compact import compact
 
     return compact(active, full, capacity)
 
 
-def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+def _by_xla(capacity: int, active: Array, full: Array | np.ndarray) -> tuple[Array, Array, Array]:
     b, h, _, columns = active.shape
     full = full[None, None]
     first, second = _pack(active & full), _pack(active & ~full)

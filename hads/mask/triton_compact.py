@@ -17,7 +17,7 @@ _ENTRIES = 4096  # blocks per program
 
 
 def compact(
-    active: Bool[Array, "b h rows columns"], full: Bool[np.ndarray, "rows columns"], capacity: int
+    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "rows columns"], capacity: int
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """As `compact.compact`."""
     b, h, rows, columns = active.shape

@@ -76,7 +76,7 @@ def select(
     kept_blocks = chosen(grid, heads, given, room=room)
     if room is None:
         return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
-    return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
+    return BlockMask.of_lists(kept_blocks, density_hint=hint, **shape)
 
 
 def _density_bucket(budget: Any, density_hint: float | None) -> float | None:

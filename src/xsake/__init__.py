@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from xsake import autotune, tuning_db
     from xsake._op import attention
     from xsake._registry import implementations
+    from xsake._sharded import sharded_attention, unzigzag, zigzag
     from xsake._trace import interpret
     from xsake.hads.mask import patterns
     from xsake.hads.mask.block_mask import BlockMask
@@ -22,10 +23,24 @@ _PUBLIC = {
     "implementations": "xsake._registry",
     "interpret": "xsake._trace",
     "patterns": "xsake.hads.mask.patterns",
+    "sharded_attention": "xsake._sharded",
     "tuning_db": "xsake.tuning_db",
+    "unzigzag": "xsake._sharded",
+    "zigzag": "xsake._sharded",
 }
 
-__all__ = ["BlockMask", "attention", "autotune", "implementations", "interpret", "patterns", "tuning_db"]
+__all__ = [
+    "BlockMask",
+    "attention",
+    "autotune",
+    "implementations",
+    "interpret",
+    "patterns",
+    "sharded_attention",
+    "tuning_db",
+    "unzigzag",
+    "zigzag",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -98,7 +98,7 @@ def build_call(
     else:
         _check_mask(mask, batch, q_len, kv_len, num_q_heads, num_kv_heads)
     if bias is not None:
-        bias = _check_bias(bias, (batch, num_q_heads, q_len, kv_len))
+        bias = check_bias(bias, (batch, num_q_heads, q_len, kv_len))
     if q_seg is not None and kv_seg is not None:
         # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
         query = jnp.where((q_seg >= 0)[:, :, None, None], query, 0)
@@ -138,7 +138,7 @@ def _check_mask(mask: Any, batch: Size, q_len: int, kv_len: int, num_q_heads: in
         raise ValueError(f"mask has {mask.heads} heads; it must be 1, {num_kv_heads=} or {num_q_heads=}")
 
 
-def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
+def check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
@@ -226,9 +226,9 @@ def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) 
                 f"range: give it a larger capacity"
             )
         return sink_lse
-    heads = np.arange(num_q_heads) * mask.heads // num_q_heads
+    overflowed = jnp.broadcast_to(mask.overflowed()[:, :, None], (mask.batch, mask.heads, num_q_heads // mask.heads))
     base = -math.inf if sink_lse is None else sink_lse
-    return jnp.where(mask.overflowed()[:, heads], math.nan, base).astype(jnp.float32)
+    return jnp.where(overflowed.reshape(mask.batch, num_q_heads), math.nan, base).astype(jnp.float32)
 
 
 def _flag(name: str, value: Any) -> bool:

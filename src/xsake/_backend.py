@@ -21,6 +21,15 @@ from xsake.hads.mask.block_mask import BlockMask
 _STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
 _PERMISSION = _STATIC | {"permission": True}  # it allows a backend something and asks for nothing
 _SHARED = {"shared_batch": True}  # the field's batch may be 1 where the query's is not
+
+
+def _dims(names: str) -> dict[str, str]:
+    """What an array's dimensions stand for: batch, tokens (t, s), heads (h), K/V heads (k) and channels (d, e)."""
+    return {"dims": names}
+
+
+_SEGMENTS = {"argument": "segment_ids"}
+_POSITIONS = {"argument": "positions"}
 _UNBOUNDED = Band()
 
 
@@ -35,27 +44,31 @@ class Call:
     - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
       head whose mask overflowed, so that NaN reaches every output.
     - Without `deterministic`, a backend may add up in an order that differs from run to run.
+    - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
-    `HONOURS`, unless the field is a permission. vmap, trees and the registry read these declarations. `argument` is the
+    `HONOURS`, unless the field is a permission. vmap, trees, the registry and meshes read these declarations. `argument` is the
     public name of a field.
     """
 
-    query: Float[Array, "B T H D"]
-    key: Float[Array, "B S K D"]
-    value: Float[Array, "B S K Dv"]
+    query: Float[Array, "B T H D"] = dataclasses.field(metadata=_dims("b t h d"))
+    key: Float[Array, "B S K D"] = dataclasses.field(metadata=_dims("b s k d"))
+    value: Float[Array, "B S K Dv"] = dataclasses.field(metadata=_dims("b s k e"))
     mask: BlockMask = dataclasses.field(metadata=_SHARED)
     scale: float = dataclasses.field(metadata=_STATIC)
-    bias: Float[Array, "Bb Hb Tb Sb"] | None = dataclasses.field(default=None, metadata=_SHARED)
-    q_segments: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata={"argument": "segment_ids"})
-    kv_segments: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata={"argument": "segment_ids"})
-    q_positions: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata={"argument": "positions"})
-    kv_positions: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata={"argument": "positions"})
-    sink_lse: Float[Array, "Bs H"] | None = dataclasses.field(default=None, metadata=_SHARED | {"argument": "sinks"})
+    bias: Float[Array, "Bb Hb Tb Sb"] | None = dataclasses.field(default=None, metadata=_SHARED | _dims("b h t s"))
+    q_segments: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata=_SEGMENTS | _dims("b t"))
+    kv_segments: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata=_SEGMENTS | _dims("b s"))
+    q_positions: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata=_POSITIONS | _dims("b t"))
+    kv_positions: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata=_POSITIONS | _dims("b s"))
+    sink_lse: Float[Array, "Bs H"] | None = dataclasses.field(
+        default=None, metadata=_SHARED | _dims("b h") | {"argument": "sinks"}
+    )
     band: Band = dataclasses.field(
         default=_UNBOUNDED, metadata=_STATIC | {"argument": "is_causal and local_window_size"}
     )
     deterministic: bool = dataclasses.field(default=True, metadata=_PERMISSION)
+    full_is_known: bool = dataclasses.field(default=False, metadata=_PERMISSION)
     soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
 
     @classmethod
@@ -104,7 +117,8 @@ class Call:
     @property
     def full_is_exact(self) -> bool:
         """Whether full blocks need no element test, since the call excludes nothing that the mask's rule allows."""
-        return self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
+        by_index = self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
+        return self.full_is_known or by_index
 
 
 @runtime_checkable

@@ -9,18 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from xsake import _registry, _tuned
+from xsake import _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
 from xsake._derivatives import differentiable_again, forward_mode_refusal
 from xsake._device import platform_of
+from xsake._execution import Plan, deltas, sink_gradient
 from xsake._fold import fold, fold_call, unfold
-from xsake._trace import interpret, interpreting, vary, varying_axes
+from xsake._trace import vary, varying_axes
 from xsake.hads.mask.block_mask import BlockMask
 
 
@@ -107,8 +107,7 @@ def attention(
         deterministic=deterministic,
         default_blocks=_registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
     )
-    name = _registry.choose(names, call)
-    plan = _Plan(name, _resolve_config(name, call, config), interpreting(), bool(jax.config.jax_debug_infs))
+    plan = Plan.of(names, call, config)
     try:
         out, lse = _attend(plan, vary(call, varying_axes(call)))
     except TypeError as error:
@@ -120,70 +119,8 @@ def attention(
     return (out, plan.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
 
 
-def _resolve_config(name: str, call: Call, config: Any) -> Any:
-    backend = _registry.get(name)
-    known = isinstance(call.batch, int)  # tuning is keyed by sizes: a symbolic batch has none
-    if known:
-        _tuned.announce(name, call)
-    if config is None:
-        return _tuned.choose(name, call).config if known else backend.default_config(call)
-    if not isinstance(config, backend.Config):
-        raise TypeError(
-            f"config must be a {backend.Config.__module__}.{backend.Config.__qualname__} for implementation {name!r}; "
-            f"got {type(config).__module__}.{type(config).__qualname__}"
-        )
-    return config
-
-
-_LOWEST = float(np.finfo(np.float32).min)
-
-
-@partial(jax.jit, inline=True)
-def _with_infinity(lse: Array) -> Array:
-    return jnp.where(lse == _LOWEST, -jnp.inf, lse)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What runs a call: everything that is decided while tracing."""
-
-    implementation: str
-    config: Any
-    interpret: bool
-    finite_lse: bool  # jax_debug_infs would report the -inf that the operation keeps for an empty row
-
-    def forward(self, call: Call) -> tuple[Array, Array]:
-        with interpret(self.interpret):
-            out, lse = _registry.get(self.implementation).forward(call, self.config)
-        if self.finite_lse:
-            lse = jnp.maximum(lse, _LOWEST)
-        return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
-
-    def contract_lse(self, lse: Array) -> Array:
-        """The lse as users see it: -inf for an empty row."""
-        return _with_infinity(lse) if self.finite_lse else lse
-
-    def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
-        """Gradients of query, key and value and, if asked for, of the bias."""
-        given = (lse, delta, d_out)
-        with interpret(self.interpret):
-            backend = _registry.get(self.implementation)
-            *grads, d_bias = backend.backward(call, self.config, *given, with_bias=with_bias)
-        if with_bias:
-            grads.append(_bias_gradient(call, *given) if d_bias is None else d_bias)
-        return vary(tuple(grads), varying_axes(call))
-
-
-def _bias_gradient(call: Call, *given: Array) -> Array:
-    """The bias's gradient by the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
-    xla = _registry.get("xla")
-    *_, d_bias = xla.backward(call, xla.default_config(call), *given, with_bias=True)
-    assert d_bias is not None
-    return d_bias
-
-
 @cache
-def _mappable_forward(plan: _Plan) -> Callable:
+def _mappable_forward(plan: Plan) -> Callable:
     run = custom_vmap(plan.forward)
 
     @run.def_vmap
@@ -192,11 +129,11 @@ def _mappable_forward(plan: _Plan) -> Callable:
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
     # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
-    return _differentiable_again(plan, jax.jit(run, inline=True), plan.forward)
+    return _differentiable_again(plan, jax.jit(run, inline=True), _plain(plan).forward)
 
 
 @cache
-def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
+def _mappable_backward(plan: Plan, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
         return plan.backward(call, lse, delta, d_out, with_bias)
 
@@ -214,10 +151,18 @@ def _mappable_backward(plan: _Plan, with_bias: bool) -> Callable:
             grads[3] = grads[3].sum(1, keepdims=True)
         return tuple(grads), (True,) * len(grads)
 
-    return _differentiable_again(plan, run, backward)
+    def plain(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
+        return _plain(plan).backward(call, lse, delta, d_out, with_bias)
+
+    return _differentiable_again(plan, run, plain)
 
 
-def _differentiable_again(plan: _Plan, run: Callable, plain: Callable) -> Callable:
+def _plain(plan: Plan) -> Plan:
+    """With derivatives, which custom_partitioning does not have."""
+    return dataclasses.replace(plan, by_compiler=False)
+
+
+def _differentiable_again(plan: Plan, run: Callable, plain: Callable) -> Callable:
     return differentiable_again(run, plain if plan.implementation == "xla" else None, plan.implementation)
 
 
@@ -231,11 +176,11 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "sink_lse")  # the fields of
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, call: Call) -> tuple[Array, Array]:
+def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
     return _mappable_forward(plan)(call)
 
 
-def _attend_fwd(plan: _Plan, primals: Any) -> tuple:
+def _attend_fwd(plan: Plan, primals: Any) -> tuple:
     call: Call = jax.tree.map(lambda p: p.value, primals)
     if not call.mask.has_transpose:
         raise ValueError(
@@ -254,7 +199,7 @@ def _attend_fwd(plan: _Plan, primals: Any) -> tuple:
     return (out, lse), (call, out, lse, wanted)
 
 
-def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
+def _attend_bwd(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
     call, out, lse, wanted = residuals
     d_out, d_lse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
     zeros = jax.tree.map(lambda _: None, call)
@@ -262,32 +207,18 @@ def _attend_bwd(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]
 
 
 @cache
-def _gradients(plan: _Plan, with_bias: bool) -> Callable:
+def _gradients(plan: Plan, with_bias: bool) -> Callable:
     """A function that returns the gradients, by the names of `Call`'s fields."""
 
     @partial(jax.jit, inline=True)
     def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> dict[str, Array]:
         d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
         lse = plan.contract_lse(lse)
-        weight = jnp.einsum(
-            "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
-        )
-        delta = weight - d_lse
-        # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
-        attends = lse != -jnp.inf
-        if call.q_segments is not None:
-            attends &= (call.q_segments >= 0)[:, None, :]
-        live_delta = jnp.where(attends, delta, 0.0)
+        delta, live_delta = deltas(call, out, lse, d_out, d_lse)
         grads = _mappable_backward(plan, with_bias)(call, lse, live_delta, d_out)
         found = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
         if call.sink_lse is not None:
-            # A sink is a logit whose value is 0, so its gradient is its weight times -delta.
-            sink = call.sink_lse[:, :, None]
-            p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
-            d_sink = -(p * delta).sum(-1)
-            if call.sink_lse.shape[0] == 1:
-                d_sink = d_sink.sum(0, keepdims=True)
-            found["sink_lse"] = d_sink.astype(call.sink_lse.dtype)
+            found["sink_lse"] = sink_gradient(call.sink_lse, lse, delta)
         return found
 
     return gradients

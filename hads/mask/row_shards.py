@@ -1,0 +1,147 @@
+"""A mask cut by rows: what each shard of a sequence attends to."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from xsake.hads.mask.block_mask import BlockMask, rows_of_slots
+from xsake.hads.mask.compact import compact
+from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.order import Order
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("kv_indices", "kv_row_ptr"),
+    meta_fields=("grid", "order", "density_hint", "complete"),
+)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RowShards:
+    """The rows of a `BlockMask`, shard after shard, each with lists of its own. Made by `BlockMask.shard_rows`.
+
+    The lists are those of the mask with a leading axis of shards: kv_indices [n, b, h, capacity] and kv_row_ptr
+    [n, b, h, rows + 1]. A shard's rows stand as `order` lays them on the shard; rows past the end are empty. The
+    numbers of key blocks are those of the mask. In a `jax.shard_map` with `partition_spec`, n is 1: the shard's own.
+    """
+
+    kv_indices: Any
+    kv_row_ptr: Any
+    grid: Grid
+    order: Order
+    density_hint: float | None
+    complete: bool  # known to hold all blocks; False where only the contents tell (`overflowed`)
+
+    @classmethod
+    def of(cls, mask: BlockMask, order: Order, capacity: int | None) -> RowShards:
+        grid = mask.grid
+        count = -(-grid.num_q // order.pieces) * order.pieces
+        rows = np.minimum(order.blocks(count), grid.num_q)  # [n, rows]; one spare row stands for all past the end
+        traced = mask.traced
+        xp: Any = jnp if traced else np
+        ptr, indices = mask.read(mask.kv_row_ptr), mask.read(mask.kv_indices)
+        start = xp.moveaxis(ptr[..., rows], 2, 0)
+        length = xp.moveaxis(xp.diff(ptr, append=ptr[..., -1:], axis=-1)[..., rows], 2, 0)
+        row_ptr = xp.concatenate([xp.zeros_like(length[..., :1]), xp.cumsum(length, -1)], -1).astype(np.int32)
+        need = int(row_ptr[..., -1].max()) if not traced else grid.most_in_rows(rows)
+        if capacity is None:
+            capacity = max(1, min(need, mask.capacity))
+        elif not traced and need > capacity:
+            raise ValueError(f"{capacity=} is too small: a shard has {need} blocks; pass capacity>={need} (or None)")
+        slot = np.arange(capacity, dtype=np.int32)
+        row = xp.minimum(rows_of_slots(xp, row_ptr, capacity), rows.shape[1] - 1)
+        source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot
+        source = xp.clip(source, 0, mask.capacity - 1)
+        lists = xp.take_along_axis(xp.broadcast_to(indices[None], (order.shards, *indices.shape)), source, -1)
+        if traced:  # what did not fit the mask does not fit its parts either
+            row_ptr = row_ptr.at[..., -1].add(mask.overflowed()[None].astype(np.int32) * (capacity + 1))
+        shards = cls(
+            kv_indices=lists.astype(np.int32),
+            kv_row_ptr=row_ptr,
+            grid=grid,
+            order=order,
+            density_hint=mask.density_hint,
+            complete=not traced or (mask.complete and capacity >= need),
+        )
+        if traced:
+            return shards
+        with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
+            return jax.device_put(shards)
+
+    @property
+    def batch(self) -> int:
+        return self.kv_indices.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.kv_indices.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        return self.kv_indices.shape[3]
+
+    @property
+    def rows(self) -> int:
+        """Query blocks of a shard, those past the end included."""
+        return self.kv_row_ptr.shape[3] - 1
+
+    @property
+    def columns(self) -> int:
+        """Key blocks of a shard, those past the end included."""
+        return -(-self.grid.num_kv // self.order.pieces) * (self.order.pieces // self.order.shards)
+
+    def blocks_walked(self) -> Any:
+        """i32[n]: the blocks in each shard's lists, over all batches and heads."""
+        return self.kv_row_ptr[..., -1].sum((1, 2))
+
+    def partition_spec(self, sequence: Any = None, batch: Any = None, heads: Any = None) -> RowShards:
+        """This tree with a PartitionSpec at every array: `in_specs` for `jax.shard_map`."""
+        spec = PartitionSpec(sequence, batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
+        return jax.tree.map(lambda _: spec, self)
+
+    # -- inside a shard, where n is 1 ----------------------------------------------------------------------------------
+
+    def overflowed(self) -> Any:
+        """bool[b, h]: this shard's lists lack blocks."""
+        return self.kv_row_ptr[0, ..., -1] > self.capacity
+
+    def to_blocks(self) -> Any:
+        """This shard's active blocks, bool[b, h, rows, all columns], the columns as the keys lie on the shards."""
+        indices, ptr = self.kv_indices[0], self.kv_row_ptr[0]
+        row = rows_of_slots(jnp, ptr, self.capacity)  # slots past the last entry land in a spare row
+        total = self.columns * self.order.shards
+        column = jnp.asarray(self.order.places(total))[indices]
+        b, h = (x[..., None] for x in np.ogrid[: self.batch, : self.heads])
+        blocks = jnp.zeros((self.batch, self.heads, self.rows + 1, total), bool)
+        return blocks.at[b, h, row, column].set(True)[..., :-1, :]
+
+    def mask(self, blocks: Any, shard: Any, holder: Any, *, transpose: bool) -> BlockMask:
+        """The mask of shard `shard`'s rows and shard `holder`'s keys (None: of all), both as they lie.
+
+        `blocks` is `to_blocks()`. The mask has no index rule: the caller tests positions inside blocks that are not
+        full. Which are full follows from where rows and columns stand in the sequence.
+        """
+        if holder is None:
+            number = self.order.blocks(self.columns * self.order.shards).reshape(-1).astype(np.int32)
+        else:
+            number = self.order.number(holder, self.columns, np.arange(self.columns, dtype=np.int32))
+            blocks = jax.lax.dynamic_slice_in_dim(blocks, holder * self.columns, self.columns, 3)
+        row = self.order.number(shard, self.rows, np.arange(self.rows, dtype=np.int32))
+        full = self.grid.is_full(row[:, None], number[None, :])
+        capacity = max(1, min(self.capacity, blocks.shape[2] * blocks.shape[3]))
+        return BlockMask.of_lists(
+            compact(blocks, full, capacity),
+            compact(blocks.swapaxes(-1, -2), full.T, capacity) if transpose else None,
+            block_q=self.grid.block_q,
+            block_kv=self.grid.block_kv,
+            q_len=blocks.shape[2] * self.grid.block_q,
+            kv_len=blocks.shape[3] * self.grid.block_kv,
+            is_causal=False,
+            density_hint=self.density_hint,
+        )

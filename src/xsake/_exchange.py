@@ -1,0 +1,271 @@
+"""Attention of one shard's queries to the keys of all shards: how keys and values reach the queries.
+
+- gather: keys and values of all shards are gathered, a few heads at a time, so that what is gathered is about as large
+  as a shard's own. The gradients go back by a reduce-scatter.
+- ring: the shards pass keys and values on, n - 1 times, each while the attention to the keys it holds is computed; the
+  outputs are merged by their lse in float32. In the backward the gradients travel along, one step further, to the shard
+  whose keys they belong to.
+
+Both keep a shard's own arrays for the backward, nothing that was gathered, and move (n-1)/n of keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from xsake._backend import Call
+from xsake._execution import Plan, deltas, sink_gradient
+from xsake._partition import Dims, call_dims, flat_dims
+from xsake._trace import vary, varying_axes
+from xsake.hads.mask.row_shards import RowShards
+
+EXCHANGES = ("gather", "ring")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Shard:
+    """What one shard holds. `call` has its own queries and keys; what follows the keys is given for all shards' keys.
+
+    `rows` are the shard's own, and `bias` is [.., .., own queries, all keys].
+    """
+
+    call: Call
+    rows: RowShards
+    bias: Array | None
+    kv_segments: Array | None
+    kv_positions: Array | None
+
+    def of_keys(self, key: Array, value: Array, shard: Array, holder: Array | None, *, transpose: bool) -> Call:
+        """The call of this shard's queries to the keys of shard `holder`; None: to all keys."""
+        bias, segments, positions = self.bias, self.kv_segments, self.kv_positions
+        if holder is not None:
+            size = key.shape[1]
+
+            def cut(x: Array | None, axis: int) -> Array | None:
+                if x is None or x.shape[axis] == 1:
+                    return x
+                return jax.lax.dynamic_slice_in_dim(x, holder * size, size, axis)
+
+            bias, segments, positions = cut(bias, 3), cut(segments, 1), cut(positions, 1)
+        return dataclasses.replace(
+            self.call,
+            key=key,
+            value=value,
+            mask=self.rows.mask(self.rows.to_blocks(), shard, holder, transpose=transpose),
+            bias=bias,
+            kv_segments=segments,
+            kv_positions=positions,
+            sink_lse=None,
+        )
+
+
+class Route(NamedTuple):
+    """How keys reach queries, by `exchange`, over the mesh axes of the sequence."""
+
+    plan: Plan
+    exchange: str
+    axes: str | tuple[str, ...]
+    shards: int
+
+    def forward(self, shard: Shard) -> tuple[Array, Array]:
+        shard = vary(shard, varying_axes(shard))
+        return _exchanged(self, shard)
+
+    def next(self, tree: Any) -> Any:
+        return jax.lax.ppermute(tree, self.axes, [(i, (i + 1) % self.shards) for i in range(self.shards)])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(route: Route, shard: Shard) -> tuple[Array, Array]:
+    out, lse = (_gather if route.exchange == "gather" else _ring)(route, shard)
+    return _with_sink(shard.call, out, lse)
+
+
+def _with_sink(call: Call, out: Array, lse: Array) -> tuple[Array, Array]:
+    if call.sink_lse is not None:
+        without, lse = lse, jnp.logaddexp(lse, call.sink_lse[:, :, None])
+        kept = jnp.where(without == -jnp.inf, 0.0, jnp.exp(without - lse))
+        kept = jnp.where(jnp.isnan(lse), lse, kept)  # an overflowed mask
+        out = out * kept.swapaxes(1, 2)[..., None]
+    return out.astype(call.query.dtype), lse
+
+
+def _exchanged_fwd(route: Route, primals: Any) -> tuple:
+    shard: Shard = jax.tree.map(lambda p: p.value, primals)
+    out, lse = _exchanged(route, shard)
+    return (out, lse), (shard, out, lse, _Wanted(shard.bias is not None and primals.bias.perturbed))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    bias: bool
+
+
+def _exchanged_bwd(route: Route, residuals: tuple, cotangents: tuple) -> tuple[Shard]:
+    shard, out, lse, wanted = residuals
+    axes = varying_axes(shard)
+    d_out, d_lse = (vary(jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c, axes) for c in cotangents)
+    delta, live = deltas(shard.call, out, lse, d_out, d_lse)
+    backward = _gather_backward if route.exchange == "gather" else _ring_backward
+    query, key, value, *bias = backward(route, shard, wanted.bias, lse, live, d_out)
+    call = dataclasses.replace(jax.tree.map(lambda _: None, shard.call), query=query, key=key, value=value)
+    if shard.call.sink_lse is not None:
+        call = dataclasses.replace(call, sink_lse=sink_gradient(shard.call.sink_lse, lse, delta))
+    zeros = jax.tree.map(lambda _: None, shard)
+    return (dataclasses.replace(zeros, call=call, bias=bias[0] if bias else None),)
+
+
+_exchanged.defvjp(_exchanged_fwd, _exchanged_bwd, symbolic_zeros=True)
+
+
+# -- gather ----------------------------------------------------------------------------------------------------------
+
+
+def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
+    own = jax.lax.axis_index(route.axes)
+    call = shard.of_keys(shard.call.key, shard.call.value, own, None, transpose=False)
+
+    def run(call: Call) -> tuple:
+        return route.plan.run_forward(_gathered(route, call))
+
+    dims = call_dims(call)
+    batch, tokens, heads, _ = dims.query
+    out, lse = _by_heads(
+        run, (call,), (dims,), ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens)), _pieces(route, call)
+    )
+    return out, route.plan.contract_lse(lse)
+
+
+def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delta: Array, d_out: Array) -> tuple:
+    own = jax.lax.axis_index(route.axes)
+    call = shard.of_keys(shard.call.key, shard.call.value, own, None, transpose=True)
+
+    def run(call: Call, *given: Array) -> tuple:
+        query, key, value, *bias = route.plan.run_backward(with_bias, _gathered(route, call), *given)
+        return query, scattered(key), scattered(value), *bias
+
+    def scattered(x: Array) -> Array:
+        total = jax.lax.psum_scatter(_wide(x), route.axes, scatter_dimension=1, tiled=True)
+        return total.astype(x.dtype)
+
+    dims = call_dims(call)
+    batch, tokens, heads, _ = dims.query
+    rows = (batch, heads, tokens)
+    given_dims = (dims, rows, rows, (batch, tokens, heads, dims.value[3]))
+    results = (dims.query, dims.key, dims.value) + ((dims.bias,) if with_bias else ())
+    return _by_heads(run, (call, lse, delta, d_out), given_dims, results, _pieces(route, call))
+
+
+def _gathered(route: Route, call: Call) -> Call:
+    key, value = (jax.lax.all_gather(x, route.axes, axis=1, tiled=True) for x in (call.key, call.value))
+    return dataclasses.replace(call, key=key, value=value)
+
+
+def _pieces(route: Route, call: Call) -> int:
+    """Into how many pieces the K/V heads are cut: as many as there are shards, or the next fewer that come out even."""
+    return next(pieces for pieces in range(min(route.shards, call.kv_heads), 0, -1) if call.kv_heads % pieces == 0)
+
+
+def _by_heads(run: Callable, given: tuple, given_dims: tuple, result_dims: tuple, pieces: int) -> tuple:
+    """`run(*given)` on one piece of the heads after another. Results without heads are sums over the pieces."""
+    if pieces == 1:
+        return run(*given)
+    leaves, tree = jax.tree.flatten(given)
+    axes = [_head_axis(dims) for dims in flat_dims(given_dims)]
+    cut = {i: _cut(leaves[i], axis, pieces) for i, axis in enumerate(axes) if axis is not None}
+
+    def piece(parts: dict[int, Array]) -> tuple:
+        return run(*jax.tree.unflatten(tree, [parts.get(i, x) for i, x in enumerate(leaves)]))
+
+    results = jax.lax.map(piece, cut)
+    return tuple(_join(x, _head_axis(dims)) for x, dims in zip(results, result_dims, strict=True))
+
+
+def _head_axis(dims: Dims) -> int | None:
+    return next((axis for axis, dim in enumerate(dims) if dim in ("h", "k")), None)
+
+
+def _cut(x: Array, axis: int, pieces: int) -> Array:
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], pieces, -1, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _join(x: Array, axis: int | None) -> Array:
+    if axis is None:
+        return x.sum(0)
+    moved = jnp.moveaxis(x, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+# -- ring --------------------------------------------------------------------------------------------------------------
+
+
+def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
+    own = jax.lax.axis_index(route.axes)
+    held = (shard.call.key, shard.call.value)
+    parts = []
+    for hop in range(route.shards):
+        following = route.next(held) if hop + 1 < route.shards else held  # begins before the attention to `held`
+        call = shard.of_keys(*held, own, (own - hop) % route.shards, transpose=False)
+        out, lse = route.plan.run_forward(call)
+        parts.append((_wide(out), route.plan.contract_lse(lse)))
+        held = following
+    return reduce(_merged, parts)
+
+
+def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """(output, lse) for two sets of keys together, from those of each."""
+    top = jnp.maximum(one[1], other[1])
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    shares = jnp.exp(one[1] - top), jnp.exp(other[1] - top)
+    total = shares[0] + shares[1]
+    safe = jnp.where(total == 0, 1.0, total)
+
+    def weight(share: Array) -> Array:
+        return (share / safe).swapaxes(1, 2)[..., None]
+
+    out = one[0] * weight(shares[0]) + other[0] * weight(shares[1])
+    return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
+
+
+def _ring_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delta: Array, d_out: Array) -> tuple:
+    own = jax.lax.axis_index(route.axes)
+    held = (shard.call.key, shard.call.value)
+    d_query = jnp.zeros((), jnp.float32)
+    d_held = (jnp.zeros((), jnp.float32),) * 2  # gradients of the held keys and values, from the shards they came by
+    d_bias = vary(jnp.zeros_like(_wide(shard.bias)), varying_axes(shard)) if shard.bias is not None else jnp.zeros(())
+    for hop in range(route.shards):
+        holder = (own - hop) % route.shards
+        following = route.next(held) if hop + 1 < route.shards else held
+        call = shard.of_keys(*held, own, holder, transpose=True)
+        query, key, value, *bias = route.plan.run_backward(with_bias, call, lse, delta, d_out)
+        d_query = d_query + _wide(query)
+        arrived = route.next(d_held) if hop else d_held  # the sums of the hop before travel while this one is computed
+        d_held = (arrived[0] + _wide(key), arrived[1] + _wide(value))
+        if with_bias:
+            d_bias = _add_columns(d_bias, _wide(bias[0]), holder * call.kv_len)
+        held = following
+    home = route.next(d_held)
+    given = shard.call
+    grads = (d_query.astype(given.query.dtype), home[0].astype(given.key.dtype), home[1].astype(given.value.dtype))
+    return grads + ((d_bias.astype(shard.bias.dtype),) if shard.bias is not None and with_bias else ())
+
+
+def _add_columns(total: Array, part: Array, first: Array) -> Array:
+    if total.shape == part.shape:
+        return total + part
+    old = jax.lax.dynamic_slice_in_dim(total, first, part.shape[3], 3)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, first, 3)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,141 @@
+"""What runs a call: a backend, a configuration for it, and the devices that the call is cut over."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from xsake import _registry, _tuned
+from xsake._backend import Call
+from xsake._device import platform_of
+from xsake._partition import call_dims, explicit_spec, over_mesh
+from xsake._trace import interpret, interpreting, vary, varying_axes
+
+
+def resolve_config(name: str, call: Call, config: Any) -> Any:
+    backend = _registry.get(name)
+    known = isinstance(call.batch, int)  # tuning is keyed by sizes: a symbolic batch has none
+    if known:
+        _tuned.announce(name, call)
+    if config is None:
+        return _tuned.choose(name, call).config if known else backend.default_config(call)
+    if not isinstance(config, backend.Config):
+        raise TypeError(
+            f"config must be a {backend.Config.__module__}.{backend.Config.__qualname__} for implementation {name!r}; "
+            f"got {type(config).__module__}.{type(config).__qualname__}"
+        )
+    return config
+
+
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@partial(jax.jit, inline=True)
+def _with_infinity(lse: Array) -> Array:
+    return jnp.where(lse == _LOWEST, -jnp.inf, lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What runs a call: everything that is decided while tracing."""
+
+    implementation: str
+    config: Any
+    chosen: bool  # the configuration is ours, not the caller's: a device's part of the call may have another
+    by_compiler: bool  # arrays on auto mesh axes are cut by custom_partitioning
+    interpret: bool
+    finite_lse: bool  # jax_debug_infs would report the -inf that the operation keeps for an empty row
+
+    @classmethod
+    def of(cls, names: list[str], call: Call, config: Any) -> Plan:
+        """The best of the named implementations for a call; `config` is the caller's, or None."""
+        name = _registry.choose(names, call)
+        return cls(
+            implementation=name,
+            config=resolve_config(name, call, config),
+            chosen=config is None,
+            # On TPUs it does not work (jax issue 38196): a kernel that meets such arrays names shard_map and stops.
+            by_compiler=platform_of(call.query) != "tpu",
+            interpret=interpreting(),
+            finite_lse=bool(jax.config.jax_debug_infs),
+        )
+
+    def forward(self, call: Call) -> tuple[Array, Array]:
+        dims = call_dims(call)
+        batch, tokens, heads, _ = dims.query
+        results = ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens))
+        b, t, h, _ = explicit_spec(call.query)
+        specs = (PartitionSpec(b, t, h, None), PartitionSpec(b, h, t))
+        return over_mesh(self.run_forward, (call,), (dims,), results, specs, by_compiler=self.by_compiler)
+
+    def run_forward(self, call: Call) -> tuple[Array, Array]:
+        with interpret(self.interpret):
+            out, lse = _registry.get(self.implementation).forward(call, self._config(call))
+        if self.finite_lse:
+            lse = jnp.maximum(lse, _LOWEST)
+        return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
+
+    def _config(self, call: Call) -> Any:
+        return resolve_config(self.implementation, call, None) if self.chosen else self.config
+
+    def contract_lse(self, lse: Array) -> Array:
+        """The lse as users see it: -inf for an empty row."""
+        return _with_infinity(lse) if self.finite_lse else lse
+
+    def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
+        """Gradients of query, key and value and, if asked for, of the bias."""
+        dims = call_dims(call)
+        batch, tokens, heads, _ = dims.query
+        rows = (batch, heads, tokens)
+        given_dims = (dims, rows, rows, (batch, tokens, heads, dims.value[3]))
+        wanted = ("query", "key", "value", "bias")[: 4 if with_bias else 3]
+        results = tuple(getattr(dims, name) for name in wanted)
+        specs = tuple(explicit_spec(getattr(call, name)) for name in wanted)
+        run = partial(self.run_backward, with_bias)
+        return over_mesh(run, (call, lse, delta, d_out), given_dims, results, specs, by_compiler=self.by_compiler)
+
+    def run_backward(self, with_bias: bool, call: Call, *given: Array) -> tuple:
+        with interpret(self.interpret):
+            backend = _registry.get(self.implementation)
+            *grads, d_bias = backend.backward(call, self._config(call), *given, with_bias=with_bias)
+        if with_bias:
+            grads.append(_bias_gradient(call, *given) if d_bias is None else d_bias)
+        return vary(tuple(grads), varying_axes(call))
+
+
+def _bias_gradient(call: Call, *given: Array) -> Array:
+    """The bias's gradient by the XLA backend, whose other gradients the compiler drops: a bias is rarely trained."""
+    xla = _registry.get("xla")
+    *_, d_bias = xla.backward(call, xla.default_config(call), *given, with_bias=True)
+    assert d_bias is not None
+    return d_bias
+
+
+def deltas(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+    """(rowsum(d_out * out) - d_lse, the same with 0 for rows that attend nothing), both [B, H, T]."""
+    weight = jnp.einsum(
+        "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
+    )
+    delta = weight - d_lse
+    # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
+    attends = lse != -jnp.inf
+    if call.q_segments is not None:
+        attends &= (call.q_segments >= 0)[:, None, :]
+    return delta, jnp.where(attends, delta, 0.0)
+
+
+def sink_gradient(sink_lse: Array, lse: Array, delta: Array) -> Array:
+    """A sink is a logit whose value is 0, so its gradient is its weight times -delta."""
+    sink = sink_lse[:, :, None]
+    p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
+    d_sink = -(p * delta).sum(-1)
+    if sink_lse.shape[0] == 1:
+        d_sink = d_sink.sum(0, keepdims=True)
+    return d_sink.astype(sink_lse.dtype)
