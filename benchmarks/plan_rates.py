@@ -3,15 +3,16 @@
     python -m benchmarks.plan_rates           write src/xsake/_plan/rates.json
     python -m benchmarks.plan_rates --check   exit 1 if that file is not what the recorded runs say
 
-Attention: XSAKE's calls of `gpu_attention`, but for those that `gpu_peers` has too, where runs are sustained and in
-random order. TPUs: cycles of the compiler's schedules (`tpu_schedule`). All other work of a training step: the steps of
-`train_gpu`, less their attention by the throughput of the kernel that they ran.
+Attention: XSAKE's calls of `gpu_attention`, but for those within the densities that `gpu_peers` has of the same call,
+where runs are sustained and in random order. TPUs: cycles of the compiler's schedules (`tpu_schedule`). All other work
+of a training step: the steps of `train_gpu`, less their attention by the throughput of the kernel that they ran.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -32,15 +33,19 @@ LOGITS = 512 * 512  # the schedules' cycles are for as many
 
 
 def attention_points() -> list[Point]:
-    peers = [r for r in record.load("gpu_peers")["results"] if r["implementation"] == "xsake"]
-    again = {(r["workload"], r["direction"]) for r in peers}
-    points = [_point("gpu_peers", r, 128) for r in peers]
-    points += [
-        _point("gpu_attention", r, BLOCKS[r["implementation"]])
-        for r in record.load("gpu_attention")["results"]
-        if BLOCKS.get(r["implementation"]) == 64
-        or (r["implementation"] == "xsake" and (r["workload"], r["direction"]) not in again)
+    points = [
+        _point("gpu_peers", r, 128) for r in record.load("gpu_peers")["results"] if r["implementation"] == "xsake"
     ]
+    sustained: dict[tuple[str, str, int], list[float]] = {}
+    for point in points:
+        assert point.blocks_per_row is not None
+        sustained.setdefault((point.call, point.direction, point.block), []).append(point.blocks_per_row)
+    for result in record.load("gpu_attention")["results"]:
+        if result["implementation"] in BLOCKS:
+            point = _point("gpu_attention", result, BLOCKS[result["implementation"]])
+            known = sustained.get((point.call, point.direction, point.block), [math.inf])
+            if not min(known) <= (point.blocks_per_row or 0.0) <= max(known):
+                points.append(point)
     return points + tpu_points()
 
 

@@ -127,18 +127,20 @@ def _show(plan: Plan, model: str, top: int, console: Console) -> None:
         f"[bold]Predicted, not measured[/bold]: {what} of {model} ({q.config.param_count() / 1e9:.2f}B parameters), "
         f"{q.batch} x {q.tokens} tokens, density {q.density:g}, on {q.devices} {q.device.name}"
     )
-    names = {exchange: exchange for exchange in EXCHANGES} | {WHAT_IF: f"{WHAT_IF}, what-if at {q.union:.0%}"}
-    best = _table("The best mesh of each exchange, data x model x sequence")
-    for exchange, name in names.items():
+    unit = ("s", 1.0) if plan.predictions[0].seconds >= 1 else ("ms", 1e3)
+    best = _table(f"The best mesh (data x model x sequence) of each exchange, in {unit[0]}")
+    for exchange in EXCHANGES:
         prediction = plan.best_of(exchange)
-        best.add_row(name, *(["no mesh can"] if prediction is None else _cells(plan, prediction)))
+        best.add_row(exchange, *(["no mesh can"] if prediction is None else _cells(prediction, unit[1])))
     console.print(best)
     if top:
         shown = plan.predictions[:top]
-        meshes = _table(f"Meshes, the best first: {len(shown)} of {len(plan.predictions)}")
+        meshes = _table(f"Meshes, the best first: {len(shown)} of {len(plan.predictions)}, in {unit[0]}")
         for prediction in shown:
-            meshes.add_row(names[prediction.exchange], *_cells(plan, prediction))
+            meshes.add_row(prediction.exchange, *_cells(prediction, unit[1]))
         console.print(meshes)
+    if any(p.exchange == WHAT_IF for p in plan.predictions):
+        console.print(f"{WHAT_IF} is a what-if: {q.union:.0%} of the others' blocks travel (--union)")
     if plan.best is None:
         console.print(
             "[bold]Best: none.[/bold] No mesh has the memory; more devices, fewer tokens or another --fsdp may."
@@ -177,20 +179,18 @@ def _show_best(plan: Plan, best: Prediction, console: Console) -> None:
 
 
 def _table(title: str) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table("exchange", "mesh", title=title, title_justify="left")
-    for name in ("time", "attention", "other work", "exposed", "hidden", "memory", "remat", "tokens/s/device"):
-        table.add_column(name, justify="right")
+    table = Table("exchange", "mesh", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("time", "attention", "other work", "exposed", "hidden", "memory", "remat", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
-def _cells(plan: Plan, p: Prediction) -> list[str]:
-    from xsake._plan.report import tokens_per_second
-
-    times = [_seconds(s) for s in (p.seconds, p.attention, p.matmuls, p.exposed, p.hidden)]
-    memory = _bytes(p.total_memory) + ("" if p.fits else ", does not fit")
-    return [str(p.mesh), *times, memory, "yes" if p.remat else "no", f"{tokens_per_second(plan, p):,.0f}"]
+def _cells(p: Prediction, times: float) -> list[str]:
+    seconds = [f"{s * times:.2f}" for s in (p.seconds, p.attention, p.matmuls, p.exposed, p.hidden)]
+    return [str(p.mesh), *seconds, _bytes(p.total_memory), "yes" if p.remat else "no", "yes" if p.fits else "no"]
 
 
 def _seconds(seconds: float) -> str:

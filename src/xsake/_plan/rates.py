@@ -109,7 +109,8 @@ def recorded_blocks(points: Sequence[Point], device: str) -> list[int]:
 def attention_rate(
     points: Sequence[Point], *, device: str, direction: str, keys: int, head_dim: int, block: int, blocks_per_row: float
 ) -> Rate:
-    """The throughput of the recorded call that is nearest in head_dim and then in length, at this number of blocks.
+    """The throughput of a recorded call: of the nearest head_dim, with this number of blocks in its range, and of
+    those the nearest in length.
 
     Throughput depends on how many blocks a row of queries walks, which is density times length. Between two recorded
     numbers it is interpolated, over the logarithm of the number. Above all recorded numbers it is that of the largest.
@@ -119,29 +120,52 @@ def attention_rate(
     if not near:
         known = recorded_blocks(points, device)
         raise ValueError(f"no {direction} of mask blocks of {block} is recorded on {device}; recorded are {known}")
-    for name, wanted in (("head_dim", head_dim), ("keys", keys)):
-        closest = min((getattr(p, name) for p in near), key=lambda size: (abs(math.log(size / wanted)), size))
-        near = [p for p in near if getattr(p, name) == closest]
-    near = [p for p in near if p.record == near[0].record and p.call == near[0].call]
-    of = f"{near[0].record}.json, {near[0].call}, {direction}"
-    if near[0].blocks_per_row is None:
-        return Rate(near[0].tflops, f"{of}, at any density")
-    curve = sorted((p.blocks_per_row, p.tflops) for p in near if p.blocks_per_row is not None)
-    (least, slowest), (most, last) = curve[0], curve[-1]
-    if blocks_per_row <= least:
-        return Rate(
-            slowest * blocks_per_row / least,
-            f"{of}, {blocks_per_row:.1f} blocks per row: below the record's {least:.1f}, whose time is kept",
-        )
+    closest = min((p.head_dim for p in near), key=lambda size: (abs(math.log(size / head_dim)), size))
+    calls: dict[str, list[Point]] = {}
+    for point in near:
+        if point.head_dim == closest:
+            calls.setdefault(point.call, []).append(point)
+    return _along(_call_for(list(calls.values()), keys, blocks_per_row), blocks_per_row)
+
+
+def _call_for(calls: list[list[Point]], keys: int, blocks_per_row: float) -> list[Point]:
+    """The nearest in length of the calls that walk as few and as many blocks; or that walk as few; or the fewest."""
+    if calls[0][0].blocks_per_row is None:
+        return min(calls, key=lambda call: abs(math.log(call[0].keys / keys)))
+    few = [call for call in calls if _walked(call)[0] <= blocks_per_row]
+    both = [call for call in few if blocks_per_row <= _walked(call)[-1]]
+    if not few:
+        return min(calls, key=lambda call: _walked(call)[0])
+    return min(both or few, key=lambda call: (abs(math.log(call[0].keys / keys)), call[0].keys))
+
+
+def _walked(call: list[Point]) -> list[float]:
+    return sorted(p.blocks_per_row for p in call if p.blocks_per_row is not None)
+
+
+def _along(call: list[Point], blocks_per_row: float) -> Rate:
+    """The throughput of one recorded call at this number of blocks."""
+
+    def rate(tflops: float, where: str, *used: Point) -> Rate:
+        records = " and ".join(dict.fromkeys(f"{point.record}.json" for point in used))
+        return Rate(tflops, f"{records}, {used[0].call}, {used[0].direction}, {where}")
+
+    if call[0].blocks_per_row is None:
+        return rate(call[0].tflops, "at any density", call[0])
+    curve = sorted(((p.blocks_per_row, p) for p in call if p.blocks_per_row is not None), key=lambda pair: pair[0])
+    (least, first), (most, last) = curve[0], curve[-1]
+    here = f"{blocks_per_row:.1f} blocks per row"
+    if blocks_per_row < least:
+        where = f"{here}: below the record's {least:.1f}, whose time is kept"
+        return rate(first.tflops * blocks_per_row / least, where, first)
     if blocks_per_row >= most:
-        where = f"{blocks_per_row:.1f} blocks per row: beyond the record's {most:.1f}, whose throughput is kept"
-        return Rate(last, f"{of}, {where}")
-    (low, low_rate), (high, high_rate) = next(
+        return rate(last.tflops, f"{here}: the record's {most:.1f} or beyond, where throughput is kept", last)
+    (low, before), (high, after) = next(
         pair for pair in itertools.pairwise(curve) if pair[0][0] <= blocks_per_row <= pair[1][0]
     )
     share = math.log(blocks_per_row / low) / math.log(high / low)
-    where = f"{blocks_per_row:.1f} blocks per row: between the record's {low:.1f} and {high:.1f}"
-    return Rate(low_rate + share * (high_rate - low_rate), f"{of}, {where}")
+    where = f"{here}: between the record's {low:.1f} and {high:.1f}"
+    return rate(before.tflops + share * (after.tflops - before.tflops), where, before, after)
 
 
 def rest_rate(rest: Sequence[Rest], *, width: int) -> Rate:
