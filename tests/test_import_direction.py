@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake.hads",),  # the door to HADS
     ("xsake.hads.study", "xsake.autotune"),
     ("xsake.model",),
+    ("xsake._plan",),
     ("xsake._cli",),
     ("xsake.__main__", "xsake.autotune.__main__"),
 )

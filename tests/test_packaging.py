@@ -70,7 +70,7 @@ def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> N
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"xsake"}
-    assert "xsake/py.typed" in names
+    assert {"xsake/py.typed", "xsake/_plan/rates.json"} <= set(names)
     assert {f"xsake/tuning_db/{path.name}" for path in (ROOT / "tuning_db").glob("*.json")} <= set(names)
     for package in PACKAGES["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names

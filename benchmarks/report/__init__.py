@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import attention, hads, model, tpu, tuning
+from benchmarks.report import attention, hads, model, plan, tpu, tuning
 
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
@@ -25,6 +25,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "hads_mask_cost": hads.mask_cost,
     "hads_short": hads.short,
     "hads_study": hads.every_study,
+    "plan_check": plan.check,
+    "plan_example": plan.example,
     "smollm2": model.smollm2,
     "tpu_compile": tpu.tpu_compile,
     "tpu_gather_shapes": tpu.tpu_gather_shapes,

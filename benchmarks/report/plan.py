@@ -1,0 +1,77 @@
+"""`xsake plan` on one page: its example, and its predictions beside recorded training steps."""
+
+from __future__ import annotations
+
+from benchmarks.report.words import table
+from xsake._plan.devices import DEVICES
+from xsake._plan.exchanges import EXCHANGES
+from xsake._plan.meshes import Mesh
+from xsake._plan.models import MODELS
+from xsake._plan.plan import make_plan
+from xsake._plan.predict import predict
+from xsake._plan.question import Question
+from xsake._plan.rates import Rest, rest_rate, shipped_points, shipped_rest
+
+
+def example() -> str:
+    """The best mesh of each exchange, for the command that the page shows."""
+    question = Question(
+        config=MODELS["llama-8b"], device=DEVICES["h200"], devices=64, tokens=1048576, density=0.1, batch=8
+    )
+    plan = make_plan(question)
+    rows = []
+    for exchange in EXCHANGES:
+        if (p := plan.best_of(exchange)) is not None:
+            times = (f"{seconds:.1f} s" for seconds in (p.seconds, p.attention, p.matmuls, p.exposed, p.hidden))
+            memory = f"{p.total_memory / 1e9:.0f} GB" + ("" if p.fits else ": too much")
+            what_if = f", if {question.union:.0%} of the blocks travel" if exchange == "sparse" else ""
+            rows.append([exchange + what_if, str(p.mesh), *times, memory])
+    heads = ["exchange", "best mesh", "step", "attention", "other work", "exposed", "hidden", "memory per device"]
+    best = plan.best
+    assert best is not None
+    return "\n".join(
+        [*table(heads, rows), "", f"Predicted, not measured. The best that fits: {best.exchange} on {best.mesh}."]
+    )
+
+
+def predicted_step(run: Rest, others: list[Rest]) -> float:
+    """The seconds of a recorded step, predicted from other recorded steps and the throughputs of attention."""
+    question = Question(
+        config=MODELS[run.model],
+        device=next(d for d in DEVICES.values() if d.kind == run.device),
+        devices=1,
+        tokens=run.length,
+        density=run.density,
+        batch=run.batch,
+    )
+    rest = rest_rate(others, width=run.width)
+    return predict(question, Mesh(1, 1, 1), "none", remat=False, points=shipped_points(), rest=rest).seconds
+
+
+def checks() -> list[tuple[Rest, float]]:
+    """Each recorded step with block-sparse attention, and what the other steps of its model predict for it."""
+    runs = shipped_rest()
+    return [
+        (run, predicted_step(run, [r for r in runs if r.model == run.model and r != run]))
+        for run in runs
+        if run.attention == "sparse"
+    ]
+
+
+def check() -> str:
+    rows = [
+        [
+            run.model,
+            str(run.length),
+            f"{run.density:.0%}",
+            f"{run.seconds * 1e3:.0f} ms",
+            f"{seconds * 1e3:.0f} ms",
+            f"{seconds / run.seconds:.2f}",
+        ]
+        for run, seconds in checks()
+    ]
+    heads = ["model", "tokens per sequence", "active blocks", "recorded step", "predicted", "predicted over recorded"]
+    run = shipped_rest()[0]
+    return "\n".join(
+        [*table(heads, rows), "", f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}."]
+    )
