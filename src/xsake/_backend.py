@@ -47,8 +47,8 @@ class Call:
     - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
-    `HONOURS`, unless the field is a permission. vmap, trees, the registry and meshes read these declarations. `argument` is the
-    public name of a field.
+    `HONOURS`, unless the field is a permission. vmap, trees, the registry and meshes read these declarations.
+    `argument` is the public name of a field.
     """
 
     query: Float[Array, "B T H D"] = dataclasses.field(metadata=_dims("b t h d"))
