@@ -56,7 +56,7 @@ class RowShards:
             raise ValueError(f"{capacity=} is too small: a shard has {need} blocks; pass capacity>={need} (or None)")
         slot = np.arange(capacity, dtype=np.int32)
         row = xp.minimum(rows_of_slots(xp, row_ptr, capacity), rows.shape[1] - 1)
-        source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot
+        source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot[None, None, None]
         source = xp.clip(source, 0, mask.capacity - 1)
         lists = xp.take_along_axis(xp.broadcast_to(indices[None], (order.shards, *indices.shape)), source, -1)
         if traced:  # what did not fit the mask does not fit its parts either

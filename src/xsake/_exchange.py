@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
@@ -25,7 +26,6 @@ from xsake._backend import Call
 from xsake._execution import Plan, deltas, sink_gradient
 from xsake._partition import Dims, call_dims, flat_dims
 from xsake._trace import vary, varying_axes
-from xsake.hads.mask.row_shards import RowShards
 
 EXCHANGES = ("gather", "ring")
 
@@ -38,11 +38,11 @@ class Shard:
     `rows` are the shard's own, and `bias` is [.., .., own queries, all keys].
     """
 
-    call: Call
-    rows: RowShards
-    bias: Array | None
-    kv_segments: Array | None
-    kv_positions: Array | None
+    call: Any  # Call; JAX also builds trees of flags and of cotangents from this class
+    rows: Any  # RowShards
+    bias: Any
+    kv_segments: Any
+    kv_positions: Any
 
     def of_keys(self, key: Array, value: Array, shard: Array, holder: Array | None, *, transpose: bool) -> Call:
         """The call of this shard's queries to the keys of shard `holder`; None: to all keys."""
@@ -268,4 +268,4 @@ def _add_columns(total: Array, part: Array, first: Array) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, jnp.float32))
