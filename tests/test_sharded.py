@@ -43,6 +43,8 @@ QUICK = {  # the other pairs reach no other code
     "gather zigzag": ("all arguments",),
     "ring contiguous": ("lengths",),
     "ring zigzag": ("all arguments", "bfloat16"),
+    "sparse contiguous": ("a sink and a window",),
+    "sparse zigzag": ("all arguments",),
 }
 
 
@@ -187,6 +189,21 @@ def test_gathering_moves_all_keys_and_values_once_and_holds_little_of_them():
     assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
 
 
+def test_the_sparse_exchange_moves_what_is_listed_and_no_more():
+    mask = xsake.patterns.sink_window(T, T, sink=16, window=32, block_q=16, block_kv=16)
+    mesh = mesh_of(seq=N)
+    assert mask.shard_rows(N).most_to_send(K) == 3  # the second shard needs the sink and the window of the first
+    place = jax.sharding.NamedSharding(mesh, P(None, "seq"))
+    q = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=place)
+
+    def run(q, k, v):
+        return xsake.sharded_attention(q, k, v, mask, mesh=mesh, sequence="seq", exchange="sparse")
+
+    text = jax.jit(run).lower(q, q, q).compile().as_text()
+    assert not sizes_of(text, "all-gather") and not sizes_of(text, "collective-permute")
+    assert sum(sizes_of(text, "all-to-all")) == 2 * B * N * 3 * 16 * D  # keys and values of one head, in a loop
+
+
 def test_gradients_come_back_scattered():
     text = compiled_text("gather", gradient=True)
     assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
@@ -225,13 +242,17 @@ def test_lists_that_do_not_fit_give_nan():
     q = jnp.ones((1, 64, 2, 16))
     mesh = mesh_of(seq=4)
 
-    def run(q, blocks):
-        options = dict(block_q=16, block_kv=16, q_len=64, kv_len=64)
-        mask = xsake.BlockMask.from_blocks(blocks, capacity=6, **options)
-        return xsake.sharded_attention(q, q, q, mask, mesh=mesh, sequence="seq")
+    def run(q, blocks, **exchange):
+        options = dict(block_q=8, block_kv=8, q_len=64, kv_len=64)
+        blocks = jnp.repeat(jnp.repeat(blocks, 2, 0), 2, 1)
+        mask = xsake.BlockMask.from_blocks(blocks, capacity=None if exchange else 20, **options)
+        return xsake.sharded_attention(q, q, q, mask, mesh=mesh, sequence="seq", **exchange)
 
-    assert np.isnan(jax.jit(run)(q, jnp.ones((4, 4), bool))).all()
-    assert np.isfinite(jax.jit(run)(q, jnp.eye(4, dtype=bool))).all()
+    sparse = partial(run, exchange="sparse", capacity=1)
+    dense = jnp.ones((4, 4), bool)
+    for f in (run, sparse):
+        assert np.isnan(jax.jit(f)(q, dense)).all()
+        assert np.isfinite(jax.jit(f)(q, jnp.eye(4, dtype=bool))).all()
 
 
 def test_zigzag_and_back():
@@ -243,7 +264,8 @@ def test_zigzag_and_back():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(exchange="ringg"), "exchange='ringg' must be 'auto', 'gather' or 'ring'"),
+        (dict(exchange="ringg"), "exchange='ringg' must be 'auto', 'gather', 'ring' or 'sparse'"),
+        (dict(capacity=3), "capacity=3 is of exchange='sparse', not of 'gather'"),
         (dict(order="zig"), "order='zig' must be one of 'contiguous', 'zigzag'"),
         (dict(sequence="model"), "must be different axes of the mesh, which has 'data', 'seq'"),
         (dict(heads="seq"), "must be different axes"),
