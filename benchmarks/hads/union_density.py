@@ -1,0 +1,164 @@
+"""How much of the keys and values a shard of a long sequence needs: the union of what its rows attend.
+
+    python -m benchmarks.hads.union_density texts.npz      writes benchmarks/results/hads/union-8192-64.json, .png
+
+`texts.npz` is that of `benchmarks.hads.texts`. A sequence is cut over 2, 4 and 8 shards by whole blocks, contiguously
+and in zigzag. A K/V block is needed by a shard if some row of the shard lists it in the mask of some query head of the
+KV head. Masks are HADS's, chosen by SmolLM2 while it reads each text under these masks, and sink + window.
+
+Four shares are recorded, each as a mean over texts, layers and KV heads, with quartiles over layers and KV heads:
+
+    needed_of_all        needed blocks over all K/V blocks, mean of the shards
+    needed_of_allowed    needed blocks over those that some row of the shard may attend by causality, mean of the shards
+    received_of_all      needed blocks that another shard holds, over all blocks that another shard holds
+    received_of_allowed  needed blocks that another shard holds, over the allowed ones among them
+
+An exchange that sends only needed blocks pays if `needed_of_allowed` is well below 1. It is not built if HADS's mean is
+above `MOST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import record
+from benchmarks.hads.union_picture import draw
+from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.mask import patterns
+from xsake.hads.mask.sequence_order import Order, shard_of_rows
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.layerwise import attend, choose_blocks, project
+from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.texts import Text, load_texts
+from xsake.model import load_pretrained
+
+MOST = 0.60
+FOLDER = record.RESULTS / "hads"
+BUDGETS = (0.43, 0.2, 0.1)
+SHARDS = (2, 4, 8)
+ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
+DOMAINS = ("pydocs", "code", "prose")
+# (tokens, sink, window): the masks of the GPU benchmark at 32768 tokens, and the same sizes at the study's length.
+WINDOWS = ((8192, 512, 4096), (8192, 128, 1024), (32768, 512, 4096), (32768, 128, 1024))
+SHARES = ("needed_of_all", "needed_of_allowed", "received_of_all", "received_of_allowed")
+
+
+def shares(needed_by_row: np.ndarray, shards: int, order: Order) -> dict[str, np.ndarray]:
+    """The four shares for each head of bool[heads, n, n], and `by_shard`, needed_of_allowed of [heads, shards]."""
+    n = needed_by_row.shape[-1]
+    shard = shard_of_rows(n, shards, order)
+    column = np.arange(n)
+    needed = np.stack([needed_by_row[:, shard == s].any(1) for s in range(shards)], 1)  # [heads, shards, n]
+    allowed = np.stack([column <= np.flatnonzero(shard == s).max() for s in range(shards)])
+    elsewhere = np.stack([shard != s for s in range(shards)])
+    if (needed & ~allowed).any():
+        raise ValueError("a mask lists blocks that causality forbids")
+    count, received = needed.sum(-1), (needed & elsewhere).sum((1, 2))
+    by_shard = count / allowed.sum(-1)
+    return {
+        "needed_of_all": count.mean(-1) / n,
+        "needed_of_allowed": by_shard.mean(-1),
+        "received_of_all": received / elsewhere.sum(),
+        "received_of_allowed": received / (allowed & elsewhere).sum(),
+        "by_shard": by_shard,
+    }
+
+
+def rows(name: dict[str, Any], needed: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Lines of the record for masks bool[texts, layers, KV heads, n, n], already united over query heads."""
+    texts, layers, heads, n, _ = needed.shape
+    density = needed.sum((-2, -1)).mean() / (n * (n + 1) / 2)
+    for shards in SHARDS:
+        for order in ORDERS:
+            found = shares(needed.reshape(-1, n, n), shards, order)
+            line: dict[str, Any] = {**name, "shards": shards, "order": order, "density_of_groups": _short(density)}
+            for share in SHARES:
+                by_head = found[share].reshape(texts, layers * heads).mean(0)
+                line[share] = {
+                    "mean": _short(by_head.mean()),
+                    "quartiles": _short(np.quantile(by_head, (0.25, 0.5, 0.75))),
+                    "least": _short(by_head.min()),
+                    "most": _short(by_head.max()),
+                }
+            line["needed_of_allowed_by_shard"] = _short(found["by_shard"].mean(0))
+            if layers * heads > 1:
+                by_head = found["needed_of_allowed"].reshape(texts, layers, heads).mean(0)
+                line["needed_of_allowed_by_layer_and_kv_head"] = _short(by_head)
+            yield line
+
+
+def hads_unions(layers: Layers, profile: HadsProfile, text: Text, budget: float) -> np.ndarray:
+    """bool[layers, KV heads, n, n]: the blocks that some query head of a KV head keeps, as the model reads the text."""
+    counts = layer_counts(profile, budget, len(text.tokens))
+    mask_fn = MethodMask.of("hads", jax.tree.map(jnp.asarray, profile), counts)
+    x, rotation = layers.start(jnp.asarray(text.tokens[None], jnp.int32))
+    found = []
+    for number, weights in enumerate(layers.weights):
+        inputs = project(layers.graph, weights, x, rotation, None)
+        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
+        if int(count.sum()) != counts[number]:
+            raise ValueError(f"layer {number} keeps {int(count.sum())} blocks, not {counts[number]}")
+        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, profile.block)
+        side = blocks.shape[-1]
+        found.append(np.asarray(blocks[0]).reshape(profile.kv_heads, -1, side, side).any(1))
+    return np.stack(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("--profile", type=Path, default=FOLDER / "profile-8192-64.json")
+    parser.add_argument("--per-domain", type=int, default=1, help="texts of each domain")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    profile = HadsProfile.load(args.profile)
+    length, block = profile.length, profile.block
+    texts = load_texts([args.texts], length=length, limit=args.per_domain, domains=DOMAINS)
+    layers = Layers(load_pretrained("smollm2", dtype=jnp.float32))
+    name, lines = f"union-{length}-{block}", []
+    about = {
+        "model": profile.model,
+        "profile": args.profile.name,
+        "block": block,
+        "dtype": "float32",
+        "texts": [{"name": text.name, "digest": text.digest, "tokens": len(text.tokens)} for text in texts],
+        "rule": f"`sparse` is left out if the mean of needed_of_allowed for HADS is above {MOST}",
+    }
+    for tokens, sink, window in WINDOWS:
+        mask = patterns.sink_window(tokens, tokens, sink=sink, window=window, block_q=block, block_kv=block)
+        what = {"mask": "sink_window", "tokens": tokens, "sink": sink, "window": window}
+        lines += rows(what | {"density": _short(mask.density())}, mask.to_blocks()[None, None, 0])
+    for budget in BUDGETS:
+        united = []
+        for text in texts:
+            united.append(hads_unions(layers, profile, text, budget))
+            print(f"HADS at {budget:.0%} read {text.name}", flush=True)
+        lines += rows({"mask": "hads", "tokens": length, "density": budget}, np.stack(united))
+        path = record.save(name, lines, args.out, settings=about)  # what is there so far
+    print(*map(_say, lines), sep="\n")
+    draw(lines, path.with_suffix(".png"), MOST)
+    print(path)
+
+
+def _say(line: dict[str, Any]) -> str:
+    what = f"{line['mask']} {line['tokens']} {line['density']:.1%} " + (
+        f"sink {line['sink']} window {line['window']}" if "sink" in line else ""
+    )
+    means = "  ".join(f"{share} {line[share]['mean']:6.1%}" for share in SHARES)
+    return f"{what:42} {line['shards']} shards, {line['order']:10}  {means}"
+
+
+def _short(x: Any) -> Any:
+    return np.round(np.asarray(x, float), 4).tolist()
+
+
+if __name__ == "__main__":
+    main()
