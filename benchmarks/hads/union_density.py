@@ -24,19 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
+from benchmarks.hads.read_text import read_text
 from benchmarks.hads.union_picture import draw
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.mask import patterns
 from xsake.hads.mask.sequence_order import Order, shard_of_rows
-from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.layerwise import attend, choose_blocks, project
-from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import load_pretrained
 
@@ -97,19 +94,9 @@ def rows(name: dict[str, Any], needed: np.ndarray) -> Iterator[dict[str, Any]]:
 
 def hads_unions(layers: Layers, profile: HadsProfile, text: Text, budget: float) -> np.ndarray:
     """bool[layers, KV heads, n, n]: the blocks that some query head of a KV head keeps, as the model reads the text."""
-    counts = layer_counts(profile, budget, len(text.tokens))
-    mask_fn = MethodMask.of("hads", jax.tree.map(jnp.asarray, profile), counts)
-    x, rotation = layers.start(jnp.asarray(text.tokens[None], jnp.int32))
-    found = []
-    for number, weights in enumerate(layers.weights):
-        inputs = project(layers.graph, weights, x, rotation, None)
-        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
-        if int(count.sum()) != counts[number]:
-            raise ValueError(f"layer {number} keeps {int(count.sum())} blocks, not {counts[number]}")
-        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, profile.block)
-        side = blocks.shape[-1]
-        found.append(np.asarray(blocks[0]).reshape(profile.kv_heads, -1, side, side).any(1))
-    return np.stack(found)
+    _, blocks = read_text(layers, profile, text, "hads", budget)
+    found, heads, side, _ = blocks.shape
+    return blocks.reshape(found, profile.kv_heads, heads // profile.kv_heads, side, side).any(2)
 
 
 def main() -> None:

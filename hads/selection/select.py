@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake.hads.mask.sequence_order import Order, check_shards
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.cut import TOGETHER, Cut
 from xsake.hads.selection.program import Given, chosen
 
 Mode = Literal["exact", "elastic", "static"]
@@ -29,6 +31,8 @@ def select(
     capacity: int | None = None,
     transpose: bool = True,
     density_hint: float | None = None,
+    shards: int | None = None,
+    order: Order = "contiguous",
 ) -> BlockMask:
     """The causal mask of one layer that keeps the model closest to itself at a budget.
 
@@ -51,6 +55,11 @@ def select(
       transpose: whether gradients will be needed.
       density_hint: the budget that counts were made from, by which attention looks up its tuned configuration; counts
         may be traced and cannot say. The hint is static: one in another half octave recompiles.
+      shards: of the sequence, each of which gets an equal part of the count over all heads ("static": of every head's
+        count), as far as its forced and its causal blocks allow. The layer's count stays exact.
+      order: which rows of blocks a shard holds: "contiguous", or "zigzag", where the sequence is cut in twice as many
+        parts and shard s of n holds parts s and 2 n - 1 - s. All shards then have equally many causal blocks, so that
+        their counts are equal to one block if the rows divide. Query and key are in the sequence's own order.
 
     Raises ValueError for a profile of other heads, a layer that the profile does not have, queries and keys of
     different lengths, and a budget that does not cover the forced blocks. Lengths beyond calibration are served:
@@ -63,6 +72,7 @@ def select(
         raise ValueError(f'{per=} must be "query_head" or "kv_head"')
     if capacity is not None and capacity < 1:
         raise ValueError(f"{capacity=} must be at least 1")
+    cut = _cut(shards, order, mode)
     heads = profile.q_heads if per == "query_head" else profile.kv_heads
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
@@ -73,10 +83,21 @@ def select(
     )
     hint = _density_bucket(budget, density_hint)
     room = None if transpose or not isinstance(given.query, jax.core.Tracer) else capacity or grid.blocks
-    kept_blocks = chosen(grid, heads, given, room=room)
+    kept_blocks = chosen(grid, heads, given, room=room, cut=cut)
     if room is None:
         return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
     return BlockMask.of_rows(kept_blocks, density_hint=hint, **shape)
+
+
+def _cut(shards: int | None, order: Order, mode: Mode) -> Cut:
+    if shards is None:
+        if order != "contiguous":
+            raise ValueError(f"{order=} is an order of shards: give shards, or leave order out")
+        return TOGETHER
+    check_shards(shards, order)
+    if mode == "elastic":
+        raise ValueError('mode="elastic" keeps as many blocks as the input asks for: give shards another mode')
+    return Cut(int(shards), order)
 
 
 def _density_bucket(budget: Any, density_hint: float | None) -> float | None:
