@@ -13,6 +13,10 @@ Four shares are recorded, each as a mean over texts, layers and KV heads, with q
     received_of_all      needed blocks that another shard holds, over all blocks that another shard holds
     received_of_allowed  needed blocks that another shard holds, over the allowed ones among them
 
+`sent` says what room a buffer of fixed size needs: of the blocks that a shard holds, those that another shard needs,
+for every pair of shards and KV head; the same for all KV heads of a layer together; and for all that one shard receives
+in a layer. Each with its mean, its 95th percentile and its largest value over texts, layers and the rest.
+
 An exchange that sends only needed blocks pays if `needed_of_allowed` is well below 1. It is not built if HADS's mean is
 above `MOST`.
 """
@@ -49,7 +53,8 @@ SHARES = ("needed_of_all", "needed_of_allowed", "received_of_all", "received_of_
 
 
 def shares(needed_by_row: np.ndarray, shards: int, order: Order) -> dict[str, np.ndarray]:
-    """The four shares for each head of bool[heads, n, n], and `by_shard`, needed_of_allowed of [heads, shards]."""
+    """The four shares for each head of bool[heads, n, n]; `by_shard`, needed_of_allowed of [heads, shards]; and `sent`,
+    of the blocks of one shard those that another needs, [heads, from, to]."""
     n = needed_by_row.shape[-1]
     shard = shard_of_rows(n, shards, order)
     column = np.arange(n)
@@ -60,12 +65,15 @@ def shares(needed_by_row: np.ndarray, shards: int, order: Order) -> dict[str, np
         raise ValueError("a mask lists blocks that causality forbids")
     count, received = needed.sum(-1), (needed & elsewhere).sum((1, 2))
     by_shard = count / allowed.sum(-1)
+    holds = np.stack([shard == s for s in range(shards)])
+    sent = np.stack([(needed & holds[s]).sum(-1) / holds[s].sum() for s in range(shards)], 1)
     return {
         "needed_of_all": count.mean(-1) / n,
         "needed_of_allowed": by_shard.mean(-1),
         "received_of_all": received / elsewhere.sum(),
         "received_of_allowed": received / (allowed & elsewhere).sum(),
         "by_shard": by_shard,
+        "sent": sent,
     }
 
 
@@ -85,11 +93,26 @@ def rows(name: dict[str, Any], needed: np.ndarray) -> Iterator[dict[str, Any]]:
                     "least": _short(by_head.min()),
                     "most": _short(by_head.max()),
                 }
+            line["sent"] = _sent(found["sent"].reshape(texts, layers, heads, shards, shards))
             line["needed_of_allowed_by_shard"] = _short(found["by_shard"].mean(0))
             if layers * heads > 1:
                 by_head = found["needed_of_allowed"].reshape(texts, layers, heads).mean(0)
                 line["needed_of_allowed_by_layer_and_kv_head"] = _short(by_head)
             yield line
+
+
+def _sent(shares: np.ndarray) -> dict[str, Any]:
+    """Mean, 95th percentile and largest value of [texts, layers, KV heads, from, to]."""
+    others = ~np.eye(shares.shape[-1], dtype=bool)
+    kinds = {
+        "between_two_shards_for_a_kv_head": shares[..., others],
+        "between_two_shards_for_a_layer": shares.mean(2)[..., others],
+        "to_a_shard_for_a_layer": shares.mean((2, 3), where=others),
+    }
+    return {
+        name: {"mean": _short(x.mean()), "p95": _short(np.quantile(x, 0.95)), "most": _short(x.max())}
+        for name, x in kinds.items()
+    }
 
 
 def hads_unions(layers: Layers, profile: HadsProfile, text: Text, budget: float) -> np.ndarray:

@@ -8,8 +8,9 @@ from typing import Any
 
 ORDERS = ("contiguous", "zigzag")
 SHARES = {
-    "needed_of_allowed": "of the K/V blocks that the shard's rows may attend",
-    "needed_of_all": "of all K/V blocks",
+    "needed_of_allowed": "needed by a shard,\n% of the K/V blocks that its rows may attend",
+    "needed_of_all": "needed by a shard,\n% of all K/V blocks",
+    "received_of_all": "received by a shard,\n% of the K/V blocks that other shards hold",
 }
 
 
@@ -20,9 +21,9 @@ def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 8), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(3, 2, figsize=(10, 11), sharex=True, sharey=True, layout="constrained")
     masks = list(dict.fromkeys(map(title, lines)))
-    for row, (share, words) in enumerate(SHARES.items()):
+    for row, share in enumerate(SHARES):
         for panel, order in zip(axes[row], ORDERS, strict=True):
             for number, mask in enumerate(masks):
                 mine = [line for line in lines if title(line) == mask and line["order"] == order]
@@ -35,15 +36,18 @@ def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) 
                 style = {"linestyle": "-" if mine[0]["mask"] == "hads" else ":", "color": f"C{number}"}
                 places = [k + 0.03 * (number - len(masks) / 2) for k in range(len(mine))]  # bars side by side
                 panel.errorbar(places, means, spread, marker="o", capsize=3, label=mask, **style)
-            panel.axhline(100 * most, color="grey", linestyle="--", linewidth=1)
-            panel.set(title=f"{order}: {words}", ylim=(0, 105))
+            if share == "needed_of_allowed":
+                panel.axhline(100 * most, color="grey", linestyle="--", linewidth=1)
+            panel.set(ylim=(0, 105))
             panel.grid(alpha=0.3)
             panel.set_xticks(range(len(mine)), [str(line["shards"]) for line in mine])
-    for panel in axes[:, 0]:
-        panel.set_ylabel("needed by a shard (%)")
-    for panel in axes[1]:
+    for panel, words in zip(axes[:, 0], SHARES.values(), strict=True):
+        panel.set_ylabel(words)
+    for panel, order in zip(axes[0], ORDERS, strict=True):
+        panel.set_title(order)
+    for panel in axes[-1]:
         panel.set_xlabel("shards of the sequence")
-    axes[1, 0].legend(fontsize=8, loc="upper right")
+    axes[-1, 0].legend(fontsize=8, loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
