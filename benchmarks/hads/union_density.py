@@ -1,10 +1,8 @@
 """How much of the keys and values a shard of a long sequence needs: the union of what its rows attend.
 
-    python -m benchmarks.hads.union_density texts.npz      writes benchmarks/results/hads/union-8192-64.json, .png
-
-`texts.npz` is that of `benchmarks.hads.texts`. A sequence is cut over 2, 4 and 8 shards by whole blocks, contiguously
-and in zigzag. A K/V block is needed by a shard if some row of the shard lists it in the mask of some query head of the
-KV head. Masks are HADS's, chosen by SmolLM2 while it reads each text under these masks, and sink + window.
+A sequence is cut over 2, 4 and 8 shards by whole blocks, contiguously and in zigzag. A K/V block is needed by a shard
+if some row of the shard lists it in the mask of some query head of the KV head. Masks are HADS's, chosen by SmolLM2
+while it reads each text under these masks, and sink + window. `benchmarks.hads.shards` records them.
 
 Four shares are recorded, each as a mean over texts, layers and KV heads, with quartiles over layers and KV heads:
 
@@ -23,30 +21,17 @@ above `MOST`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import record
-from benchmarks.hads.read_text import read_text
-from benchmarks.hads.union_picture import draw
-from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.mask import patterns
 from xsake.hads.mask.sequence_order import Order, shard_of_rows
-from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.texts import Text, load_texts
-from xsake.model import load_pretrained
 
 MOST = 0.60
-FOLDER = record.RESULTS / "hads"
-BUDGETS = (0.43, 0.2, 0.1)
 SHARDS = (2, 4, 8)
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
-DOMAINS = ("pydocs", "code", "prose")
 # (tokens, sink, window): the masks of the GPU benchmark at 32768 tokens, and the same sizes at the study's length.
 WINDOWS = ((8192, 512, 4096), (8192, 128, 1024), (32768, 512, 4096), (32768, 128, 1024))
 SHARES = ("needed_of_all", "needed_of_allowed", "received_of_all", "received_of_allowed")
@@ -115,50 +100,21 @@ def _sent(shares: np.ndarray) -> dict[str, Any]:
     }
 
 
-def hads_unions(layers: Layers, profile: HadsProfile, text: Text, budget: float) -> np.ndarray:
-    """bool[layers, KV heads, n, n]: the blocks that some query head of a KV head keeps, as the model reads the text."""
-    _, blocks = read_text(layers, profile, text, "hads", budget)
-    found, heads, side, _ = blocks.shape
-    return blocks.reshape(found, profile.kv_heads, heads // profile.kv_heads, side, side).any(2)
+def by_kv_head(blocks: np.ndarray, kv_heads: int) -> np.ndarray:
+    """bool[layers, KV heads, n, n] of bool[layers, H, n, n]: the blocks that some query head of a KV head keeps."""
+    layers, heads, side, _ = blocks.shape
+    return blocks.reshape(layers, kv_heads, heads // kv_heads, side, side).any(2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("--profile", type=Path, default=FOLDER / "profile-8192-64.json")
-    parser.add_argument("--per-domain", type=int, default=1, help="texts of each domain")
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    args = parser.parse_args()
-    profile = HadsProfile.load(args.profile)
-    length, block = profile.length, profile.block
-    texts = load_texts([args.texts], length=length, limit=args.per_domain, domains=DOMAINS)
-    layers = Layers(load_pretrained("smollm2", dtype=jnp.float32))
-    name, lines = f"union-{length}-{block}", []
-    about = {
-        "model": profile.model,
-        "profile": args.profile.name,
-        "block": block,
-        "dtype": "float32",
-        "texts": [{"name": text.name, "digest": text.digest, "tokens": len(text.tokens)} for text in texts],
-        "rule": f"`sparse` is left out if the mean of needed_of_allowed for HADS is above {MOST}",
-    }
+def windows(block: int) -> Iterator[dict[str, Any]]:
+    """Lines of the record for sink + window."""
     for tokens, sink, window in WINDOWS:
         mask = patterns.sink_window(tokens, tokens, sink=sink, window=window, block_q=block, block_kv=block)
         what = {"mask": "sink_window", "tokens": tokens, "sink": sink, "window": window}
-        lines += rows(what | {"density": _short(mask.density())}, mask.to_blocks()[None, None, 0])
-    for budget in BUDGETS:
-        united = []
-        for text in texts:
-            united.append(hads_unions(layers, profile, text, budget))
-            print(f"HADS at {budget:.0%} read {text.name}", flush=True)
-        lines += rows({"mask": "hads", "tokens": length, "density": budget}, np.stack(united))
-        path = record.save(name, lines, args.out, settings=about)  # what is there so far
-    print(*map(_say, lines), sep="\n")
-    draw(lines, path.with_suffix(".png"), MOST)
-    print(path)
+        yield from rows(what | {"density": _short(mask.density())}, mask.to_blocks()[None, None, 0])
 
 
-def _say(line: dict[str, Any]) -> str:
+def describe(line: dict[str, Any]) -> str:
     what = f"{line['mask']} {line['tokens']} {line['density']:.1%} " + (
         f"sink {line['sink']} window {line['window']}" if "sink" in line else ""
     )
@@ -168,7 +124,3 @@ def _say(line: dict[str, Any]) -> str:
 
 def _short(x: Any) -> Any:
     return np.round(np.asarray(x, float), 4).tolist()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,15 +7,20 @@ word: a block knows its slot from what lies next to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, UInt
 
 from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
 
 _MAX_COLUMNS = 8192  # of the kernel
 
@@ -35,9 +40,33 @@ def compact(
 
 
 def _by_kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    return _partitioned_kernel(full, capacity)(active) if jit_may_partition() else _kernel(full, capacity, active)
+
+
+def _kernel(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     from xsake.hads.mask.triton_compact import compact
 
     return compact(active, full, capacity)
+
+
+def _partitioned_kernel(full: np.ndarray, capacity: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """`_kernel`, which jit partitions over batch and heads. `vmap` takes XLA's program."""
+    kernel = partial(_kernel, full, capacity)
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, Callable, Any, Any]:
+        lead = NamedSharding(mesh, PartitionSpec(*(*arguments[0].sharding.spec, None, None)[:2]))
+        return mesh, kernel, (lead,) * 3, (lead,)
+
+    # A partitioned function may have no constants: those of the kernel inside jit are not its own.
+    split = custom_partitioning(jax.jit(kernel))
+    split.def_partition(partition=partition, sharding_rule="b h r c -> b h s, b h p, b h r")
+    call = jax.custom_batching.custom_vmap(lambda active: split(active))
+
+    @call.def_vmap
+    def _(size: int, is_batched: Any, active: Array) -> Any:
+        return jax.vmap(partial(_by_xla, full, capacity))(active), (True,) * 3
+
+    return call
 
 
 def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Array, Array]:
@@ -53,12 +82,15 @@ def _by_xla(full: np.ndarray, capacity: int, active: Array) -> tuple[Array, Arra
     first_slot = _slots(first, first_counts, start)
     second_slot = _slots(second, second_counts, start + num_full[..., None])
     slot = jnp.where(full, first_slot[..., :columns], second_slot[..., :columns])
-    head = jnp.arange(b * h, dtype=jnp.int32).reshape(b, h, 1, 1) * capacity
-    place = jnp.where(active & (slot < capacity), head + slot, b * h * capacity)  # out of range: dropped
+    place = jnp.where(active & (slot < capacity), slot, capacity)  # out of range: dropped
     column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), place.shape)
-    flat = jnp.zeros(b * h * capacity, jnp.int32)
-    flat = flat.at[place.reshape(-1)].set(column.reshape(-1), mode="drop", unique_indices=True)
-    return flat.reshape(b, h, capacity), row_ptr, num_full
+
+    def put(place: Array, column: Array) -> Array:
+        return jnp.zeros(capacity, jnp.int32).at[place].set(column, mode="drop", unique_indices=True)
+
+    # Head by head: jit partitions such a scatter over batch and heads, where it would gather one flat scatter.
+    lists = jax.vmap(jax.vmap(put))(place.reshape(b, h, -1), column.reshape(b, h, -1))
+    return lists, row_ptr, num_full
 
 
 def _pack(bits: Bool[Array, "*lead columns"]) -> UInt[Array, "*lead words"]:

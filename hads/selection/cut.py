@@ -52,12 +52,12 @@ def kept_per_row(
     rows, place = _rows_of_shards(n, cut.shards, cut.order)
     by_shard = jnp.pad(order, ((0, 0), (0, 0), (0, 1), (0, 0)))[:, :, rows.reshape(-1)]
     by_shard = by_shard.reshape(b, h, *rows.shape, w)
-    heads = 1 if count.ndim else h * cut.axis_size
-    wanted = equal_counts(count, *(heads * x for x in _bounds(grid, cut.shards, cut.order)))
+    bounds = _bounds(grid, cut.shards, cut.order)
     if count.ndim:
-        kept = row_counts(by_shard, wanted)
+        kept = row_counts(by_shard, _equal_counts_of_heads(count, *bounds, cut.heads_axes))
     else:
         together = by_shard.swapaxes(1, 2).reshape(b, cut.shards, h * rows.shape[1], w)
+        wanted = equal_counts(count, *(h * cut.axis_size * x for x in bounds))
         kept = row_counts(together, wanted, cut.heads_axes)
         kept = kept.reshape(b, cut.shards, h, rows.shape[1]).swapaxes(1, 2)
     return kept.reshape(b, h, rows.size)[..., place]
@@ -89,6 +89,17 @@ def equal_counts(
     lead = (1,) * total.ndim
     low, high = (jnp.asarray(x, jnp.int32).reshape(*lead, -1) for x in (least, most))
     return jnp.clip(level[..., None], low, high) + gets_one.astype(jnp.int32)
+
+
+def _equal_counts_of_heads(
+    counts: Int[Array, "H"], least: np.ndarray, most: np.ndarray, axes: tuple[str, ...]
+) -> Int[Array, "H shards"]:
+    """`equal_counts` of each head. What rounding leaves goes around all heads, those of other devices too."""
+    if not axes:
+        return equal_counts(counts, least, most)
+    first = jax.lax.axis_index(axes) * len(counts)
+    every = equal_counts(jax.lax.all_gather(counts, axes, tiled=True), least, most)
+    return jax.lax.dynamic_slice_in_dim(every, first, len(counts))
 
 
 def _rows_of_shards(n: int, shards: int, order: Order) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from xsake.hads.selection.select import select
 NAME = "in training"  # what profiles call a model that is being trained
 
 
-_STATIC = ("transpose", "density_hint", "shards", "order")
+_STATIC = ("transpose", "density_hint", "shards", "order", "heads_axis")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=_STATIC)
@@ -37,6 +37,7 @@ class HadsMask:
     density_hint: float | None = None  # a bucket of half an octave
     shards: int | None = None  # of the sequence, with equal counts: `select`
     order: Order = "contiguous"
+    heads_axis: str | tuple[str, ...] | None = None
 
     @classmethod
     def of(
@@ -48,13 +49,14 @@ class HadsMask:
         transpose: bool = True,
         shards: int | None = None,
         order: Order = "contiguous",
+        heads_axis: str | tuple[str, ...] | None = None,
     ) -> HadsMask:
         """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only.
 
-        `shards` and `order` as in `select`.
+        `shards`, `order` and `heads_axis` as in `select`.
         """
         counts = jnp.asarray(layer_counts(profile, budget, length), jnp.int32)
-        return cls(profile, counts, transpose, density_bucket(budget), shards, order)
+        return cls(profile, counts, transpose, density_bucket(budget), shards, order, heads_axis)
 
     def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
         return select(
@@ -67,6 +69,7 @@ class HadsMask:
             density_hint=self.density_hint,
             shards=self.shards,
             order=self.order,
+            heads_axis=self.heads_axis,
         )
 
 
