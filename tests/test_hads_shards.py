@@ -21,7 +21,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import choice, triton_choose
 from xsake.hads.selection.cut import Cut, equal_counts
 
-_select = jax.jit(hads.select, static_argnames=("layer", "mode", "per", "shards", "order"))
+_select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
 
 def by_shard(mask: hads.BlockMask, shards: int, order: str) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_every_shard_gets_as_many_blocks(length: int):
     profile = case.random_profile()
     query, key = case.random_inputs(1, length, profile, batch=2)
     counts = hads.layer_counts(profile, 0.43, length).astype(np.int32)
-    mask = _select(query, key, profile, counts, layer=1, shards=8, order="zigzag")
+    mask = _select(query, key, profile, counts, order="zigzag")
     found = by_shard(mask, 8, "zigzag")
     assert found.sum(1).tolist() == [counts[1]] * 2 and (np.ptp(found, axis=1) <= 1).all()
     assert np.asarray(mask.to_blocks())[:, :, case.forced_blocks(-(-length // 16))].all()
@@ -59,7 +59,7 @@ def test_contiguous_shards_get_as_many_blocks_as_causality_leaves_them():
     profile = case.random_profile()
     query, key = case.random_inputs(1, 1024, profile)
     counts = hads.layer_counts(profile, 0.43, 1024).astype(np.int32)
-    found = by_shard(_select(query, key, profile, counts, layer=1, shards=8), 8, "contiguous")[0]
+    found = by_shard(_select(query, key, profile, counts), 8, "contiguous")[0]
     rooms = [4 * sum(range(8 * s + 1, 8 * s + 9)) for s in range(2)]
     assert found[:2].tolist() == rooms and np.ptp(found[2:]) <= 1
 
