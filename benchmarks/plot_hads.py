@@ -9,7 +9,9 @@ import json
 
 import numpy as np
 
+from benchmarks.hads import union_picture
 from benchmarks.hads.methods import PUBLISHED, STRENGTHENED
+from benchmarks.hads.union_density import MOST
 from benchmarks.report.hads import ALWAYS, FOLDER, budgets_of, ranked
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.pictures import kept_shares, mask_over_mass, quality_over_density
@@ -31,6 +33,8 @@ def main() -> None:
             kept_shares(seen["shares"], FOLDER / f"heads-{which}.png", f"{seen['text']}: blocks kept by each head")
             head = f"layer {seen['layer']}, head {seen['head']} on {seen['text']}"
             mask_over_mass(seen["mass"], seen["kept"], FOLDER / f"mask-{which}.png", head)
+    for path in sorted(FOLDER.glob("union-*.json")):
+        union_picture.draw(json.loads(path.read_text())["results"], path.with_suffix(".png"), MOST)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import attention, hads, model, plan, tpu, tuning
+from benchmarks.report import attention, hads, model, plan, shards, tpu, tuning
 
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
@@ -23,8 +23,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_speed": attention.gpu_speed,
     "hads_first_table": hads.first_table,
     "hads_mask_cost": hads.mask_cost,
+    "hads_shards": shards.cost,
     "hads_short": hads.short,
     "hads_study": hads.every_study,
+    "hads_union": shards.union,
     "plan_check": plan.check,
     "plan_example": plan.example,
     "smollm2": model.smollm2,

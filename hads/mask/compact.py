@@ -7,15 +7,20 @@ word: a block knows its slot from what lies next to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, UInt
 
 from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
 
 _MAX_COLUMNS = 8192  # of the kernel
 
@@ -30,19 +35,41 @@ def compact(
     b, h, _, columns = active.shape
     if b * h * capacity >= 2**31:
         raise ValueError(f"{b} x {h} lists of {capacity} blocks are more than 2**31 slots: give a smaller capacity")
-    by_xla = partial(_by_xla, capacity)
-    if columns > _MAX_COLUMNS:
-        return by_xla(active, full)
-    return on_gpu(partial(_by_kernel, capacity), by_xla, active, full)
+    by_xla = partial(_by_xla, full, capacity)
+    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active) if columns <= _MAX_COLUMNS else by_xla(active)
 
 
-def _by_kernel(capacity: int, active: Array, full: Array | np.ndarray) -> tuple[Array, Array, Array]:
+def _by_kernel(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
+    return _partitioned_kernel(full, capacity)(active) if jit_may_partition() else _kernel(full, capacity, active)
+
+
+def _kernel(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     from xsake.hads.mask.triton_compact import compact
 
     return compact(active, full, capacity)
 
 
-def _by_xla(capacity: int, active: Array, full: Array | np.ndarray) -> tuple[Array, Array, Array]:
+def _partitioned_kernel(full: Any, capacity: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """`_kernel`, which jit partitions over batch and heads. `vmap` takes XLA's program."""
+    kernel = partial(_kernel, full, capacity)
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, Callable, Any, Any]:
+        lead = NamedSharding(mesh, PartitionSpec(*(*arguments[0].sharding.spec, None, None)[:2]))
+        return mesh, kernel, (lead,) * 3, (lead,)
+
+    # A partitioned function may have no constants: those of the kernel inside jit are not its own.
+    split = custom_partitioning(jax.jit(kernel))
+    split.def_partition(partition=partition, sharding_rule="b h r c -> b h s, b h p, b h r")
+    call = jax.custom_batching.custom_vmap(lambda active: split(active))
+
+    @call.def_vmap
+    def _(size: int, is_batched: Any, active: Array) -> Any:
+        return jax.vmap(partial(_by_xla, full, capacity))(active), (True,) * 3
+
+    return call
+
+
+def _by_xla(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     b, h, _, columns = active.shape
     full = full[None, None]
     first, second = _pack(active & full), _pack(active & ~full)
@@ -55,12 +82,15 @@ def _by_xla(capacity: int, active: Array, full: Array | np.ndarray) -> tuple[Arr
     first_slot = _slots(first, first_counts, start)
     second_slot = _slots(second, second_counts, start + num_full[..., None])
     slot = jnp.where(full, first_slot[..., :columns], second_slot[..., :columns])
-    head = jnp.arange(b * h, dtype=jnp.int32).reshape(b, h, 1, 1) * capacity
-    place = jnp.where(active & (slot < capacity), head + slot, b * h * capacity)  # out of range: dropped
+    place = jnp.where(active & (slot < capacity), slot, capacity)  # out of range: dropped
     column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), place.shape)
-    flat = jnp.zeros(b * h * capacity, jnp.int32)
-    flat = flat.at[place.reshape(-1)].set(column.reshape(-1), mode="drop", unique_indices=True)
-    return flat.reshape(b, h, capacity), row_ptr, num_full
+
+    def put(place: Array, column: Array) -> Array:
+        return jnp.zeros(capacity, jnp.int32).at[place].set(column, mode="drop", unique_indices=True)
+
+    # Head by head: jit partitions such a scatter over batch and heads, where it would gather one flat scatter.
+    lists = jax.vmap(jax.vmap(put))(place.reshape(b, h, -1), column.reshape(b, h, -1))
+    return lists, row_ptr, num_full
 
 
 def _pack(bits: Bool[Array, "*lead columns"]) -> UInt[Array, "*lead words"]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-ORDERS = ("contiguous", "zigzag")
+OrderName = Literal["contiguous", "zigzag"]
+ORDERS = get_args(OrderName)
 
 
 class Order(NamedTuple):
@@ -49,3 +50,14 @@ class Order(NamedTuple):
     def places(self, total: int) -> np.ndarray:
         """[total]: where each block lies, all shards' blocks in a row."""
         return np.argsort(self.blocks(total).reshape(-1)).astype(np.int32)
+
+
+def shard_of_rows(rows: int, shards: int, order: OrderName = "contiguous") -> np.ndarray:
+    """i32[rows]: the shard that holds each row of blocks. If rows do not divide, the last pieces are short, or empty.
+
+    >>> shard_of_rows(8, 2, "zigzag").tolist()
+    [0, 0, 1, 1, 1, 1, 0, 0]
+    """
+    pieces = Order.of(shards, order).pieces
+    piece = np.arange(rows, dtype=np.int32) // -(-rows // pieces)
+    return piece if order == "contiguous" else np.minimum(piece, pieces - 1 - piece)

@@ -8,8 +8,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import sorted_gains
-from xsake.hads.selection.keep import nonnegative_order, row_counts
+from xsake.hads.selection.keep import nonnegative_order
 
 
 def choose(
@@ -20,22 +21,19 @@ def choose(
     burstiness: Float[Array | np.ndarray, "H"],
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
+    cut: Cut = TOGETHER,
 ) -> Bool[Array, "B H n n"]:
     """The blocks with the largest gains (`selection.gain`), the forced blocks among them.
 
     Give `count`, how many blocks every sequence keeps: one number over all heads, or [H], one number per head. Or give
-    `threshold`: blocks of at least this gain are kept. A count must cover the forced blocks.
+    `threshold`: blocks of at least this gain are kept. A count must cover the forced blocks. `cut` says which blocks
+    compete for a count.
     """
     keys, rows, gain = sorted_gains(mass, grid, sensitivity, burstiness)
     if threshold is not None:
         kept = (gain >= threshold).sum(-1)
     else:
-        wanted = jnp.asarray(count, jnp.int32)
-        if wanted.ndim == 0:
-            b, h, n, _ = gain.shape
-            kept = row_counts(nonnegative_order(gain).reshape(b, h * n, n), wanted).reshape(b, h, n)
-        else:
-            kept = row_counts(nonnegative_order(gain), wanted)
+        kept = kept_per_row(nonnegative_order(gain), jnp.asarray(count, jnp.int32), grid, cut)
     # The gain falls along a row, so a row keeps its heaviest blocks.
     last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
     return (keys >= last) & (kept > 0)[..., None]

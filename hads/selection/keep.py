@@ -45,24 +45,31 @@ def nonnegative_order(gain: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
     return jnp.where(gain < 0, jnp.uint32(0), bits + jnp.uint32(1))
 
 
-def row_counts(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> Int[Array, "*B rows"]:
+def row_counts(
+    order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"], axes: tuple[str, ...] = ()
+) -> Int[Array, "*B rows"]:
     """How many of each row's entries are among the `count` largest of all rows; their sum is exactly `count`.
 
     Entries that are 0 are never counted: there must be `count` others. Of equal entries, later rows come first.
+    `axes` are mesh axes of `jax.shard_map` over which the rows are sharded: `count` is of the rows of all shards.
 
     >>> import jax.numpy as jnp
     >>> row_counts(jnp.array([[1, 3], [1, 2]], jnp.uint32), jnp.array(3)).tolist()
     [1, 2]
     """
-    cut = _largest_cut(order, count)[..., None, None]
+    cut = _largest_cut(order, count, axes)[..., None, None]
     reach, above = (order >= cut).sum(-1), (order > cut).sum(-1)
-    left = jnp.broadcast_to(count, above.shape[:-1]) - above.sum(-1)
+    left = jnp.broadcast_to(count, above.shape[:-1]) - _over(axes, above.sum(-1))
     equal = reach - above
     later = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1] - equal
+    if axes:
+        of_shards = jax.lax.all_gather(equal.sum(-1), axes)  # one number per shard and sequence
+        is_later = jnp.arange(len(of_shards)) > jax.lax.axis_index(axes)
+        later = later + jnp.where(is_later.reshape(-1, *(1,) * (left.ndim)), of_shards, 0).sum(0)[..., None]
     return above + jnp.clip(left[..., None] - later, 0, equal)
 
 
-def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> UInt[Array, "*B"]:
+def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"], axes: tuple[str, ...]) -> UInt[Array, "*B"]:
     """The largest number that at least `count` entries reach, four bits at a time.
 
     One pass compares every entry with fifteen cuts: that is a few launches, where a search per row would take many.
@@ -72,6 +79,11 @@ def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"]) -> U
     wanted = jax.lax.broadcast_to_rank(jnp.asarray(count), cut.ndim)[..., None]
     for shift in range(28, -1, -4):
         cuts = cut[..., None] + (digits << jnp.uint32(shift))
-        reach = (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2))
+        reach = _over(axes, (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2)))
         cut = cut + ((reach >= wanted).sum(-1).astype(jnp.uint32) << jnp.uint32(shift))
     return cut
+
+
+def _over(axes: tuple[str, ...], counts: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The sum over all shards."""
+    return jax.lax.psum(counts, axes) if axes else counts

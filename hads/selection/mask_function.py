@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake.hads.mask.order import OrderName
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import select
@@ -18,7 +19,10 @@ from xsake.hads.selection.select import select
 NAME = "in training"  # what profiles call a model that is being trained
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=("transpose", "density_hint"))
+_STATIC = ("transpose", "density_hint", "shards", "order", "heads_axis")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("profile", "counts"), meta_fields=_STATIC)
 @dataclasses.dataclass(frozen=True)
 class HadsMask:
     """`select` for every layer at an exact budget: `model(tokens, mask_fn=HadsMask.of(profile, 0.2, length))`.
@@ -31,12 +35,28 @@ class HadsMask:
     counts: Any  # i32[L]
     transpose: bool = True
     density_hint: float | None = None  # a bucket of half an octave
+    shards: int | None = None  # of the sequence, with equal counts: `select`
+    order: OrderName = "contiguous"
+    heads_axis: str | tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, profile: HadsProfile, budget: float, length: int, *, transpose: bool = True) -> HadsMask:
-        """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only."""
+    def of(
+        cls,
+        profile: HadsProfile,
+        budget: float,
+        length: int,
+        *,
+        transpose: bool = True,
+        shards: int | None = None,
+        order: OrderName = "contiguous",
+        heads_axis: str | tuple[str, ...] | None = None,
+    ) -> HadsMask:
+        """Masks of `budget` of the causal blocks for sequences of `length`; `transpose=False` for inference only.
+
+        `shards`, `order` and `heads_axis` as in `select`.
+        """
         counts = jnp.asarray(layer_counts(profile, budget, length), jnp.int32)
-        return cls(profile, counts, transpose, density_bucket(budget))
+        return cls(profile, counts, transpose, density_bucket(budget), shards, order, heads_axis)
 
     def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
         return select(
@@ -47,6 +67,9 @@ class HadsMask:
             layer=layer,
             transpose=self.transpose,
             density_hint=self.density_hint,
+            shards=self.shards,
+            order=self.order,
+            heads_axis=self.heads_axis,
         )
 
 

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
 from xsake.hads.mask.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.estimator import Estimator
 from xsake.hads.selection.choice import choose
+from xsake.hads.selection.cut import TOGETHER, Cut
 from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.given import Given
+from xsake.hads.selection.partitioned import partitioned
 from xsake.hads.selection.pooled import pool
 
 _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
 
 
-class Given(NamedTuple):
-    """The inputs of a layer's choice of blocks; `kept` is the `count` or the `threshold` of `choose`."""
-
-    query: Any
-    key: Any
-    estimator: Estimator
-    sensitivity: Any
-    burstiness: Any
-    kept: dict[str, Any]
-
-
-def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None) -> Any:
+def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None, cut: Cut = TOGETHER) -> Any:
     """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room`, their lists of `room` slots per head."""
-    kernels, xla = (partial(by, grid, heads, room) for by in (_by_kernels, _by_xla))
+    kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (_by_kernels_of_devices, _by_xla))
     return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
 
 
@@ -47,16 +39,22 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
     return None
 
 
-def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
+def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
     mass = block_mass(pool(given.query, given.key, grid), given.estimator, grid)
     sensitivity, burstiness = given.sensitivity, given.burstiness
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, **given.kept)
+    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, cut=cut, **given.kept)
     return blocks if room is None else compact(blocks, grid.full(), room)
 
 
-def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given) -> Any:
+def _by_kernels_of_devices(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut) -> Any:
+    if jit_may_partition():
+        return partitioned(_by_kernels, _by_xla, grid, heads, room, given, cut)
+    return _by_kernels(grid, heads, room, given, cut=cut)
+
+
+def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
     from xsake.hads.mask.triton_call import pad
     from xsake.hads.selection import triton_choose, triton_estimate
 
@@ -69,7 +67,7 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given) ->
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)
     rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
-    choice = triton_choose.choose(logits, grid, normalise=not of_masses, **rule)
+    choice = triton_choose.choose(logits, grid, normalise=not of_masses, cut=cut, **rule)
     return choice.blocks(grid) if room is None else choice.lists(grid, room)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -9,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake.hads.mask.order import Order, OrderName
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.selection.program import Given, chosen
+from xsake.hads.selection.cut import TOGETHER, Cut
+from xsake.hads.selection.explicit_axes import over_explicit_axes
+from xsake.hads.selection.given import Given
+from xsake.hads.selection.heads_of_shard import divides, heads_of_shard
+from xsake.hads.selection.program import chosen
 
 Mode = Literal["exact", "elastic", "static"]
 
@@ -29,12 +36,16 @@ def select(
     capacity: int | None = None,
     transpose: bool = True,
     density_hint: float | None = None,
+    shards: int | None = None,
+    order: OrderName = "contiguous",
+    heads_axis: str | tuple[str, ...] | None = None,
 ) -> BlockMask:
     """The causal mask of one layer that keeps the model closest to itself at a budget.
 
     Estimates every block's attention mass from pooled queries and keys, and keeps the blocks that save most of Σ ω δ²
     (`selection.gain`) over all rows and heads of the layer. Works under jit with static shapes and no host round trip,
-    and in a gradient, for which the mask is a constant.
+    and in a gradient, for which the mask is a constant. Query and key may be sharded over batch and heads, by automatic
+    or by explicit mesh axes: under jit the mask is sharded alike. It is the mask of one device, block for block.
 
     Args:
       query: the layer's queries [B, T, H, D], rotary positions applied.
@@ -51,12 +62,20 @@ def select(
       transpose: whether gradients will be needed.
       density_hint: the budget that counts were made from, by which attention looks up its tuned configuration; counts
         may be traced and cannot say. The hint is static: one in another half octave recompiles.
+      shards: of the sequence, each of which gets an equal part of the count over all heads ("static": of every head's
+        count), as far as its forced and its causal blocks allow. The layer's count stays exact.
+      order: which rows of blocks a shard holds: "contiguous", or "zigzag", where the sequence is cut in twice as many
+        parts and shard s of n holds parts s and 2 n - 1 - s. All shards then have equally many causal blocks, so that
+        their counts are equal to one block if the rows divide. Query and key are in the sequence's own order.
+      heads_axis: only inside `jax.shard_map`: the mesh axis, or axes, over which the caller has sharded the heads.
+        Query is the shard's part, key its part or all KV heads; the profile is the whole model's, the mask the shard's.
 
     Raises ValueError for a profile of other heads, a layer that the profile does not have, queries and keys of
     different lengths, and a budget that does not cover the forced blocks. Lengths beyond calibration are served:
     `HadsProfile` says how.
     """
-    grid = check_inputs(query, key, profile, layer)
+    axes = () if heads_axis is None else (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
+    grid = check_inputs(query, key, profile, layer, axes)
     if mode not in ("exact", "elastic", "static"):
         raise ValueError(f'{mode=} must be "exact", "elastic" or "static"')
     if per not in ("query_head", "kv_head"):
@@ -64,19 +83,59 @@ def select(
     if capacity is not None and capacity < 1:
         raise ValueError(f"{capacity=} must be at least 1")
     heads = profile.q_heads if per == "query_head" else profile.kv_heads
+    cut = dataclasses.replace(_cut(shards, order, mode), heads_axes=axes)
+    if not divides(profile.q_heads, profile.kv_heads, heads, cut.axis_size):
+        raise ValueError(
+            f"{heads_axis=} has {cut.axis_size} shards, which cut KV heads or masks in parts: there are "
+            f"{profile.q_heads} query heads, {profile.kv_heads} KV heads and {heads} masks"
+        )
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
     weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
     given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *weights, kept)))
-    shape: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
-    hint = _density_bucket(budget, density_hint)
-    room = None if transpose or not isinstance(given.query, jax.core.Tracer) else capacity or grid.blocks
-    kept_blocks = chosen(grid, heads, given, room=room)
-    if room is None:
-        return BlockMask.from_blocks(kept_blocks, capacity=capacity, transpose=transpose, density_hint=hint, **shape)
-    return BlockMask.of_lists(kept_blocks, density_hint=hint, **shape)
+    options["density_hint"] = _density_bucket(budget, density_hint)
+    if not isinstance(given.query, jax.core.Tracer):
+        several = len(given.query.devices()) > 1
+        blocks = (_blocks_of_devices if several else _blocks)(grid, heads, profile.kv_heads, cut, given)
+        return BlockMask.from_blocks(blocks, capacity=capacity, transpose=transpose, **options)
+
+    def mask(cut: Cut, given: Given) -> BlockMask:
+        if transpose:
+            blocks = _chosen(grid, heads, profile.kv_heads, None, cut, given)
+            return BlockMask.from_blocks(blocks, capacity=capacity, **options)
+        return BlockMask.of_lists(
+            _chosen(grid, heads, profile.kv_heads, capacity or grid.blocks, cut, given), **options
+        )
+
+    return over_explicit_axes(mask, cut, heads, given)
+
+
+def _chosen(grid: CausalGrid, heads: int, kv_heads: int, room: int | None, cut: Cut, given: Given) -> Any:
+    """`chosen` for the shard of heads that `given` is of; `heads` and `kv_heads` are those of all shards."""
+    here = heads_of_shard(given, kv_heads, cut.heads_axes)
+    return chosen(grid, heads // cut.axis_size, here, room=room, cut=cut)
+
+
+def _blocks(grid: CausalGrid, heads: int, kv_heads: int, cut: Cut, given: Given) -> Any:
+    return over_explicit_axes(partial(_chosen, grid, heads, kv_heads, None), cut, heads, given)
+
+
+# Arrays that lie on several devices: in one program, which XLA can partition as a whole.
+_blocks_of_devices = jax.jit(_blocks, static_argnames=("grid", "heads", "kv_heads", "cut"))
+
+
+def _cut(shards: int | None, order: OrderName, mode: Mode) -> Cut:
+    if shards is None:
+        if order != "contiguous":
+            raise ValueError(f"{order=} is an order of shards: give shards, or leave order out")
+        return TOGETHER
+    Order.of(shards, order)
+    if mode == "elastic":
+        raise ValueError('mode="elastic" keeps as many blocks as the input asks for: give shards another mode')
+    return Cut(int(shards), order)
 
 
 def _density_bucket(budget: Any, density_hint: float | None) -> float | None:
@@ -87,16 +146,24 @@ def _density_bucket(budget: Any, density_hint: float | None) -> float | None:
     return density_bucket(density_hint)
 
 
-def check_inputs(query: Any, key: Any, profile: HadsProfile, layer: Any) -> CausalGrid:
-    """The grid of a layer's inputs; ValueError if they do not fit the profile. A traced layer is not checked."""
+def check_inputs(
+    query: Any, key: Any, profile: HadsProfile, layer: Any, heads_axes: tuple[str, ...] = ()
+) -> CausalGrid:
+    """The grid of a layer's inputs; ValueError if they do not fit the profile. A traced layer is not checked.
+
+    Over `heads_axes` the query heads are sharded, and the KV heads too unless key has all of them.
+    """
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [B, T, heads, D]; got shapes {query.shape} and {key.shape}")
-    given = query.shape[2], key.shape[2], query.shape[3]
+    shards = Cut(heads_axes=heads_axes).axis_size
+    kv_heads = key.shape[2] if key.shape[2] == profile.kv_heads else key.shape[2] * shards
+    given = query.shape[2] * shards, kv_heads, query.shape[3]
     wanted = profile.q_heads, profile.kv_heads, profile.head_dim
     if given != wanted or key.shape[3] != query.shape[3]:
         raise ValueError(
             f"the profile of {profile.model!r} is for (query heads, KV heads, head_dim)={wanted}; query and key of "
-            f"shapes {query.shape} and {key.shape} have {given}: calibrate this model"
+            f"shapes {query.shape} and {key.shape}{f' on each of {shards} shards' if heads_axes else ''} have {given}: "
+            "calibrate this model"
         )
     if query.shape[1] != key.shape[1]:
         raise ValueError(

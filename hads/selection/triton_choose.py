@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from xsake.hads.mask.triton_call import TILE, iota, triton_call, whole
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.triton_sort import sort_rows
 
@@ -62,26 +63,31 @@ def choose(
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
     normalise: bool = True,
+    cut: Cut = TOGETHER,
 ) -> Choice:
     """`choice.choose`, from `padded` logits or, with `normalise=False`, from masses.
 
     Entries above the diagonal or past the last row are never read. Gains that agree in 16 bits of their mantissa count
-    as equal.
+    as equal. Where a `cut` has shards, XLA finds the cut from the kernels' gains.
     """
     b, h, m, width = logits.shape
     n = grid.side
     keys, rows, gain = _sorted_gains(logits, grid, sensitivity, burstiness, normalise)
     order = lax.bitcast_convert_type(gain, jnp.int32)
-    if threshold is not None:
-        cut = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
-        kept = _reach(order, cut, 0, n, m)[..., 0]
+    wanted = None if count is None else jnp.asarray(count, jnp.int32)
+    if wanted is None:
+        least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
+        kept = _reach(order, least, 0, n, m)[..., 0]
+    elif cut != TOGETHER:
+        written = np.arange(width) >= width - 1 - np.arange(n)[:, None]
+        positive = (order[:, :, :n] >> _DROPPED) + 1
+        kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
     else:
-        wanted = jnp.asarray(count, jnp.int32)
         groups = h if wanted.ndim else 1
         wanted = jnp.broadcast_to(wanted, (b, groups))
         grouped = order.reshape(b, groups, h // groups * m, width)
-        cut, above_all = _largest_cut(grouped, wanted, n, m)
-        reach = _reach(grouped, jnp.stack([cut, cut + 1], -1), _DROPPED, n, m)
+        least, above_all = _largest_cut(grouped, wanted, n, m)
+        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, n, m)
         above, equal = reach[..., 1], reach[..., 0] - reach[..., 1]
         later = lax.cumsum(equal, 2, reverse=True) - equal
         left = (wanted - above_all)[..., None]

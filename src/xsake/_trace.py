@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import AxisType
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpret", default=False)
 
@@ -28,6 +29,11 @@ def interpret(on: bool = True) -> Iterator[None]:
 
 def interpreting() -> bool:
     return _interpret.get()
+
+
+def jit_may_partition() -> bool:
+    """Whether jit may divide what is traced here among devices: there are several, and no `jax.shard_map` around."""
+    return jax.device_count() > 1 and AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

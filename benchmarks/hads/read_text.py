@@ -1,0 +1,39 @@
+"""A model that reads one text under a method's masks, with the masks themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.layerwise import attend, choose_blocks, project
+from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.texts import Text
+
+
+def read_text(layers: Layers, profile: HadsProfile, text: Text, method: str, budget: float) -> tuple[Array, np.ndarray]:
+    """(final states [1, T, width], kept blocks bool[layers, H, n, n]), as `study.layerwise.run` reads a text.
+
+    Raises ValueError if a layer's blocks are not as many as the profile gives it.
+    """
+    counts = layer_counts(profile, budget, len(text.tokens))
+    known = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+    mask_fn = MethodMask.of(method, known, counts)
+    x, rotation = layers.start(jnp.asarray(text.tokens[None], jnp.int32))
+    found = []
+    for number, weights in enumerate(layers.weights):
+        inputs = project(layers.graph, weights, x, rotation, None)
+        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
+        if int(count.sum()) != counts[number]:
+            raise ValueError(
+                f"{method} at {budget:.0%}: layer {number} keeps {int(count.sum())} blocks, not {counts[number]}"
+            )
+        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, profile.block)
+        found.append(np.asarray(blocks[0]))
+    return layers.model.norm(x), np.stack(found)
