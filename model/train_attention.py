@@ -18,6 +18,7 @@ from jax import Array
 import xsake
 from xsake import BlockMask, patterns
 from xsake._device import compute_capability
+from xsake.hads.mask.row_shards import RowShards
 from xsake.model.attend import MaskFn
 from xsake.model.train_config import TrainConfig
 
@@ -27,10 +28,14 @@ from xsake.model.train_config import TrainConfig
 class FixedMask:
     """One mask for every layer."""
 
-    mask: BlockMask
+    mask: BlockMask | RowShards
 
-    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards:
         return self.mask
+
+    def cut(self, shards: int, order: str) -> FixedMask:
+        """For sequences that are cut over devices: the mask is cut once, not in every step."""
+        return FixedMask(self.mask.shard_rows(shards, order=order)) if isinstance(self.mask, BlockMask) else self
 
 
 def _sink_window(length: int, block: int, size: int) -> BlockMask:

@@ -40,9 +40,9 @@ class Shard:
 
     call: Call
     rows: RowShards
-    bias: Array | None
-    kv_segments: Array | None
-    kv_positions: Array | None
+    bias: Any  # None, or an array, or what JAX puts in an array's place
+    kv_segments: Any
+    kv_positions: Any
 
     def of_keys(self, key: Array, value: Array, shard: Array, holder: Array | None, *, transpose: bool) -> Call:
         """The call of this shard's queries to the keys of shard `holder`; None: to all keys."""
