@@ -73,7 +73,7 @@ def parameter_shardings(params: Any, mesh: Mesh, *, fsdp: bool = False) -> Any:
 
 
 def _split_further(shape: tuple[int, ...], axes: list[Any], mesh: Mesh) -> list[Any]:
-    """Split the largest whole dimension that can be over "data" and "sequence"; without one, replicate the parameter."""
+    """Split the largest whole dimension that can be, over "data" and "sequence"; without one, replicate."""
     over = tuple(axis for axis in ("data", "sequence") if mesh.shape[axis] > 1)
     size = math.prod(mesh.shape[axis] for axis in over)
     free = [i for i, axis in enumerate(axes) if axis is None and shape[i] % size == 0]

@@ -154,8 +154,8 @@ class Transformer(nnx.Module):
           cache: the tokens continue its sequences; returns (states, cache). States of tokens past its capacity are NaN.
           mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model". An
             axis "sequence" cuts the tokens of each sequence: attention is `xsake.sharded_attention`. Not with a cache.
-          order, exchange: those of `xsake.sharded_attention`, where an axis "sequence" cuts sequences. Tokens, positions,
-            segments and states lie in that order; `mask_fn` is given queries and keys in the order of the sequence.
+          order, exchange: those of `xsake.sharded_attention`, where an axis "sequence" cuts sequences. Tokens,
+            positions, segments and states lie in that order; `mask_fn` gets queries and keys as the sequence has them.
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
         batch, length = tokens.shape
