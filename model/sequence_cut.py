@@ -48,8 +48,27 @@ class SequenceCut:
         return self.hold(xsake.zigzag(x, self.shards) if self.order == "zigzag" else jnp.asarray(x))
 
     def natural(self, x: Array) -> Array:
-        """The inverse of `lay`: tokens in the order of the sequence."""
-        return xsake.unzigzag(x, self.shards) if self.order == "zigzag" else x
+        """Heads [B, T, heads, D] in the order of the sequence, still cut: no device gathers them.
+
+        Of the two pieces of a zigzag that a device holds, one is even: it and the odd one go to where they belong.
+        """
+        if self.order == "contiguous":
+            return x
+        shards = self.shards
+        pieces = [sorted((i, 2 * shards - 1 - i), key=lambda piece: piece % 2) for i in range(shards)]
+
+        def move(x: Array) -> Array:
+            early, late = jnp.split(x, 2, axis=1)
+            is_even = jax.lax.axis_index(AXIS) % 2 == 0
+            halves = jnp.where(is_even, early, late), jnp.where(is_even, late, early)
+            moved = [
+                jax.lax.ppermute(half, AXIS, [(i, pieces[i][odd] // 2) for i in range(shards)])
+                for odd, half in enumerate(halves)
+            ]
+            return jnp.concatenate(moved, axis=1)
+
+        where = PartitionSpec(self.data, AXIS, self._present("model"))
+        return jax.shard_map(move, mesh=self.mesh, in_specs=where, out_specs=where)(x)
 
     def positions(self, length: int) -> Array:
         """i32[1, T]: the place in its sequence of every token, as they lie."""
