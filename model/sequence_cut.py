@@ -24,13 +24,14 @@ class SequenceCut:
     mesh: Mesh
     order: str
     exchange: str
+    capacity: int | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh | None, order: str, exchange: str) -> SequenceCut | None:
+    def of(cls, mesh: Mesh | None, order: str, exchange: str, capacity: int | None = None) -> SequenceCut | None:
         """None where the mesh does not cut sequences: on one shard, every order is the sequence's own."""
         if order not in ORDERS:
             raise ValueError(f"{order=} must be one of {', '.join(map(repr, ORDERS))}")
-        return None if mesh is None or mesh.shape.get(AXIS, 1) == 1 else cls(mesh, order, exchange)
+        return None if mesh is None or mesh.shape.get(AXIS, 1) == 1 else cls(mesh, order, exchange, capacity)
 
     @property
     def shards(self) -> int:
@@ -102,6 +103,7 @@ class SequenceCut:
             sequence=AXIS,
             exchange=self.exchange,
             order=self.order,
+            capacity=self.capacity,
             is_causal=True,
             **options,
         )

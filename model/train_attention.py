@@ -26,16 +26,12 @@ from xsake.model.train_config import TrainConfig
 @partial(jax.tree_util.register_dataclass, data_fields=("mask",), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class FixedMask:
-    """One mask for every layer."""
+    """One mask for every layer, of the whole sequence or, as `shard_rows` gives it, cut already."""
 
     mask: BlockMask | RowShards
 
     def __call__(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards:
         return self.mask
-
-    def cut(self, shards: int, order: str) -> FixedMask:
-        """For sequences that are cut over devices: the mask is cut once, not in every step."""
-        return FixedMask(self.mask.shard_rows(shards, order=order)) if isinstance(self.mask, BlockMask) else self
 
 
 def _sink_window(length: int, block: int, size: int) -> BlockMask:

@@ -50,7 +50,8 @@ def train(
         sequence. A run may be resumed on another mesh, and with another exchange or order: they change no more than
         rounding.
       fsdp: split weights and optimiser over "data" and "sequence" too.
-      exchange: how keys and values travel over "sequence": "gather", "ring" or "auto" (`xsake.sharded_attention`).
+      exchange: how keys and values travel over "sequence": "gather", "ring", "sparse" or "auto", as
+        `xsake.sharded_attention` says.
       order: how tokens lie on "sequence": "contiguous", "zigzag", with which devices have as much to do, or None for
         zigzag where the length is made of whole blocks for it.
       checkpoint_every: steps between checkpoints; the last step has one too.

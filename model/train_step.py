@@ -43,6 +43,7 @@ class Program:
     fsdp: bool = False
     order: str = "contiguous"
     exchange: str = "auto"
+    capacity: int | None = None
 
     @cached_property
     def _abstract(self) -> tuple[Any, Any]:
@@ -118,6 +119,7 @@ class Program:
             mesh=self.mesh if self.mesh.size > 1 else None,
             order=self.order,
             exchange=self.exchange,
+            capacity=self.capacity,
             remat=self.config.remat,
         )
         if cut is not None:

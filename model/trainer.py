@@ -11,6 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xsake import BlockMask
 from xsake._exchange import EXCHANGES
 from xsake.model.attend import MaskFn
 from xsake.model.checkpoints import Checkpoints
@@ -67,10 +68,19 @@ class Trainer:
                 f"kv_heads={config.model.kv_heads} cannot be divided over the mesh's model={sizes['model']}"
             )
         order = self._check_cut(sizes["sequence"], exchange, order)
-        if isinstance(self.mask_fn, FixedMask) and sizes["sequence"] > 1:
-            self.mask_fn = self.mask_fn.cut(sizes["sequence"], order)
+        capacity = None
+        if isinstance(self.mask_fn, FixedMask) and isinstance(self.mask_fn.mask, BlockMask) and sizes["sequence"] > 1:
+            cut = self.mask_fn.mask.shard_rows(sizes["sequence"], order=order)  # once, not in every step
+            capacity = max(1, cut.most_to_send(config.model.kv_heads)) if exchange == "sparse" else None
+            self.mask_fn = FixedMask(cut)
         self.program = _program(
-            config=config, mesh=devices, attention_fn=attention_fn, fsdp=fsdp, order=order, exchange=exchange
+            config=config,
+            mesh=devices,
+            attention_fn=attention_fn,
+            fsdp=fsdp,
+            order=order,
+            exchange=exchange,
+            capacity=capacity,
         )
         self._data = data
         shards = open_shards(data, "train")
@@ -90,6 +100,11 @@ class Trainer:
         if config.attention == "cudnn" and shards > 1:
             raise ValueError(
                 f'attention="cudnn" cannot attend over the mesh\'s sequence={shards}: use attention="dense"'
+            )
+        if exchange == "sparse" and self.recalibrates and shards > 1:
+            raise ValueError(
+                'exchange="sparse" needs masks that are known before the first step, and recalibration changes them: '
+                'use exchange="gather" or "ring"'
             )
         block = None if config.attention == "dense" else config.block
         return choose_order(order, length=config.length, shards=shards, block=block)

@@ -138,6 +138,7 @@ class Transformer(nnx.Module):
         mesh: Mesh | None = None,
         order: str = "contiguous",
         exchange: str = "auto",
+        capacity: int | None = None,
         remat: bool = False,
     ) -> Any:
         """The final normalised states [B, T, width]; `logits` projects all of them, or some at a time.
@@ -154,8 +155,9 @@ class Transformer(nnx.Module):
           cache: the tokens continue its sequences; returns (states, cache). States of tokens past its capacity are NaN.
           mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model". An
             axis "sequence" cuts the tokens of each sequence: attention is `xsake.sharded_attention`. Not with a cache.
-          order, exchange: those of `xsake.sharded_attention`, where an axis "sequence" cuts sequences. Tokens,
-            positions, segments and states lie in that order; `mask_fn` gets queries and keys as the sequence has them.
+          order, exchange, capacity: those of `xsake.sharded_attention`, where an axis "sequence" cuts sequences.
+            Tokens, positions, segments and states lie in that order; `mask_fn` gets queries and keys in the
+            sequence's own.
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
         batch, length = tokens.shape
@@ -166,7 +168,7 @@ class Transformer(nnx.Module):
                 f"tokens of shape {tokens.shape} do not fit a cache of {len(cache.length)} sequences with capacity "
                 f"{cache.capacity}"
             )
-        cut = SequenceCut.of(mesh, order, exchange)
+        cut = SequenceCut.of(mesh, order, exchange, capacity)
         if cache is not None and cut is not None:
             raise ValueError(f"a cache cannot be used with a mesh that cuts sequences: sequence={cut.shards} must be 1")
         if cut is not None and length % cut.shards:

@@ -33,8 +33,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake.kernels_xla_ref",
     ),
     ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
-    ("xsake._execution",),
-    ("xsake._exchange", "xsake._op"),
+    ("xsake._execution", "xsake._pieces"),
+    ("xsake._exchange_sparse", "xsake._op"),
+    ("xsake._exchange",),
     ("xsake._sharded",),
     ("xsake",),  # the door to the operation and to masks
     ("xsake.hads.profile",),

@@ -77,7 +77,7 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         (["--mesh", "1x1x2", "--length", "63"], "length=63 cannot be divided over the mesh's sequence=2"),
         (["--mesh", "1x1x2", "--length", "48", "--order", "zigzag"], "use a multiple of 64 tokens"),
         (["--order", "spiral"], "order='spiral' must be one of 'contiguous', 'zigzag'"),
-        (["--exchange", "post"], "exchange='post' must be one of 'auto', 'gather', 'ring'"),
+        (["--exchange", "post"], "exchange='post' must be one of 'auto', 'gather', 'ring', 'sparse'"),
         (["--attention", "all"], "attention='all' must be one of"),
         (["--attention", "hads"], "sequences of 512 tokens have 4 blocks of 128, most of them always on"),
         (["--attention", "hads", "--block", "16", "--density", "0.1"], "budget=0.1 is below 0.1"),

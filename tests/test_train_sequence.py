@@ -49,6 +49,7 @@ CASES = [
     ("sink_window", (2, 2, 2), dict(exchange="gather", order="contiguous", fsdp=True)),
     ("sink_window", (1, 1, 8), dict(exchange="gather")),
     ("sink_window", (1, 1, 8), dict(exchange="ring")),
+    ("sink_window", (1, 1, 8), dict(exchange="sparse")),
     ("dense", (2, 2, 2), dict(exchange="ring")),
     ("dense", (1, 1, 8), dict(exchange="ring", order="contiguous", fsdp=True)),
     ("big_bird, microbatches", (1, 2, 4), {}),
@@ -89,13 +90,14 @@ def test_hads_chooses_from_the_whole_sequence(data, tmp_path, order):
 
 
 def test_what_cannot_be_cut_is_said(data, monkeypatch):
-    def refused(message, mesh=(1, 1, 2), order=None, **changes):
+    def refused(message, mesh=(1, 1, 2), order=None, exchange="auto", **changes):
         with pytest.raises(ValueError, match=message):
-            Trainer(make_config(**changes), data=data, mesh=mesh, order=order)
+            Trainer(make_config(**changes), data=data, mesh=mesh, order=order, exchange=exchange)
 
     monkeypatch.setattr("xsake.model.trainer.check_cudnn", lambda config: None)
     refused("length=63 cannot be divided over the mesh's sequence=2: use a multiple of 2 tokens", length=63)
     refused(r"use a multiple of 64 tokens \(2 x 2 pieces of whole blocks of 16\)", length=96, order="zigzag")
     refused(r"use attention=\"dense\"", attention="cudnn", density=1.0, dtype="bfloat16")
+    refused("needs masks that are known", exchange="sparse", attention="hads", length=256)
     refused(r"mesh=\(1, 1, 1, 1\) must be \(data, model\) or \(data, model, sequence\)", mesh=(1, 1, 1, 1))
     assert Trainer(make_config(length=96), data=data, mesh=(1, 1, 2)).program.order == "contiguous"

@@ -56,7 +56,7 @@ class RowShards:
             raise ValueError(f"{capacity=} is too small: a shard has {need} blocks; pass capacity>={need} (or None)")
         slot = np.arange(capacity, dtype=np.int32)
         row = xp.minimum(rows_of_slots(xp, row_ptr, capacity), rows.shape[1] - 1)
-        source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot
+        source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot[None, None, None]
         source = xp.clip(source, 0, mask.capacity - 1)
         lists = xp.take_along_axis(xp.broadcast_to(indices[None], (order.shards, *indices.shape)), source, -1)
         if traced:  # what did not fit the mask does not fit its parts either
@@ -100,6 +100,20 @@ class RowShards:
         """i32[n]: the blocks in each shard's lists, over all batches and heads."""
         return self.kv_row_ptr[..., -1].sum((1, 2))
 
+    def most_to_send(self, kv_heads: int) -> int:
+        """The most blocks that one shard needs of another for one of `kv_heads` K/V heads. The lists are concrete."""
+        indices, ptr = np.asarray(self.kv_indices), np.asarray(self.kv_row_ptr)
+        used = np.arange(self.capacity) < ptr[..., -1:]
+        total = self.columns * self.order.shards
+        place = self.order.places(total)[indices]
+        by_head = np.zeros((self.order.shards, self.heads, total + 1), bool)
+        shard, _, head, _ = np.ogrid[tuple(map(slice, indices.shape))]
+        by_head[shard, head, np.where(used, place, total)] = True
+        shape = (self.order.shards, min(self.heads, kv_heads), -1, self.order.shards, self.columns)
+        need = by_head[..., :-1].reshape(shape).any(2)  # [asking shard, K/V head, holder, its blocks]
+        need[np.arange(self.order.shards), :, np.arange(self.order.shards)] = False
+        return int(need.sum(-1).max())
+
     def partition_spec(self, sequence: Any = None, batch: Any = None, heads: Any = None) -> RowShards:
         """This tree with a PartitionSpec at every array: `in_specs` for `jax.shard_map`."""
         spec = PartitionSpec(sequence, batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
@@ -122,26 +136,30 @@ class RowShards:
         return blocks.at[b, h, row, column].set(True)[..., :-1, :]
 
     def mask(self, blocks: Any, shard: Any, holder: Any, *, transpose: bool) -> BlockMask:
-        """The mask of shard `shard`'s rows and shard `holder`'s keys (None: of all), both as they lie.
-
-        `blocks` is `to_blocks()`. The mask has no index rule: the caller tests positions inside blocks that are not
-        full. Which are full follows from where rows and columns stand in the sequence.
-        """
+        """The mask of shard `shard`'s rows and of shard `holder`'s keys (None: of all). `blocks` is `to_blocks()`."""
         if holder is None:
-            number = self.order.blocks(self.columns * self.order.shards).reshape(-1).astype(np.int32)
-        else:
-            number = self.order.number(holder, self.columns, np.arange(self.columns, dtype=np.int32))
-            blocks = jax.lax.dynamic_slice_in_dim(blocks, holder * self.columns, self.columns, 3)
+            return self.mask_of(blocks, shard, np.arange(blocks.shape[3], dtype=np.int32), transpose=transpose)
+        first = holder * self.columns
+        blocks = jax.lax.dynamic_slice_in_dim(blocks, first, self.columns, 3)
+        return self.mask_of(blocks, shard, first + np.arange(self.columns, dtype=np.int32), transpose=transpose)
+
+    def mask_of(self, active: Any, shard: Any, columns: Any, *, transpose: bool) -> BlockMask:
+        """The mask of shard `shard`'s rows and of key blocks that lie at `columns`, some of them `active`.
+
+        It has no index rule: the caller tests positions inside blocks that are not full. Which are full follows from
+        where rows and columns stand in the sequence.
+        """
         row = self.order.number(shard, self.rows, np.arange(self.rows, dtype=np.int32))
-        full = self.grid.is_full(row[:, None], number[None, :])
-        capacity = max(1, min(self.capacity, blocks.shape[2] * blocks.shape[3]))
+        column = self.order.number(columns // self.columns, self.columns, columns % self.columns)
+        full = self.grid.is_full(row[:, None], column[None, :])
+        capacity = max(1, min(self.capacity, active.shape[2] * active.shape[3]))
         return BlockMask.of_lists(
-            compact(blocks, full, capacity),
-            compact(blocks.swapaxes(-1, -2), full.T, capacity) if transpose else None,
+            compact(active, full, capacity),
+            compact(active.swapaxes(-1, -2), full.T, capacity) if transpose else None,
             block_q=self.grid.block_q,
             block_kv=self.grid.block_kv,
-            q_len=blocks.shape[2] * self.grid.block_q,
-            kv_len=blocks.shape[3] * self.grid.block_kv,
+            q_len=active.shape[2] * self.grid.block_q,
+            kv_len=active.shape[3] * self.grid.block_kv,
             is_causal=False,
             density_hint=self.density_hint,
         )

@@ -2,17 +2,18 @@
 
 - gather: keys and values of all shards are gathered, a few heads at a time, so that what is gathered is about as large
   as a shard's own. The gradients go back by a reduce-scatter.
+- sparse: only blocks that are listed travel (`_exchange_sparse`).
 - ring: the shards pass keys and values on, n - 1 times, each while the attention to the keys it holds is computed; the
   outputs are merged by their lse in float32. In the backward the gradients travel along, one step further, to the shard
   whose keys they belong to.
 
-Both keep a shard's own arrays for the backward, nothing that was gathered, and move (n-1)/n of keys and values.
+All keep a shard's own arrays for the backward and nothing that travelled. Gather and ring move (n-1)/n of keys and
+values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -22,12 +23,13 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from xsake._backend import Call
+from xsake._exchange_sparse import Sparse
 from xsake._execution import Plan, deltas, sink_gradient
-from xsake._partition import Dims, call_dims, flat_dims
+from xsake._partition import call_dims
+from xsake._pieces import by_heads, wide
 from xsake._trace import vary, varying_axes
-from xsake.hads.mask.row_shards import RowShards
 
-EXCHANGES = ("gather", "ring")
+EXCHANGES = ("gather", "ring", "sparse")
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +40,9 @@ class Shard:
     `rows` are the shard's own, and `bias` is [.., .., own queries, all keys].
     """
 
-    call: Call
-    rows: RowShards
-    bias: Any  # None, or an array, or what JAX puts in an array's place
+    call: Any  # Call; JAX also builds trees of flags and of cotangents from this class
+    rows: Any  # RowShards
+    bias: Any
     kv_segments: Any
     kv_positions: Any
 
@@ -75,6 +77,11 @@ class Route(NamedTuple):
     exchange: str
     axes: str | tuple[str, ...]
     shards: int
+    capacity: int = 0  # of the sparse exchange
+
+    @property
+    def sparse(self) -> Sparse:
+        return Sparse(self.plan, self.axes, self.shards, self.capacity)
 
     def forward(self, shard: Shard) -> tuple[Array, Array]:
         shard = vary(shard, varying_axes(shard))
@@ -86,7 +93,10 @@ class Route(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchanged(route: Route, shard: Shard) -> tuple[Array, Array]:
-    out, lse = (_gather if route.exchange == "gather" else _ring)(route, shard)
+    if route.exchange == "sparse":
+        out, lse = route.sparse.forward(shard)
+    else:
+        out, lse = (_gather if route.exchange == "gather" else _ring)(route, shard)
     return _with_sink(shard.call, out, lse)
 
 
@@ -116,8 +126,11 @@ def _exchanged_bwd(route: Route, residuals: tuple, cotangents: tuple) -> tuple[S
     axes = varying_axes(shard)
     d_out, d_lse = (vary(jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c, axes) for c in cotangents)
     delta, live = deltas(shard.call, out, lse, d_out, d_lse)
-    backward = _gather_backward if route.exchange == "gather" else _ring_backward
-    query, key, value, *bias = backward(route, shard, wanted.bias, lse, live, d_out)
+    if route.exchange == "sparse":
+        query, key, value, *bias = route.sparse.backward(shard, wanted.bias, lse, live, d_out)
+    else:
+        backward = _gather_backward if route.exchange == "gather" else _ring_backward
+        query, key, value, *bias = backward(route, shard, wanted.bias, lse, live, d_out)
     call = dataclasses.replace(jax.tree.map(lambda _: None, shard.call), query=query, key=key, value=value)
     if shard.call.sink_lse is not None:
         call = dataclasses.replace(call, sink_lse=sink_gradient(shard.call.sink_lse, lse, delta))
@@ -140,7 +153,7 @@ def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
 
     dims = call_dims(call)
     batch, tokens, heads, _ = dims.query
-    out, lse = _by_heads(
+    out, lse = by_heads(
         run, (call,), (dims,), ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens)), _pieces(route, call)
     )
     return out, route.plan.contract_lse(lse)
@@ -155,7 +168,7 @@ def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, de
         return query, scattered(key), scattered(value), *bias
 
     def scattered(x: Array) -> Array:
-        total = jax.lax.psum_scatter(_wide(x), route.axes, scatter_dimension=1, tiled=True)
+        total = jax.lax.psum_scatter(wide(x), route.axes, scatter_dimension=1, tiled=True)
         return total.astype(x.dtype)
 
     dims = call_dims(call)
@@ -163,7 +176,7 @@ def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, de
     rows = (batch, heads, tokens)
     given_dims = (dims, rows, rows, (batch, tokens, heads, dims.value[3]))
     results = (dims.query, dims.key, dims.value) + ((dims.bias,) if with_bias else ())
-    return _by_heads(run, (call, lse, delta, d_out), given_dims, results, _pieces(route, call))
+    return by_heads(run, (call, lse, delta, d_out), given_dims, results, _pieces(route, call))
 
 
 def _gathered(route: Route, call: Call) -> Call:
@@ -174,36 +187,6 @@ def _gathered(route: Route, call: Call) -> Call:
 def _pieces(route: Route, call: Call) -> int:
     """Into how many pieces the K/V heads are cut: as many as there are shards, or the next fewer that come out even."""
     return next(pieces for pieces in range(min(route.shards, call.kv_heads), 0, -1) if call.kv_heads % pieces == 0)
-
-
-def _by_heads(run: Callable, given: tuple, given_dims: tuple, result_dims: tuple, pieces: int) -> tuple:
-    """`run(*given)` on one piece of the heads after another. Results without heads are sums over the pieces."""
-    if pieces == 1:
-        return run(*given)
-    leaves, tree = jax.tree.flatten(given)
-    axes = [_head_axis(dims) for dims in flat_dims(given_dims)]
-    cut = {i: _cut(leaves[i], axis, pieces) for i, axis in enumerate(axes) if axis is not None}
-
-    def piece(parts: dict[int, Array]) -> tuple:
-        return run(*jax.tree.unflatten(tree, [parts.get(i, x) for i, x in enumerate(leaves)]))
-
-    results = jax.lax.map(piece, cut)
-    return tuple(_join(x, _head_axis(dims)) for x, dims in zip(results, result_dims, strict=True))
-
-
-def _head_axis(dims: Dims) -> int | None:
-    return next((axis for axis, dim in enumerate(dims) if dim in ("h", "k")), None)
-
-
-def _cut(x: Array, axis: int, pieces: int) -> Array:
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], pieces, -1, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _join(x: Array, axis: int | None) -> Array:
-    if axis is None:
-        return x.sum(0)
-    moved = jnp.moveaxis(x, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------
@@ -217,7 +200,7 @@ def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
         following = route.next(held) if hop + 1 < route.shards else held  # begins before the attention to `held`
         call = shard.of_keys(*held, own, (own - hop) % route.shards, transpose=False)
         out, lse = route.plan.run_forward(call)
-        parts.append((_wide(out), route.plan.contract_lse(lse)))
+        parts.append((wide(out), route.plan.contract_lse(lse)))
         held = following
     return reduce(_merged, parts)
 
@@ -242,17 +225,17 @@ def _ring_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delt
     held = (shard.call.key, shard.call.value)
     d_query = jnp.zeros((), jnp.float32)
     d_held = (jnp.zeros((), jnp.float32),) * 2  # gradients of the held keys and values, from the shards they came by
-    d_bias = vary(jnp.zeros_like(_wide(shard.bias)), varying_axes(shard)) if shard.bias is not None else jnp.zeros(())
+    d_bias = vary(jnp.zeros_like(wide(shard.bias)), varying_axes(shard)) if shard.bias is not None else jnp.zeros(())
     for hop in range(route.shards):
         holder = (own - hop) % route.shards
         following = route.next(held) if hop + 1 < route.shards else held
         call = shard.of_keys(*held, own, holder, transpose=True)
         query, key, value, *bias = route.plan.run_backward(with_bias, call, lse, delta, d_out)
-        d_query = d_query + _wide(query)
+        d_query = d_query + wide(query)
         arrived = route.next(d_held) if hop else d_held  # the sums of the hop before travel while this one is computed
-        d_held = (arrived[0] + _wide(key), arrived[1] + _wide(value))
+        d_held = (arrived[0] + wide(key), arrived[1] + wide(value))
         if with_bias:
-            d_bias = _add_columns(d_bias, _wide(bias[0]), holder * call.kv_len)
+            d_bias = _add_columns(d_bias, wide(bias[0]), holder * call.kv_len)
         held = following
     home = route.next(d_held)
     given = shard.call
@@ -265,7 +248,3 @@ def _add_columns(total: Array, part: Array, first: Array) -> Array:
         return total + part
     old = jax.lax.dynamic_slice_in_dim(total, first, part.shape[3], 3)
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, first, 3)
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -194,7 +195,7 @@ class _Operation:
         missing = cut.missing(dims)
         if not missing:
             return x
-        total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        total = x.astype(np.promote_types(x.dtype, jnp.float32))
         if own is not None and "k" in dims:
             axis = dims.index("k")
             zeros = jnp.zeros((*x.shape[:axis], self.kv_heads, *x.shape[axis + 1 :]), total.dtype)

@@ -39,6 +39,7 @@ def sharded_attention(
     mesh: Any = None,
     exchange: str = "auto",
     order: str = "contiguous",
+    capacity: int | None = None,
     bias: Any = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -67,22 +68,26 @@ def sharded_attention(
       sequence, batch, heads: the mesh axes, a name or several, that cut the tokens, the batch and the heads.
       mesh: None for the mesh of the arrays or the current one (`jax.set_mesh`).
       exchange: "gather" gathers keys and values a few heads at a time; "ring" passes them from device to device while
-        it computes, and holds no more than two shards of them; "auto" is "gather".
+        it computes, and holds no more than two shards of them; "sparse" sends only blocks that some row of the
+        receiving device lists; "auto" is "gather".
       order: how the tokens lie on the devices. "contiguous", or "zigzag" (`xsake.zigzag` brings tokens into it), with
         which all devices have as much to do under a causal rule. Everything that has tokens (`segment_ids`,
         `positions`, `bias`, the output) lies in that order; masks and lengths speak of the sequence itself.
+      capacity: for "sparse", the blocks that a device may need of another for one K/V head; None for the need of the
+        mask, if the mask is concrete. A head that needs more is NaN.
 
     Returns:
       [B, T, H, Dv] in the query's dtype, cut like the query, or (output, lse).
     """
     check_inputs(query, key, value)
     if exchange not in ("auto", *EXCHANGES):
-        raise ValueError(f"{exchange=} must be 'auto', {' or '.join(map(repr, EXCHANGES))}")
+        raise ValueError(f"{exchange=} must be 'auto', {', '.join(map(repr, EXCHANGES[:-1]))} or {EXCHANGES[-1]!r}")
     options = _Options(
         sequence=sequence,
         batch=batch,
         heads=heads,
         exchange="gather" if exchange == "auto" else exchange,
+        capacity=capacity,
         scale=scale,
         is_causal=bool(is_causal),
         local_window_size=local_window_size,
@@ -110,6 +115,7 @@ def sharded_attention(
                 f"given with its partition_spec; got {type(mask).__name__}"
             )
         _check_shards(mask, Order.of(shards, order))
+        options = _with_capacity(options, mask, key.shape[2])
         out, lse = _local(options, arrays | {"mask": mask})
     else:
         out, lse = _over(_mesh(mesh, inside, options), options, arrays, mask, order)
@@ -148,6 +154,7 @@ class _Options:
     batch: Axes
     heads: Axes
     exchange: str
+    capacity: int | None
     scale: float | None
     is_causal: bool
     local_window_size: Any
@@ -225,6 +232,7 @@ def _over(mesh: Any, options: _Options, arrays: dict, mask: Any, order_name: str
             f"({mask.grid.block_q} x {mask.grid.block_kv}): pad them to {padded[0]} and {padded[1]}, with "
             f"key_value_seq_lengths, before they are laid in zigzag"
         )
+    options = _with_capacity(options, mask, key.shape[2])
     arrays = _pad(arrays, lengths, padded)
     out, lse = _program(mesh, options)({k: v for k, v in arrays.items() if v is not None} | {"mask": mask})
     return out[:, : lengths[0]], lse[:, : lengths[0]]
@@ -243,6 +251,23 @@ def _dense(lengths: tuple[int, int], order: Order, options: _Options, by_index: 
         is_causal=options.is_causal and by_index,
         local_window_size=options.local_window_size if by_index else None,
     )
+
+
+def _with_capacity(options: _Options, mask: RowShards, kv_heads: int) -> _Options:
+    if options.exchange != "sparse":
+        if options.capacity is not None:
+            raise ValueError(f"capacity={options.capacity} is of exchange='sparse', not of {options.exchange!r}")
+        return options
+    capacity = options.capacity
+    if capacity is None:
+        if isinstance(mask.kv_row_ptr, jax.core.Tracer):
+            raise ValueError(
+                "exchange='sparse' needs capacity= here: the mask is made under jit, so its need is unknown"
+            )
+        capacity = max(1, mask.most_to_send(kv_heads))
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+        raise ValueError(f"{capacity=} must be an int of at least 1")
+    return dataclasses.replace(options, capacity=min(capacity, mask.columns))
 
 
 def _check_shards(mask: RowShards, order: Order) -> None:
@@ -347,7 +372,7 @@ def _local(options: _Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
     shard = Shard(call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions)
     names = _registry.candidates(options.implementation, platform_of(query))
     plan = Plan.of(names, dataclasses.replace(call, bias=None), options.config)
-    out, lse = Route(plan, options.exchange, options.sequence, order.shards).forward(shard)
+    out, lse = Route(plan, options.exchange, options.sequence, order.shards, options.capacity or 0).forward(shard)
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
     return out, lse.swapaxes(1, 2)

@@ -37,7 +37,8 @@ def train(
         str, typer.Option(help="Devices, data x model, such as 4x2, or data x model x sequence, such as 2x2x2.")
     ] = "1x1",
     exchange: Annotated[
-        str, typer.Option(help="How keys and values travel over the mesh's sequence axis: gather, ring or auto.")
+        str,
+        typer.Option(help="How keys and values travel over the mesh's sequence axis: gather, ring, sparse or auto."),
     ] = "auto",
     order: Annotated[
         str | None,

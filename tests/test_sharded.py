@@ -1,0 +1,299 @@
+"""`xsake.sharded_attention` on 8 simulated devices: the numbers of one device, and what the compiled programs move."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import check, collect, make, with_grads
+from contract.target import TARGETS
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from sweep import sweep
+
+import xsake
+from xsake import _registry, _sharded
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
+
+XLA = next(target for target in TARGETS if target.name == "xla")
+SIZES = dict(q_len=128, block_q=16, block_kv=16)
+TOKENS = np.arange(128, dtype=np.int32)
+CASES = {
+    "causal": dict(mask_causal=True),
+    "all arguments": dict(
+        mask_causal=True, bias=(1, 0, 0, 0), sinks=(4,), local_window_size=(70, 0), logits_soft_cap=20.0
+    ),
+    "a mask a batch and head": dict(mask=(2, 4), is_causal=True, bias=(0, 1, 1, 0)),
+    "a sink and a window": dict(mask=(1, 1), density=1.0, mask_causal=True, mask_window=(40, None)),
+    "segments": dict(segment_ids=np.stack([TOKENS // 50, np.where(TOKENS < 99, TOKENS // 33, -1)])),
+    "positions": dict(is_causal=True, positions=np.stack([TOKENS // 2, TOKENS[::-1] * 3 % 64])),
+    "lengths": dict(
+        query_seq_lengths=np.array([128, 60], np.int32), key_value_seq_lengths=np.array([100, 77], np.int32)
+    ),
+    "no mask": dict(mask=None, is_causal=True),
+    "bfloat16": dict(mask_causal=True, dtype="bfloat16", sinks=(4, 2)),
+}
+QUICK = {  # the other pairs reach no other code
+    "gather contiguous": ("a mask a batch and head", "segments"),
+    "gather zigzag": ("all arguments",),
+    "ring contiguous": ("lengths",),
+    "ring zigzag": ("all arguments", "bfloat16"),
+    "sparse contiguous": ("a sink and a window",),
+    "sparse zigzag": ("all arguments",),
+}
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def laid(order, shards, axes, x):
+    for axis in axes if order == "zigzag" else ():
+        x = xsake.zigzag(x, shards, axis=axis) if x.shape[axis] > 1 else x
+    return x
+
+
+def sharded(case, mesh, exchange, order, mask="own", **options):
+    """(output, lse) of the inputs, in the order of the sequence."""
+    shards = mesh.shape["seq"]
+    rest = {
+        name: jax.tree.map(partial(laid, order, shards, (1,)), x) if name in ("segment_ids", "positions") else x
+        for name, x in case.rest.items()
+    }
+
+    def run(inputs):
+        axes = dict(query=(1,), key=(1,), value=(1,), bias=(2, 3), sinks=())
+        inputs = {name: laid(order, shards, axes[name], x) for name, x in inputs.items()}
+        results = xsake.sharded_attention(
+            **inputs,
+            mask=case.mask() if isinstance(mask, str) else mask,
+            **rest,
+            **case.options,
+            mesh=mesh,
+            batch="data" if "data" in mesh.axis_names else None,
+            heads="model" if "model" in mesh.axis_names else None,
+            sequence="seq",
+            exchange=exchange,
+            order=order,
+            return_lse=True,
+            **options,
+        )
+        back = xsake.unzigzag if order == "zigzag" else lambda x, _: x
+        return tuple(back(x, shards) for x in results)
+
+    return run
+
+
+def check_sharded(case, mesh, exchange, order, **options):
+    run = sharded(case, mesh, exchange, order, **options)
+    check(case, collect(case, *jax.jit(lambda i, c: with_grads(run, i, c))(case.inputs, case.cotangents)))
+
+
+ALL = [f"{pair}, {name}" for pair in QUICK for name in CASES]
+
+
+@pytest.mark.parametrize(
+    "which", sweep(ALL, slow=[w for w in ALL if w.split(", ", 1)[1] not in QUICK[w.split(", ")[0]]])
+)
+def test_the_numbers_of_one_device(which):
+    pair, name = which.split(", ", 1)
+    case = make(XLA, **(SIZES | CASES[name]))
+    check_sharded(case, mesh_of(data=2, seq=4), *pair.split())
+
+
+@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["gather"]))
+def test_lengths_that_are_not_whole_blocks(exchange):
+    case = make(XLA, q_len=107, kv_len=150, mask_causal=False, sinks=(4,))
+    check_sharded(case, mesh_of(data=2, seq=4), exchange, "contiguous")
+
+
+@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
+def test_explicit_axes_with_heads_cut_too(exchange):
+    case = make(XLA, **SIZES, mask_causal=True, mask=(1, 2))
+    check_sharded(case, mesh_of(AxisType.Explicit, data=2, model=2, seq=2), exchange, "contiguous")
+
+
+@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["gather"]))
+def test_inside_the_callers_shard_map(exchange):
+    case = make(XLA, **SIZES, mask_causal=True)
+    mesh, rows = mesh_of(seq=8), case.mask().shard_rows(8)
+    spec = P(None, "seq")
+
+    def run(inputs):
+        def part(inputs, rows):
+            return xsake.sharded_attention(**inputs, mask=rows, sequence="seq", exchange=exchange, return_lse=True)
+
+        return jax.shard_map(
+            part, mesh=mesh, in_specs=(dict.fromkeys(inputs, spec), rows.partition_spec("seq")), out_specs=spec
+        )(inputs, rows)
+
+    check(case, collect(case, *jax.jit(lambda i, c: with_grads(run, i, c))(case.inputs, case.cotangents)))
+
+
+# -- what moves --------------------------------------------------------------------------------------------------------
+
+B, T, H, K, D, N = 1, 512, 8, 8, 16, 8
+
+
+def compiled_text(exchange, gradient=False):
+    mask = xsake.BlockMask.full(T, T, block_q=16, block_kv=16, is_causal=True)
+    mesh = mesh_of(seq=N)
+
+    def run(q, k, v):
+        return xsake.sharded_attention(q, k, v, mask, mesh=mesh, sequence="seq", exchange=exchange)
+
+    place = jax.sharding.NamedSharding(mesh, P(None, "seq"))
+    q = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=place)
+    k = jax.ShapeDtypeStruct((B, T, K, D), jnp.float32, sharding=place)
+    f = jax.grad(lambda *a: run(*a).sum(), (0, 1, 2)) if gradient else run
+    return jax.jit(f).lower(q, k, k).compile().as_text()
+
+
+def sizes_of(text, operation):
+    """Elements of the float results of an operation, one number per instruction."""
+    found = []
+    for shape in re.findall(rf"= (\(?[^=]*?)\s{operation}(?:-start)?\(", text):
+        arrays = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", shape)]
+        if arrays:
+            found.append(int(sum(arrays)))
+    return found
+
+
+def test_the_ring_moves_each_shard_of_keys_and_values_once_and_begins_before_the_attention():
+    text = compiled_text("ring")
+    moved = sum(sizes_of(text, "collective-permute"))
+    assert moved == (N - 1) * 2 * B * (T // N) * K * D  # (n-1)/n of all keys and values, on every device
+    assert not sizes_of(text, "all-gather") and not sizes_of(text, "all-to-all")
+    lines = dict(re.findall(r"(?m)^\s*(?:ROOT )?(%[\w.\-]+) = (.*)$", text))
+    for name in [name for name, line in lines.items() if " collective-permute(" in line]:
+        todo, seen = [name], set()
+        while todo:
+            line = lines.get(todo.pop(), "")
+            assert not re.search(r"\s(dot|while|custom-call|call)\(", line), "a permute waits for an attention"
+            more = set(re.findall(r"%[\w.\-]+", line.split(", metadata")[0])) - seen
+            seen |= more
+            todo += more
+
+
+def test_gathering_moves_all_keys_and_values_once_and_holds_little_of_them():
+    text = compiled_text("gather")
+    assert not sizes_of(text, "collective-permute")
+    pieces = sizes_of(text, "all-gather")
+    # The loop over pieces of the heads has one gather of keys and one of values: 1 of 8 heads each.
+    assert sorted(pieces) == [B * T * D] * 2
+    assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
+
+
+def test_the_sparse_exchange_moves_what_is_listed_and_no_more():
+    mask = xsake.patterns.sink_window(T, T, sink=16, window=32, block_q=16, block_kv=16)
+    mesh = mesh_of(seq=N)
+    assert mask.shard_rows(N).most_to_send(K) == 3  # the second shard needs the sink and the window of the first
+    place = jax.sharding.NamedSharding(mesh, P(None, "seq"))
+    q = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=place)
+
+    def run(q, k, v):
+        return xsake.sharded_attention(q, k, v, mask, mesh=mesh, sequence="seq", exchange="sparse")
+
+    text = jax.jit(run).lower(q, q, q).compile().as_text()
+    assert not sizes_of(text, "all-gather") and not sizes_of(text, "collective-permute")
+    assert sum(sizes_of(text, "all-to-all")) == 2 * B * N * 3 * 16 * D  # keys and values of one head, in a loop
+
+
+def test_gradients_come_back_scattered():
+    text = compiled_text("gather", gradient=True)
+    assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
+    scattered = sizes_of(text, "reduce-scatter")
+    assert not scattered or max(scattered) <= B * (T // N) * D * 2  # on the CPU XLA may sum whole pieces instead
+
+
+# -- rows of a mask ----------------------------------------------------------------------------------------------------
+
+
+def test_zigzag_gives_every_shard_as_much_to_do():
+    causal = xsake.BlockMask.full(8192, 8192, block_q=64, block_kv=64, is_causal=True)
+    window = xsake.patterns.sink_window(8192, 8192, sink=128, window=1024, block_q=64, block_kv=64)
+    for mask in (causal, window):
+        walked = np.asarray(mask.shard_rows(8, order="zigzag").blocks_walked())
+        assert walked.max() / walked.mean() <= 1.10
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_rows_are_cut_alike_under_jit(order):
+    case = make(XLA, q_len=200, kv_len=130, mask=(2, 3))
+    mask = case.mask()
+    concrete = mask.shard_rows(4, order=order)
+    traced = jax.jit(lambda m: m.shard_rows(4, order=order))(mask)
+    np.testing.assert_array_equal(traced.kv_row_ptr, concrete.kv_row_ptr)
+    used = np.arange(concrete.capacity) < np.asarray(concrete.kv_row_ptr)[..., -1:]
+    np.testing.assert_array_equal(
+        np.asarray(traced.kv_indices)[..., : concrete.capacity][used], np.asarray(concrete.kv_indices)[used]
+    )
+    rows = concrete.order.blocks(concrete.rows * 4)
+    blocks = np.pad(mask.to_blocks(), [(0, 0)] * 2 + [(0, rows.max() + 1 - mask.num_q_blocks), (0, 0)])
+    np.testing.assert_array_equal(np.diff(np.asarray(concrete.kv_row_ptr))[1], blocks[:, :, rows[1]].sum(-1))
+
+
+def test_lists_that_do_not_fit_give_nan():
+    q = jnp.ones((1, 64, 2, 16))
+    mesh = mesh_of(seq=4)
+
+    def run(q, blocks, **exchange):
+        options = dict(block_q=8, block_kv=8, q_len=64, kv_len=64)
+        blocks = jnp.repeat(jnp.repeat(blocks, 2, 0), 2, 1)
+        mask = xsake.BlockMask.from_blocks(blocks, capacity=None if exchange else 20, **options)
+        return xsake.sharded_attention(q, q, q, mask, mesh=mesh, sequence="seq", **exchange)
+
+    sparse = partial(run, exchange="sparse", capacity=1)
+    dense = jnp.ones((4, 4), bool)
+    for f in (run, sparse):
+        assert np.isnan(jax.jit(f)(q, dense)).all()
+        assert np.isfinite(jax.jit(f)(q, jnp.eye(4, dtype=bool))).all()
+
+
+def test_zigzag_and_back():
+    x = jnp.arange(32).reshape(1, 32)
+    assert xsake.zigzag(x, 2)[0, :24].tolist() == [*range(8), *range(24, 32), *range(8, 16)]
+    np.testing.assert_array_equal(xsake.unzigzag(xsake.zigzag(x, 4), 4), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(exchange="ringg"), "exchange='ringg' must be 'auto', 'gather', 'ring' or 'sparse'"),
+        (dict(capacity=3), "capacity=3 is of exchange='sparse', not of 'gather'"),
+        (dict(order="zig"), "order='zig' must be one of 'contiguous', 'zigzag'"),
+        (dict(sequence="model"), "must be different axes of the mesh, which has 'data', 'seq'"),
+        (dict(heads="seq"), "must be different axes"),
+        (dict(batch="data", query=3), "query has batch 3, which batch='data' cannot cut into 2 equal parts"),
+        (dict(order="zigzag", length=100), "pad them to 128 and 128, with key_value_seq_lengths"),
+    ],
+)
+def test_wrong_calls(options, message):
+    options = dict(sequence="seq", length=64, query=2) | options
+    q = jnp.ones((options.pop("query"), options.pop("length"), 2, 16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        xsake.sharded_attention(q, q, q, mesh=mesh_of(data=2, seq=4), **options)
+
+
+PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", "tpu", "tpu_custom_call")}
+
+
+@pytest.mark.parametrize(("exchange", "platform"), [("gather", "cuda"), ("ring", "cuda"), ("ring", "tpu")])
+def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
+    name, devices, kernel = PLATFORMS[platform]
+    monkeypatch.setattr(_registry.get(name), "unavailable", lambda: None)
+    monkeypatch.setattr(_sharded, "platform_of", lambda query: devices)
+    mask = xsake.BlockMask.full(1024, 1024, block_q=128, block_kv=128, is_causal=True)
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)
+    options = dict(mesh=mesh_of(seq=2), sequence="seq", exchange=exchange, implementation=name)
+
+    def loss(q):
+        return xsake.sharded_attention(q, q, q, mask, **options).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=(platform,)).as_text()
+    assert kernel in text and ("collective_permute" if exchange == "ring" else "all_gather") in text
