@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+import xsake
 from xsake import BlockMask
+from xsake.hads.mask.row_shards import RowShards
 from xsake.model.cache import KVCache
+from xsake.model.sequence_cut import SequenceCut
 
-MaskFn = Callable[[int, Array, Array], BlockMask | None]
+MaskFn = Callable[[int, Array, Array], BlockMask | RowShards | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,14 @@ class Attend:
     mask_fn: MaskFn | None = None
     segment_ids: Any = None
     mesh: Mesh | None = None
+    cut: SequenceCut | None = None
+
+    def __post_init__(self) -> None:
+        if self.cut is not None and self.attention_fn is not xsake.attention:
+            raise ValueError(
+                f"the mesh cuts sequences over {self.cut.shards} devices, which xsake.attention can serve, and this "
+                f"model's attention_fn is {self.attention_fn!r}"
+            )
 
     def __call__(
         self, layer: int, cache: KVCache | None, query: Array, key: Array, value: Array
@@ -42,19 +53,29 @@ class Attend:
                 options["positions"] = (cache.slots(query.shape[1]), jnp.broadcast_to(slots, key.shape[:2]))
         if self.segment_ids is not None:
             options["segment_ids"] = self.segment_ids
-        mask = None if self.mask_fn is None else self.mask_fn(layer, query, key)
+        mask = self._mask(layer, query, key)
         if mask is not None:
-            if "positions" in options and mask.is_causal:
+            if "positions" in options and isinstance(mask, BlockMask) and mask.is_causal:
                 raise ValueError(
                     f"layer {layer}'s mask counts causality from query 0, but these {query.shape[1]} queries follow "
                     "the tokens of a filled cache; build the mask with is_causal=False: the model is causal by position"
                 )
             options["mask"] = mask
-        if self.mesh is None:
+        if self.cut is not None:
+            out = self.cut.attend(query, key, value, options)
+        elif self.mesh is None:
             out = self.attention_fn(query, key, value, is_causal=True, **options)
         else:
             out = self._sharded(self.mesh, query, key, value, options)
         return out, cache
+
+    def _mask(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards | None:
+        """The layer's mask, chosen from queries and keys in the order of the sequence, however they lie."""
+        if self.mask_fn is None:
+            return None
+        if self.cut is not None:
+            query, key = self.cut.natural(query), self.cut.natural(key)
+        return self.mask_fn(layer, query, key)
 
     def _sharded(self, mesh: Mesh, query: Array, key: Array, value: Array, options: dict[str, Any]) -> Array:
         """Each device attends for its sequences (axis "data") and its heads (axis "model"), with no communication."""

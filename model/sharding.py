@@ -1,7 +1,8 @@
-"""Which device holds what: a mesh with axes "data" and "model", and rules from parameter names to its axes.
+"""Which device holds what: a mesh with axes "data", "model" and "sequence", and rules from parameter names to its axes.
 
 Over "model", matrices are split by heads and inner features (Megatron): a block needs two sums over devices. Over
-"data", batches are split, and with `fsdp` also the parameters and the state of the optimiser.
+"data", batches are split, and over "sequence" the tokens of each sequence. With `fsdp`, parameters and the state of the
+optimiser are split over these two as well.
 """
 
 from __future__ import annotations
@@ -23,23 +24,27 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/\d+/mlp/down/kernel", P("model", None)),
     (r"(blocks/\d+/(attention|mlp)_)?norm/scale", P()),
 )
+AXES = ("data", "model", "sequence")
 BATCH = P(None, "data", None)  # microbatches, sequences, tokens
 
 
-def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data` x `model` devices; with several processes it must hold all devices of all of them."""
-    wanted, here = data * model, jax.device_count()
-    if data < 1 or model < 1:
-        raise ValueError(f"mesh {data=} x {model=}: both must be at least 1")
+def make_mesh(data: int = 1, model: int = 1, sequence: int = 1) -> Mesh:
+    """A mesh of `data` x `model` x `sequence` devices; with several processes it must hold all devices of all of them.
+
+    Devices along "sequence" are neighbours: they exchange most.
+    """
+    sizes = (data, model, sequence)
+    wanted, here = math.prod(sizes), jax.device_count()
+    text = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    if min(sizes) < 1:
+        raise ValueError(f"the mesh {text}: each must be at least 1")
     if wanted > here:
-        raise ValueError(f"the mesh {data=} x {model=} needs {wanted} devices, and there are {here}")
+        raise ValueError(f"the mesh {text} needs {wanted} devices, and there are {here}")
     if wanted < here and jax.process_count() > 1:
         raise ValueError(
-            f"the mesh {data=} x {model=} has {wanted} devices and must hold all {here} of the {jax.process_count()} "
-            f"processes"
+            f"the mesh {text} has {wanted} devices and must hold all {here} of the {jax.process_count()} processes"
         )
-    types = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=types, devices=jax.devices()[:wanted])
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:wanted])
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -60,16 +65,18 @@ def parameter_shardings(params: Any, mesh: Mesh, *, fsdp: bool = False) -> Any:
                 raise ValueError(
                     f"parameter {name!r}: {size} cannot be divided over the mesh's {axis}={mesh.shape[axis]}"
                 )
-        if fsdp and mesh.shape["data"] > 1:
-            axes = _split_over_data(shape, axes, mesh.shape["data"])
+        if fsdp:
+            axes = _split_further(shape, axes, mesh)
         return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _split_over_data(shape: tuple[int, ...], axes: list[Any], size: int) -> list[Any]:
-    """Split the largest whole dimension that `size` divides over "data"; without one, replicate the parameter."""
+def _split_further(shape: tuple[int, ...], axes: list[Any], mesh: Mesh) -> list[Any]:
+    """Split the largest whole dimension that can be, over "data" and "sequence"; without one, replicate."""
+    over = tuple(axis for axis in ("data", "sequence") if mesh.shape[axis] > 1)
+    size = math.prod(mesh.shape[axis] for axis in over)
     free = [i for i, axis in enumerate(axes) if axis is None and shape[i] % size == 0]
-    if free and math.prod(shape) > size:
-        axes[max(free, key=lambda i: shape[i])] = "data"
+    if over and free and math.prod(shape) > size:
+        axes[max(free, key=lambda i: shape[i])] = over if len(over) > 1 else over[0]
     return axes

@@ -18,6 +18,7 @@ from jax import Array
 import xsake
 from xsake import BlockMask, patterns
 from xsake._device import compute_capability
+from xsake.hads.mask.row_shards import RowShards
 from xsake.model.attend import MaskFn
 from xsake.model.train_config import TrainConfig
 
@@ -25,11 +26,11 @@ from xsake.model.train_config import TrainConfig
 @partial(jax.tree_util.register_dataclass, data_fields=("mask",), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class FixedMask:
-    """One mask for every layer."""
+    """One mask for every layer, of the whole sequence or, as `shard_rows` gives it, cut already."""
 
-    mask: BlockMask
+    mask: BlockMask | RowShards
 
-    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards:
         return self.mask
 
 

@@ -25,8 +25,10 @@ def train(
     *,
     data: Path,
     run: Path,
-    mesh: tuple[int, int] = (1, 1),
+    mesh: tuple[int, ...] = (1, 1, 1),
     fsdp: bool = False,
+    exchange: str = "auto",
+    order: str | None = None,
     checkpoint_every: int = 500,
     keep: int = 3,
     eval_every: int = 0,
@@ -44,8 +46,14 @@ def train(
       config: everything that decides the numbers. A run folder of another configuration is refused.
       data: a folder made by `xsake data build`.
       run: the folder of the run: `metrics.jsonl` (one event per line) and `checkpoints/`.
-      mesh: devices over ("data", "model"); a run may be resumed on another mesh.
-      fsdp: split weights and optimiser over "data" too.
+      mesh: devices over ("data", "model") or ("data", "model", "sequence"). The third axis cuts the tokens of each
+        sequence. A run may be resumed on another mesh, and with another exchange or order: they change no more than
+        rounding.
+      fsdp: split weights and optimiser over "data" and "sequence" too.
+      exchange: how keys and values travel over "sequence": "gather", "ring", "sparse" or "auto", as
+        `xsake.sharded_attention` says.
+      order: how tokens lie on "sequence": "contiguous", "zigzag", with which devices have as much to do, or None for
+        zigzag where the length is made of whole blocks for it.
       checkpoint_every: steps between checkpoints; the last step has one too.
       keep: how many of the last checkpoints are kept.
       eval_every: steps between evaluations on held-out data, also after the last step; 0 for none.
@@ -62,7 +70,7 @@ def train(
     for name, value in (("checkpoint_every", checkpoint_every), ("keep", keep), ("eval_batches", eval_batches)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    trainer = Trainer(config, data=data, mesh=mesh, fsdp=fsdp, recalibrate=recalibrate)
+    trainer = Trainer(config, data=data, mesh=mesh, fsdp=fsdp, exchange=exchange, order=order, recalibrate=recalibrate)
     held = trainer.held_out() if eval_every else None
     metrics_file = run / METRICS_FILE
     done, previous = _look_at(run)

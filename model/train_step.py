@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake.model.attend import MaskFn
+from xsake.model.sequence_cut import SequenceCut
 from xsake.model.sharding import BATCH, parameter_shardings
 from xsake.model.train_config import TrainConfig
 from xsake.model.train_loss import next_token_loss, output_weight
@@ -40,6 +41,9 @@ class Program:
     mesh: Mesh
     attention_fn: Callable[..., Any]
     fsdp: bool = False
+    order: str = "contiguous"
+    exchange: str = "auto"
+    capacity: int | None = None
 
     @cached_property
     def _abstract(self) -> tuple[Any, Any]:
@@ -105,15 +109,23 @@ class Program:
 
     def _loss(self, params: Any, mask_fn: MaskFn | None, tokens: Array) -> Array:
         """Mean loss over tokens [B, T + 1], each predicted from the tokens before it."""
-        model = self.model(params)
+        model, cut = self.model(params), SequenceCut.of(self.mesh, self.order, self.exchange)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if cut is not None:
+            inputs, targets = cut.lay(inputs), cut.lay(targets)
         states = model.hidden(
-            tokens[:, :-1],
+            inputs,
             mask_fn=mask_fn,
             mesh=self.mesh if self.mesh.size > 1 else None,
+            order=self.order,
+            exchange=self.exchange,
+            capacity=self.capacity,
             remat=self.config.remat,
         )
-        chunk = self.config.loss_chunk * self.mesh.shape["data"]
-        return next_token_loss(states, output_weight(model), tokens[:, 1:], chunk)
+        if cut is not None:
+            states, targets = cut.rows(states), cut.rows(targets)
+        chunk = self.config.loss_chunk * self.mesh.shape["data"] * self.mesh.shape["sequence"]
+        return next_token_loss(states, output_weight(model), targets, chunk)
 
     def _gradients(self, params: Any, mask_fn: MaskFn | None, batch: Array) -> tuple[Array, Any]:
         """Mean loss and gradients over the microbatches [m, B / m, T + 1]."""

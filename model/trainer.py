@@ -11,13 +11,16 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xsake import BlockMask
+from xsake._exchange import EXCHANGES
 from xsake.model.attend import MaskFn
 from xsake.model.checkpoints import Checkpoints
 from xsake.model.data_batches import Batches
 from xsake.model.data_shards import Shard, open_shards
 from xsake.model.mfu import utilisation
+from xsake.model.sequence_cut import choose_order
 from xsake.model.sharding import make_mesh
-from xsake.model.train_attention import attention_of, check_cudnn, hads_recalibration
+from xsake.model.train_attention import FixedMask, attention_of, check_cudnn, hads_recalibration
 from xsake.model.train_config import TrainConfig
 from xsake.model.train_step import Program, TrainState
 from xsake.model.transformer import Transformer
@@ -39,8 +42,10 @@ class Trainer:
         config: TrainConfig,
         *,
         data: Path,
-        mesh: tuple[int, int] = (1, 1),
+        mesh: tuple[int, ...] = (1, 1, 1),
         fsdp: bool = False,
+        exchange: str = "auto",
+        order: str | None = None,
         recalibrate: Recalibrate | None = None,
     ):
         attention_fn, self.mask_fn, self.density = attention_of(config)
@@ -49,15 +54,34 @@ class Trainer:
         if config.attention == "cudnn":
             check_cudnn(config)
         self.config, self._recalibrate = config, recalibrate
+        if len(mesh) not in (2, 3):
+            raise ValueError(f"{mesh=} must be (data, model) or (data, model, sequence)")
         devices = make_mesh(*mesh)
-        if config.batch // config.microbatches % mesh[0]:
+        sizes = devices.shape
+        if config.batch // config.microbatches % sizes["data"]:
             raise ValueError(
                 f"batch={config.batch} in microbatches={config.microbatches} cannot be divided over the mesh's "
-                f"data={mesh[0]}"
+                f"data={sizes['data']}"
             )
-        if config.model.kv_heads % mesh[1]:
-            raise ValueError(f"kv_heads={config.model.kv_heads} cannot be divided over the mesh's model={mesh[1]}")
-        self.program = _program(config=config, mesh=devices, attention_fn=attention_fn, fsdp=fsdp)
+        if config.model.kv_heads % sizes["model"]:
+            raise ValueError(
+                f"kv_heads={config.model.kv_heads} cannot be divided over the mesh's model={sizes['model']}"
+            )
+        order = self._check_cut(sizes["sequence"], exchange, order)
+        capacity = None
+        if isinstance(self.mask_fn, FixedMask) and isinstance(self.mask_fn.mask, BlockMask) and sizes["sequence"] > 1:
+            cut = self.mask_fn.mask.shard_rows(sizes["sequence"], order=order)  # once, not in every step
+            capacity = max(1, cut.most_to_send(config.model.kv_heads)) if exchange == "sparse" else None
+            self.mask_fn = FixedMask(cut)
+        self.program = _program(
+            config=config,
+            mesh=devices,
+            attention_fn=attention_fn,
+            fsdp=fsdp,
+            order=order,
+            exchange=exchange,
+            capacity=capacity,
+        )
         self._data = data
         shards = open_shards(data, "train")
         _check_vocabulary(shards, config)
@@ -67,6 +91,23 @@ class Trainer:
             "config": config.to_json(),
             "data": {"tokenizer": shards[0].tokenizer, "tokens": sum(len(shard.tokens) for shard in shards)},
         }
+
+    def _check_cut(self, shards: int, exchange: str, order: str | None) -> str:
+        """The order of tokens on `shards` devices; ValueError if the configuration cannot be cut so."""
+        config = self.config
+        if exchange not in ("auto", *EXCHANGES):
+            raise ValueError(f"{exchange=} must be one of {', '.join(map(repr, ('auto', *EXCHANGES)))}")
+        if config.attention == "cudnn" and shards > 1:
+            raise ValueError(
+                f'attention="cudnn" cannot attend over the mesh\'s sequence={shards}: use attention="dense"'
+            )
+        if exchange == "sparse" and self.recalibrates and shards > 1:
+            raise ValueError(
+                'exchange="sparse" needs masks that are known before the first step, and recalibration changes them: '
+                'use exchange="gather" or "ring"'
+            )
+        block = None if config.attention == "dense" else config.block
+        return choose_order(order, length=config.length, shards=shards, block=block)
 
     @property
     def taken(self) -> int:

@@ -20,6 +20,7 @@ from xsake.model.attend import Attend, MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.config import ModelConfig
 from xsake.model.rope import Rotation
+from xsake.model.sequence_cut import SequenceCut
 
 Tokens = Int[Array | np.ndarray, "B T"]
 States = Float[Array, "B T width"]
@@ -135,6 +136,9 @@ class Transformer(nnx.Module):
         mask_fn: MaskFn | None = None,
         cache: KVCache | None = None,
         mesh: Mesh | None = None,
+        order: str = "contiguous",
+        exchange: str = "auto",
+        capacity: int | None = None,
         remat: bool = False,
     ) -> Any:
         """The final normalised states [B, T, width]; `logits` projects all of them, or some at a time.
@@ -149,7 +153,11 @@ class Transformer(nnx.Module):
           mask_fn: `mask_fn(layer, query, key)`, called in the forward with layer number, query [B, T, H, D] and key
             [B, S, K, D], rotary positions applied; it returns the layer's `BlockMask`, or None for dense attention.
           cache: the tokens continue its sequences; returns (states, cache). States of tokens past its capacity are NaN.
-          mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model".
+          mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model". An
+            axis "sequence" cuts the tokens of each sequence: attention is `xsake.sharded_attention`. Not with a cache.
+          order, exchange, capacity: those of `xsake.sharded_attention`, where an axis "sequence" cuts sequences.
+            Tokens, positions, segments and states lie in that order; `mask_fn` gets queries and keys in the
+            sequence's own.
           remat: keep only the residual stream between blocks for the backward pass, and compute the rest again.
         """
         batch, length = tokens.shape
@@ -160,16 +168,25 @@ class Transformer(nnx.Module):
                 f"tokens of shape {tokens.shape} do not fit a cache of {len(cache.length)} sequences with capacity "
                 f"{cache.capacity}"
             )
+        cut = SequenceCut.of(mesh, order, exchange, capacity)
+        if cache is not None and cut is not None:
+            raise ValueError(f"a cache cannot be used with a mesh that cuts sequences: sequence={cut.shards} must be 1")
+        if cut is not None and length % cut.shards:
+            raise ValueError(f"{length} tokens cannot be divided over the mesh's sequence={cut.shards}")
         if positions is None and cache is not None:
             positions = cache.slots(length)
+        if positions is None and cut is not None:
+            positions = cut.positions(length)
         x, rotation = self.start(tokens, positions)
         attend = Attend(
             attention_fn=self.attention_fn,
             mask_fn=mask_fn,
             segment_ids=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
             mesh=mesh,
+            cut=cut,
         )
         for layer, block in enumerate(self.blocks):
+            x = x if cut is None else cut.hold(x)
             x, cache = _run(block, x, rotation, partial(attend, layer, cache), remat)
         states = self.norm(x)
         if cache is None:

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import time
 
+import jax
+import numpy as np
 import pytest
 from train_process import start
 from training import losses, make_config, make_data
@@ -48,6 +50,21 @@ def test_killed_and_carried_on_bit_for_bit(tmp_path):
     assert losses(train(make_config(**STEPS), data=data, run=run, checkpoint_every=3, quiet=True)) == whole
     resumed = [event["step"] for event in read_events(file) if event["event"] == "resumed"]
     assert all(step % 3 == 0 for step in resumed) and len(resumed) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
+def test_killed_and_carried_on_with_another_mesh(tmp_path):
+    """From data x model x sequence = 2x2x2 to 4x2x1: the losses of one device, to rounding."""
+    data, run = make_data(tmp_path / "data"), tmp_path / "run"
+    file, checkpoints = run / "metrics.jsonl", run / "checkpoints"
+    whole = losses(train(make_config(**STEPS), data=data, run=tmp_path / "whole", quiet=True))
+    process = start(data=data, run=run, changes=STEPS, devices=8, mesh=(2, 2, 2))
+    kill_when(process, lambda: any(path.name.isdecimal() for path in checkpoints.glob("*")))
+    assert 0 < max(event["step"] for event in read_events(file)) < 40
+    moved = losses(train(make_config(**STEPS), data=data, run=run, mesh=(4, 2, 1), quiet=True))
+    assert [event["step"] % 3 for event in read_events(file) if event["event"] == "resumed"] == [0]
+    np.testing.assert_allclose(moved, whole, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

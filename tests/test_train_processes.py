@@ -21,16 +21,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_processes_agree(tmp_path):
-    """Each has one device and reads its half of every batch; checkpoints are written by both, the run file by one."""
+@pytest.mark.parametrize(
+    ("mesh", "devices", "changes"),
+    [
+        ((2, 1), 1, {}),  # each reads its half of every batch
+        pytest.param((1, 1, 8), 4, {"length": 256}, marks=pytest.mark.slow, id="sequence"),  # each has half the tokens
+    ],
+)
+def test_two_processes_agree(tmp_path, mesh, devices, changes):
+    """Checkpoints are written by both, the run file by one."""
     data, run = make_data(tmp_path / "data"), tmp_path / "together"
     address = f"localhost:{free_port()}"
-    processes = [start(data=data, run=run, changes={}, mesh=(2, 1), join=[address, 2, number]) for number in (0, 1)]
+    options = dict(data=data, run=run, changes=changes, mesh=mesh, devices=devices)
+    processes = [start(**options, join=[address, 2, number]) for number in (0, 1)]
     ended = [process.communicate(timeout=240) for process in processes]
     for process, (_, error) in zip(processes, ended, strict=True):
         assert process.returncode == 0, error.decode()
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
     assert first == second == losses(run / "metrics.jsonl")
-    alone = losses(train(make_config(), data=data, run=tmp_path / "alone", quiet=True))
+    alone = losses(train(make_config(**changes), data=data, run=tmp_path / "alone", quiet=True))
     np.testing.assert_allclose(first, alone, atol=1e-5, rtol=0)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "6"]

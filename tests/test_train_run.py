@@ -198,7 +198,7 @@ def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):
     (other / "train-00001.tokens").write_bytes((other / "train-00000.tokens").read_bytes()[:-7])
     refused(ValueError, r"train-00001.tokens is truncated", data=other)
     refused(FileNotFoundError, "no train-", data=tmp_path / "nowhere")
-    refused(ValueError, "data=16 x model=1 needs 16 devices, and there are 8", mesh=(16, 1))
+    refused(ValueError, "data=16 x model=1 x sequence=1 needs 16 devices, and there are 8", mesh=(16, 1))
     refused(ValueError, "data=0", mesh=(0, 1))
     refused(ValueError, "batch=4 in microbatches=1 cannot be divided over the mesh's data=8", mesh=(8, 1))
     refused(ValueError, "kv_heads=2 cannot be divided over the mesh's model=4", mesh=(2, 4))

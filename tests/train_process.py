@@ -19,7 +19,7 @@ def start(
     run: Path,
     changes: dict[str, Any],
     devices: int = 1,
-    mesh: tuple[int, int] = (1, 1),
+    mesh: tuple[int, ...] = (1, 1),
     join: list[Any] | None = None,
     checkpoint_every: int = 3,
 ) -> subprocess.Popen[bytes]:

@@ -239,9 +239,10 @@ def _over(mesh: Any, options: _Options, arrays: dict, mask: Any, order_name: str
 
 
 def _dense(lengths: tuple[int, int], order: Order, options: _Options, by_index: bool) -> BlockMask:
-    """All blocks that the rule allows, in blocks small enough that every shard has some."""
+    """All blocks that the rule allows, in blocks small enough that every shard has some, whole ones in zigzag."""
     block = 128
-    while block > 16 and any(length < block * order.pieces for length in lengths):
+    whole = order.name == "zigzag"
+    while block > 16 and any(n < block * order.pieces or (whole and n % (block * order.pieces)) for n in lengths):
         block //= 2
     return BlockMask.full(
         *lengths,

@@ -33,8 +33,18 @@ def train(
     dtype: Annotated[str, typer.Option(help="Type of the arithmetic: bfloat16 or float32.")] = "bfloat16",
     remat: Annotated[bool, typer.Option(help="Recompute activations: less memory, more arithmetic.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
-    mesh: Annotated[str, typer.Option(help="Devices, data x model, such as 4x2.")] = "1x1",
-    fsdp: Annotated[bool, typer.Option(help="Split weights and optimiser over the data axis too.")] = False,
+    mesh: Annotated[
+        str, typer.Option(help="Devices, data x model, such as 4x2, or data x model x sequence, such as 2x2x2.")
+    ] = "1x1",
+    exchange: Annotated[
+        str,
+        typer.Option(help="How keys and values travel over the mesh's sequence axis: gather, ring, sparse or auto."),
+    ] = "auto",
+    order: Annotated[
+        str | None,
+        typer.Option(help="How tokens lie on it: contiguous or zigzag; by default zigzag where the length allows it."),
+    ] = None,
+    fsdp: Annotated[bool, typer.Option(help="Split weights and optimiser over data and sequence too.")] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 3,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for none.", min=0)] = 0,
@@ -86,6 +96,8 @@ def train(
                 run=run,
                 mesh=parse_mesh(mesh),
                 fsdp=fsdp,
+                exchange=exchange,
+                order=order,
                 checkpoint_every=checkpoint_every,
                 keep=keep,
                 eval_every=eval_every,
@@ -105,12 +117,15 @@ def _recalibrate_every(given: int | None, attention: str, steps: int) -> int:
     return max(1, steps // 10) if attention == "hads" else 0
 
 
-def parse_mesh(text: str) -> tuple[int, int]:
+def parse_mesh(text: str) -> tuple[int, ...]:
     """
-    >>> parse_mesh("4x2")
-    (4, 2)
+    >>> parse_mesh("4x2"), parse_mesh("2x2x2")
+    ((4, 2), (2, 2, 2))
     """
     parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"mesh={text!r} must be two numbers of devices, data x model, as in 4x2")
-    return int(parts[0]), int(parts[1])
+    if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
+        raise ValueError(
+            f"mesh={text!r} must be two or three numbers of devices: data x model, as in 4x2, or data x model x "
+            f"sequence, as in 2x2x2"
+        )
+    return tuple(int(part) for part in parts)
