@@ -18,8 +18,9 @@ from xsake._trace import interpret
 from xsake.hads.mask.order import shard_of_rows
 from xsake.hads.mask.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import choice, triton_choose
+from xsake.hads.selection import choice, program, triton_choose
 from xsake.hads.selection.cut import Cut, equal_counts
+from xsake.hads.selection.given import Given
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
@@ -55,6 +56,7 @@ def test_every_shard_gets_as_many_blocks(length: int):
     assert np.asarray(mask.to_blocks())[:, :, case.forced_blocks(-(-length // 16))].all()
 
 
+@pytest.mark.slow
 def test_contiguous_shards_get_as_many_blocks_as_causality_leaves_them():
     profile = case.random_profile()
     query, key = case.random_inputs(1, 1024, profile)
@@ -123,3 +125,18 @@ def test_wrong_calls():
         chosen(order="zigzag")
     with pytest.raises(ValueError, match="give shards another mode"):
         chosen(shards=2, mode="elastic")
+
+
+@pytest.mark.gpu
+def test_equal_counts_on_a_gpu():
+    """By kernels: counts are exact, and nearly all blocks are XLA's."""
+    profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=64)
+    query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, 8192, profile))
+    counts = hads.layer_counts(profile, 0.3, 8192).astype(np.int32)
+    grid, cut = profile.grid(8192), Cut(8, "zigzag")
+    weights = profile.estimator(1), profile.sensitivity[1], profile.burstiness[1]
+    given = jax.tree.map(jnp.asarray, Given(query, key, *weights, {"count": counts[1]}))
+    wanted = np.asarray(jax.jit(partial(program._by_xla, grid, 8, None, cut=cut))(given))
+    mask = _select(query, key, profile, counts, order="zigzag")
+    assert np.ptp(by_shard(mask, 8, "zigzag")) <= 1
+    assert (np.asarray(mask.to_blocks()) & wanted).sum() > 0.99 * counts[1]

@@ -41,7 +41,10 @@ def config(fused: FusedConfig) -> Config:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", sweep(CASES, slow=["causal", "odd lengths, empty columns", "bias and float16", "soft cap, window and sinks"]))
+@pytest.mark.parametrize(
+    "name",
+    sweep(CASES, slow=["causal", "odd lengths, empty columns", "bias and float16", "soft cap, window and sinks"]),
+)
 def test_smoke(name):
     changes, fused = CASES[name]
     check_run(TARGET, make(TARGET, **(SMALL | changes)), config=config(fused))
