@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 from xsake import _atomic
 
+METRICS_FILE = "metrics.jsonl"  # in the folder of a run
+
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a run file. Lines that a kill cut off, or that are no events, are left out."""

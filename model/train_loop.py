@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from xsake.model.checkpoints import Checkpoints
-from xsake.model.run_file import read_events
+from xsake.model.run_file import METRICS_FILE, read_events
 from xsake.model.train_config import TrainConfig
-from xsake.model.train_report import METRICS_FILE, Report
+from xsake.model.train_report import Report
 from xsake.model.trainer import Recalibrate, Trainer
 
 CHECKPOINTS_FOLDER = "checkpoints"

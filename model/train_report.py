@@ -10,9 +10,7 @@ from typing import Any
 import jax
 
 from xsake.model.progress import TrainingProgress
-from xsake.model.run_file import RunFile
-
-METRICS_FILE = "metrics.jsonl"
+from xsake.model.run_file import METRICS_FILE, RunFile
 
 
 class Report:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xsake._cli import autotune, data, generate, hads, model, train, tuning
+from xsake._cli import autotune, dashboard, data, generate, hads, model, train, tuning
 
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
@@ -51,3 +51,4 @@ app.add_typer(data.app, name="data")
 app.command()(train.train)
 app.command()(hads.calibrate)
 app.command()(hads.evaluate)
+app.command()(dashboard.dashboard)
