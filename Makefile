@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean
+.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean web check-web test-web
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -56,11 +56,18 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks -q -rs -p no:xdist -p no:cacheprovider
 
+# The pages of the dashboard, from dashboard/web into dashboard/static, which is committed: users need no Node.
+web:
+	dashboard/web/build
+
+check-web:
+	dashboard/web/build --check
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
