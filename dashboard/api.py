@@ -73,9 +73,13 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     ) -> StreamingResponse:
         return stream(live.follow_run(run_id, last_event_id or after))
 
-    @api.get("/events", tags=["runs"], summary="The list of runs, whenever it changes", responses=_STREAM)
-    async def events() -> StreamingResponse:
-        return stream(live.follow_list())
+    @api.get(
+        "/events", tags=["runs"], summary="The list of runs, whenever it changes, and events of some", responses=_STREAM
+    )
+    async def events(
+        follow: Annotated[str, Query(max_length=8000, description="Runs to follow too: id@last_id,id@last_id")] = "",
+    ) -> StreamingResponse:
+        return stream(live.follow_list(follow))
 
     # -- tuning ----------------------------------------------------------------------------------------------------
 

@@ -10,20 +10,20 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from xsake.dashboard import run_documents
 from xsake.dashboard.library import Library
 from xsake.dashboard.line_reader import Place
 from xsake.dashboard.problems import BadRequest, Busy
-from xsake.dashboard.run import Run
-from xsake.dashboard.run_events import frame, to_json
+from xsake.dashboard.run import Run, Written
+from xsake.dashboard.run_events import Sent, to_json
 
 EVERY = 0.25  # seconds between two readings of a followed run
 SEARCH_EVERY = 2.0  # seconds between two searches for runs, and two readings of runs that nobody follows
 QUIET = 15.0  # seconds after which a comment is sent, so that a dead connection is noticed
 MOST_FOLLOWERS = 256
+MOST_FOLLOWED = 32  # runs in one stream
 FAR_BEHIND = 8 << 20  # bytes: a follower that resumes from further back loads the curve anew
 
 
@@ -85,28 +85,17 @@ class Live:
         before, self._changed = self._changed, asyncio.Event()
         before.set()
 
-    async def wait(self, seconds: float) -> bool:
-        """Until something changes; False if nothing did for so many seconds."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
-
     # -- following -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def following(self, identity: str | None) -> Any:
+    def following(self, runs: list[str]) -> Iterator[None]:
         self._streams += 1
-        if identity is not None:
-            self._followed[identity] += 1
+        self._followed.update(runs)
         try:
             yield
         finally:
             self._streams -= 1
-            if identity is not None:
-                self._followed[identity] -= 1
-                self._followed += Counter()  # without those that nobody follows
+            self._followed -= Counter(runs)
 
     def check_room(self) -> None:
         if self._streams >= MOST_FOLLOWERS:
@@ -116,76 +105,116 @@ class Live:
         """A stream of the run's events after this id; errors are raised before the stream begins."""
         self.check_room()
         run = run_documents.get_run(self.library, identity)
-        place = Place() if not after else Place.parse(after)
+        place = Place.parse(after) if after else Place()
         if place is None:
             raise BadRequest(f"{(after or '')[:60]!r} is no event id: give an id that the server sent, or none")
-        return self._follow(run, place, resumes=bool(after))
+        return self._one(Follower(run, place, self.status))
 
-    async def _follow(self, run: Run, place: Place, *, resumes: bool) -> AsyncIterator[bytes]:
-        with self.following(run.id):
-            generation, status = run.generation, None
-            if resumes and not await asyncio.to_thread(run.is_known, place):
-                yield frame("reset", {"reason": run.reset_reason or "the run file is not the one that this id is of"})
-                return
+    async def _one(self, follower: Follower) -> AsyncIterator[bytes]:
+        with self.following([follower.run.id]):
             while True:
                 changed = self._changed  # before looking, so that nothing is missed in between
-                if run.gone:
-                    yield frame("gone", {"reason": "the run's folder was deleted"})
+                written = await follower.next()
+                if written:
+                    self.events_sent += sum(len(one.events) for one in written)
+                    yield b"".join(one.frames for one in written)
+                if follower.ended:
                     return
-                if run.generation != generation:
-                    yield frame("reset", {"reason": run.reset_reason})
-                    return
-                if (now := self._status(run)) != status:
-                    status = now
-                    yield frame("status", {"status": status[0], "status_reason": status[1]})
-                if resumes and run.state.place.offset - place.offset > FAR_BEHIND:
-                    if not run.is_read:
-                        await asyncio.sleep(1)
-                        continue
-                    yield frame("reset", {"reason": "much was written since: load the curve anew"})
-                    return
-                data, place, ended = await self._next(run, place)
-                if data:
-                    self.events_sent += data.count(b"\n\n")
-                    yield data
-                if not ended:
-                    continue
-                try:
-                    await asyncio.wait_for(changed.wait(), QUIET)
-                except TimeoutError:
+                if not follower.has_more and not await _changes(changed):
                     yield b": .\n\n"
 
-    def _status(self, run: Run) -> tuple[str, str | None]:
-        return self._statuses.get(run.id) or run_documents.status_of(run)
+    def follow_list(self, follow: str = "") -> AsyncIterator[bytes]:
+        """A stream of the list of runs, whenever it is another one, and of the events of some runs.
 
-    async def _next(self, run: Run, place: Place) -> tuple[bytes, Place, bool]:
-        """Events from a place on, the place after them, and whether there are no more for now."""
-        recent = run.frames_after(place.offset)
-        if recent:
-            return b"".join(one.data for one in recent), recent[-1].end, True
-        if recent is not None or place.offset >= run.state.place.offset:
-            return b"", place, True
-        try:
-            frames = await asyncio.to_thread(run.frames_from_file, place)
-        except OSError:
-            return b"", place, True  # deleted, or not readable: the next reading tells
-        return frames.data, frames.end, frames.end.offset == place.offset
-
-    def follow_list(self) -> AsyncIterator[bytes]:
-        """A stream of the list of runs, sent whenever it is another one."""
+        `follow` is `id@place,id@place,...`; a place that is no event id means the beginning.
+        """
         self.check_room()
-        return self._changes(lambda: self._list, "runs")
+        followers = {}
+        for part in [part for part in follow.split(",") if part][:MOST_FOLLOWED]:
+            identity, _, after = part.partition("@")
+            run = self.library.get(identity)
+            if run is not None:
+                followers[identity] = Follower(run, Place.parse(after) or Place(), self.status)
+        return self._several(list(followers.values()))
 
-    async def _changes(self, document: Callable[[], bytes], name: str) -> AsyncIterator[bytes]:
-        with self.following(None):
+    async def _several(self, followers: list[Follower]) -> AsyncIterator[bytes]:
+        with self.following([follower.run.id for follower in followers]):
             sent = b""
             while True:
                 changed = self._changed
-                now = document()
-                if now and now != sent:
-                    sent = now
-                    yield b"event: " + name.encode() + b"\ndata: " + now + b"\n\n"
-                try:
-                    await asyncio.wait_for(changed.wait(), QUIET)
-                except TimeoutError:
+                parts = []
+                if self._list and self._list != sent:
+                    sent = self._list
+                    parts.append(b"event: runs\ndata: " + sent + b"\n\n")
+                for follower in followers:
+                    written = [event for one in await follower.next() for event in one.events]
+                    if written:
+                        self.events_sent += len(written)
+                        entries = b",".join(event.as_entry(follower.run.id) for event in written)
+                        parts.append(b"event: run\ndata: [" + entries + b"]\n\n")
+                if parts:
+                    yield b"".join(parts)
+                followers = [follower for follower in followers if not follower.ended]
+                if not any(follower.has_more for follower in followers) and not await _changes(changed):
                     yield b": .\n\n"
+
+    def status(self, run: Run) -> tuple[str, str | None]:
+        return self._statuses.get(run.id) or run_documents.status_of(run)
+
+
+class Follower:
+    """A place in a run file, and what comes after it."""
+
+    def __init__(self, run: Run, place: Place, status: Callable[[Run], tuple[str, str | None]]):
+        self.run, self._place, self._status_of = run, place, status
+        self._generation = run.generation
+        self._status: tuple[str, str | None] | None = None
+        self._resumes = self._unchecked = place.offset > 0
+        self.ended = False
+        self.has_more = False
+
+    async def next(self) -> list[Written]:
+        """What to send now. `has_more` says whether to ask again at once, `ended` whether to ask no more."""
+        run, self.has_more = self.run, False
+        if run.gone:
+            return self._end("gone", "the run's folder was deleted")
+        if self._unchecked and not await asyncio.to_thread(run.is_known, self._place):
+            return self._end("reset", run.reset_reason or "the run file is not the one that this id is of")
+        self._unchecked = False
+        if run.generation != self._generation:
+            return self._end("reset", run.reset_reason)
+        news = []
+        if (status := self._status_of(run)) != self._status:
+            self._status = status
+            news.append(self._say("status", {"status": status[0], "status_reason": status[1]}))
+        if self._resumes and run.state.place.offset - self._place.offset > FAR_BEHIND:
+            return news + self._end("reset", "much was written since: load the curve anew") if run.is_read else news
+        return news + await self._written()
+
+    async def _written(self) -> list[Written]:
+        recent = self.run.written_after(self._place.offset)
+        if recent is None and self._place.offset < self.run.state.place.offset:
+            try:
+                recent = [await asyncio.to_thread(self.run.written_in_file, self._place)]
+            except OSError:
+                return []  # deleted, or not readable: the next reading of the run tells
+            self.has_more = recent[0].end.offset > self._place.offset
+        if recent:
+            self._place = recent[-1].end
+        return [one for one in recent or [] if one.events]
+
+    def _say(self, name: str, data: dict[str, str | None]) -> Written:
+        return Written(self._place.offset, self._place, [Sent.of(name, data)])
+
+    def _end(self, name: str, reason: str) -> list[Written]:
+        self.ended = True
+        return [self._say(name, {"reason": reason})]
+
+
+async def _changes(changed: asyncio.Event) -> bool:
+    """Wait until something changes; False if nothing did for a while."""
+    try:
+        await asyncio.wait_for(changed.wait(), QUIET)
+    except TimeoutError:
+        return False
+    return True

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +24,8 @@ from xsake.dashboard.line_reader import Lines, Place, checksum, is_still_there, 
 from xsake.dashboard.run_events import (
     OWN_FIELDS,
     Event,
+    Sent,
     density_table,
-    frame,
     mean_density,
     number,
     parse_lines,
@@ -85,13 +86,17 @@ class State:
     index_every: int = _INDEX_EVERY
 
 
-@dataclasses.dataclass(frozen=True)
-class Frames:
-    """Events for followers: bytes of a stream, from one place of the file to another."""
+@dataclasses.dataclass
+class Written:
+    """Events for followers, from one place of the file to another, formatted once for all of them."""
 
     start: int
     end: Place
-    data: bytes
+    events: list[Sent]
+
+    @cached_property
+    def frames(self) -> bytes:
+        return b"".join(event.as_frame() for event in self.events)
 
 
 class Run:
@@ -108,7 +113,7 @@ class Run:
         self.problem: str | None = None
         self.file_bytes = 0
         self.modified = 0.0
-        self.recent: deque[Frames] = deque()
+        self.recent: deque[Written] = deque()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -171,16 +176,15 @@ class Run:
             return
         self._note_index(start)
         if len(lines.data) <= LIVE:
-            frames = self._one_by_one(lines.data, start)
-            self.recent.append(frames)
-            while sum(len(one.data) for one in self.recent) > RECENT:
+            self.recent.append(self._one_by_one(lines.data, start))
+            while sum(one.end.offset - one.start for one in self.recent) > RECENT:
                 self.recent.popleft()
         else:
             self.recent.clear()
             self._add(parse_lines(lines.data))
         state.place = Place(lines.offset, checksum(lines.data), round(state.seconds * 1e6))
 
-    def _one_by_one(self, data: bytes, start: Place) -> Frames:
+    def _one_by_one(self, data: bytes, start: Place) -> Written:
         """Read live lines: each becomes an event with an id of its own for the followers."""
         parts = []
         offset = start.offset
@@ -189,9 +193,9 @@ class Run:
             for event in parse_lines(line):
                 self._add([event])
                 place = Place(offset, checksum(data[: offset - start.offset]), round(self.state.seconds * 1e6))
-                parts.append(frame(*shown(event, self.state.seconds), identity=str(place)))
+                parts.append(Sent.of(*shown(event, self.state.seconds), identity=str(place)))
         end = Place(offset, checksum(data), round(self.state.seconds * 1e6))
-        return Frames(start.offset, end, b"".join(parts))
+        return Written(start.offset, end, parts)
 
     def _note_index(self, place: Place) -> None:
         index = self.state.index
@@ -268,7 +272,7 @@ class Run:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def frames_after(self, offset: int) -> list[Frames] | None:
+    def written_after(self, offset: int) -> list[Written] | None:
         """Recent events from `offset` on; None if they are not in memory."""
         with self.lock:
             if offset == self.state.place.offset:
@@ -276,7 +280,7 @@ class Run:
             found = [one for one in self.recent if one.start >= offset]
             return found if found and found[0].start == offset else None
 
-    def frames_from_file(self, place: Place, size: int = LIVE) -> Frames:
+    def written_in_file(self, place: Place, size: int = LIVE) -> Written:
         """Events from `place` on, for a follower that comes from far behind."""
         with self.open() as file:
             lines = read_lines(file, place.offset, size=size)
@@ -288,9 +292,9 @@ class Run:
                     seconds += max(number(event.get("seconds")) or 0.0, 0.0)
                 inside = lines.data[: offset - place.offset]
                 here = Place(offset, checksum(inside), round(seconds * 1e6))
-                parts.append(frame(*shown(event, seconds), identity=str(here)))
+                parts.append(Sent.of(*shown(event, seconds), identity=str(here)))
         end = Place(lines.offset, checksum(lines.data) if lines.data else place.checksum, round(seconds * 1e6))
-        return Frames(place.offset, end, b"".join(parts))
+        return Written(place.offset, end, parts)
 
     def is_known(self, place: Place) -> bool:
         with contextlib.suppress(OSError), self.open() as file:
