@@ -8,6 +8,7 @@ from typing import Any
 
 import xsake
 from xsake.dashboard import benchmark_documents, run_documents
+from xsake.dashboard.benchmark_catalogue import catalogue
 from xsake.dashboard.library import Library
 from xsake.dashboard.problems import NotFound
 from xsake.dashboard.stored import Shelf
@@ -57,7 +58,7 @@ class Documents:
                 "runs": bool(run_documents.runs(self.library)["runs"]),
                 "tuning": bool(tuning["studies"] or tuning["databases"]),
                 "explorer": bool(self._recordings.names() or self.own_recordings),
-                "benchmarks": bool(benchmark_documents.overview(self.records)["benchmarks"]),
+                "benchmarks": self.records is not None and bool(catalogue(self.records)),
                 "replay": bool(self._replays.names()),
             },
         }

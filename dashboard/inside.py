@@ -19,12 +19,12 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
     """
     real = os.path.realpath(path)
     if not Path(real).is_relative_to(root):
-        raise Outside(f"{path} leads out of {root}")
+        raise Outside(f"{path.name} leads out of the given folder")
     # A pipe must not block, and the last part must not become a link after the check above.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Outside(f"{path} is not a plain file")
+        raise Outside(f"{path.name} is not a plain file")
     return open(descriptor, "rb", buffering=0)
 
 
@@ -35,7 +35,7 @@ def read_inside(root: Path, path: Path, limit: int) -> bytes:
         while len(data) <= limit and (more := file.read(limit + 1 - len(data))):
             data += more
     if len(data) > limit:
-        raise Outside(f"{path} is larger than {limit:,} bytes")
+        raise Outside(f"{path.name} is larger than {limit:,} bytes")
     return data
 
 

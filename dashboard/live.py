@@ -20,7 +20,7 @@ from xsake.dashboard.run import Run, Written
 from xsake.dashboard.run_events import Sent, to_json
 
 EVERY = 0.25  # seconds between two readings of a followed run
-SEARCH_EVERY = 2.0  # seconds between two searches for runs, and two readings of runs that nobody follows
+SEARCH_EVERY = 1.0  # seconds between two searches for runs, and two readings of runs that nobody follows
 QUIET = 15.0  # seconds after which a comment is sent, so that a dead connection is noticed
 MOST_FOLLOWERS = 256
 MOST_FOLLOWED = 32  # runs in one stream

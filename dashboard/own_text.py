@@ -28,7 +28,6 @@ IDLE = 300.0  # seconds after which the worker ends, and its memory with it
 LIMIT = 1800.0  # seconds that one text may take
 LENGTHS = (1024, 8192)  # tokens
 LENGTH = 2048
-BUDGETS = (0.2, 0.3, 0.43)
 METHODS = ("hads", "x_attention_8", "sink_window", "mean_top_k", "flash_prefill", "oracle_gain")
 _LONGEST_ANSWER = 128 << 20
 _NEEDED = ("flax", "gguf", "safetensors", "tokenizers")  # of the extra `model`
@@ -39,7 +38,7 @@ class Job:
     id: str
     text: str
     length: int
-    budgets: list[float]
+    budgets: list[float] | None
     methods: list[str]
     state: str = "queued"  # "queued", "running", "done" or "failed"
     stage: str = "waiting"
@@ -224,18 +223,18 @@ def _check(body: Any) -> Job:
     length = body.get("length", LENGTH)
     if type(length) is not int or not LENGTHS[0] <= length <= LENGTHS[1]:
         raise BadRequest(f"length={str(length)[:40]} must be a whole number from {LENGTHS[0]} to {LENGTHS[1]}")
-    budgets = body.get("budgets", list(BUDGETS))
-    if (
-        not isinstance(budgets, list)
-        or not 1 <= len(budgets) <= 8
-        or not all(type(b) in (int, float) and 0 < b <= 1 for b in budgets)
-    ):
-        raise BadRequest("budgets must be up to 8 shares of the blocks, above 0 and at most 1")
+    budgets = body.get("budgets")
+    if budgets is not None:
+        if (
+            not isinstance(budgets, list)
+            or not 1 <= len(budgets) <= 8
+            or not all(type(budget) in (int, float) and 0 < budget <= 1 for budget in budgets)
+        ):
+            raise BadRequest("budgets must be up to 8 shares of the blocks, above 0 and at most 1")
+        budgets = sorted(set(map(float, budgets)))
     methods = body.get("methods", list(METHODS))
     if not isinstance(methods, list) or not 1 <= len(methods) <= 12 or not all(isinstance(m, str) for m in methods):
         raise BadRequest(f"methods must be names such as {', '.join(METHODS)}")
     if "hads" not in methods:
         methods = ["hads", *methods]
-    return Job(
-        f"t-{secrets.token_hex(4)}", text, length, sorted(set(map(float, budgets))), list(dict.fromkeys(methods))
-    )
+    return Job(f"t-{secrets.token_hex(4)}", text, length, budgets, list(dict.fromkeys(methods)))

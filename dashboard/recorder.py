@@ -1,4 +1,4 @@
-"""A text as the HADS explorer shows it: the true mass of every block, and which blocks each method keeps at each budget.
+"""A text as the HADS explorer shows it: every block's true mass, and which blocks each method keeps at each budget.
 
 Masks are those of `xsake evaluate`: all methods keep equally many blocks in every layer, chosen from the sparse model's
 own queries and keys, and the KL is that of the whole model with these masks.

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from xsake.dashboard.run_events import (
     parse_lines,
     shown,
 )
-from xsake.dashboard.thinning import Curve, Points
+from xsake.dashboard.thinning import Curve, Points, joined
 
 LIVE = 1 << 16  # an update of at most so many bytes is sent to followers from memory
 RECENT = 1 << 18  # bytes of events that are kept for followers
@@ -223,22 +223,14 @@ class Run:
 
     def _add_steps(self, steps: list[Event]) -> None:
         state = self.state
-        numbers = np.array([event["step"] for event in steps], np.int64)
-        rising = numbers > np.concatenate([[state.step if state.last else -1], np.maximum.accumulate(numbers)[:-1]])
-        if not rising.all():  # a step that is there twice counts once
-            steps = [event for event, kept in zip(steps, rising, strict=True) if kept]
-            numbers = numbers[rising]
-        if not steps:
+        read = read_steps(steps, after=state.step if state.last else -1, seconds=state.seconds)
+        if read is None:
             return
-        present = dict.fromkeys(name for event in (steps[0], steps[-1]) for name in event if len(name) <= 100)
-        names = [name for name in present if name not in OWN_FIELDS][: 2 * MOST_METRICS]
-        columns = dict(zip(names, _columns(steps, names), strict=True))
-        seconds = np.nan_to_num(columns.get("seconds", np.zeros(len(steps))), nan=0.0).clip(0)
-        times = state.seconds + np.cumsum(seconds)
-        for name, values in columns.items():
-            self._extend(name, Points(numbers, times, values))
-        state.step, state.seconds, state.last = int(numbers[-1]), float(times[-1]), steps[-1]
-        state.recent_seconds.extend(seconds[-64:].tolist())
+        for name, points in read.metrics.items():
+            self._extend(name, points)
+        state.step, state.seconds, state.last = read.step, read.seconds, read.last
+        if "seconds" in read.metrics:
+            state.recent_seconds.extend(np.nan_to_num(read.metrics["seconds"].value[-64:]).tolist())
 
     def _extend(self, name: str, points: Points) -> None:
         curves = self.state.curves
@@ -305,23 +297,22 @@ class Run:
         """All steps of this range, read from the file again; None if that is too much of the file."""
         with self.lock:
             state = self.state
-            steps = [entry[0] for entry in state.index]
-            begin = state.index[max(bisect.bisect_left(steps, first) - 1, 0)] if steps else (0, 0, 0)
-            after = bisect.bisect_right(steps, last)
-            end = state.index[after][1] if after < len(steps) else state.place.offset
+            indexed = [entry[0] for entry in state.index]
+            begin = state.index[max(bisect.bisect_left(indexed, first) - 1, 0)] if indexed else (0, 0, 0)
+            after = bisect.bisect_right(indexed, last)
+            end = state.index[after][1] if after < len(indexed) else state.place.offset
         if end - begin[1] > most_bytes:
             return None
-        part = Run(identity="", name="", shown_path="", root=self._root, path=self._path)
-        part.state.place, part.state.step = Place(begin[1], 0, begin[2]), begin[0]
-        part.state.seconds = begin[2] / 1e6
-        collected: dict[str, Points] = {}
+        step, seconds = begin[0] if begin[1] else -1, begin[2] / 1e6
+        collected: dict[str, list[Points]] = {}
         with self.open() as file:
             for events in _pieces(file, begin[1], end):
-                part.state.curves = {}
-                part._add(events)
-                for name, curve in part.state.curves.items():
-                    collected[name] = collected[name].then(curve.points) if name in collected else curve.points
-        return {name: points.between(first, last) for name, points in collected.items()}
+                steps = [event for event in events if event["event"] == "step"]
+                if (read := read_steps(steps, after=step, seconds=seconds)) is not None:
+                    step, seconds = read.step, read.seconds
+                    for name, points in read.metrics.items():
+                        collected.setdefault(name, []).append(points.between(first, last))
+        return {name: joined(parts) for name, parts in collected.items()}
 
     def step_seconds(self) -> float | None:
         """The median of the last steps' times."""
@@ -344,6 +335,35 @@ def _pieces(file: BinaryIO, start: int, end: int) -> Iterator[list[Event]]:
             return
         offset, skipping = lines.offset, lines.skipping
         yield parse_lines(lines.data)
+
+
+class Read(NamedTuple):
+    """Steps that were read: their metrics, and the last step with the seconds spent until its end."""
+
+    metrics: dict[str, Points]
+    step: int
+    seconds: float
+    last: Event
+
+
+def read_steps(steps: list[Event], *, after: int, seconds: float) -> Read | None:
+    """The steps later than `after`, each once; None if there are none. `seconds` were spent in steps before."""
+    if not steps:
+        return None
+    numbers = np.array([event["step"] for event in steps], np.int64)
+    rising = numbers > np.concatenate([[after], np.maximum(np.maximum.accumulate(numbers)[:-1], after)])
+    if not rising.all():  # a step that is there twice counts once
+        steps = [event for event, kept in zip(steps, rising, strict=True) if kept]
+        numbers = numbers[rising]
+    if not steps:
+        return None
+    present = dict.fromkeys(name for event in (steps[0], steps[-1]) for name in event if len(name) <= 100)
+    names = [name for name in present if name not in OWN_FIELDS][: 2 * MOST_METRICS]
+    columns = dict(zip(names, _columns(steps, names), strict=True))
+    took = np.nan_to_num(columns.get("seconds", np.zeros(len(steps))), nan=0.0).clip(0)
+    times = seconds + np.cumsum(took)
+    metrics = {name: Points(numbers, times, values) for name, values in columns.items()}
+    return Read(metrics, int(numbers[-1]), float(times[-1]), steps[-1])
 
 
 def _columns(events: list[Event], names: list[str]) -> list[np.ndarray]:

@@ -29,9 +29,11 @@ def read(root: Path, path: Path) -> dict[str, Any]:
     """Raises ValueError, with the reason, if the file is no recording."""
     try:
         packed = read_inside(root, path, MOST_PACKED)
-        data = lzma.LZMADecompressor(memlimit=256 << 20).decompress(packed, max_length=MOST_UNPACKED)
-        if len(data) == MOST_UNPACKED:
-            raise ValueError(f"it unpacks to more than {MOST_UNPACKED:,} bytes")
+        unpacker = lzma.LZMADecompressor(memlimit=256 << 20)
+        data = unpacker.decompress(packed, max_length=MOST_UNPACKED)
+        if not unpacker.eof:
+            whole = len(data) == MOST_UNPACKED
+            raise ValueError(f"it unpacks to more than {MOST_UNPACKED:,} bytes" if whole else "it is cut short")
         document = json.loads(data)
     except (OSError, Outside, lzma.LZMAError, ValueError, RecursionError, EOFError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
@@ -49,6 +51,7 @@ class Shelf:
         self._lock = threading.Lock()
         self._held: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._about: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._broken: dict[str, tuple[Any, str]] = {}  # those that cannot be read, and why
 
     def names(self) -> list[str]:
         if self._folder is None:
@@ -60,13 +63,18 @@ class Shelf:
             raise NotFound(f"there is no {self._kind} {name[:100]!r}; the list says which there are")
         path = self._folder / f"{name}{SUFFIX}"
         try:
-            version = path.stat().st_mtime_ns
+            version = path.lstat().st_mtime_ns
             with self._lock:
-                held = self._held.get(name)
+                held, broken = self._held.get(name), self._broken.get(name)
+            if broken is not None and broken[0] == version:
+                raise NotFound(broken[1])
             if held is None or held[0] != version:
                 held = version, read(self._folder, path)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
+            self._broken[name] = version, str(error)
             raise NotFound(str(error)) from error
+        except OSError as error:
+            raise NotFound(f"{name} cannot be read: {error.strerror}") from error
         with self._lock:
             self._held.pop(name, None)
             self._held[name] = held

@@ -23,9 +23,6 @@ class Points:
     def take(self, which: np.ndarray | slice) -> Points:
         return Points(self.step[which], self.time[which], self.value[which])
 
-    def then(self, later: Points) -> Points:
-        return Points(*(np.concatenate(pair) for pair in zip(self.columns, later.columns, strict=True)))
-
     @property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.step, self.time, self.value
@@ -33,6 +30,11 @@ class Points:
     def between(self, first: int, last: int) -> Points:
         """The points of the steps from `first` to `last`, both included."""
         return self.take(slice(np.searchsorted(self.step, first), np.searchsorted(self.step, last, side="right")))
+
+
+def joined(parts: list[Points]) -> Points:
+    """Curves that follow one another, as one."""
+    return Points(*(np.concatenate(columns) for columns in zip(*(part.columns for part in parts), strict=True)))
 
 
 NONE = Points(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
@@ -93,8 +95,8 @@ class Curve:
             if len(self.points)
             else 0
         )
-        tail = self.points.take(slice(int(open_from), None)).then(new)
-        self.points = self.points.take(slice(0, int(open_from))).then(thin(tail, self.bucket))
+        tail = joined([self.points.take(slice(int(open_from), None)), new])
+        self.points = joined([self.points.take(slice(0, int(open_from))), thin(tail, self.bucket)])
         while len(self.points) > 2 * MOST_BUCKETS:
             self.bucket *= 2
             self.points = thin(self.points, self.bucket)
