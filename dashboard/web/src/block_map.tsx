@@ -24,6 +24,7 @@ export function BlockMap({ blocks, view, shown, label }: Props) {
 
   useEffect(() => {
     const element = canvas.current!;
+    const around = frame.current!;
     const start = performance.now();
     const image = paintBlocks(blocks, shown);
     const redraw = () => draw(element, image, view);
@@ -39,10 +40,10 @@ export function BlockMap({ blocks, view, shown, label }: Props) {
     };
     const stop = view.listen(later);
     const sized = new ResizeObserver(() => {
-      resize(element, frame.current!, view.side);
+      resize(element, around, view.side);
       redraw();
     });
-    sized.observe(frame.current!);
+    sized.observe(around);
     return () => {
       cancelAnimationFrame(waiting);
       stop();

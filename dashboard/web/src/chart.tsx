@@ -81,7 +81,7 @@ export function Chart(props: Props) {
   const last = data[0].length - 1;
   const at = cursor !== null && cursor <= last ? cursor : null;
   return (
-    <figure class="chart">
+    <figure class="chart" data-chart={title} data-points={data[0].length}>
       <figcaption>
         <span class="chart-title">{title}</span>
         {unit ? <span class="unit">{unit}</span> : null}

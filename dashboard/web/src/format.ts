@@ -4,17 +4,18 @@ import type { Maybe } from "./types";
 
 export const UNKNOWN = "–";
 
-/** Four significant digits: 3.904, 0.000124, 873,400. */
+/** Four significant digits: 3.904, 0.000124, 873,400, 11.16G. */
 export function formatNumber(x: Maybe<number>, digits = 4): string {
   if (x === null || x === undefined || !Number.isFinite(x)) return UNKNOWN;
   if (Number.isInteger(x) && Math.abs(x) < 1e6) return x.toLocaleString("en-US");
   const size = Math.abs(x);
-  if (size >= 1e6 || (size > 0 && size < 1e-4)) return x.toExponential(digits - 2).replace("e+", "e");
+  if (size >= 1e6) return formatCount(x, digits);
+  if (size > 0 && size < 1e-4) return x.toExponential(digits - 1);
   return x.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
 
 /** 873k, 7.86M: for counts where a glance is enough. */
-export function formatCount(x: Maybe<number>): string {
+export function formatCount(x: Maybe<number>, digits = 3): string {
   if (x === null || x === undefined || !Number.isFinite(x)) return UNKNOWN;
   const names = ["", "k", "M", "G", "T"];
   let size = x;
@@ -23,7 +24,7 @@ export function formatCount(x: Maybe<number>): string {
     size /= 1000;
     n += 1;
   }
-  return size.toLocaleString("en-US", { maximumSignificantDigits: 3 }) + names[n];
+  return size.toLocaleString("en-US", { maximumSignificantDigits: digits }) + names[n];
 }
 
 export function formatShare(x: Maybe<number>, digits = 3): string {

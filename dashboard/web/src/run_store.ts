@@ -24,6 +24,7 @@ export type Link = "connecting" | "live" | "lost" | "recorded";
 
 const REDRAW_MS = 200;
 const RETRY_MS = 1000;
+const MOST_FOLLOWED = 32; // by one stream
 const MOST_POINTS = 6000; // then the server thins the curve again
 
 export class RunStore {
@@ -35,7 +36,7 @@ export class RunStore {
   private wanted: string[] = [];
   private zoom: [number, number] | null = null;
   private stream: EventSource | null = null;
-  private followed = "";
+  private followed: string | null = null;
   private retry = 0;
   private timer = 0;
   private readonly listeners = new Set<() => void>();
@@ -115,7 +116,7 @@ export class RunStore {
 
   private follow(): void {
     if (isStatic || document.hidden) return;
-    const ids = this.wanted.filter((id) => this.data.has(id) && !this.data.get(id)!.gone);
+    const ids = this.wanted.filter((id) => this.data.has(id) && !this.data.get(id)!.gone).slice(0, MOST_FOLLOWED);
     const followed = ids.join(",");
     if (this.stream && followed === this.followed) return;
     this.close();
@@ -184,6 +185,7 @@ export class RunStore {
     } else if (event === "gone") {
       data.gone = true;
     } else if (event === "reset") {
+      this.followed = null; // the stream follows this run no more: open it again after loading
       void this.load(id);
     } else if (event === "step" || event === "eval" || event === "density") {
       addPoints(data, values);

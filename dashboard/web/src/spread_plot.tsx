@@ -21,8 +21,9 @@ export function SpreadPlot({ plot, colourOf }: { plot: Plot; colourOf: (name: st
   const [off, setOff] = useState<ReadonlySet<string>>(new Set());
   const [read, setRead] = useState<string | null>(null);
   useEffect(() => {
-    const sized = new ResizeObserver(() => setWidth(box.current!.clientWidth));
-    sized.observe(box.current!);
+    const element = box.current!;
+    const sized = new ResizeObserver(() => setWidth(element.clientWidth));
+    sized.observe(element);
     return () => sized.disconnect();
   }, []);
   const toggle = (name: string) => {
@@ -128,9 +129,10 @@ function LineBody({ plot, series, width, colourOf, onRead }: BodyProps) {
 /** A row per category, a line of it per series: dots, because a bar on a log scale has no honest length. */
 function RowBody({ plot, series, width, colourOf, onRead }: BodyProps) {
   const categories = plot.x.categories ?? [];
-  const narrow = width < 560;
-  const rowHeight = Math.max(18, series.length * 11 + 8) + (narrow ? 16 : 0);
-  const edge = { left: narrow ? 8 : Math.min(260, Math.max(60, ...categories.map((c) => c.length * 6.6)) + 12), right: 40, top: 4, bottom: 26 };
+  const room = Math.max(60, ...categories.map((category) => category.length * 6.8)) + 14;
+  const narrow = room > 0.42 * width; // then a label stands above its row
+  const rowHeight = Math.max(19, series.length * 11 + 8) + (narrow ? 16 : 0);
+  const edge = { left: narrow ? 8 : room, right: 24, top: 4, bottom: 26 };
   const height = edge.top + edge.bottom + rowHeight * categories.length;
   const points = series.flatMap((one) => one.points);
   const x = makeScale(values(points), edge.left + 8, width - edge.right, plot.y.log, 0.04);

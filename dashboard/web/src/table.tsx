@@ -20,11 +20,13 @@ interface Props<Row> {
   rows: Row[];
   caption: string;
   first?: number;
+  /** The column by which rows are sorted at first, downwards; without it they come as they are. */
+  by?: string;
   rowClass?: (row: Row) => string;
 }
 
-export function Table<Row>({ columns, rows, caption, first = 25, rowClass }: Props<Row>) {
-  const [order, setOrder] = useState<{ column: number; down: boolean } | null>(null);
+export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }: Props<Row>) {
+  const [order, setOrder] = useState<{ column: number; down: boolean } | null>(() => (by ? { column: columns.findIndex(({ name }) => name === by), down: true } : null));
   const [all, setAll] = useState(false);
   const sorted = useMemo(() => sortRows(rows, columns, order), [rows, columns, order]);
   const shown = all ? sorted : sorted.slice(0, first);

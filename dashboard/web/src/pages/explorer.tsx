@@ -134,11 +134,14 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
   );
 }
 
-/** The head that the address names; else, of the recorded heads, the one whose kept share is the most uneven: worth a look. */
+/** The head that the address names; else a head whose blocks were recorded. */
 function chosenHead(recording: Recording, query: URLSearchParams): [number, number] {
-  const asked = [query.get("layer"), query.get("head")].map((text) => (text === null ? Number.NaN : Number(text))) as [number, number];
-  if (asked[0] >= 0 && asked[0] < recording.layers && asked[1] >= 0 && asked[1] < recording.heads) return asked;
-  return recording.detail?.[0] ?? [Math.floor(recording.layers / 4), 0];
+  const [layer, head] = recording.detail?.[0] ?? [Math.floor(recording.layers / 4), 0];
+  const asked = (name: string, count: number, otherwise: number) => {
+    const n = Number(query.get(name) ?? Number.NaN);
+    return Number.isInteger(n) && n >= 0 && n < count ? n : otherwise;
+  };
+  return [asked("layer", recording.layers, layer), asked("head", recording.heads, head)];
 }
 
 function headMasses(head: LayerHead, side: number): Omit<Blocks, "kept"> {

@@ -204,7 +204,7 @@ function DatabaseDetails({ id }: { id: string }) {
       <div class="controls">
         <Select label="Direction" value={direction} onChange={setDirection} options={[["", "all"], ...directions.map((name): [string, string] => [name, name])]} />
       </div>
-      <Table caption={`Entries of ${data.path}`} columns={ROW_COLUMNS} rows={rows} />
+      <Table caption={`Entries of ${data.path}`} columns={ROW_COLUMNS} rows={rows} by="gain" />
       {Object.entries(data.environments).map(([name, environment]) => (
         <Provenance key={name} environment={{ device: data.device, ...environment }}>
           {environment.versions ? `, ${formatConfig(environment.versions)}` : null}
