@@ -9,11 +9,16 @@ import type { OwnText, Site } from "./types";
 
 const LENGTHS = ["512", "1024", "2048", "4096", "8192"];
 const MOST_BYTES = 1_000_000;
+const DRAFT = "xsake-text"; // a reload loses nothing
 
 export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
-  const [text, setText] = useState("");
+  const [text, setText] = useState(() => sessionStorage.getItem(DRAFT) ?? "");
   const [length, setLength] = useState("1024");
   const [error, setError] = useState<DocumentError | null>(null);
+  const write = (draft: string) => {
+    setText(draft);
+    if (draft.length <= MOST_BYTES) sessionStorage.setItem(DRAFT, draft);
+  };
   const waitedFor = route.query.get("text");
   const state = useProgress(waitedFor, setError);
   const busy = waitedFor !== null && state?.state !== "failed";
@@ -43,7 +48,7 @@ export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
       <form onSubmit={send}>
         <label class="field">
           <span>Text; the model reads its first tokens</span>
-          <textarea rows={6} value={text} disabled={!site.features.own_text} onInput={(event) => setText(event.currentTarget.value)} />
+          <textarea rows={6} value={text} disabled={!site.features.own_text} onInput={(event) => write(event.currentTarget.value)} />
         </label>
         <div class="controls">
           <Select label="Tokens" value={length} onChange={setLength} options={LENGTHS.map((n): [string, string] => [n, formatNumber(Number(n))])} />
@@ -65,7 +70,7 @@ export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
 
 function Progress({ state }: { state: OwnText }) {
   const share = state.of ? (state.done ?? 0) / state.of : 0;
-  const words = state.state === "queued" ? `waiting, ${state.position ?? 0} before it` : `${state.stage ?? "reading the text"} (${state.done ?? 0} of ${state.of ?? "?"})`;
+  const words = state.state === "queued" ? `waiting, ${state.position ?? 0} before it` : `${state.stage ?? "reading the text"}${state.of ? ` (${state.done ?? 0} of ${state.of})` : ""}`;
   return (
     <div role="status" class="own-progress">
       <div class="progress" role="progressbar" aria-label="Masks" aria-valuemin={0} aria-valuemax={state.of ?? undefined} aria-valuenow={state.done ?? undefined}>

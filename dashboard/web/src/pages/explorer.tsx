@@ -36,8 +36,8 @@ export function ExplorerPage({ route, site }: { route: Route; site: Site }) {
       {list.error ? <Failure error={list.error} /> : null}
       {list.data && id === null ? (
         <Nothing title="No recording yet">
-          <p>A recording holds a model's attention on one text and the blocks that each method keeps. {isStatic ? "None is part of this showcase." : "Paste a text below to make one, or record one:"}</p>
-          {isStatic ? null : <Command>xsake hads record</Command>}
+          <p>A recording holds a model's attention on one text and the blocks that each method keeps. {isStatic ? "None is part of this showcase." : "Paste a text below to make one, or record one in a checkout of the source:"}</p>
+          {isStatic ? null : <Command>python -m benchmarks.explorer --record</Command>}
         </Nothing>
       ) : null}
       {error ? <Failure error={error} /> : null}
