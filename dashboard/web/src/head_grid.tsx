@@ -4,6 +4,7 @@ import { useRef } from "preact/hooks";
 import { cssColour, sequentialMap, toCss } from "./colour";
 import { formatShare } from "./format";
 import { useTheme } from "./theme";
+import type { Maybe } from "./types";
 
 interface Props {
   /** values[layer][head], from 0 to 1. */
@@ -13,19 +14,21 @@ interface Props {
   onChoose?: (layer: number, head: number) => void;
   /** Heads that cannot be opened. */
   closed?: (layer: number, head: number) => boolean;
-  /** Which end of 0 to 1 gets more of the colours; see `ColourScale`. */
-  fine?: "low" | "high";
+  /** The share in the middle of the colour scale: heads differ most around it. */
+  middle?: number;
 }
 
-type Fine = "low" | "high";
-
-/** Most heads keep few blocks, and most of their attention: a square root gives either end more room. */
-function toColour(value: number, fine: Fine): number {
-  const share = Math.min(1, Math.max(0, value));
-  return Math.round(255 * (fine === "low" ? Math.sqrt(share) : 1 - Math.sqrt(1 - share)));
+/** 0 and 1 are the ends of the scale, `middle` is its middle. */
+function toColour(value: number, middle: number): number {
+  return Math.round(255 * Math.min(1, Math.max(0, value)) ** (Math.log(0.5) / Math.log(middle)));
 }
 
-export function HeadGrid({ values, label, chosen, onChoose, closed, fine = "low" }: Props) {
+/** A budget as the middle of a scale; a budget of everything has no middle. */
+export function budgetMiddle(budget: Maybe<number>): number {
+  return typeof budget === "number" && budget > 0.02 && budget < 0.9 ? budget : 0.5;
+}
+
+export function HeadGrid({ values, label, chosen, onChoose, closed, middle = 0.5 }: Props) {
   useTheme();
   const table = useRef<HTMLTableElement>(null);
   const colours = sequentialMap();
@@ -75,7 +78,7 @@ export function HeadGrid({ values, label, chosen, onChoose, closed, fine = "low"
                       data-value={value}
                       tabIndex={onChoose && (on || (!chosen && l + h === 0)) ? 0 : -1}
                       disabled={!onChoose || shut}
-                      style={{ background: toCss(colours[toColour(value, fine)]!) }}
+                      style={{ background: toCss(colours[toColour(value, middle)]!) }}
                       onClick={() => onChoose?.(l, h)}
                     />
                   </td>
@@ -90,8 +93,8 @@ export function HeadGrid({ values, label, chosen, onChoose, closed, fine = "low"
 }
 
 /** The scale of `HeadGrid`. */
-export function ShareScale({ what, fine = "low" }: { what: string; fine?: Fine }) {
-  return <ColourScale low="0%" middle={fine === "low" ? "25%" : "75%"} high={`100% of ${what}`} />;
+export function ShareScale({ what, middle = 0.5 }: { what: string; middle?: number }) {
+  return <ColourScale low="0%" middle={formatShare(middle)} high={`100% of ${what}`} />;
 }
 
 /** The colour scale with its ends, and what lies in the middle, named. */

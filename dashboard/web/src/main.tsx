@@ -55,7 +55,7 @@ function App() {
       </header>
       <main id="main" tabIndex={-1} class={`page-${page}`}>
         <h1 class="visually-hidden">{PAGES[page].title}</h1>
-        {error ? <Failure error={error} /> : site ? <Page key={page} route={{ ...route, page }} site={site} /> : <Waiting what="the site" />}
+        {error ? <Failure error={error} /> : site || route.page ? <Page key={page} route={{ ...route, page }} site={site} /> : <Waiting what="the site" />}
       </main>
       {site ? (
         <footer>

@@ -39,6 +39,7 @@ export class RunStore {
   private followed: string | null = null;
   private retry = 0;
   private timer = 0;
+  private drawn = Number.NEGATIVE_INFINITY;
   private readonly listeners = new Set<() => void>();
   private readonly loading = new Set<string>();
 
@@ -99,9 +100,10 @@ export class RunStore {
     if (this.loading.has(id)) return;
     this.loading.add(id);
     try {
-      // The run first: events after its last id include all that the series, read later, may already hold.
-      const run = await getDocument<Run>(`api/runs/${id}`);
-      const series = await getDocument<Series>(`api/runs/${id}/series`);
+      const about = getDocument<Run>(`api/runs/${id}`);
+      let [run, series]: [Run, Series] = await Promise.all([about, getDocument<Series>(`api/runs/${id}/series`)]);
+      // Where a run grows meanwhile, the series must be the later one: events that it holds already are left out.
+      if (run.last_id !== series.last_id) series = await getDocument<Series>(`api/runs/${id}/series`);
       this.data.set(id, { run, series, detail: null, lastId: run.last_id, gone: false });
       this.errors.delete(id);
     } catch (error) {
@@ -195,10 +197,12 @@ export class RunStore {
   }
 
   private changed(): void {
+    const wait = Math.max(0, this.drawn + REDRAW_MS - performance.now());
     this.timer ||= window.setTimeout(() => {
       this.timer = 0;
+      this.drawn = performance.now();
       this.listeners.forEach((listener) => listener());
-    }, REDRAW_MS);
+    }, wait);
   }
 }
 

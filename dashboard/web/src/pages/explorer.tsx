@@ -6,7 +6,7 @@ import { BlockMap, type Shown } from "../block_map";
 import { Chart } from "../chart";
 import { lineColour, lineDash, lossMap, toCss } from "../colour";
 import { formatNumber, formatShare } from "../format";
-import { ColourScale, HeadGrid, ShareScale } from "../head_grid";
+import { budgetMiddle, ColourScale, HeadGrid, ShareScale } from "../head_grid";
 import { OwnTextForm } from "../own_text";
 import { Choice, Command, Failure, Figure, Nothing, Provenance, Select, Slider, Waiting } from "../parts";
 import { address, setQuery, type Route } from "../route";
@@ -23,7 +23,7 @@ const SHOWN: [Shown, string][] = [
   ["cost", "Cost"],
 ];
 
-export function ExplorerPage({ route, site }: { route: Route; site: Site }) {
+export function ExplorerPage({ route, site }: { route: Route; site: Site | null }) {
   const list = useDocument<{ recordings: RecordingEntry[] }>("api/recordings");
   const id = route.part ?? list.data?.recordings[0]?.id ?? null;
   const { data: recording, error, name } = useDocument<Recording>(id === null ? null : `api/recordings/${id}`);
@@ -43,7 +43,7 @@ export function ExplorerPage({ route, site }: { route: Route; site: Site }) {
       {error ? <Failure error={error} /> : null}
       {id !== null && !chosen && !error ? <Waiting what="the recording" /> : null}
       {chosen ? <Explore key={chosen.id} recording={chosen} route={route} options={options} /> : null}
-      {site.static ? null : <OwnTextForm site={site} route={route} />}
+      {site && !site.static ? <OwnTextForm site={site} route={route} /> : null}
     </>
   );
 }
@@ -59,7 +59,7 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
   const by = query.get("by") === "mass" ? "mass" : "share";
   const [layer, head] = chosenHead(recording, query);
   const view = useMemo(() => new View(side), [recording]);
-  const title = (name: string) => recording.method_titles[name] ?? name;
+  const title = (name: string) => methodTitle(recording, name);
 
   const document = useDocument<Layer>(`api/recordings/${recording.id}/layers/${layer}`);
   const found = document.data?.layer === layer ? document.data.heads.find((one) => one.head === head) : undefined;
@@ -67,6 +67,7 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
   const maps = useMemo(() => (found && masses ? methods.map((name) => withMask(masses, found, name, budget)) : null), [masses, budget]);
   const blocks = maps?.[methods.indexOf(method)] ?? null;
   const values = (by === "mass" ? recording.kept_mass : recording.shares)[method]?.[budget];
+  const middle = by === "mass" ? 0.75 : budgetMiddle(budgets[at]);
   const closed = (l: number, h: number) => recording.detail !== null && !recording.detail.some(([a, b]) => a === l && b === h);
   const result = recording.results.find((one) => one.method === method && String(one.budget) === budget);
   return (
@@ -87,11 +88,11 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
           <h2>Layers and heads</h2>
           <Choice label="Colour" options={[["share", "Blocks kept"], ["mass", "Attention kept"]]} value={by} onChange={(value) => setQuery({ by: value === "share" ? null : value })} />
           {values ? (
-            <HeadGrid values={values} label={`${title(method)}: ${by === "mass" ? "attention" : "blocks"} kept by layer and head`} chosen={[layer, head]} onChoose={(l, h) => setQuery({ layer: l, head: h })} closed={closed} fine={by === "mass" ? "high" : "low"} />
+            <HeadGrid values={values} label={`${title(method)}: ${by === "mass" ? "attention" : "blocks"} kept by layer and head`} chosen={[layer, head]} onChoose={(l, h) => setQuery({ layer: l, head: h })} closed={closed} middle={middle} />
           ) : (
             <p class="empty">Not recorded for this method and budget.</p>
           )}
-          <ShareScale what={by === "mass" ? "the attention" : "the blocks"} fine={by === "mass" ? "high" : "low"} />
+          <ShareScale what={by === "mass" ? "the attention" : "the blocks"} middle={middle} />
         </section>
         <section class="panel map">
           <h2>
@@ -142,6 +143,12 @@ function chosenHead(recording: Recording, query: URLSearchParams): [number, numb
     return Number.isInteger(n) && n >= 0 && n < count ? n : otherwise;
   };
   return [asked("layer", recording.layers, layer), asked("head", recording.heads, head)];
+}
+
+/** A method's name; an oracle, which sees what it should guess, is called one. */
+function methodTitle(recording: Recording, name: string): string {
+  const title = recording.method_titles[name] ?? name;
+  return recording.oracles.includes(name) && !title.startsWith("oracle") ? `${title} (oracle)` : title;
 }
 
 function headMasses(head: LayerHead, side: number): Omit<Blocks, "kept"> {
@@ -239,7 +246,7 @@ function Reading({ recording, view, blocks, maps, chosen }: ReadingProps) {
           const kept = map?.kept[number] === 1;
           return map ? (
             <li key={name} class={name === chosen ? "on" : ""}>
-              <i class={kept ? "key kept" : "key dropped"} /> {recording.method_titles[name] ?? name} {kept ? "keeps" : "drops"} it
+              <i class={kept ? "key kept" : "key dropped"} /> {methodTitle(recording, name)} {kept ? "keeps" : "drops"} it
             </li>
           ) : null;
         })}
@@ -289,14 +296,13 @@ interface SmallMapProps {
 function SmallMap({ recording, name, on, budget, at: [layer, head], blocks, view, shown }: SmallMapProps) {
   const result = recording.results.find((one) => one.method === name && String(one.budget) === budget);
   const mass = recording.kept_mass[name]?.[budget]?.[layer]?.[head];
-  const title = recording.method_titles[name] ?? name;
+  const title = methodTitle(recording, name);
   return (
     <div class={on ? "small-map on" : "small-map"} data-method={name}>
       <h3>
         <button type="button" class="link" aria-pressed={on} onClick={() => setQuery({ method: name })}>
           {title}
         </button>
-        {recording.oracles.includes(name) ? <span class="status">oracle</span> : null}
       </h3>
       {blocks ? <BlockMap blocks={blocks} view={view} shown={shown} label={`${title}, layer ${layer}, head ${head}`} /> : <p class="empty">Not recorded.</p>}
       <p class="small-facts">
@@ -313,7 +319,7 @@ function SmallMap({ recording, name, on, budget, at: [layer, head], blocks, view
 function MethodTable({ recording, budget, title }: { recording: Recording; budget: string; title: (name: string) => string }) {
   const rows = recording.results.filter((one) => String(one.budget) === budget);
   const columns: TableColumn<MethodResult>[] = [
-    { name: "method", cell: (row) => `${title(row.method)}${recording.oracles.includes(row.method) ? " (oracle)" : ""}`, sort: (row) => title(row.method) },
+    { name: "method", cell: (row) => title(row.method), sort: (row) => title(row.method) },
     { name: "blocks kept", number: true, cell: (row) => formatShare(row.density), sort: (row) => row.density, full: (row) => String(row.density) },
     { name: "KL", unit: "nats per token", number: true, cell: (row) => formatNumber(row.kl), sort: (row) => row.kl, full: (row) => row.kl?.toString() },
     { name: "perplexity above dense", number: true, cell: (row) => formatShare(row.perplexity_gap), sort: (row) => row.perplexity_gap, full: (row) => row.perplexity_gap?.toString() },

@@ -6,7 +6,7 @@ import { BlockMap, type Shown } from "../block_map";
 import { Chart, type Line } from "../chart";
 import { lineColour } from "../colour";
 import { formatNumber, formatShare } from "../format";
-import { HeadGrid, ShareScale } from "../head_grid";
+import { budgetMiddle, HeadGrid, ShareScale } from "../head_grid";
 import { Choice, Failure, Figure, Nothing, Provenance, Select, Slider, Waiting } from "../parts";
 import { address, setQuery, type Route } from "../route";
 import { smooth } from "../smooth";
@@ -178,8 +178,8 @@ function RunFrame({ replay, run, step, layer, head, shown, view }: FrameProps) {
       )}
       {shares ? (
         <>
-          <HeadGrid values={shares} label={`${run.title}: share of blocks kept by layer and head`} chosen={[layer, head]} onChoose={(l, h) => setQuery({ layer: l, head: h })} />
-          <ShareScale what="the blocks kept" />
+          <HeadGrid values={shares} label={`${run.title}: share of blocks kept by layer and head`} chosen={[layer, head]} onChoose={(l, h) => setQuery({ layer: l, head: h })} middle={budgetMiddle(run.density)} />
+          <ShareScale what="the blocks kept" middle={budgetMiddle(run.density)} />
         </>
       ) : null}
     </div>

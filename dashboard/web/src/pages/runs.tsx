@@ -4,7 +4,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Line } from "../chart";
 import { lineColour, lineDash } from "../colour";
 import { formatCount, formatDate, formatDuration, formatNumber, formatSeconds, formatShare } from "../format";
-import { HeadGrid, ShareScale } from "../head_grid";
+import { budgetMiddle, HeadGrid, ShareScale } from "../head_grid";
 import { Choice, Command, Failure, Figure, Nothing, SkippedFiles, Slider, Tree, Waiting } from "../parts";
 import { setQuery, type Route } from "../route";
 import { type RunData, type RunStore, useRuns } from "../run_store";
@@ -292,8 +292,8 @@ function DensityGrid({ run }: { run: RunData["run"] }) {
     <>
       <h3>Density by layer and head</h3>
       <Slider label="from step" value={at} min={0} max={densities.length - 1} text={formatNumber(step)} onInput={(n) => setChosen(n === densities.length - 1 ? null : n)} />
-      <HeadGrid values={layers} label={`Share of blocks that each head keeps from step ${step} on`} />
-      <ShareScale what="the blocks kept" />
+      <HeadGrid values={layers} label={`Share of blocks that each head keeps from step ${step} on`} middle={budgetMiddle(run.density)} />
+      <ShareScale what="the blocks kept" middle={budgetMiddle(run.density)} />
     </>
   );
 }
