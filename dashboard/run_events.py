@@ -19,16 +19,14 @@ _LARGEST_STEP = 2**53
 
 def parse_lines(data: bytes) -> list[Event]:
     """The events among these lines. What is no event is left out."""
-    lines = [line for line in data.split(b"\n") if line]
-    events: list[Any] = []
+    lines = data.count(b"\n")
     # All lines in one call is faster than line by line; the checks make sure that it means the same.
-    joined = b",\n".join(lines)
-    if joined.count(b"},\n{") == len(lines) - 1 and joined[:1] == b"{" and joined[-1:] == b"}":
+    if data[:1] == b"{" and data[-2:] == b"}\n" and data.count(b"}\n{") == lines - 1:
         with contextlib.suppress(ValueError):
-            events = from_json(b"[" + joined + b"]")
-    if len(events) != len(lines):
-        events = list(_one_by_one(lines))
-    return [event for event in events if is_event(event)]
+            events = from_json(b"[" + data[:-1].replace(b"\n", b",") + b"]")
+            if len(events) == lines:
+                return [event for event in events if is_event(event)]
+    return [event for event in _one_by_one(data.split(b"\n")) if is_event(event)]
 
 
 def _one_by_one(lines: Iterable[bytes]) -> Iterator[Any]:

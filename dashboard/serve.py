@@ -22,18 +22,19 @@ def default_records() -> Path | None:
 
 
 def gather(
-    folders: Sequence[Path], *, storages: Sequence[str] = (), records: Path | None = None, recorded_runs: bool = True
+    folders: Sequence[Path], *, storages: Sequence[str] = (), records: Path | None = None, own_tuning: bool = True
 ) -> Documents:
-    """What the pages show: runs and studies in `folders`, further storages, and records."""
+    """What the pages show: runs and studies in `folders`, further storages, records, and what this user tuned."""
     if records is not None and not records.is_dir():
         raise ValueError(f"{records} is no folder of records")
     given = [Given.of(path) for path in folders]
-    if records is not None and recorded_runs:
+    if records is not None:
         given.append(Given.of(records, recorded=True))
-    journals: list[str | Path] = [tuning_db.user_directory() / "studies.journal"]
+    own = tuning_db.user_directory()
+    journals: list[str | Path] = [own / "studies.journal"] if own_tuning else []
     journals += [path for one in given if one.file is None for path in find_files(one.root, ".journal")]
     journals += [text if "://" in text else Path(text) for text in storages]
-    databases = {"own": tuning_db.user_directory(), "shipped": tuning_db.SHIPPED}
+    databases = ({"own": own} if own_tuning else {}) | {"shipped": tuning_db.SHIPPED}
     tuning = Tuning(list(dict.fromkeys(journals)), databases)
     return Documents(library=Library(given), tuning=tuning, records=records)
 

@@ -28,6 +28,7 @@ class Tuning:
         self._storages, self._folders = storages, folders
         self._lock = threading.Lock()
         self._cached: dict[str | Path, tuple[Any, list[tuple[str, list[Any]]]]] = {}
+        self._read_databases: dict[Path, tuple[int, tuning_db.Database]] = {}
 
     # -- studies ---------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,14 @@ class Tuning:
                 return _database_entry(*one) | {"rows": rows, "environments": plain(database.environments)}
         raise NotFound(f"there is no tuning database {identity[:100]!r}; api/tuning lists those there are")
 
+    def _database(self, path: Path) -> tuning_db.Database:
+        """The database, read again only when its file changed."""
+        version = path.stat().st_mtime_ns
+        with self._lock:
+            if path not in self._read_databases or self._read_databases[path][0] != version:
+                self._read_databases[path] = version, tuning_db.Database.read(path)
+            return self._read_databases[path][1]
+
     def _databases(self) -> tuple[list[tuple[str, str, Path, Any]], list[dict[str, str]]]:
         """(id, origin, path, database) of every file that can be read, and those that cannot."""
         found, broken = [], []
@@ -105,7 +114,7 @@ class Tuning:
                 if path.name == "schema.json":
                     continue
                 try:
-                    database = tuning_db.Database.read(path)
+                    database = self._database(path)
                 except (OSError, ValueError) as error:
                     broken.append({"path": path.name, "reason": str(error)[:300]})
                     continue

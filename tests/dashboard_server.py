@@ -51,7 +51,9 @@ def serving(shown: Documents, **options: Any) -> Iterator[httpx.Client]:
     """A client of a running server."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(shown, **options), log_level="warning", timeout_graceful_shutdown=1, ws="none")
+    settings: dict[str, Any] = dict(log_level="warning", timeout_graceful_shutdown=1, ws="none")
+    # Not uvloop, where it is installed: it forks to start a process, and JAX is loaded here.
+    config = uvicorn.Config(make_app(shown, **options), loop="asyncio", **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

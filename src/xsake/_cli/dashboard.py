@@ -43,3 +43,32 @@ def dashboard(
             profile=profile,
             say=typer.echo,
         )
+
+
+def showcase(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Runs to show too, besides the recorded ones.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write; a showcase that is there is replaced.")] = Path(
+        "site"
+    ),
+    storage: Annotated[list[str] | None, typer.Option(help="An Optuna storage: a journal file or a URL.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Folder of records; by default the checkout's.")] = None,
+) -> None:
+    """Write the dashboard's pages as static files with the recorded data inside.
+
+    Open index.html in a browser, or put the folder on any static host.
+    """
+    with plain_errors(extra="dashboard"):
+        from xsake.dashboard.serve import default_records, gather
+        from xsake.dashboard.showcase import MOST_BYTES, build
+
+        records = records or default_records()
+        if records is None and not runs:
+            raise ValueError("there are no records here: give --records FOLDER, or folders of runs")
+        shown = gather(runs or [], storages=storage or [], records=records, own_tuning=False)
+        sizes = build(shown, out)
+        for part, size in sizes.items():
+            typer.echo(f"{part:12} {size:>12,} bytes")
+        total = sum(sizes.values())
+        typer.echo(f"{'all':12} {total:>12,} bytes: {out / 'index.html'}")
+        if total > MOST_BYTES:
+            typer.echo(f"more than {MOST_BYTES:,} bytes: slow to load for some", err=True)
