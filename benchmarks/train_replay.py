@@ -39,16 +39,16 @@ from xsake.model.train_loop import CHECKPOINTS_FOLDER, train
 from xsake.model.trainer import Trainer
 
 MODEL = ModelConfig(
-    vocab_size=2048,
-    layers=4,
-    width=128,
+    vocab_size=1024,
+    layers=3,
+    width=96,
     q_heads=4,
     kv_heads=2,
-    head_dim=32,
-    mlp_width=384,
-    context=1024,
+    head_dim=24,
+    mlp_width=256,
+    context=512,
 )
-LENGTH, BLOCK, BATCH, CHECKPOINTS = 1024, 32, 4, 8
+LENGTH, BLOCK, BATCH, CHECKPOINTS = 512, 16, 4, 8
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"attention": "dense"}),
     "hads": ("HADS at 43%", {"attention": "hads", "density": 0.43, "block": BLOCK}),
@@ -151,7 +151,7 @@ def curves(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/replays/")
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -187,7 +187,7 @@ def make(work: Path, steps: int) -> dict[str, Any]:
     decode = from_folder(data).decode
     about = {
         "id": identity,
-        "title": "A model of 1.5 million weights learns this project's own text: dense, and with HADS",
+        "title": f"A model of {MODEL.param_count():,} weights learns this project's own text: dense, and with HADS",
         "environment": record.environment(),
         "runs": [
             {"id": kind, "title": title, "attention": settings["attention"], "density": settings.get("density", 1.0)}
