@@ -15,6 +15,11 @@ PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
 
 
+def environment() -> dict[str, str]:
+    """For commands that a test starts: they run the code of this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
 class Watched:
     """A page, and all that went wrong on it: console messages, exceptions, dialogs, requests to other hosts."""
 
@@ -59,10 +64,8 @@ class Dashboard:
 
     def start(self, port: str = "0") -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "xsake", "dashboard", str(self.runs), "--port", port]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(
-            [*command, "--records", str(self.records)], env=environment, stdout=subprocess.PIPE, text=True
-        )
+        command += ["--records", str(self.records)]
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         self.address = process.stdout.readline().strip()
         assert self.address.startswith("http://127.0.0.1:"), self.address

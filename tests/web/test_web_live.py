@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training import events, make_data
 
-from web.browser import Dashboard, Watched
+from web.browser import Dashboard, Watched, environment
 from xsake.model.run_file import RunFile
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-web installs it")
@@ -114,6 +117,57 @@ def test_a_deleted_run_is_named_as_deleted(dashboard: Dashboard, open_page: Open
     shutil.rmtree(folder)
     page.wait_for_selector("[data-run=doomed][data-status=deleted]", timeout=3 * LIVE_MS)
     assert page.locator("[data-chart=loss]").get_attribute("data-points") == "10"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_that_is_killed_stalls_and_goes_on(dashboard: Dashboard, open_page: Open, tmp_path: Path) -> None:
+    """A real run: it appears within two seconds of its first step, stalls when it is killed, and resumes."""
+    run = dashboard.runs / "real"
+    command = [sys.executable, "-m", "xsake", "train", "--data", str(make_data(tmp_path / "data")), "--run", str(run)]
+    command += ["--steps", "80", "--length", "160", "--batch", "8", "--attention", "hads", "--density", "0.7"]
+    command += ["--block", "16", "--checkpoint-every", "20", "--recalibrate-every", "30"]
+    page = open_page(dashboard.address).open("#/runs", "main .nothing, main .run-list")
+
+    def train_until(step: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+        while not any(event["step"] >= step for event in events(run / "metrics.jsonl")):
+            assert process.poll() is None, "training ended early"
+            time.sleep(0.05)
+        return process
+
+    process = train_until(1)
+    page.wait_for_selector("[data-run=real] [data-name=step]", timeout=LIVE_MS)
+    page.wait_for_selector("[data-chart=loss] .u-over", timeout=LIVE_MS)
+    page.locator("[data-run=real] .run-name").click()
+    process.kill()
+    process.wait()
+    page.wait_for_selector("[data-run=real][data-status=stalled]", timeout=60_000)
+    process = train_until(50)
+    page.wait_for_selector("[data-run=real][data-status=running]", timeout=3 * LIVE_MS)
+    process.wait()
+    page.wait_for_selector("[data-run=real][data-status=finished]", timeout=60_000)
+    wait_for_points(page, 80)
+    assert page.locator("[data-details=real] .head-grid button").count() > 0, "density by layer and head"
+    assert " train --data" in page.locator("[data-details=real] .command pre").inner_text()
+
+
+@pytest.mark.slow
+def test_a_long_run_opens_within_a_second(dashboard: Dashboard, open_page: Open) -> None:
+    with begin(dashboard.runs / "long", 200_000):
+        watched = open_page(dashboard.address)
+        watched.open("#/runs?on=long", "[data-chart=loss] .u-over")
+        page = watched.page
+        page.locator("[data-run=long]", has_text="200,000").wait_for(timeout=60_000)
+        page.locator("[data-run=long]:not(:has-text('of the file read'))").wait_for(timeout=60_000)
+        times = []
+        for _ in range(5):
+            page.goto("about:blank")
+            start = time.monotonic()
+            watched.open("#/runs?on=long", "[data-chart=loss] .u-over")
+            times.append(time.monotonic() - start)
+        assert min(times) < 1.0, times  # of five: other tests share the machine
+        assert int(page.locator("[data-chart=loss]").get_attribute("data-points")) <= 2000
 
 
 def test_a_server_that_ends_is_missed_and_found_again(chromium: Any, open_page: Open, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ export function RunsPage({ route }: { route: Route }) {
       <>
         <Nothing title="No runs yet">
           <p>Curves of training runs appear here while they train. Start one, in a folder that this dashboard watches:</p>
-          <Command>xsake train data --run runs/first</Command>
+          <Command>xsake train --data data --run runs/first</Command>
         </Nothing>
         <SkippedFiles skipped={store.list.skipped} />
       </>
