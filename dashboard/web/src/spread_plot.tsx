@@ -188,7 +188,7 @@ function Whisker({ a, b, log, line }: { a: Maybe<number>; b: Maybe<number>; log:
   return <line class="whisker" {...line(a, b)} />;
 }
 
-/** Circle, square, triangle, diamond: shapes repeat less soon than colours. */
+/** Six shapes for seven colours: 42 pairs before one comes again. */
 function Shape({ n, x, y, size }: { n: number; x: number; y: number; size: number }) {
   const d = [
     `M${-size},0a${size},${size} 0 1,0 ${2 * size},0a${size},${size} 0 1,0 ${-2 * size},0`,
@@ -196,6 +196,7 @@ function Shape({ n, x, y, size }: { n: number; x: number; y: number; size: numbe
     `M0,${-size * 1.2}L${size * 1.15},${size * 0.9}H${-size * 1.15}z`,
     `M0,${-size * 1.3}L${size * 1.3},0L0,${size * 1.3}L${-size * 1.3},0z`,
     `M0,${size * 1.2}L${size * 1.15},${-size * 0.9}H${-size * 1.15}z`,
+    `M${-size * 1.2},${-size * 0.4}h${size * 0.8}v${-size * 0.8}h${size * 0.8}v${size * 0.8}h${size * 0.8}v${size * 0.8}h${-size * 0.8}v${size * 0.8}h${-size * 0.8}v${-size * 0.8}h${-size * 0.8}z`,
   ];
   return <path class="shape" d={d[n % d.length]!} transform={`translate(${x.toFixed(1)},${y.toFixed(1)})`} />;
 }

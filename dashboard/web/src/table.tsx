@@ -8,6 +8,8 @@ export interface TableColumn<Row> {
   unit?: string | null | undefined;
   /** Numbers are set to the right. */
   number?: boolean;
+  /** Long text, which gets room even where the table must be scrolled. */
+  wide?: boolean;
   cell: (row: Row) => ComponentChildren;
   /** What the column sorts by; without it the column does not sort. */
   sort?: (row: Row) => number | string | null | undefined;
@@ -69,7 +71,7 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
             {shown.map((row, n) => (
               <tr key={n} class={rowClass?.(row)}>
                 {columns.map((column) => (
-                  <td key={column.name} class={column.number ? "number" : ""} title={column.full?.(row)}>
+                  <td key={column.name} class={column.number ? "number" : column.wide ? "wide" : ""} title={column.full?.(row)}>
                     {column.cell(row)}
                   </td>
                 ))}

@@ -1,8 +1,8 @@
 // Every recorded benchmark as plots and tables; "not run" where nothing was recorded.
 
 import { useMemo } from "preact/hooks";
-import { formatDate, formatIn, formatNumber, formatShare, UNKNOWN } from "../format";
-import { Command, Failure, Provenance, Waiting } from "../parts";
+import { formatDate, formatIn, formatNumber, formatShare } from "../format";
+import { Command, Failure, Provenance, Select, Waiting } from "../parts";
 import { address, type Route } from "../route";
 import { useDocument } from "../source";
 import { SpreadPlot } from "../spread_plot";
@@ -14,19 +14,23 @@ export function BenchmarksPage({ route }: { route: Route }) {
   if (error) return <Failure error={error} />;
   if (!data) return <Waiting what="benchmarks" />;
   const chosen = data.benchmarks.find(({ id }) => id === route.part) ?? data.benchmarks.find(({ state }) => state === "recorded") ?? data.benchmarks[0];
+  const go = (id: string) => location.assign(address("benchmarks", id));
   const groups = [...new Set(data.benchmarks.map(({ group }) => group))];
   return (
     <div class="with-side">
       <aside class="side" aria-label="Benchmarks">
+        <div class="if-narrow">
+          <Select label="Benchmark" value={chosen?.id ?? ""} onChange={go} options={data.benchmarks.map((one): [string, string] => [one.id, one.state === "recorded" ? one.title : `${one.title} (${stateWords(one)})`])} />
+        </div>
         {groups.map((group) => (
-          <section key={group}>
+          <section key={group} class="if-wide">
             <h2>{group}</h2>
             <ul class="benchmark-list">
               {data.benchmarks.filter((one) => one.group === group).map((one) => (
                 <li key={one.id} data-benchmark={one.id}>
                   <a href={address("benchmarks", one.id)} aria-current={one.id === chosen?.id ? "page" : undefined}>
                     <b>{one.title}</b>
-                    <span class={one.state}>{one.state === "recorded" ? `${one.device ?? UNKNOWN}, ${formatDate(one.date).slice(0, 10)}` : one.state === "not_run" ? "not run" : "unreadable"}</span>
+                    <span class={one.state}>{stateWords(one)}</span>
                   </a>
                 </li>
               ))}
@@ -39,13 +43,18 @@ export function BenchmarksPage({ route }: { route: Route }) {
   );
 }
 
+function stateWords({ state, device, date }: BenchmarkEntry): string {
+  if (state !== "recorded") return state === "not_run" ? "not run" : "unreadable";
+  return `${device ?? "unknown device"}, ${formatDate(date).slice(0, 10)}`;
+}
+
 function BenchmarkDetails({ entry }: { entry: BenchmarkEntry }) {
   const recorded = entry.state === "recorded";
   const { data, error } = useDocument<Benchmark>(recorded ? `api/benchmarks/${entry.id}` : null);
   return (
     <section class="panel" data-details={entry.id}>
       <h2>{entry.title}</h2>
-      <p>{entry.measures}</p>
+      <p class="sentence">{entry.measures}</p>
       {entry.state === "not_run" ? (
         <div class="notice">
           <p>

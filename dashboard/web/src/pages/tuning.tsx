@@ -70,6 +70,7 @@ function StudyTable({ studies, chosen }: { studies: StudyEntry[]; chosen: string
   const columns: TableColumn<StudyEntry>[] = [
     {
       name: "study",
+      wide: true,
       cell: (row) => (
         <button type="button" class="link" aria-pressed={row.id === chosen} onClick={() => setQuery({ study: row.id })} title={row.name}>
           {row.title}
@@ -118,8 +119,8 @@ const TRIAL_COLUMNS: TableColumn<Trial>[] = [
   { name: "time", unit: "of the default's", number: true, cell: (row) => formatNumber(row.value), sort: (row) => row.value, full: (row) => row.value?.toString() },
   { name: "rounds", number: true, cell: (row) => formatNumber(row.rounds?.length), sort: (row) => row.rounds?.length },
   { name: "took", number: true, cell: (row) => formatSeconds(row.seconds), sort: (row) => row.seconds },
-  { name: "configuration", cell: (row) => `${formatConfig(row.config)}${row.is_default ? " (default)" : ""}` },
-  { name: "reason", cell: (row) => row.reason ?? "", sort: (row) => row.reason },
+  { name: "configuration", wide: true, cell: (row) => `${formatConfig(row.config)}${row.is_default ? " (default)" : ""}` },
+  { name: "reason", wide: true, cell: (row) => row.reason ?? "", sort: (row) => row.reason },
 ];
 
 function bestTrial(study: Study): number | undefined {
@@ -169,7 +170,7 @@ function DatabaseGain({ databases, chosen }: { databases: DatabaseEntry[]; chose
 const spread = (times: Times) => (times.low !== null && times.low !== undefined ? `${formatSeconds(times.median)} (${formatSeconds(times.low)} to ${formatSeconds(times.high)})` : formatSeconds(times.median));
 
 const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
-  { name: "call", cell: (row) => row.call, sort: (row) => row.call },
+  { name: "call", wide: true, cell: (row) => row.call, sort: (row) => row.call },
   { name: "direction", cell: (row) => row.direction, sort: (row) => row.direction },
   { name: "backend", cell: (row) => row.implementation, sort: (row) => row.implementation },
   { name: "dtype", cell: (row) => row.dtype, sort: (row) => row.dtype },
@@ -177,6 +178,7 @@ const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
   { name: "gain", unit: "×", number: true, cell: (row) => formatNumber(row.speedup), sort: (row) => row.speedup, full: (row) => row.speedup?.toString() },
   {
     name: "default → tuned, median and quartiles",
+    wide: true,
     cell: (row) =>
       row.measured
         ? row.measured.map((one, n) => (
@@ -188,7 +190,7 @@ const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
           ? `${formatNumber(row.cycles.default)} → ${formatNumber(row.cycles.tuned)} cycles by the compiler's schedule`
           : UNKNOWN,
   },
-  { name: "configuration", cell: (row) => formatConfig(row.config) },
+  { name: "configuration", wide: true, cell: (row) => formatConfig(row.config) },
   { name: "date", cell: (row) => formatDate(row.date), sort: (row) => row.date },
 ];
 
