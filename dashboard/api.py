@@ -1,4 +1,4 @@
-"""The routes of the JSON API. `dashboard/API.md` describes the documents field by field."""
+"""The routes of the JSON API. `dashboard/API.md` describes the documents field by field, here and at /docs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 
 from xsake.dashboard import benchmark_documents, run_documents
+from xsake.dashboard.api_text import described
 from xsake.dashboard.documents import Documents
 from xsake.dashboard.live import Live
 from xsake.dashboard.own_text import Texts
@@ -154,4 +156,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     def replay_frame(replay_id: Id, frame: Annotated[str, Path(max_length=200)]) -> Response:
         return answer(documents.replay_frame(replay_id, frame))
 
+    for route in api.routes:
+        if isinstance(route, APIRoute) and route.methods != {"DELETE"}:
+            route.description = described(route.path)
     return api

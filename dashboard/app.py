@@ -26,11 +26,11 @@ from xsake.dashboard.problems import BadRequest, NotFound, Problem
 
 PAGES = Path(__file__).parent / "static"
 _DOCS = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>XSAKE dashboard: API</title>
-<link rel="stylesheet" href="/docs/swagger-ui.css"></head><body><div id="swagger-ui"></div>
+<link rel="icon" href="/assets/icon.svg"><link rel="stylesheet" href="/docs/swagger-ui.css"></head>
+<body><div id="swagger-ui"></div>
 <script src="/docs/swagger-ui-bundle.js"></script><script src="/docs/start.js"></script></body></html>"""
 _DOCS_START = 'SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null});'
-_ABOUT = """Runs, studies, records and masks as JSON. Times are in seconds, dates in UTC, losses and KL in nats. What a
-document holds is described in dashboard/API.md of the source."""
+_ABOUT = "Runs, studies, records and masks as JSON. Times are in seconds, dates in UTC, losses and KL in nats."
 
 
 def make_app(

@@ -86,9 +86,10 @@ class Report:
 
 def _circumstances() -> dict[str, Any]:
     """How and where a run was started; not part of what identifies it."""
-    device = jax.devices()[0]
+    device, program = jax.devices()[0], Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # of `python -m xsake`: xsake
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([name, *sys.argv[1:]]),
         "environment": {
             "device": device.device_kind,
             "platform": device.platform,

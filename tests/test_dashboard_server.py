@@ -171,6 +171,9 @@ def test_prometheus_accepts_the_examples(client):
 def test_the_api_documents_itself(client):
     described = client.get("/openapi.json").json()
     assert {"/api/runs", "/api/runs/{run_id}/series", "/api/texts", "/metrics"} <= set(described["paths"])
+    for path, operations in described["paths"].items():
+        if path.startswith("/api/"):
+            assert len(operations["get" if "get" in operations else "post"]["description"]) > 40, path
     page = client.get("/docs")
     assert "http" not in page.text.replace("<!doctype html>", "") and page.status_code == 200
     assert client.get("/docs/swagger-ui-bundle.js").status_code == 200
