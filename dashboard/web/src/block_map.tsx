@@ -123,7 +123,14 @@ function drawGrid(pen: CanvasRenderingContext2D, view: View, cell: number, size:
 }
 
 /** A cross through the block pointed at, and a frame around it in two colours that show on every block. */
-function drawPointer(pen: CanvasRenderingContext2D, view: View, at: BlockAt, cell: number, size: number, ratio: number): void {
+function drawPointer(
+  pen: CanvasRenderingContext2D,
+  view: View,
+  at: BlockAt,
+  cell: number,
+  size: number,
+  ratio: number,
+): void {
   const left = (at.column - view.x) * cell;
   const top = (at.row - view.y) * cell;
   pen.strokeStyle = cssColour("--map-cross");
@@ -235,8 +242,14 @@ function follow(canvas: HTMLCanvasElement, view: View): () => void {
   touch();
 
   const handlers: [string, (event: never) => void][] = [
-    ["pointerdown", down], ["pointermove", move], ["pointerup", up], ["pointercancel", up], ["pointerleave", leave],
-    ["wheel", wheel], ["dblclick", double], ["keydown", key],
+    ["pointerdown", down],
+    ["pointermove", move],
+    ["pointerup", up],
+    ["pointercancel", up],
+    ["pointerleave", leave],
+    ["wheel", wheel],
+    ["dblclick", double],
+    ["keydown", key],
   ];
   for (const [name, handler] of handlers) canvas.addEventListener(name, handler as EventListener, { passive: false });
   const stop = view.listen(touch);
@@ -245,4 +258,3 @@ function follow(canvas: HTMLCanvasElement, view: View): () => void {
     stop();
   };
 }
-

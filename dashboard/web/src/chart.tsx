@@ -41,7 +41,18 @@ interface Props {
 }
 
 export function Chart(props: Props) {
-  const { title, unit, lines, xTitle, xFormat = formatNumber, yFormat = formatNumber, log = false, height = 220, range, marker } = props;
+  const {
+    title,
+    unit,
+    lines,
+    xTitle,
+    xFormat = formatNumber,
+    yFormat = formatNumber,
+    log = false,
+    height = 220,
+    range,
+    marker,
+  } = props;
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const latest = useRef(props);
@@ -49,7 +60,9 @@ export function Chart(props: Props) {
   const [cursor, setCursor] = useState<number | null>(null);
   const { dark } = useTheme();
   const data = useMemo(() => align(lines, log), [lines, log]);
-  const look = lines.map(({ colour, dash, faint, dots, scattered }) => [colour, dash, faint, dots, scattered].join()).join("|");
+  const look = lines
+    .map(({ colour, dash, faint, dots, scattered }) => [colour, dash, faint, dots, scattered].join())
+    .join("|");
   const beyond = useMemo(() => (props.trim ? countBeyond(data) : 0), [data, props.trim]);
   const ready = data[0].length > 0 && data.slice(1).some((values) => values.some((value) => typeof value === "number"));
 
@@ -88,7 +101,15 @@ export function Chart(props: Props) {
         {beyond ? <span class="unit">{beyond} far values are outside</span> : null}
       </figcaption>
       {ready ? (
-        <div ref={box} class="plot" tabIndex={0} role="application" aria-label={`${title} over ${xTitle}`} aria-roledescription="chart" onKeyDown={key} />
+        <div
+          ref={box}
+          class="plot"
+          tabIndex={0}
+          role="application"
+          aria-label={`${title} over ${xTitle}`}
+          aria-roledescription="chart"
+          onKeyDown={key}
+        />
       ) : (
         <p class="empty">No values yet.</p>
       )}
@@ -114,7 +135,9 @@ const FEW = 40; // values of which none counts as far away
 
 /** The middle 99% of all values and half as much around them, or null where all values lie within. */
 function trimmed(data: uPlot.AlignedData): [number, number] | null {
-  const all = data.slice(1).flatMap((values) => Array.from(values as (number | null)[]).filter((value) => typeof value === "number"));
+  const all = data
+    .slice(1)
+    .flatMap((values) => Array.from(values as (number | null)[]).filter((value) => typeof value === "number"));
   if (all.length < FEW) return null;
   all.sort((a, b) => a - b);
   const at = (share: number) => all[Math.round(share * (all.length - 1))]!;
@@ -128,7 +151,8 @@ function trimmed(data: uPlot.AlignedData): [number, number] | null {
 function countBeyond(data: uPlot.AlignedData): number {
   const kept = trimmed(data);
   if (!kept) return 0;
-  const outside = (value: number | null | undefined) => typeof value === "number" && (value < kept[0] || value > kept[1]);
+  const outside = (value: number | null | undefined) =>
+    typeof value === "number" && (value < kept[0] || value > kept[1]);
   return data.slice(1).reduce((sum, values) => sum + Array.from(values as (number | null)[]).filter(outside).length, 0);
 }
 
@@ -161,7 +185,12 @@ function valueAt(data: uPlot.AlignedData, line: number, index: number): number |
   return null;
 }
 
-function options(width: number, height: number, latest: { current: Props }, setCursor: (at: number | null) => void): uPlot.Options {
+function options(
+  width: number,
+  height: number,
+  latest: { current: Props },
+  setCursor: (at: number | null) => void,
+): uPlot.Options {
   const { lines, log, group, xFormat = formatNumber, yFormat = formatNumber } = latest.current;
   const axis: uPlot.Axis = {
     stroke: () => cssColour("--muted"),
@@ -207,7 +236,12 @@ function options(width: number, height: number, latest: { current: Props }, setC
         dash: line.dash ?? [],
         spanGaps: true,
         ...(line.scattered ? { paths: () => null } : {}),
-        points: { show: Boolean(line.dots || line.scattered), size: line.scattered ? 8 : 6, fill: line.colour, width: 0 },
+        points: {
+          show: Boolean(line.dots || line.scattered),
+          size: line.scattered ? 8 : 6,
+          fill: line.colour,
+          width: 0,
+        },
       })),
     ],
     hooks: {
@@ -215,7 +249,8 @@ function options(width: number, height: number, latest: { current: Props }, setC
       setSelect: [
         (u) => {
           const { onRange } = latest.current;
-          if (u.select.width > 4 && onRange) onRange([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+          if (u.select.width > 4 && onRange)
+            onRange([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
         },
       ],

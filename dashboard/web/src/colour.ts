@@ -48,7 +48,11 @@ const made = new Map<string, ColourMap>();
 export function sequentialMap(): ColourMap {
   return isDark()
     ? makeMap("dark", (t) => [0.27 + 0.66 * t, 0.06 + 0.12 * t, 285 - 185 * t])
-    : makeMap("light", (t) => [0.94 - 0.66 * t, 0.05 + 0.13 * Math.sin(Math.PI * Math.min(1, t * 0.85)), 105 + 170 * t]);
+    : makeMap("light", (t) => [
+        0.94 - 0.66 * t,
+        0.05 + 0.13 * Math.sin(Math.PI * Math.min(1, t * 0.85)),
+        105 + 170 * t,
+      ]);
 }
 
 /** The map of what is lost: vermillion, from the paper's tone up. */

@@ -35,19 +35,32 @@ export function HeadGrid({ values, label, chosen, onChoose, closed, middle = 0.5
   const heads = Math.max(0, ...values.map((row) => row.length));
   const [layer, head] = chosen ?? [0, 0];
   const key = (event: KeyboardEvent) => {
-    const moves: Record<string, [number, number]> = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    const moves: Record<string, [number, number]> = {
+      ArrowUp: [-1, 0],
+      ArrowDown: [1, 0],
+      ArrowLeft: [0, -1],
+      ArrowRight: [0, 1],
+    };
     const move = moves[event.key];
     if (!move || !onChoose) return;
     event.preventDefault();
     let [row, column] = [layer + move[0], head + move[1]];
-    while (values[row]?.[column] !== undefined && closed?.(row, column)) [row, column] = [row + move[0], column + move[1]];
+    while (values[row]?.[column] !== undefined && closed?.(row, column))
+      [row, column] = [row + move[0], column + move[1]];
     if (values[row]?.[column] === undefined) return;
     onChoose(row, column);
     table.current?.querySelector<HTMLElement>(`[data-layer="${row}"][data-head="${column}"]`)?.focus();
   };
   return (
     <div class="scroll">
-      <table class="head-grid" ref={table} role="grid" aria-label={label} style={{ maxWidth: `${26 + 40 * heads}px` }} onKeyDown={key}>
+      <table
+        class="head-grid"
+        ref={table}
+        role="grid"
+        aria-label={label}
+        style={{ maxWidth: `${26 + 40 * heads}px` }}
+        onKeyDown={key}
+      >
         <thead>
           <tr>
             <th aria-label="layer" />
@@ -105,7 +118,9 @@ export function ColourScale({ low, high, middle }: { low: string; high: string; 
   return (
     <div class="colour-scale">
       <span>{low}</span>
-      <i style={{ background: `linear-gradient(to right, ${stops})`, borderColor: cssColour("--line") }}>{middle ? <span>{middle}</span> : null}</i>
+      <i style={{ background: `linear-gradient(to right, ${stops})`, borderColor: cssColour("--line") }}>
+        {middle ? <span>{middle}</span> : null}
+      </i>
       <span>{high}</span>
     </div>
   );

@@ -55,7 +55,13 @@ function App() {
       </header>
       <main id="main" tabIndex={-1} class={`page-${page}`}>
         <h1 class="visually-hidden">{PAGES[page].title}</h1>
-        {error ? <Failure error={error} /> : site || route.page ? <Page key={page} route={{ ...route, page }} site={site} /> : <Waiting what="the site" />}
+        {error ? (
+          <Failure error={error} />
+        ) : site || route.page ? (
+          <Page key={page} route={{ ...route, page }} site={site} />
+        ) : (
+          <Waiting what="the site" />
+        )}
       </main>
       {site ? (
         <footer>
@@ -65,7 +71,8 @@ function App() {
               , commit <code>{site.commit.slice(0, 7)}</code>
             </>
           ) : null}
-          {site.static ? `, recorded data, built ${formatDate(site.built)}` : ", live"}. <a href="assets/licenses.txt">Licenses</a>
+          {site.static ? `, recorded data, built ${formatDate(site.built)}` : ", live"}.{" "}
+          <a href="assets/licenses.txt">Licenses</a>
         </footer>
       ) : null}
     </>
@@ -83,7 +90,15 @@ function Logo() {
   return (
     <svg class="logo" viewBox="0 0 40 40" aria-hidden="true">
       {["00", "10", "11", "20", "21", "22", "30", "31", "32", "33"].map((at) => (
-        <rect key={at} x={Number(at[1]) * 10} y={Number(at[0]) * 10} width={8.6} height={8.6} rx={1.6} class={kept.includes(at) ? "kept" : "dropped"} />
+        <rect
+          key={at}
+          x={Number(at[1]) * 10}
+          y={Number(at[0]) * 10}
+          width={8.6}
+          height={8.6}
+          rx={1.6}
+          class={kept.includes(at) ? "kept" : "dropped"}
+        />
       ))}
     </svg>
   );
@@ -96,7 +111,13 @@ function ThemeButton() {
   const { theme } = useTheme();
   const words = { auto: "as the system", light: "light", dark: "dark" };
   return (
-    <button type="button" class="theme" onClick={() => setTheme(NEXT[theme])} aria-label={`Colours: ${words[theme]}. Change`} title={`Colours: ${words[theme]}`}>
+    <button
+      type="button"
+      class="theme"
+      onClick={() => setTheme(NEXT[theme])}
+      aria-label={`Colours: ${words[theme]}. Change`}
+      title={`Colours: ${words[theme]}`}
+    >
       <span aria-hidden="true">{SIGN[theme]}</span>
     </button>
   );

@@ -27,7 +27,9 @@ export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
     event.preventDefault();
     setError(null);
     if (new Blob([text]).size > MOST_BYTES) {
-      setError(new DocumentError("too_large", `The text has more than ${formatNumber(MOST_BYTES)} bytes. Shorten it, please.`));
+      setError(
+        new DocumentError("too_large", `The text has more than ${formatNumber(MOST_BYTES)} bytes. Shorten it, please.`),
+      );
       return;
     }
     try {
@@ -44,14 +46,26 @@ export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
   return (
     <section class="panel own-text">
       <h2>Your own text</h2>
-      {site.features.own_text ? null : <p class="notice">{site.features.own_text_reason ?? "This server computes no masks."}</p>}
+      {site.features.own_text ? null : (
+        <p class="notice">{site.features.own_text_reason ?? "This server computes no masks."}</p>
+      )}
       <form onSubmit={send}>
         <label class="field">
           <span>Text; the model reads its first tokens</span>
-          <textarea rows={6} value={text} disabled={!site.features.own_text} onInput={(event) => write(event.currentTarget.value)} />
+          <textarea
+            rows={6}
+            value={text}
+            disabled={!site.features.own_text}
+            onInput={(event) => write(event.currentTarget.value)}
+          />
         </label>
         <div class="controls">
-          <Select label="Tokens" value={length} onChange={setLength} options={LENGTHS.map((n): [string, string] => [n, formatNumber(Number(n))])} />
+          <Select
+            label="Tokens"
+            value={length}
+            onChange={setLength}
+            options={LENGTHS.map((n): [string, string] => [n, formatNumber(Number(n))])}
+          />
           <button type="submit" class="primary" disabled={!site.features.own_text || busy || !text.trim()}>
             Compute masks
           </button>
@@ -70,10 +84,20 @@ export function OwnTextForm({ site, route }: { site: Site; route: Route }) {
 
 function Progress({ state }: { state: OwnText }) {
   const share = state.of ? (state.done ?? 0) / state.of : 0;
-  const words = state.state === "queued" ? `waiting, ${state.position ?? 0} before it` : `${state.stage ?? "reading the text"}${state.of ? ` (${state.done ?? 0} of ${state.of})` : ""}`;
+  const words =
+    state.state === "queued"
+      ? `waiting, ${state.position ?? 0} before it`
+      : `${state.stage ?? "reading the text"}${state.of ? ` (${state.done ?? 0} of ${state.of})` : ""}`;
   return (
     <div role="status" class="own-progress">
-      <div class="progress" role="progressbar" aria-label="Masks" aria-valuemin={0} aria-valuemax={state.of ?? undefined} aria-valuenow={state.done ?? undefined}>
+      <div
+        class="progress"
+        role="progressbar"
+        aria-label="Masks"
+        aria-valuemin={0}
+        aria-valuemax={state.of ?? undefined}
+        aria-valuenow={state.done ?? undefined}
+      >
         <i style={{ width: `${100 * share}%` }} />
       </div>
       <p>{words}</p>

@@ -7,7 +7,13 @@ import type { DocumentError } from "./source";
 import type { Environment, Maybe, Skipped } from "./types";
 
 /** Where and when a figure was recorded. */
-export function Provenance({ environment, children }: { environment: Maybe<Environment>; children?: ComponentChildren }) {
+export function Provenance({
+  environment,
+  children,
+}: {
+  environment: Maybe<Environment>;
+  children?: ComponentChildren;
+}) {
   const { device, date, commit, command } = environment ?? {};
   return (
     <p class="provenance">
@@ -171,7 +177,17 @@ export function Slider({ label, value, min, max, step = 1, text, onInput }: Slid
 }
 
 /** A number with its name. */
-export function Figure({ name, value, note, full }: { name: string; value: string; note?: string; full?: Maybe<number> }) {
+export function Figure({
+  name,
+  value,
+  note,
+  full,
+}: {
+  name: string;
+  value: string;
+  note?: string;
+  full?: Maybe<number>;
+}) {
   return (
     <div class="figure">
       <dt>{name}</dt>

@@ -77,11 +77,14 @@ export class RunStore {
       const data = this.data.get(id);
       if (!data || data.series.bucket <= 1) continue;
       const query = `?from=${Math.max(0, Math.floor(steps[0]))}&to=${Math.ceil(Math.max(0, steps[1]))}`;
-      getDocument<Series>(`api/runs/${id}/series`, query).then((detail) => {
-        if (this.zoom !== steps) return;
-        data.detail = detail;
-        this.changed();
-      }, () => undefined);
+      getDocument<Series>(`api/runs/${id}/series`, query).then(
+        (detail) => {
+          if (this.zoom !== steps) return;
+          data.detail = detail;
+          this.changed();
+        },
+        () => undefined,
+      );
     }
   }
 

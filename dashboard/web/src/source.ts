@@ -30,7 +30,10 @@ export async function getDocument<T>(name: string, query = ""): Promise<T> {
 
 export function postText(body: unknown): Promise<{ id: string; position: number }> {
   const headers = { "Content-Type": "application/json" };
-  return request("api/texts", { method: "POST", headers, body: JSON.stringify(body) }) as Promise<{ id: string; position: number }>;
+  return request("api/texts", { method: "POST", headers, body: JSON.stringify(body) }) as Promise<{
+    id: string;
+    position: number;
+  }>;
 }
 
 export async function cancelText(id: string): Promise<void> {
@@ -47,7 +50,10 @@ async function request(address: string, init?: RequestInit): Promise<unknown> {
   const body = answer.status === 204 ? null : await answer.json().catch(() => undefined);
   if (answer.ok && body !== undefined) return body;
   const error = (body as { error?: { code?: string; message?: string } } | undefined)?.error;
-  throw new DocumentError(error?.code ?? "internal", error?.message ?? `The server answered ${answer.status} to ${address}.`);
+  throw new DocumentError(
+    error?.code ?? "internal",
+    error?.message ?? `The server answered ${answer.status} to ${address}.`,
+  );
 }
 
 async function recordedDocument(name: string): Promise<unknown> {

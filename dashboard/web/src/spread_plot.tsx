@@ -72,7 +72,10 @@ interface BodyProps {
 
 function describe(plot: Plot, series: PlotSeries, point: PlotPoint): string {
   const x = plot.x.categories ? plot.x.categories[point.x] : `${plot.x.title} ${formatIn(plot.x.unit, point.x)}`;
-  const spread = point.low !== null && point.low !== undefined ? `, ${formatIn(plot.y.unit, point.low)} to ${formatIn(plot.y.unit, point.high)}` : "";
+  const spread =
+    point.low !== null && point.low !== undefined
+      ? `, ${formatIn(plot.y.unit, point.low)} to ${formatIn(plot.y.unit, point.high)}`
+      : "";
   const rounds = point.n ? `, ${point.n} rounds` : "";
   return `${series.name}, ${x}: ${formatIn(plot.y.unit, point.y)}${spread}${rounds}`;
 }
@@ -81,7 +84,13 @@ function LineBody({ plot, series, width, colourOf, onRead }: BodyProps) {
   const height = Math.min(320, Math.max(220, width * 0.55));
   const edge = { left: 62, right: 12, top: 8, bottom: 36 };
   const points = series.flatMap((one) => one.points);
-  const x = makeScale(points.map((p) => p.x), edge.left, width - edge.right, plot.x.log, 0.03);
+  const x = makeScale(
+    points.map((p) => p.x),
+    edge.left,
+    width - edge.right,
+    plot.x.log,
+    0.03,
+  );
   const y = makeScale(values(points), height - edge.bottom, edge.top, plot.y.log, 0.06);
   return (
     <svg width={width} height={height} role="img" aria-label={`${plot.title}: ${plot.y.title} over ${plot.x.title}`}>
@@ -110,10 +119,20 @@ function LineBody({ plot, series, width, colourOf, onRead }: BodyProps) {
         const path = known.map((p, i) => `${i ? "L" : "M"}${x.at(p.x).toFixed(1)},${y.at(p.y!).toFixed(1)}`).join("");
         return (
           <g key={one.name} stroke={lineColour(n)} fill={lineColour(n)}>
-            <path d={path} fill="none" stroke-width={one.role === "ours" ? 2.5 : 1.5} stroke-dasharray={one.role === "reference" ? "6 4" : lineDash(n).join(" ")} />
+            <path
+              d={path}
+              fill="none"
+              stroke-width={one.role === "ours" ? 2.5 : 1.5}
+              stroke-dasharray={one.role === "reference" ? "6 4" : lineDash(n).join(" ")}
+            />
             {known.map((p) => (
               <g key={p.x} class="point" tabIndex={-1} onPointerEnter={() => onRead(describe(plot, one, p))}>
-                <Whisker a={p.low} b={p.high} log={plot.y.log} line={(low, high) => ({ x1: x.at(p.x), x2: x.at(p.x), y1: y.at(low), y2: y.at(high) })} />
+                <Whisker
+                  a={p.low}
+                  b={p.high}
+                  log={plot.y.log}
+                  line={(low, high) => ({ x1: x.at(p.x), x2: x.at(p.x), y1: y.at(low), y2: y.at(high) })}
+                />
                 <Shape n={n} x={x.at(p.x)} y={y.at(p.y!)} size={one.role === "ours" ? 4.5 : 3.5} />
                 <circle class="reach" cx={x.at(p.x)} cy={y.at(p.y!)} r={10} />
                 <title>{describe(plot, one, p)}</title>
@@ -152,7 +171,11 @@ function RowBody({ plot, series, width, colourOf, onRead }: BodyProps) {
         return (
           <g key={row}>
             {row % 2 ? null : <rect class="stripe" x={0} y={top} width={width} height={rowHeight} />}
-            <text class={narrow ? "label" : "label end"} x={narrow ? edge.left : edge.left - 6} y={narrow ? top + 13 : top + rowHeight / 2 + 4}>
+            <text
+              class={narrow ? "label" : "label end"}
+              x={narrow ? edge.left : edge.left - 6}
+              y={narrow ? top + 13 : top + rowHeight / 2 + 4}
+            >
               {category}
             </text>
             {series.map((one, s) => {
@@ -161,8 +184,19 @@ function RowBody({ plot, series, width, colourOf, onRead }: BodyProps) {
               const y = inner + ((narrow ? rowHeight - 16 : rowHeight) * (s + 0.5)) / series.length;
               if (!point || point.y === null || (plot.y.log && point.y <= 0)) return null;
               return (
-                <g key={one.name} class="point" stroke={lineColour(n)} fill={lineColour(n)} onPointerEnter={() => onRead(describe(plot, one, point))}>
-                  <Whisker a={point.low} b={point.high} log={plot.y.log} line={(low, high) => ({ x1: x.at(low), x2: x.at(high), y1: y, y2: y })} />
+                <g
+                  key={one.name}
+                  class="point"
+                  stroke={lineColour(n)}
+                  fill={lineColour(n)}
+                  onPointerEnter={() => onRead(describe(plot, one, point))}
+                >
+                  <Whisker
+                    a={point.low}
+                    b={point.high}
+                    log={plot.y.log}
+                    line={(low, high) => ({ x1: x.at(low), x2: x.at(high), y1: y, y2: y })}
+                  />
                   <Shape n={n} x={x.at(point.y)} y={y} size={one.role === "ours" ? 4.5 : 3.5} />
                   <rect class="reach" x={edge.left} y={y - 5} width={width - edge.left} height={10} />
                   <title>{describe(plot, one, point)}</title>
@@ -183,7 +217,17 @@ interface Ends {
   y2: number;
 }
 
-function Whisker({ a, b, log, line }: { a: Maybe<number>; b: Maybe<number>; log: boolean; line: (low: number, high: number) => Ends }) {
+function Whisker({
+  a,
+  b,
+  log,
+  line,
+}: {
+  a: Maybe<number>;
+  b: Maybe<number>;
+  log: boolean;
+  line: (low: number, high: number) => Ends;
+}) {
   if (typeof a !== "number" || typeof b !== "number" || (log && a <= 0)) return null;
   return <line class="whisker" {...line(a, b)} />;
 }
@@ -211,7 +255,9 @@ function Mark({ n }: { n: number }) {
 }
 
 function values(points: PlotPoint[]): number[] {
-  return points.flatMap(({ y, low, high }) => [y, low, high]).filter((value): value is number => typeof value === "number");
+  return points
+    .flatMap(({ y, low, high }) => [y, low, high])
+    .filter((value): value is number => typeof value === "number");
 }
 
 /** From the values' range to pixels, with ticks at round numbers. */
@@ -221,7 +267,8 @@ function makeScale(all: number[], from: number, to: number, log: boolean, pad: n
   if (usable.length === 0) [low, high] = log ? [1, 10] : [0, 1];
   const warp = log ? Math.log10 : (value: number) => value;
   if (!log && low >= 0 && low < 0.5 * high) low = 0;
-  if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - Math.abs(low || 1) / 10, high + Math.abs(high || 1) / 10];
+  if (low === high)
+    [low, high] = log ? [low / 2, high * 2] : [low - Math.abs(low || 1) / 10, high + Math.abs(high || 1) / 10];
   const [a, b] = [warp(low), warp(high)];
   const margin = (b - a) * pad;
   const [start, end] = [!log && low === 0 ? 0 : a - margin, b + margin];
@@ -235,7 +282,8 @@ function roundTicks(low: number, high: number, most: number): number[] {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough)!;
   const ticks = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) ticks.push(Number((n * step).toPrecision(12)));
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++)
+    ticks.push(Number((n * step).toPrecision(12)));
   return ticks;
 }
 

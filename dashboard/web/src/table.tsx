@@ -28,7 +28,9 @@ interface Props<Row> {
 }
 
 export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }: Props<Row>) {
-  const [order, setOrder] = useState<{ column: number; down: boolean } | null>(() => (by ? { column: columns.findIndex(({ name }) => name === by), down: true } : null));
+  const [order, setOrder] = useState<{ column: number; down: boolean } | null>(() =>
+    by ? { column: columns.findIndex(({ name }) => name === by), down: true } : null,
+  );
   const [all, setAll] = useState(false);
   const sorted = useMemo(() => sortRows(rows, columns, order), [rows, columns, order]);
   const shown = all ? sorted : sorted.slice(0, first);
@@ -71,7 +73,11 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
             {shown.map((row, n) => (
               <tr key={n} class={rowClass?.(row)}>
                 {columns.map((column) => (
-                  <td key={column.name} class={column.number ? "number" : column.wide ? "wide" : ""} title={column.full?.(row)}>
+                  <td
+                    key={column.name}
+                    class={column.number ? "number" : column.wide ? "wide" : ""}
+                    title={column.full?.(row)}
+                  >
                     {column.cell(row)}
                   </td>
                 ))}
@@ -90,7 +96,11 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
 }
 
 /** Unknown values come last, up or down. */
-function sortRows<Row>(rows: Row[], columns: TableColumn<Row>[], order: { column: number; down: boolean } | null): Row[] {
+function sortRows<Row>(
+  rows: Row[],
+  columns: TableColumn<Row>[],
+  order: { column: number; down: boolean } | null,
+): Row[] {
   const key = order && columns[order.column]?.sort;
   if (!order || !key) return rows;
   return [...rows].sort((a, b) => {

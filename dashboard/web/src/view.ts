@@ -91,7 +91,9 @@ export class View {
   private readonly approach = (): void => {
     const goal = this.goal;
     if (!goal) return;
-    const near = Math.abs(goal.zoom / this.zoom - 1) < 0.004 && Math.abs(goal.x - this.x) + Math.abs(goal.y - this.y) < 0.01 * this.span;
+    const near =
+      Math.abs(goal.zoom / this.zoom - 1) < 0.004 &&
+      Math.abs(goal.x - this.x) + Math.abs(goal.y - this.y) < 0.01 * this.span;
     const step = near ? 1 : EASE;
     // Zoom and position move so that the fixed point of a zoom stays fixed on the way.
     const zoom = this.zoom * (goal.zoom / this.zoom) ** step;

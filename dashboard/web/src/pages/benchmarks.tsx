@@ -13,32 +13,51 @@ export function BenchmarksPage({ route }: { route: Route }) {
   const { data, error } = useDocument<{ benchmarks: BenchmarkEntry[] }>("api/benchmarks");
   if (error) return <Failure error={error} />;
   if (!data) return <Waiting what="benchmarks" />;
-  const chosen = data.benchmarks.find(({ id }) => id === route.part) ?? data.benchmarks.find(({ state }) => state === "recorded") ?? data.benchmarks[0];
+  const chosen =
+    data.benchmarks.find(({ id }) => id === route.part) ??
+    data.benchmarks.find(({ state }) => state === "recorded") ??
+    data.benchmarks[0];
   const go = (id: string) => location.assign(address("benchmarks", id));
   const groups = [...new Set(data.benchmarks.map(({ group }) => group))];
   return (
     <div class="with-side">
       <aside class="side" aria-label="Benchmarks">
         <div class="if-narrow">
-          <Select label="Benchmark" value={chosen?.id ?? ""} onChange={go} options={data.benchmarks.map((one): [string, string] => [one.id, one.state === "recorded" ? one.title : `${one.title} (${stateWords(one)})`])} />
+          <Select
+            label="Benchmark"
+            value={chosen?.id ?? ""}
+            onChange={go}
+            options={data.benchmarks.map((one): [string, string] => [
+              one.id,
+              one.state === "recorded" ? one.title : `${one.title} (${stateWords(one)})`,
+            ])}
+          />
         </div>
         {groups.map((group) => (
           <section key={group} class="if-wide">
             <h2>{group}</h2>
             <ul class="benchmark-list">
-              {data.benchmarks.filter((one) => one.group === group).map((one) => (
-                <li key={one.id} data-benchmark={one.id}>
-                  <a href={address("benchmarks", one.id)} aria-current={one.id === chosen?.id ? "page" : undefined}>
-                    <b>{one.title}</b>
-                    <span class={one.state}>{stateWords(one)}</span>
-                  </a>
-                </li>
-              ))}
+              {data.benchmarks
+                .filter((one) => one.group === group)
+                .map((one) => (
+                  <li key={one.id} data-benchmark={one.id}>
+                    <a href={address("benchmarks", one.id)} aria-current={one.id === chosen?.id ? "page" : undefined}>
+                      <b>{one.title}</b>
+                      <span class={one.state}>{stateWords(one)}</span>
+                    </a>
+                  </li>
+                ))}
             </ul>
           </section>
         ))}
       </aside>
-      <div class="main">{chosen ? <BenchmarkDetails key={chosen.id} entry={chosen} /> : <p class="empty">No benchmark is known here.</p>}</div>
+      <div class="main">
+        {chosen ? (
+          <BenchmarkDetails key={chosen.id} entry={chosen} />
+        ) : (
+          <p class="empty">No benchmark is known here.</p>
+        )}
+      </div>
     </div>
   );
 }
@@ -75,7 +94,9 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
   const names = useMemo(() => [...new Set(data.plots.flatMap((plot) => plot.series.map(({ name }) => name)))], [data]);
   // Ours first, so that its colour is the same on every page.
   const order = useMemo(() => {
-    const ours = new Set(data.plots.flatMap((plot) => plot.series.filter(({ role }) => role === "ours").map(({ name }) => name)));
+    const ours = new Set(
+      data.plots.flatMap((plot) => plot.series.filter(({ role }) => role === "ours").map(({ name }) => name)),
+    );
     return [...names].sort((a, b) => Number(ours.has(b)) - Number(ours.has(a)));
   }, [data, names]);
   const { versions, python } = data.environment;
@@ -84,7 +105,10 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
       <Provenance environment={data.environment} />
       {versions ? (
         <p class="provenance">
-          {[...(python ? [`Python ${python}`] : []), ...Object.entries(versions).map(([name, version]) => `${name} ${version}`)].join(", ")}
+          {[
+            ...(python ? [`Python ${python}`] : []),
+            ...Object.entries(versions).map(([name, version]) => `${name} ${version}`),
+          ].join(", ")}
         </p>
       ) : null}
       {data.notes.map((note) => (
@@ -144,7 +168,9 @@ function cellText(column: Column, cell: Cell | undefined) {
     return (
       <>
         {formatIn(unit, cell.y)}
-        {cell.low !== null && cell.low !== undefined ? <span class="quartiles"> {`${formatIn(unit, cell.low)} – ${formatIn(unit, cell.high)}`}</span> : null}
+        {cell.low !== null && cell.low !== undefined ? (
+          <span class="quartiles"> {`${formatIn(unit, cell.low)} – ${formatIn(unit, cell.high)}`}</span>
+        ) : null}
       </>
     );
   }

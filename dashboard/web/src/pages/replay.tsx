@@ -31,7 +31,10 @@ export function ReplayPage({ route }: { route: Route }) {
   if (list.data && id === null) {
     return (
       <Nothing title="No replay yet">
-        <p>A replay shows a recorded training run checkpoint by checkpoint: loss, density and masks, dense beside sparse. None was recorded here.</p>
+        <p>
+          A replay shows a recorded training run checkpoint by checkpoint: loss, density and masks, dense beside sparse.
+          None was recorded here.
+        </p>
       </Nothing>
     );
   }
@@ -46,7 +49,10 @@ function Scrub({ replay, route, options }: { replay: Replay; route: Route; optio
   const asked = checkpoints.indexOf(Number(route.query.get("step") ?? Number.NaN));
   const at = asked >= 0 ? asked : last;
   const step = checkpoints[at]!;
-  const [layer, head] = [bounded(route.query.get("layer"), replay.layers), bounded(route.query.get("head"), replay.heads)];
+  const [layer, head] = [
+    bounded(route.query.get("layer"), replay.layers),
+    bounded(route.query.get("head"), replay.heads),
+  ];
   const shown = SHOWN.find(([one]) => one === route.query.get("show"))?.[0] ?? "kept-lost";
   const [playing, setPlaying] = useState(false);
   const view = useMemo(() => new View(replay.side), [replay]);
@@ -70,16 +76,38 @@ function Scrub({ replay, route, options }: { replay: Replay; route: Route; optio
     <div data-replay={replay.id}>
       <h2 class="page-title">{replay.title}</h2>
       <div class="controls scrubber">
-        {options.length > 1 ? <Select label="Replay" options={options} value={replay.id} onChange={(id) => location.assign(address("replay", id))} /> : null}
+        {options.length > 1 ? (
+          <Select
+            label="Replay"
+            options={options}
+            value={replay.id}
+            onChange={(id) => location.assign(address("replay", id))}
+          />
+        ) : null}
         <button type="button" class="primary" onClick={play}>
           {playing ? "Pause" : "Play"}
         </button>
-        <Slider label="Checkpoint after step" value={at} min={0} max={last} text={formatNumber(step)} onInput={(n) => (setPlaying(false), go(n))} />
+        <Slider
+          label="Checkpoint after step"
+          value={at}
+          min={0}
+          max={last}
+          text={formatNumber(step)}
+          onInput={(n) => (setPlaying(false), go(n))}
+        />
       </div>
       <dl class="figures">
         {replay.runs.map((run) => {
           const loss = valueAt(replay.series[run.id]?.["held_out_loss"], step);
-          return <Figure key={run.id} name={run.title} value={formatNumber(loss)} full={loss} note="held-out loss, nats per token" />;
+          return (
+            <Figure
+              key={run.id}
+              name={run.title}
+              value={formatNumber(loss)}
+              full={loss}
+              note="held-out loss, nats per token"
+            />
+          );
         })}
       </dl>
       <div class="charts">
@@ -91,11 +119,25 @@ function Scrub({ replay, route, options }: { replay: Replay; route: Route; optio
           What layer {layer}, head {head} attends to after step {formatNumber(step)}
         </h2>
         <div class="controls">
-          <Choice label="Show" options={SHOWN} value={shown} onChange={(value) => setQuery({ show: value === "kept-lost" ? null : value })} />
+          <Choice
+            label="Show"
+            options={SHOWN}
+            value={shown}
+            onChange={(value) => setQuery({ show: value === "kept-lost" ? null : value })}
+          />
         </div>
         <div class="side-by-side large">
           {replay.runs.map((run) => (
-            <RunFrame key={run.id} replay={replay} run={run} step={step} layer={layer} head={head} shown={shown} view={view} />
+            <RunFrame
+              key={run.id}
+              replay={replay}
+              run={run}
+              step={step}
+              layer={layer}
+              head={head}
+              shown={shown}
+              view={view}
+            />
           ))}
         </div>
         <ReadingText replay={replay} view={view} />
@@ -155,16 +197,30 @@ function RunFrame({ replay, run, step, layer, head, shown, view }: FrameProps) {
   const found = frame?.heads.find((one) => one.layer === layer && one.head === head);
   const blocks = useMemo((): Blocks | null => {
     if (!frame || !found) return null;
-    return { side: frame.side, mass: decodeBytes(found.mass), cost: null, costScale: 1, kept: decodeBits(found.kept, blockCount(frame.side)) };
+    return {
+      side: frame.side,
+      mass: decodeBytes(found.mass),
+      cost: null,
+      costScale: 1,
+      kept: decodeBits(found.kept, blockCount(frame.side)),
+    };
   }, [found]);
-  const shares = useMemo(() => densitiesAt(replay.densities[run.id], step) ?? frameShares(frame, replay), [replay, run.id, step, frame]);
+  const shares = useMemo(
+    () => densitiesAt(replay.densities[run.id], step) ?? frameShares(frame, replay),
+    [replay, run.id, step, frame],
+  );
   return (
     <div class="small-map" data-frame={run.id}>
       <h3>{run.title}</h3>
       {error ? <Failure error={error} /> : null}
       {blocks ? (
         <>
-          <BlockMap blocks={blocks} view={view} shown={shown} label={`${run.title}, layer ${layer}, head ${head}, after step ${step}`} />
+          <BlockMap
+            blocks={blocks}
+            view={view}
+            shown={shown}
+            label={`${run.title}, layer ${layer}, head ${head}, after step ${step}`}
+          />
           <p class="small-facts">
             <span>step {formatNumber(frame!.step)}</span>
             <span>keeps {formatShare(keptShare(blocks))} of the blocks</span>
@@ -178,7 +234,13 @@ function RunFrame({ replay, run, step, layer, head, shown, view }: FrameProps) {
       )}
       {shares ? (
         <>
-          <HeadGrid values={shares} label={`${run.title}: share of blocks kept by layer and head`} chosen={[layer, head]} onChoose={(l, h) => setQuery({ layer: l, head: h })} middle={budgetMiddle(run.density)} />
+          <HeadGrid
+            values={shares}
+            label={`${run.title}: share of blocks kept by layer and head`}
+            chosen={[layer, head]}
+            onChoose={(l, h) => setQuery({ layer: l, head: h })}
+            middle={budgetMiddle(run.density)}
+          />
           <ShareScale what="the blocks kept" middle={budgetMiddle(run.density)} />
         </>
       ) : null}

@@ -43,7 +43,9 @@ export function RunsPage({ route }: { route: Route }) {
     return (
       <>
         <Nothing title="No runs yet">
-          <p>Curves of training runs appear here while they train. Start one, in a folder that this dashboard watches:</p>
+          <p>
+            Curves of training runs appear here while they train. Start one, in a folder that this dashboard watches:
+          </p>
           <Command>xsake train --data data --run runs/first</Command>
         </Nothing>
         <SkippedFiles skipped={store.list.skipped} />
@@ -53,7 +55,8 @@ export function RunsPage({ route }: { route: Route }) {
   // A run keeps its colour while it is shown, whatever else is.
   const colours = new Map(on.map((id, n) => [id, n]));
   const focus = route.query.get("run") ?? on[0] ?? null;
-  const toggle = (id: string) => setQuery({ on: (colours.has(id) ? on.filter((one) => one !== id) : [...on, id]).join(",") });
+  const toggle = (id: string) =>
+    setQuery({ on: (colours.has(id) ? on.filter((one) => one !== id) : [...on, id]).join(",") });
   const metrics = allMetrics(on.map((id) => store.data.get(id)));
   return (
     <div class="with-side">
@@ -63,19 +66,45 @@ export function RunsPage({ route }: { route: Route }) {
         </h2>
         <ul class="run-list">
           {runs.map((run) => (
-            <RunRow key={run.id} run={store.data.get(run.id)?.run ?? run} gone={store.data.get(run.id)?.gone ?? false} n={colours.get(run.id)} focus={run.id === focus} onToggle={() => toggle(run.id)} />
+            <RunRow
+              key={run.id}
+              run={store.data.get(run.id)?.run ?? run}
+              gone={store.data.get(run.id)?.gone ?? false}
+              n={colours.get(run.id)}
+              focus={run.id === focus}
+              onToggle={() => toggle(run.id)}
+            />
           ))}
-          {on.filter((id) => !runs.some((run) => run.id === id)).map((id) => {
-            const data = store.data.get(id);
-            return data ? <RunRow key={id} run={data.run} gone n={colours.get(id)} focus={id === focus} onToggle={() => toggle(id)} /> : null;
-          })}
+          {on
+            .filter((id) => !runs.some((run) => run.id === id))
+            .map((id) => {
+              const data = store.data.get(id);
+              return data ? (
+                <RunRow
+                  key={id}
+                  run={data.run}
+                  gone
+                  n={colours.get(id)}
+                  focus={id === focus}
+                  onToggle={() => toggle(id)}
+                />
+              ) : null;
+            })}
         </ul>
         <SkippedFiles skipped={store.list.skipped} />
       </aside>
       <div class="main">
         <div class="controls">
           <Choice label="Over" options={AXES} value={axis} onChange={(x) => setQuery({ x: x === "step" ? null : x })} />
-          <Slider label="Smoothing" value={weight} min={0} max={0.99} step={0.01} text={weight ? weight.toFixed(2) : "off"} onInput={(value) => setQuery({ smooth: value || null })} />
+          <Slider
+            label="Smoothing"
+            value={weight}
+            min={0}
+            max={0.99}
+            step={0.01}
+            text={weight ? weight.toFixed(2) : "off"}
+            onInput={(value) => setQuery({ smooth: value || null })}
+          />
           <label class="check">
             <input type="checkbox" checked={log} onChange={() => setQuery({ log: log ? null : 1 })} />
             Log scale
@@ -94,10 +123,27 @@ export function RunsPage({ route }: { route: Route }) {
         {on.length === 0 ? <p class="empty">Choose a run to see its curves.</p> : null}
         <div class="charts">
           {metrics.map((metric) => (
-            <MetricChart key={metric.name} metric={metric} store={store} on={on} axis={axis} weight={weight} log={log} trim={trim} range={range} onRange={setRange} dark={dark} />
+            <MetricChart
+              key={metric.name}
+              metric={metric}
+              store={store}
+              on={on}
+              axis={axis}
+              weight={weight}
+              log={log}
+              trim={trim}
+              range={range}
+              onRange={setRange}
+              dark={dark}
+            />
           ))}
         </div>
-        {on.length && metrics.length ? <p class="hint">Drag over a curve to zoom, double-click to see everything. With the keyboard: arrows read values, + and − zoom, 0 shows everything.</p> : null}
+        {on.length && metrics.length ? (
+          <p class="hint">
+            Drag over a curve to zoom, double-click to see everything. With the keyboard: arrows read values, + and −
+            zoom, 0 shows everything.
+          </p>
+        ) : null}
         {focus && store.data.get(focus) ? <RunDetails data={store.data.get(focus)!} /> : null}
       </div>
     </div>
@@ -119,7 +165,19 @@ function LinkState({ store }: { store: RunStore }) {
   );
 }
 
-function RunRow({ run, gone, n, focus, onToggle }: { run: RunEntry; gone: boolean; n: number | undefined; focus: boolean; onToggle: () => void }) {
+function RunRow({
+  run,
+  gone,
+  n,
+  focus,
+  onToggle,
+}: {
+  run: RunEntry;
+  gone: boolean;
+  n: number | undefined;
+  focus: boolean;
+  onToggle: () => void;
+}) {
   const done = run.step !== null && run.step !== undefined && run.steps ? run.step / run.steps : null;
   const status = gone ? "deleted" : run.status;
   return (
@@ -134,7 +192,14 @@ function RunRow({ run, gone, n, focus, onToggle }: { run: RunEntry; gone: boolea
       <span class={`status ${status}`} title={run.status_reason ?? undefined}>
         {status}
       </span>
-      <div class="progress" role="progressbar" aria-label={`${run.name}: steps`} aria-valuemin={0} aria-valuemax={run.steps ?? undefined} aria-valuenow={run.step ?? undefined}>
+      <div
+        class="progress"
+        role="progressbar"
+        aria-label={`${run.name}: steps`}
+        aria-valuemin={0}
+        aria-valuemax={run.steps ?? undefined}
+        aria-valuenow={run.step ?? undefined}
+      >
         <i style={{ width: `${100 * Math.min(1, done ?? 0)}%` }} />
       </div>
       <p class="run-facts">
@@ -149,7 +214,9 @@ function RunRow({ run, gone, n, focus, onToggle }: { run: RunEntry; gone: boolea
         {typeof run.read_share === "number" ? <span>{formatShare(run.read_share, 2)} of the file read</span> : null}
         {run.status === "running" && run.remaining ? <span>{formatDuration(run.remaining)} left</span> : null}
       </p>
-      {(run.status === "stalled" || run.status === "failed") && run.status_reason ? <p class="reason">{run.status_reason}</p> : null}
+      {(run.status === "stalled" || run.status === "failed") && run.status_reason ? (
+        <p class="reason">{run.status_reason}</p>
+      ) : null}
     </li>
   );
 }
@@ -157,7 +224,8 @@ function RunRow({ run, gone, n, focus, onToggle }: { run: RunEntry; gone: boolea
 /** The union of the runs' metrics, in the order of the first run that has them. */
 function allMetrics(data: (RunData | undefined)[]): Metric[] {
   const found = new Map<string, Metric>();
-  for (const one of data) for (const metric of one?.run.metrics ?? []) if (!found.has(metric.name)) found.set(metric.name, metric);
+  for (const one of data)
+    for (const metric of one?.run.metrics ?? []) if (!found.has(metric.name)) found.set(metric.name, metric);
   return [...found.values()];
 }
 
@@ -176,7 +244,10 @@ interface MetricChartProps {
 
 function MetricChart({ metric, store, on, axis, weight, log, trim, range, onRange, dark }: MetricChartProps) {
   const sizes = on.map((id) => `${id} ${sizeOf(store.data.get(id), metric.name)}`).join();
-  const lines = useMemo(() => on.flatMap((id, n) => metricLines(store.data.get(id), metric.name, n, axis, weight)), [sizes, metric.name, axis, weight, dark]);
+  const lines = useMemo(
+    () => on.flatMap((id, n) => metricLines(store.data.get(id), metric.name, n, axis, weight)),
+    [sizes, metric.name, axis, weight, dark],
+  );
   const xFormat = axis === "time" ? formatDuration : axis === "tokens" ? formatCount : formatNumber;
   return (
     <Chart
@@ -204,7 +275,9 @@ function formatOf({ name, unit }: Metric): (value: number | null) => string {
 /** Changes when a curve is loaded anew, is zoomed into or grows. */
 function sizeOf(data: RunData | undefined, metric: string): string {
   const curve = (data?.detail ?? data?.series)?.series[metric];
-  return curve ? `${data!.detail ? "detail" : ""}${curve.step.length}@${curve.step[0]}-${curve.step[curve.step.length - 1]}` : "";
+  return curve
+    ? `${data!.detail ? "detail" : ""}${curve.step.length}@${curve.step[0]}-${curve.step[curve.step.length - 1]}`
+    : "";
 }
 
 function metricLines(data: RunData | undefined, metric: string, n: number, axis: Axis, weight: number): Line[] {
@@ -212,7 +285,12 @@ function metricLines(data: RunData | undefined, metric: string, n: number, axis:
   const curve = series?.series[metric];
   if (!data || !curve) return [];
   const perStep = series!.tokens_per_step ?? data.run.tokens_per_step;
-  const x = axis === "step" ? curve.step : axis === "time" ? curve.time : curve.step.map((step) => (perStep ? step * perStep : null));
+  const x =
+    axis === "step"
+      ? curve.step
+      : axis === "time"
+        ? curve.time
+        : curve.step.map((step) => (perStep ? step * perStep : null));
   const look = { name: data.run.name, colour: lineColour(n), dash: lineDash(n), x: [...x] };
   const few = curve.step.length < 40;
   if (weight === 0 || few) return [{ ...look, y: [...curve.value], dots: few }];
@@ -259,8 +337,16 @@ function RunDetails({ data: { run, series } }: { data: RunData }) {
         <Figure name="time in steps" value={formatDuration(run.elapsed)} full={run.elapsed} />
         <Figure name="attention" value={run.attention ?? "–"} note={keptNote(run)} />
       </dl>
-      {run.resumed.length ? <p class="hint">Resumed at step {run.resumed.map(({ step }) => formatNumber(step)).join(", ")}: the curve goes on.</p> : null}
-      {series.bucket > 1 ? <p class="hint">Curves show the lowest and highest value of every {series.bucket} steps; zoom in to see each step.</p> : null}
+      {run.resumed.length ? (
+        <p class="hint">
+          Resumed at step {run.resumed.map(({ step }) => formatNumber(step)).join(", ")}: the curve goes on.
+        </p>
+      ) : null}
+      {series.bucket > 1 ? (
+        <p class="hint">
+          Curves show the lowest and highest value of every {series.bucket} steps; zoom in to see each step.
+        </p>
+      ) : null}
       <DensityGrid run={run} />
       {run.command ? (
         <>
@@ -285,14 +371,28 @@ function keptNote({ density, kept_share }: RunEntry): string | undefined {
 function DensityGrid({ run }: { run: RunData["run"] }) {
   const { densities } = run;
   const [chosen, setChosen] = useState<number | null>(null);
-  if (!densities.length) return run.attention && run.attention !== "hads" ? null : <p class="hint">This run wrote no density by layer and head.</p>;
+  if (!densities.length)
+    return run.attention && run.attention !== "hads" ? null : (
+      <p class="hint">This run wrote no density by layer and head.</p>
+    );
   const at = Math.min(chosen ?? densities.length - 1, densities.length - 1);
   const { step, layers } = densities[at]!;
   return (
     <>
       <h3>Density by layer and head</h3>
-      <Slider label="from step" value={at} min={0} max={densities.length - 1} text={formatNumber(step)} onInput={(n) => setChosen(n === densities.length - 1 ? null : n)} />
-      <HeadGrid values={layers} label={`Share of blocks that each head keeps from step ${step} on`} middle={budgetMiddle(run.density)} />
+      <Slider
+        label="from step"
+        value={at}
+        min={0}
+        max={densities.length - 1}
+        text={formatNumber(step)}
+        onInput={(n) => setChosen(n === densities.length - 1 ? null : n)}
+      />
+      <HeadGrid
+        values={layers}
+        label={`Share of blocks that each head keeps from step ${step} on`}
+        middle={budgetMiddle(run.density)}
+      />
       <ShareScale what="the blocks kept" middle={budgetMiddle(run.density)} />
     </>
   );

@@ -33,7 +33,9 @@ export function TuningPage({ route }: { route: Route }) {
           <Nothing title="No study here">
             <p>
               A study is the search for one call's fastest configuration.{" "}
-              {isStatic ? "None was recorded for this showcase." : "Start one with its trials kept in a file, and give that file's folder to this dashboard:"}
+              {isStatic
+                ? "None was recorded for this showcase."
+                : "Start one with its trials kept in a file, and give that file's folder to this dashboard:"}
             </p>
             {isStatic ? null : <Command>xsake autotune --storage studies.journal</Command>}
           </Nothing>
@@ -72,7 +74,13 @@ function StudyTable({ studies, chosen }: { studies: StudyEntry[]; chosen: string
       name: "study",
       wide: true,
       cell: (row) => (
-        <button type="button" class="link" aria-pressed={row.id === chosen} onClick={() => setQuery({ study: row.id })} title={row.name}>
+        <button
+          type="button"
+          class="link"
+          aria-pressed={row.id === chosen}
+          onClick={() => setQuery({ study: row.id })}
+          title={row.name}
+        >
           {row.title}
         </button>
       ),
@@ -82,11 +90,25 @@ function StudyTable({ studies, chosen }: { studies: StudyEntry[]; chosen: string
     { name: "trials", number: true, cell: (row) => formatNumber(row.trials), sort: (row) => row.trials },
     { name: "running", number: true, cell: (row) => formatNumber(row.running), sort: (row) => row.running },
     { name: "slower", number: true, cell: (row) => formatNumber(row.slower), sort: (row) => row.slower },
-    { name: "failed", number: true, cell: (row) => formatNumber(row.failed + row.wrong), sort: (row) => row.failed + row.wrong },
-    { name: "best", unit: "of the default's time", number: true, cell: (row) => formatNumber(row.best), sort: (row) => row.best, full: (row) => row.best?.toString() },
+    {
+      name: "failed",
+      number: true,
+      cell: (row) => formatNumber(row.failed + row.wrong),
+      sort: (row) => row.failed + row.wrong,
+    },
+    {
+      name: "best",
+      unit: "of the default's time",
+      number: true,
+      cell: (row) => formatNumber(row.best),
+      sort: (row) => row.best,
+      full: (row) => row.best?.toString(),
+    },
     { name: "updated", cell: (row) => formatDate(row.updated), sort: (row) => row.updated },
   ];
-  return <Table columns={columns} rows={studies} caption="Studies" rowClass={(row) => (row.id === chosen ? "on" : "")} />;
+  return (
+    <Table columns={columns} rows={studies} caption="Studies" rowClass={(row) => (row.id === chosen ? "on" : "")} />
+  );
 }
 
 function StudyDetails({ entry, again }: { entry: StudyEntry; again: number }) {
@@ -107,8 +129,16 @@ function StudyDetails({ entry, again }: { entry: StudyEntry; again: number }) {
       <p class="provenance">
         <code>{study.storage}</code>, on {study.device ?? "an unknown device"}, updated {formatDate(study.updated)}
       </p>
-      <Table caption="Trials" columns={TRIAL_COLUMNS} rows={study.trials_list} first={12} rowClass={(row) => (row.number === bestTrial(study) ? "on" : "")} />
-      {stopped.length ? <p class="hint">{stopped.length} trials ended early; the table's last column says why.</p> : null}
+      <Table
+        caption="Trials"
+        columns={TRIAL_COLUMNS}
+        rows={study.trials_list}
+        first={12}
+        rowClass={(row) => (row.number === bestTrial(study) ? "on" : "")}
+      />
+      {stopped.length ? (
+        <p class="hint">{stopped.length} trials ended early; the table's last column says why.</p>
+      ) : null}
     </div>
   );
 }
@@ -116,10 +146,21 @@ function StudyDetails({ entry, again }: { entry: StudyEntry; again: number }) {
 const TRIAL_COLUMNS: TableColumn<Trial>[] = [
   { name: "trial", number: true, cell: (row) => formatNumber(row.number), sort: (row) => row.number },
   { name: "state", cell: (row) => <span class={`status ${row.state}`}>{row.state}</span>, sort: (row) => row.state },
-  { name: "time", unit: "of the default's", number: true, cell: (row) => formatNumber(row.value), sort: (row) => row.value, full: (row) => row.value?.toString() },
+  {
+    name: "time",
+    unit: "of the default's",
+    number: true,
+    cell: (row) => formatNumber(row.value),
+    sort: (row) => row.value,
+    full: (row) => row.value?.toString(),
+  },
   { name: "rounds", number: true, cell: (row) => formatNumber(row.rounds?.length), sort: (row) => row.rounds?.length },
   { name: "took", number: true, cell: (row) => formatSeconds(row.seconds), sort: (row) => row.seconds },
-  { name: "configuration", wide: true, cell: (row) => `${formatConfig(row.config)}${row.is_default ? " (default)" : ""}` },
+  {
+    name: "configuration",
+    wide: true,
+    cell: (row) => `${formatConfig(row.config)}${row.is_default ? " (default)" : ""}`,
+  },
   { name: "reason", wide: true, cell: (row) => row.reason ?? "", sort: (row) => row.reason },
 ];
 
@@ -136,7 +177,13 @@ function trialLines(study: Study): Line[] {
   });
   const dots = (name: string, states: string[], colour: string): Line => {
     const of = study.trials_list.filter(({ state, value }) => states.includes(state) && typeof value === "number");
-    return { name, colour, x: of.map(({ number }) => number), y: of.map(({ value }) => value as number), scattered: true };
+    return {
+      name,
+      colour,
+      x: of.map(({ number }) => number),
+      y: of.map(({ value }) => value as number),
+      scattered: true,
+    };
   };
   return [
     { name: "best so far", colour: lineColour(0), x: stairs.map(([x]) => x), y: stairs.map(([, y]) => y) },
@@ -151,7 +198,12 @@ function DatabaseGain({ databases, chosen }: { databases: DatabaseEntry[]; chose
     {
       name: "device",
       cell: (row) => (
-        <button type="button" class="link" aria-pressed={row.id === chosen} onClick={() => setQuery({ database: row.id })}>
+        <button
+          type="button"
+          class="link"
+          aria-pressed={row.id === chosen}
+          onClick={() => setQuery({ database: row.id })}
+        >
           {row.device}
         </button>
       ),
@@ -161,13 +213,32 @@ function DatabaseGain({ databases, chosen }: { databases: DatabaseEntry[]; chose
     { name: "origin", cell: (row) => row.origin, sort: (row) => row.origin },
     { name: "entries", number: true, cell: (row) => formatNumber(row.entries), sort: (row) => row.entries },
     { name: "faster", number: true, cell: (row) => formatNumber(row.gain?.faster), sort: (row) => row.gain?.faster },
-    { name: "mean gain", unit: "×", number: true, cell: (row) => formatNumber(row.gain?.geometric_mean), sort: (row) => row.gain?.geometric_mean, full: (row) => row.gain?.geometric_mean?.toString() },
-    { name: "best gain", unit: "×", number: true, cell: (row) => formatNumber(row.gain?.best), sort: (row) => row.gain?.best, full: (row) => row.gain?.best?.toString() },
+    {
+      name: "mean gain",
+      unit: "×",
+      number: true,
+      cell: (row) => formatNumber(row.gain?.geometric_mean),
+      sort: (row) => row.gain?.geometric_mean,
+      full: (row) => row.gain?.geometric_mean?.toString(),
+    },
+    {
+      name: "best gain",
+      unit: "×",
+      number: true,
+      cell: (row) => formatNumber(row.gain?.best),
+      sort: (row) => row.gain?.best,
+      full: (row) => row.gain?.best?.toString(),
+    },
   ];
-  return <Table caption="Databases" columns={columns} rows={databases} rowClass={(row) => (row.id === chosen ? "on" : "")} />;
+  return (
+    <Table caption="Databases" columns={columns} rows={databases} rowClass={(row) => (row.id === chosen ? "on" : "")} />
+  );
 }
 
-const spread = (times: Times) => (times.low !== null && times.low !== undefined ? `${formatSeconds(times.median)} (${formatSeconds(times.low)} to ${formatSeconds(times.high)})` : formatSeconds(times.median));
+const spread = (times: Times) =>
+  times.low !== null && times.low !== undefined
+    ? `${formatSeconds(times.median)} (${formatSeconds(times.low)} to ${formatSeconds(times.high)})`
+    : formatSeconds(times.median);
 
 const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
   { name: "call", wide: true, cell: (row) => row.call, sort: (row) => row.call },
@@ -175,7 +246,14 @@ const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
   { name: "backend", cell: (row) => row.implementation, sort: (row) => row.implementation },
   { name: "dtype", cell: (row) => row.dtype, sort: (row) => row.dtype },
   { name: "density", number: true, cell: (row) => formatShare(row.density), sort: (row) => row.density },
-  { name: "gain", unit: "×", number: true, cell: (row) => formatNumber(row.speedup), sort: (row) => row.speedup, full: (row) => row.speedup?.toString() },
+  {
+    name: "gain",
+    unit: "×",
+    number: true,
+    cell: (row) => formatNumber(row.speedup),
+    sort: (row) => row.speedup,
+    full: (row) => row.speedup?.toString(),
+  },
   {
     name: "default → tuned, median and quartiles",
     wide: true,
@@ -204,7 +282,12 @@ function DatabaseDetails({ id }: { id: string }) {
   return (
     <div data-database={data.id}>
       <div class="controls">
-        <Select label="Direction" value={direction} onChange={setDirection} options={[["", "all"], ...directions.map((name): [string, string] => [name, name])]} />
+        <Select
+          label="Direction"
+          value={direction}
+          onChange={setDirection}
+          options={[["", "all"], ...directions.map((name): [string, string] => [name, name])]}
+        />
       </div>
       <Table caption={`Entries of ${data.path}`} columns={ROW_COLUMNS} rows={rows} by="gain" />
       {Object.entries(data.environments).map(([name, environment]) => (
