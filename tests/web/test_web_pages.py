@@ -35,7 +35,8 @@ def content() -> Callable[[Dashboard], None]:
 
 
 def fill(dashboard: Dashboard) -> None:
-    """Two recorded runs and a hostile one, a record and a broken one, two recordings and a replay."""
+    """Two recorded runs and a hostile one, a record and a broken one, two recordings, a replay and an empty study."""
+    open_study(dashboard)
     results = ROOT / "benchmarks" / "results"
     shutil.copy(results / "gpu_attention.json", dashboard.records)
     shutil.copy(ROOT / "benchmarks" / "README.md", dashboard.records.parent)  # which benchmarks there are
@@ -50,6 +51,17 @@ def fill(dashboard: Dashboard) -> None:
     for name, side in (("small", SIDE), ("big", BIG)):
         stored.write(dashboard.records / "explorer" / f"{name}.json.xz", recorded.recording(name, side))
     stored.write(dashboard.records / "replays" / "test.json.xz", recorded.replay("test"))
+
+
+def open_study(dashboard: Dashboard) -> Any:
+    import optuna
+
+    from xsake.autotune.storage import open_storage
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    name = "cpu | attention forward on xla: float32, 4096 tokens | kernel 12 | space 34"
+    storage = open_storage(dashboard.runs / "studies.journal")
+    return optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
 
 
 @pytest.mark.parametrize("scheme, viewport", [("light", DESK), ("dark", DESK), ("light", PHONE)])
@@ -140,6 +152,33 @@ def test_tuning_shows_the_servers_numbers(dashboard: Dashboard, open_page: Open)
     found = [text for text in gains.all_inner_texts() if text != "–"]
     assert len(found) == len(expected)
     assert all(same(text, value) for text, value in zip(found, expected, strict=True))
+
+
+def test_a_study_is_shown_as_it_goes(dashboard: Dashboard, open_page: Open) -> None:
+    from optuna.trial import TrialState
+
+    study = open_study(dashboard)
+
+    def tell(value: float | None, end: str, reason: str | None = None) -> None:
+        trial = study.ask()
+        trial.set_user_attr("part", {"chunk": trial.number})
+        trial.set_user_attr("end", end)
+        if value is not None:
+            trial.report(value, 0)
+            study.tell(trial, value)
+        else:
+            trial.set_user_attr("reason", reason)
+            study.tell(trial, state=TrialState.FAIL)
+
+    tell(1.0, "complete")
+    tell(None, "failed", f"out of {NASTY}")
+    page = open_page(dashboard.address).open("#/tuning", "[data-study]")
+    assert page.locator("[data-study] tbody tr").count() == 2
+    assert page.locator("[data-study] tbody tr").nth(1).locator("td").last.inner_text() == f"out of {NASTY}"
+    tell(0.8125, "complete")
+    page.locator("[data-study] dd[data-name=best]", has_text="0.8125").wait_for()
+    assert page.locator("[data-study] tbody tr.on td").first.inner_text() == "2"
+    assert page.locator(".command pre").last.inner_text().startswith("optuna-dashboard ")
 
 
 def test_replay_scrubs_through_checkpoints(dashboard: Dashboard, open_page: Open) -> None:

@@ -55,15 +55,15 @@ export function Chart(props: Props) {
   } = props;
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
-  const latest = useRef(props);
-  latest.current = props;
   const [cursor, setCursor] = useState<number | null>(null);
   const { dark } = useTheme();
   const data = useMemo(() => align(lines, log), [lines, log]);
   const look = lines
     .map(({ colour, dash, faint, dots, scattered }) => [colour, dash, faint, dots, scattered].join())
     .join("|");
-  const beyond = useMemo(() => (props.trim ? countBeyond(data) : 0), [data, props.trim]);
+  const kept = useMemo(() => (props.trim ? trimmed(data) : null), [data, props.trim]);
+  const latest = useRef<Latest>({ ...props, kept });
+  latest.current = { ...props, kept };
   const ready = data[0].length > 0 && data.slice(1).some((values) => values.some((value) => typeof value === "number"));
 
   useEffect(() => {
@@ -98,7 +98,9 @@ export function Chart(props: Props) {
       <figcaption>
         <span class="chart-title">{title}</span>
         {unit ? <span class="unit">{unit}</span> : null}
-        {beyond ? <span class="unit">{beyond} far values are outside</span> : null}
+        {kept ? (
+          <span class="unit">{`${kept.outside} far ${kept.outside === 1 ? "value" : "values"} outside`}</span>
+        ) : null}
       </figcaption>
       {ready ? (
         <div
@@ -133,8 +135,14 @@ export function Chart(props: Props) {
 const PAD: uPlot.Range.Limit = { pad: 0.08, mode: 0 };
 const FEW = 40; // values of which none counts as far away
 
-/** The middle 99% of all values and half as much around them, or null where all values lie within. */
-function trimmed(data: uPlot.AlignedData): [number, number] | null {
+interface Trimmed {
+  range: [number, number];
+  outside: number;
+}
+type Latest = Props & { kept: Trimmed | null };
+
+/** The range of the middle 99% of all values, and how many lie outside; null where none is far from the rest. */
+function trimmed(data: uPlot.AlignedData): Trimmed | null {
   const all = data
     .slice(1)
     .flatMap((values) => Array.from(values as (number | null)[]).filter((value) => typeof value === "number"));
@@ -145,15 +153,8 @@ function trimmed(data: uPlot.AlignedData): [number, number] | null {
   const room = (high - low) / 2;
   const [lowest, highest] = [all[0]!, all[all.length - 1]!];
   if (lowest >= low - room && highest <= high + room) return null;
-  return [lowest < low - room ? low : lowest, highest > high + room ? high : highest];
-}
-
-function countBeyond(data: uPlot.AlignedData): number {
-  const kept = trimmed(data);
-  if (!kept) return 0;
-  const outside = (value: number | null | undefined) =>
-    typeof value === "number" && (value < kept[0] || value > kept[1]);
-  return data.slice(1).reduce((sum, values) => sum + Array.from(values as (number | null)[]).filter(outside).length, 0);
+  const range: [number, number] = [lowest < low - room ? low : lowest, highest > high + room ? high : highest];
+  return { range, outside: all.filter((value) => value < range[0] || value > range[1]).length };
 }
 
 /** One x for all lines, as uPlot wants it: null where a line has no value. */
@@ -188,7 +189,7 @@ function valueAt(data: uPlot.AlignedData, line: number, index: number): number |
 function options(
   width: number,
   height: number,
-  latest: { current: Props },
+  latest: { current: Latest },
   setCursor: (at: number | null) => void,
 ): uPlot.Options {
   const { lines, log, group, xFormat = formatNumber, yFormat = formatNumber } = latest.current;
@@ -210,8 +211,8 @@ function options(
       },
       y: {
         distr: log ? 3 : 1,
-        range: (u, low, high) => {
-          const [from, to] = (latest.current.trim && trimmed(u.data)) || [low, high];
+        range: (_, low, high) => {
+          const [from, to] = latest.current.kept?.range ?? [low, high];
           return log ? uPlot.rangeLog(from, to, 10, false) : uPlot.rangeNum(from, to, { min: PAD, max: PAD });
         },
       },
