@@ -127,7 +127,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
 
     @api.delete("/texts/{text_id}", tags=["explorer"], summary="Cancel a text")
     async def delete_text(text_id: Id) -> Response:
-        return answer(texts.cancel(text_id))
+        return answer(await texts.cancel(text_id))
 
     @api.get("/texts/{text_id}/events", tags=["explorer"], summary="A text's progress", responses=_STREAM)
     async def text_events(text_id: Id) -> StreamingResponse:

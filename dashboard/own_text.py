@@ -105,13 +105,13 @@ class Texts:
         position = waiting.index(job.id) + (self._running is not None) if job.id in waiting else 0
         return about | {"position": position, "recording": job.id if job.state == "done" else None}
 
-    def cancel(self, identity: str) -> dict[str, Any]:
+    async def cancel(self, identity: str) -> dict[str, Any]:
         job = self._job(identity)
         if job.state in ("queued", "running"):
             was_running = job is self._running
             job.tell(state="failed", error="cancelled")
             if was_running:
-                self._kill()
+                await self._stop()
         return self.document(identity)
 
     def follow(self, identity: str) -> AsyncIterator[bytes]:
@@ -138,7 +138,7 @@ class Texts:
                 try:
                     job = await asyncio.wait_for(self._waiting.get(), IDLE if self._process else None)
                 except TimeoutError:
-                    self._kill()
+                    await self._stop()
                     continue
                 if job.state != "queued":
                     continue  # cancelled meanwhile
@@ -148,15 +148,15 @@ class Texts:
                     await asyncio.wait_for(self._compute(job), LIMIT)
                 except TimeoutError:
                     job.tell(state="failed", error=f"it took longer than {LIMIT:.0f} s")
-                    self._kill()
+                    await self._stop()
                 except Exception as error:
                     job.tell(state="failed", error=f"{type(error).__name__}: {error}"[:500])
-                    self._kill()
+                    await self._stop()
                 finally:
                     self._running = None
                     self._forget_old()
         finally:
-            self._kill()
+            await self._stop()
 
     async def _compute(self, job: Job) -> None:
         process = self._process if self._process and self._process.returncode is None else await self._start()
@@ -178,10 +178,10 @@ class Texts:
             job.tell(stage=answer["stage"], done=answer["done"], of=answer["of"])
         if job.state == "running":
             code = await process.wait()
+            await self._stop()
             job.tell(
                 state="failed", error=f"the worker ended with code {code}; the text may need more memory than there is"
             )
-            self._process = None
 
     async def _start(self) -> asyncio.subprocess.Process:
         words = [sys.executable, "-m", "xsake.dashboard.own_text_worker", self._model]
@@ -196,11 +196,16 @@ class Texts:
         )
         return self._process
 
-    def _kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            self._process = None
+    async def _stop(self) -> None:
+        """End the worker, and wait until it has ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
 
     def _forget_old(self) -> None:
         over = [job for job in self._jobs.values() if job.state in ("done", "failed")][:-MOST_KEPT]

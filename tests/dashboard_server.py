@@ -62,7 +62,7 @@ def serving(shown: Documents, **options: Any) -> Iterator[httpx.Client]:
             yield client
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
         assert not thread.is_alive()
 

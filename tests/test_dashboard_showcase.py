@@ -33,7 +33,7 @@ def pages(tmp_path):
 
 
 def test_one_command_writes_the_documents_of_the_server(tmp_path):
-    write_run(tmp_path / "runs" / "</script>", 5)
+    write_run(tmp_path / "runs" / "</script>", 5, config={"steps": 5})  # finished: its status does not change
     result = CliRunner().invoke(app, ["showcase", str(tmp_path / "runs"), "--out", str(tmp_path / "site")])
     assert result.exit_code == 0 and "index.html" in result.output, result.output
     total = sum(path.stat().st_size for path in (tmp_path / "site").rglob("*") if path.is_file())
