@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests wheel clean
+.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests test-trackers wheel clean web check-web test-web
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup
@@ -41,6 +41,12 @@ peer-tests: $(STAMP)
 	.venv-peers/bin/python -m pip install --quiet --no-deps ejkernel==0.0.80.3
 	.venv-peers/bin/python tests/peers/run.py $(PEERS)
 
+# Weights & Biases, Trackio and TensorBoard are 200 MB: they have an environment of their own.
+test-trackers: $(STAMP)
+	$(PYTHON) -m venv .venv-track
+	.venv-track/bin/python -m pip install --quiet -e '.[dev,track]' tensorboard
+	.venv-track/bin/python -m pytest -q -rs tests/test_train_trackers.py
+
 demo: $(STAMP)
 	$(BIN)/xsake demo
 
@@ -56,11 +62,25 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks -q -rs -p no:xdist -p no:cacheprovider
 
+# The pages of the dashboard, from dashboard/web into dashboard/static, which is committed: users need no Node.
+web:
+	dashboard/web/build
+
+check-web:
+	dashboard/web/build --check
+
+# The pages in a real browser: Debian's chromium, driven by playwright, which downloads no browser of its own.
+test-web: $(STAMP)
+	@command -v $${XSAKE_CHROMIUM:-/usr/bin/chromium} >/dev/null || apt-get install --yes --no-install-recommends chromium || \
+		{ echo "Install chromium (Debian: apt-get install chromium), or name one: make test-web XSAKE_CHROMIUM=/path/to/chromium" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet 'playwright>=1.50'
+	$(BIN)/python -m pytest -q -rs tests/web
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-track build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }

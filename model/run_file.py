@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from xsake import _atomic
+
+METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -26,9 +29,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class RunFile:
-    """Appends events to a run's file, after removing events later than `step`, the checkpoint that the run resumes."""
+    """Appends events to a run's file, after removing events later than `step`, the checkpoint that the run resumes.
 
-    def __init__(self, path: Path, *, step: int):
+    `about` is added to the event "resumed".
+    """
+
+    def __init__(self, path: Path, *, step: int, about: dict[str, Any] | None = None):
         self._path = path
         events = read_events(path)
         kept = [event for event in events if event["step"] <= step] if step else []
@@ -36,11 +42,12 @@ class RunFile:
             _atomic.write_text(path, "".join(json.dumps(event) + "\n" for event in kept))
         self._file: TextIO = open(path, "a")  # noqa: SIM115 (open for the life of the run)
         if step:
-            self.write("resumed", step)
+            self.write("resumed", step, **(about or {}))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """`step` is the number of steps taken when the event happened."""
-        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        """`step` is the number of steps taken when the event happened, `time` its date in seconds since 1970."""
+        now = round(time.time(), 3)
+        self._file.write(json.dumps({"event": event, "step": step, **values, "time": now}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:

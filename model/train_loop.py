@@ -5,15 +5,16 @@ from __future__ import annotations
 import collections
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from xsake.model.checkpoints import Checkpoints
-from xsake.model.run_file import read_events
+from xsake.model.run_file import METRICS_FILE, read_events
 from xsake.model.train_config import TrainConfig
-from xsake.model.train_report import METRICS_FILE, Report
+from xsake.model.train_report import Report
 from xsake.model.trainer import Recalibrate, Trainer
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -34,7 +35,7 @@ def train(
     eval_every: int = 0,
     eval_batches: int = 8,
     recalibrate: Recalibrate | None = None,
-    wandb: bool = False,
+    track: Sequence[str] = (),
     quiet: bool = False,
 ) -> Path:
     """Train, or resume a stopped run: the same call again gives the losses of a run that was never stopped.
@@ -61,7 +62,7 @@ def train(
       recalibrate: `recalibrate(step, model, tokens) -> mask_fn`, called before the first step and then every
         `config.recalibrate_every` steps with the inputs [B, T] of the step to come. With attention="hads", the
         default is HADS's own callback, which calibrates on dense attention.
-      wandb: also log to Weights & Biases.
+      track: trackers that get the events too: "wandb", "tensorboard", "trackio".
       quiet: no progress.
 
     Returns:
@@ -80,10 +81,11 @@ def train(
     with Checkpoints(run / CHECKPOINTS_FOLDER, keep=keep) as checkpoints:
         if done:
             trainer.restore(checkpoints, done)  # before the run file is touched: the checkpoint may be damaged
-        report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, wandb=wandb)
+        report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, track=track)
         with report:
             if not done:
                 trainer.begin()
+                report.density(0, trainer.densities())
             clock = _Clock(trainer, report)
             while trainer.taken < config.steps:
                 clock.add(trainer.step())
@@ -97,6 +99,7 @@ def train(
                     start = time.perf_counter()
                     trainer.recalibrate()
                     report.event("recalibrate", trainer.taken, seconds=time.perf_counter() - start)
+                    report.density(trainer.taken, trainer.densities())
                     clock.restart()
                 if last or trainer.taken % checkpoint_every == 0:
                     clock.drain()
@@ -139,10 +142,12 @@ class _Clock:
         for (step, _), metrics in zip(steps, arrived, strict=True):
             values = {name: float(value) for name, value in metrics.items()}
             if not math.isfinite(values["loss"]):
-                raise FloatingPointError(
+                reason = (
                     f"the loss is {values['loss']} at step {step}; earlier checkpoints are kept. A lower learning rate "
                     f"or a longer warm-up may help"
                 )
+                self._report.failed(step, reason)
+                raise FloatingPointError(reason)
             self._report.step(step, values | self._trainer.speed(seconds))
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from xsake import BlockMask
 from xsake.model.attend import MaskFn
 from xsake.model.sequence_cut import SequenceCut
 from xsake.model.sharding import BATCH, parameter_shardings
@@ -165,3 +166,22 @@ class Program:
             return jax.lax.map(lambda tokens: self._loss(params, mask_fn, tokens), batch).mean()
 
         return jax.jit(evaluate_step, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    @cached_property
+    def densities(self) -> Any:
+        """(params, mask_fn, tokens [B, T]) -> [layers, q_heads], compiled: the share of its allowed blocks that each
+        head keeps."""
+
+        def measure(params: Any, mask_fn: MaskFn, tokens: Array) -> Array:
+            seen: list[Array] = []
+
+            def watched(layer: int, query: Array, key: Array) -> BlockMask | None:
+                mask = mask_fn(layer, query, key)
+                share = jnp.ones(1) if mask is None else jnp.asarray(mask.density(per_head=True)).mean(0)
+                seen.append(jnp.repeat(share.astype(jnp.float32), query.shape[2] // len(share)))
+                return mask
+
+            self.model(params).hidden(tokens, mask_fn=watched, mesh=self.mesh if self.mesh.size > 1 else None)
+            return jnp.stack(seen)
+
+        return jax.jit(measure, out_shardings=NamedSharding(self.mesh, PartitionSpec()))

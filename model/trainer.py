@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -152,6 +153,17 @@ class Trainer:
         is_tree = not jax.tree_util.all_leaves([mask_fn])
         self.mask_fn = mask_fn if is_tree else jax.tree_util.Partial(mask_fn)
         return True
+
+    def densities(self) -> list[list[float]] | None:
+        """By layer and head, the share of the allowed blocks that attention keeps on the next batch; None if dense."""
+        if self.mask_fn is None:
+            return None
+        if isinstance(self.mask_fn, FixedMask):  # the same for every layer: nothing needs to be computed
+            shares = np.asarray(self.mask_fn.mask.density(per_head=True)).mean(0)
+            heads = np.repeat(shares, self.config.model.q_heads // len(shares)).tolist()
+            return [heads] * self.config.model.layers
+        tokens = self._next_batch()[0, :, :-1]
+        return jax.device_get(self.program.densities(self.state.params, self.mask_fn, tokens)).tolist()
 
     def held_out(self) -> Batches:
         """The held-out batches, in order. Raises if there are too few tokens for one batch."""

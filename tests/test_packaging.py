@@ -72,6 +72,9 @@ def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> N
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"xsake"}
     assert {"xsake/py.typed", "xsake/_plan/rates.json"} <= set(names)
     assert {f"xsake/tuning_db/{path.name}" for path in (ROOT / "tuning_db").glob("*.json")} <= set(names)
+    pages = [path for path in (ROOT / "dashboard" / "static").rglob("*") if path.is_file()]
+    assert {f"xsake/dashboard/{path.relative_to(ROOT / 'dashboard')}" for path in pages} <= set(names) and pages
+    assert "xsake/dashboard/API.md" in names and not any("node_modules" in name for name in names)
     for package in PACKAGES["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names
     imports = "; ".join(f"import {package}" for package in PACKAGES["packages"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import types
+import os
+import time
 
 import jax
 import numpy as np
@@ -78,6 +78,15 @@ def test_stopped_and_carried_on_bit_for_bit(data, tmp_path, monkeypatch):
     assert train(config, data=data, run=run, quiet=True) == file and file.read_bytes() == before  # it is finished
 
 
+def test_a_run_file_says_how_the_run_was_started_and_what_its_heads_keep(data, tmp_path):
+    file = train(make_config(), data=data, run=tmp_path, quiet=True)
+    (start,), (density,) = events(file, "start"), events(file, "density")
+    assert start["process"]["pid"] == os.getpid() and start["environment"]["jax"] == jax.__version__
+    assert start["command"] and abs(start["time"] - time.time()) < 600
+    mask = Trainer(make_config(), data=data).mask_fn.mask
+    assert density["layers"] == [[pytest.approx(float(mask.density()), abs=1e-4)] * 4]
+
+
 def test_only_the_last_checkpoints_are_kept(data, tmp_path):
     train(make_config(), data=data, run=tmp_path, checkpoint_every=1, keep=2, quiet=True)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5", "6"]
@@ -137,6 +146,10 @@ def test_hads_calibrates_itself_in_training(data, tmp_path):
     dense = train(make_config(attention="dense", density=1.0), data=data, run=tmp_path / "dense", quiet=True)
     (event,) = events(file, "recalibrate")
     assert event["step"] == 3 and event["seconds"] > 0
+    densities = events(file, "density")
+    assert [event["step"] for event in densities] == [0, 3] and not events(dense, "density")
+    assert np.shape(densities[0]["layers"]) == (1, 4)
+    np.testing.assert_allclose([np.mean(event["layers"]) for event in densities], 0.5, atol=1e-4)
     np.testing.assert_allclose(losses(file), losses(dense), rtol=0.02)
     assert losses(file) != losses(dense)
 
@@ -148,31 +161,6 @@ def test_a_plain_function_may_be_a_mask_function(data, tmp_path):
     file = train(config, data=data, run=tmp_path, quiet=True, recalibrate=lambda *_: lambda layer, query, key: mask)
     dense = train(make_config(attention="dense", density=1.0), data=data, run=tmp_path / "d", quiet=True)
     np.testing.assert_allclose(losses(file)[0], losses(dense)[0], rtol=1e-6)
-
-
-def test_weights_and_biases(data, tmp_path, monkeypatch):
-    """A stand-in with the two names that are used; and the message where it is not installed."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="not installed: pip install wandb"):
-        train(make_config(), data=data, run=tmp_path / "run", wandb=True, quiet=True)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-    logged = {}
-
-    class Session:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            logged["closed"] = True
-
-    fake = types.SimpleNamespace(
-        init=lambda **about: logged.update(about) or Session(), log=lambda values, step: logged.update({step: values})
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    file = train(make_config(), data=data, run=tmp_path / "run", wandb=True, quiet=True)
-    assert logged["name"] == "run" and logged["closed"]
-    assert [logged[step]["step/loss"] for step in range(1, 7)] == losses(file)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch):
@@ -188,6 +176,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "begin", spoilt)
     with pytest.raises(FloatingPointError, match=r"at step 1; earlier checkpoints are kept"):
         train(make_config(), data=data, run=tmp_path, quiet=True)
+    (failed,) = events(tmp_path / "metrics.jsonl", "failed")
+    assert "earlier checkpoints are kept" in failed["reason"]
 
 
 def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):

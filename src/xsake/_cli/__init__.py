@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xsake._cli import autotune, data, generate, hads, model, plan, train, tuning
+from xsake._cli import autotune, dashboard, data, generate, hads, model, plan, train, tuning
 
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
@@ -52,3 +52,5 @@ app.command()(train.train)
 app.command()(hads.calibrate)
 app.command()(hads.evaluate)
 app.command()(plan.plan)
+app.command()(dashboard.dashboard)
+app.command()(dashboard.showcase)

@@ -12,12 +12,16 @@ _ENVIRONMENT = ("RESOURCE_EXHAUSTED", "Unable to initialize backend")
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """Print an error that the user can mend as one sentence, without a traceback, and exit with code 1."""
+def plain_errors(extra: str = "model") -> Iterator[None]:
+    """Print an error that the user can mend as one sentence, without a traceback, and exit with code 1.
+
+    `extra` is what installs the packages that the command needs.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        typer.echo(f"{error.name} is not installed; models need it: pip install 'xsake[model]'", err=True)
+        who = {"model": "models need it", "dashboard": "the dashboard needs it"}[extra]
+        typer.echo(f"{error.name} is not installed; {who}: pip install 'xsake[{extra}]'", err=True)
         raise typer.Exit(1) from error
     except (ValueError, NotImplementedError, OSError) as error:
         typer.echo(_sentence(error), err=True)

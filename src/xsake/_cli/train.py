@@ -49,7 +49,9 @@ def train(
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 3,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for none.", min=0)] = 0,
     eval_batches: Annotated[int, typer.Option(help="Held-out batches per evaluation.")] = 8,
-    wandb: Annotated[bool, typer.Option(help="Log to Weights & Biases too.")] = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Log there too: wandb, tensorboard or trackio. May be given several times.")
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Print nothing.")] = False,
     distributed: Annotated[bool, typer.Option(help="Run as one of several processes, as the cluster says.")] = False,
     coordinator: Annotated[str | None, typer.Option(help="Without a cluster: host:port of process 0.")] = None,
@@ -102,7 +104,7 @@ def train(
                 keep=keep,
                 eval_every=eval_every,
                 eval_batches=eval_batches,
-                wandb=wandb,
+                track=track or (),
                 quiet=quiet,
             )
         except FloatingPointError as error:
