@@ -14,7 +14,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xsake import BlockMask
 from xsake.model.attend import MaskFn
 from xsake.model.sequence_cut import SequenceCut
 from xsake.model.sharding import BATCH, parameter_shardings
@@ -175,7 +174,7 @@ class Program:
         def measure(params: Any, mask_fn: MaskFn, tokens: Array) -> Array:
             seen: list[Array] = []
 
-            def watched(layer: int, query: Array, key: Array) -> BlockMask | None:
+            def watched(layer: int, query: Array, key: Array) -> Any:
                 mask = mask_fn(layer, query, key)
                 share = jnp.ones(1) if mask is None else jnp.asarray(mask.density(per_head=True)).mean(0)
                 seen.append(jnp.repeat(share.astype(jnp.float32), query.shape[2] // len(share)))

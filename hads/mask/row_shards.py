@@ -96,6 +96,11 @@ class RowShards:
         """Key blocks of a shard, those past the end included."""
         return -(-self.grid.num_kv // self.order.pieces) * (self.order.pieces // self.order.shards)
 
+    def density(self, *, per_head: bool = False) -> Any:
+        """As `BlockMask.density`."""
+        per = self.kv_row_ptr[..., -1].sum(0) / max(self.grid.num_allowed, 1)
+        return per if per_head else per.mean()
+
     def blocks_walked(self) -> Any:
         """i32[n]: the blocks in each shard's lists, over all batches and heads."""
         return self.kv_row_ptr[..., -1].sum((1, 2))
