@@ -23,6 +23,9 @@ from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import pool
 from xsake.model import PRESETS, Transformer
 
+# One worker: it has the model and its profile.
+pytestmark = pytest.mark.xdist_group("calibration")
+
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 250))
 
 
@@ -164,6 +167,7 @@ def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
     assert profile.sensitivity.mean() == pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.slow  # the code of docs/hads.md runs the model with its profile
 def test_the_model_runs_with_its_profile_and_is_itself_at_full_budget(profile: hads.HadsProfile, model: Transformer):
     tokens = jnp.asarray(TOKENS)
     run = nnx.jit(lambda model, mask_fn: model(tokens, mask_fn=mask_fn))

@@ -50,8 +50,9 @@ SHAPES = {  # length, query heads, KV heads, head_dim, block
 def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     """(the kernels' estimate, XLA's estimate), 0 where causality forbids."""
     with interpret():
-        got = triton_estimate.block_logits(query, key, estimator, grid)[..., : grid.side, : grid.side]
-    wanted = estimate.block_logits(pool(query, key, grid), estimator, grid)
+        got = jax.jit(partial(triton_estimate.block_logits, grid=grid))(query, key, estimator)
+    wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
+    got = got[..., : grid.side, : grid.side]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
 
 
@@ -104,12 +105,24 @@ def test_choice_is_xlas(name: str):
     other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
     grid = CausalGrid(630, 16, RULE if name == "a number per head" else other)
     _, mass = of_few_values(grid)
-    wanted = choice.choose(jnp.asarray(mass), grid, **rule(1, 3), **COUNTS[name])
+    given = rule(1, 3) | COUNTS[name]
+    few = 200  # too few for some heads
+
+    @jax.jit
+    def ours(mass):
+        picked = triton_choose.choose(pad(mass), grid, normalise=False, **given)
+        return picked.blocks(grid), picked.lists(grid, few)
+
+    @jax.jit
+    def xlas(mass):
+        blocks = choice.choose(mass, grid, **given)
+        return blocks, compact.compact(blocks, grid.full(), few)
+
     with interpret():
-        picked = triton_choose.choose(pad(jnp.asarray(mass)), grid, normalise=False, **rule(1, 3), **COUNTS[name])
-        lists = picked.lists(grid, 200)  # too few for some heads
-    assert np.array_equal(picked.blocks(grid), wanted)
-    for g, w in zip(used_slots(*lists), used_slots(*compact.compact(wanted, grid.full(), 200)), strict=True):
+        got, lists = ours(jnp.asarray(mass))
+    wanted, wanted_lists = xlas(jnp.asarray(mass))
+    assert np.array_equal(got, wanted)
+    for g, w in zip(used_slots(*lists), used_slots(*wanted_lists), strict=True):
         assert np.array_equal(g, w)
 
 

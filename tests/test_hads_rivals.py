@@ -1,4 +1,7 @@
-"""Rivals: scores against loops in numpy, masks against the papers, and the exact number of blocks of every method."""
+"""Rivals: scores against loops in numpy, masks against the papers, and the exact number of blocks of every method.
+
+They are of the benchmarks, not of the package: most of these tests run in `make slow`.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ def scored() -> dict:
     return run(*inputs())
 
 
+@pytest.mark.slow
 def test_pooled_scores(scored: dict):
     def bound(q, k, i, j):
         return np.maximum(q[i].mean(0) * k[j].max(0), q[i].mean(0) * k[j].min(0)).sum() * 8**-0.5
@@ -86,6 +90,7 @@ def test_pooled_scores(scored: dict):
     case.check_scores(scored["second"], second, *inputs(), GRID, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_scores_from_logits(scored: dict):
     query, key = inputs()
     b, h = 0, 1
@@ -105,6 +110,7 @@ def test_scores_from_logits(scored: dict):
     np.testing.assert_allclose(slashes, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_self_similarity_and_bands(scored: dict):
     _, key = inputs()
     for j, block in enumerate(case.blocks_of(key, 1, 1, GRID)):
@@ -135,6 +141,7 @@ _kept = jax.jit(lambda priority, count: keep_largest(priority, GRID, count))
 _kept_forced = jax.jit(lambda priority, count: keep_largest(priority, GRID, count, GRID.forced()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIORITIES)
 def test_every_rival_keeps_exactly_its_count(name: str, priorities: dict):
     priority = priorities[name]
@@ -146,6 +153,7 @@ def test_every_rival_keeps_exactly_its_count(name: str, priorities: dict):
         assert kept[..., case.forced_blocks(16)].all()
 
 
+@pytest.mark.slow
 def test_fixed_patterns_are_what_they_are_called(priorities: dict):
     def kept(name: str, share: float) -> np.ndarray:
         return np.asarray(_kept(priorities[name], round(share * 4 * GRID.blocks)))[0, 0]
@@ -163,6 +171,7 @@ def test_fixed_patterns_are_what_they_are_called(priorities: dict):
     assert sorted(duo)[-1] == GRID.blocks and sorted(duo)[0] == 3 * 16 - 3
 
 
+@pytest.mark.slow
 def test_ablations_keep_exactly_their_count():
     @jax.jit
     def run(masks, query, key):
@@ -176,6 +185,7 @@ def test_ablations_keep_exactly_their_count():
     assert (ablations.no_burstiness(PROFILE).burstiness == 0).all()
 
 
+@pytest.mark.slow
 def test_no_method_with_as_many_blocks_is_better_than_the_oracle_by_its_own_measure(priorities: dict):
     query, key = inputs()
     starts = range(0, LENGTH, 16)
@@ -195,6 +205,7 @@ def test_no_method_with_as_many_blocks_is_better_than_the_oracle_by_its_own_meas
         assert best <= dropped(np.asarray(_kept_forced(priority, 300))) * 1.001, name
 
 
+@pytest.mark.slow
 def test_v1_gives_broad_heads_more_blocks(priorities: dict):
     kept = np.asarray(_kept(priorities["hads_v1"], 300))[0].sum((1, 2))
     assert np.argsort(kept).tolist() == np.argsort(v1_profile().entropy[1]).tolist()
@@ -224,6 +235,7 @@ def test_mass_by_distance():
         np.testing.assert_allclose(got[:, n], mass[:, farthest].mean(-1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_v1_profile_of_a_tiny_model(tmp_path: Path):
     model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 96)).astype(np.int32)

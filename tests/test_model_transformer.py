@@ -15,6 +15,9 @@ from tiny_model import LENGTH, TINY, TOKENS, build, run
 import xsake
 from xsake.model import KVCache, Transformer
 
+# One worker for the tests of the model: it has its programs.
+pytestmark = pytest.mark.xdist_group("model")
+
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
@@ -205,7 +208,7 @@ def empty(batch: int = 2, capacity: int = 64) -> KVCache:
     return KVCache.empty(TINY, batch=batch, capacity=capacity, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("parts", sweep([[LENGTH], [33, 1, 1, 1, 4]], slow=[[LENGTH]]))
+@pytest.mark.parametrize("parts", sweep([[LENGTH], [20, 1, 1, 18]], slow=[[LENGTH]]))
 def test_cached_logits_are_the_uncached_ones(model, logits, parts):
     """A prompt, then a token at a time, then several at once."""
     cache, found, start = empty(), [], 0
@@ -233,13 +236,14 @@ def test_cached_sequences_may_differ_in_length(model):
 
 def test_a_token_past_the_capacity_is_not_a_number(model):
     """The length of a cache is not known while tracing, so that no error can be raised."""
-    cache = empty(capacity=21)
-    _, cache = run(model, TOKENS[:, :20], cache=cache)
+    _, cache = run(model, TOKENS[:, :20], cache=empty())
+    cache = dataclasses.replace(cache, length=jnp.full(2, cache.capacity - 1, jnp.int32))
     for fits in (True, False):
         logits, cache = run(model, TOKENS[:, 20:21], cache=cache)
         assert jnp.isfinite(logits).all() if fits else jnp.isnan(logits).all()
 
 
+@pytest.mark.slow  # meshes and caches are tested above, each by itself
 def test_a_cache_under_a_mesh(model, logits):
     mesh = make_mesh(data=2, model=2)
     _, cache = run(model, TOKENS[:, :-1], cache=empty(), mesh=mesh)
@@ -247,12 +251,17 @@ def test_a_cache_under_a_mesh(model, logits):
     np.testing.assert_allclose(last[:, 0], logits[:, -1], rtol=2e-4, atol=2e-4)
 
 
-def test_sparse_prefill_then_decoding(model):
+def test_sparse_prefill(model):
     """Prefill takes the masks that a forward without a cache takes."""
     cached, cache = run(model, TOKENS, cache=empty(), mask_fn=sparse)
     np.testing.assert_allclose(cached, run(model, TOKENS, mask_fn=sparse), rtol=2e-4, atol=2e-4)
     with pytest.raises(ValueError, match="layer 0's mask counts causality from query 0"):
         run(model, TOKENS[:, :2], cache=cache, mask_fn=sparse)
+
+
+@pytest.mark.slow  # test_model_generation.py prefills with masks and decodes
+def test_masks_of_later_tokens(model):
+    _, cache = run(model, TOKENS, cache=empty(), mask_fn=sparse)
 
     def everything(layer, query, key):
         return xsake.patterns.dense(query.shape[1], key.shape[1], block_q=16, block_kv=16)

@@ -35,25 +35,30 @@ CASES = {
     ),
 }
 
+IN_CI = "early columns of a group in parts"
+
 
 def config(fused: FusedConfig) -> Config:
     return Config(forward=ForwardConfig(tile_kv=64, q_stages=1), dq=BackwardConfig(), dkv=BackwardConfig(), fused=fused)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", sweep(CASES, slow=["causal", "bias and float16", "soft cap, window and sinks"]))
+@pytest.mark.parametrize(
+    "name",
+    sweep(CASES, slow=["causal", "odd lengths, empty columns", "bias and float16", "soft cap, window and sinks"]),
+)
 def test_smoke(name):
     changes, fused = CASES[name]
     check_run(TARGET, make(TARGET, **(SMALL | changes)), config=config(fused))
 
 
 @pytest.mark.timeout(240)
-def test_segments_and_positions():
-    length = 128
+def test_segments_and_positions_of_odd_lengths():
+    length = 117
     rng = np.random.default_rng(0)
     case = make(
         TARGET,
-        **SMALL,
+        **(SMALL | dict(q_len=length, exact_lengths=True)),
         is_causal=True,
         segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
         positions=rng.permutation(length)[None].astype(np.int32),

@@ -45,8 +45,12 @@ ARGUMENTS = {
     "column bias": dict(bias=np.zeros((1, 1, 512, 1), np.float32)),
     "soft cap and sinks": dict(logits_soft_cap=20.0, sinks=np.zeros(4, np.float32)),
     "negative scale": dict(scale=-0.1),
-    "row bias and soft cap, odd length": dict(
-        q_len=333, bias=np.zeros((1, 4, 1, 512), np.float32), logits_soft_cap=20.0
+    "row bias, soft cap and sinks, odd lengths": dict(
+        q_len=333,
+        kv_len=517,
+        bias=np.zeros((1, 4, 1, 517), np.float32),
+        logits_soft_cap=20.0,
+        sinks=np.zeros(4, np.float32),
     ),
 }
 
@@ -104,6 +108,7 @@ def _given(call) -> tuple:
     sweep(
         SHAPES,
         slow=[
+            "D 128, block 128",  # the operation has it below
             "D 64, block 64, a list per head",
             "D 256, block 128",
             "D 256, block 64",
@@ -111,6 +116,7 @@ def _given(call) -> tuple:
             "block 128 x 64",
             "block 64 x 128",
             "Dv 64",
+            "odd lengths",  # an argument has it below
             "one query",
             "float16",
         ],
@@ -126,7 +132,7 @@ def test_defaults_lower(name):
     "name",
     sweep(
         ARGUMENTS,
-        slow=["window beyond every length", "column bias", "negative scale", "row bias and soft cap, odd length"],
+        slow=["window beyond every length", "row bias", "column bias", "soft cap and sinks", "negative scale"],
     ),
 )
 def test_every_argument_lowers(name):
@@ -137,12 +143,18 @@ def test_every_argument_lowers(name):
 SPACES = ["D 128, block 128", "D 64, block 64, a list per head", "D 256, block 128"]
 
 
-@pytest.mark.parametrize("name", sweep(SPACES, slow=SPACES[:2]))
+@pytest.mark.parametrize("name", SPACES)
+def test_the_search_space_holds_the_default(name):
+    call = make_call(**SHAPES[name])
+    assert mosaic.default_config(call) in mosaic.search_space(call)
+
+
+@pytest.mark.slow  # the default configuration is lowered above
+@pytest.mark.parametrize("name", SPACES)
 def test_every_config_lowers(name):
     """Each kernel's configurations once."""
     call = make_call(**SHAPES[name])
     space = mosaic.search_space(call)
-    assert mosaic.default_config(call) in space
     forwards, dqs, dkvs, fused = (list(dict.fromkeys(getattr(c, f.name) for c in space)) for f in fields(mosaic.Config))
     for part in forwards:
         assert "mosaic_gpu" in lower(partial(mosaic.forward, config=replace(space[0], forward=part)), call)
@@ -170,10 +182,13 @@ def test_a_call_by_name_without_the_gpu_raises():
         xsake.attention(q, q, q, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("length", [2048, 8192])  # two kernels, and the fused one
-@pytest.mark.parametrize("mapped", [False, True])
-def test_the_operation_lowers_with_its_gradient(length, mapped, monkeypatch):
+CALLS = [(2048, False), (2048, True), (8192, False), (8192, True)]  # length: two kernels, and the fused one; mapped
+
+
+@pytest.mark.parametrize("of", sweep(CALLS, slow=CALLS[1:3]), ids=str)
+def test_the_operation_lowers_with_its_gradient(of, monkeypatch):
     """Kernels that keep a counter or sums in global memory also lower inside the operation's wrappers."""
+    length, mapped = of
     monkeypatch.setattr(mosaic, "unavailable", lambda: None)
     monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
     mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)

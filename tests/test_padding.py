@@ -45,6 +45,7 @@ def test_empty_rows_with_sinks_give_their_logsumexp(implementation, shape):
     )
 
 
+@pytest.mark.slow  # heads without a block are in the first test
 def test_nothing_attends_at_all(implementation):
     case = make(implementation, q_len=39, density=0.0, bias=(0, 0, 0, 0))
     results = check_run(implementation, case)
@@ -53,6 +54,7 @@ def test_nothing_attends_at_all(implementation):
             assert (value == (-np.inf if name == "lse" else 0)).all(), name
 
 
+@pytest.mark.slow  # test_predecessor_empty_rows_are_zero has rows that are empty by rule
 def test_empty_by_rule_not_by_list(implementation):
     """Rows that have blocks in the list, but whose elements are all excluded by the call's rules."""
     n = implementation.size(75)

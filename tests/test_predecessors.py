@@ -42,6 +42,7 @@ def test_predecessor_positions_not_index_causal(implementation):
     check_run(implementation, case)
 
 
+@pytest.mark.slow  # test_any_mask_lengths_segments_and_positions has such a window
 def test_predecessor_window_follows_positions(implementation):
     rng = np.random.default_rng(1)
     n = implementation.size(75)
@@ -137,6 +138,7 @@ def test_predecessor_padding_queries_do_not_attend_padding_keys(implementation):
     )
 
 
+@pytest.mark.slow  # the test above has rows of nothing but padding
 def test_predecessor_all_padding(implementation):
     n = implementation.size(39)
     results = check_run(implementation, make(implementation, q_len=39, segment_ids=np.full((2, n), -1, np.int32)))
@@ -150,7 +152,7 @@ ONCE_DENSE = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(ONCE_DENSE, slow=["one query"]))  # this one is in test_attention.py, too
+@pytest.mark.parametrize("name", sweep(ONCE_DENSE, slow=["one query", "one head is not decoding"]))
 def test_predecessor_no_dense_fallback_is_needed(implementation, name):
     check_run(implementation, make(implementation, **ONCE_DENSE[name]))
 

@@ -32,13 +32,16 @@ SMOKE = {
     "causal, a mask per head, empty rows, sinks, group": dict(
         q_len=75, batch=1, mask_causal=True, sinks=(4,), density=0.4
     ),
-    "bias, soft cap, odd blocks": dict(
+    "all of these, bias, soft cap, odd blocks": dict(
         q_len=75,
         kv_len=107,
         batch=1,
         q_heads=2,
         kv_heads=1,
-        mask=(1, 1),
+        mask=(1, 2),
+        mask_causal=True,
+        density=0.4,
+        sinks=(2,),
         bias=(1, 0, 0, 0),
         logits_soft_cap=2.0,
         block_q=12,
@@ -51,7 +54,7 @@ SMOKE = {
 pytestmark = pytest.mark.usefixtures("strict_tpu_interpreter")
 
 
-@pytest.mark.parametrize("name", sweep(SMOKE, slow=["one query"]))
+@pytest.mark.parametrize("name", sweep(SMOKE, slow=["causal, a mask per head, empty rows, sinks, group", "one query"]))
 def test_smoke(name):
     case = make(TPU, **SMOKE[name])
     check(case, run(TPU, case))

@@ -175,10 +175,19 @@ def test_weights_and_biases(data, tmp_path, monkeypatch):
     assert [logged[step]["step/loss"] for step in range(1, 7)] == losses(file)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path):
-    config = make_config(learning_rate=1e30, clip=1e30, warmup=0)
-    with pytest.raises(FloatingPointError, match=r"at step \d; earlier checkpoints are kept"):
-        train(config, data=data, run=tmp_path, quiet=True)
+def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch):
+    begin = Trainer.begin
+
+    def spoilt(self):
+        begin(self)
+        self.state = dataclasses.replace(self.state, params=jax.tree.map(nan, self.state.params))
+
+    def nan(x):
+        return jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding)
+
+    monkeypatch.setattr(Trainer, "begin", spoilt)
+    with pytest.raises(FloatingPointError, match=r"at step 1; earlier checkpoints are kept"):
+        train(make_config(), data=data, run=tmp_path, quiet=True)
 
 
 def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):

@@ -52,7 +52,7 @@ SOME = {"query", "key", "value", "bias", "sinks", "mask"}
     "mapped",
     sweep(
         [SOME, {"query"}, {"key", "value"}, {"mask"}, {"bias"}, {"sinks"}],
-        slow=[{"query"}, {"key", "value"}, {"bias"}, {"sinks"}],
+        slow=[SOME, {"query"}, {"key", "value"}, {"bias"}, {"sinks"}],
     ),
     ids=lambda m: "all" if m == SOME else "-".join(sorted(m)),
 )
@@ -119,6 +119,7 @@ def _together(examples: list[reference.Evaluation]) -> reference.Evaluation:
     return reference.Evaluation(reference.Results(**results), rows)
 
 
+@pytest.mark.slow  # test_vmap_of_grad and test_vmap_over_tokens_and_batches have a level each
 def test_nested_vmap(implementation):
     """Outer over queries and masks, inner over keys and values, with lengths unmapped."""
     lengths = np.array([30, 39], np.int32) * implementation.unit
@@ -168,6 +169,7 @@ def test_vmap_over_tokens_and_batches(implementation):
         check(case, collect(case, take(results, i), take(grads, i)))
 
 
+@pytest.mark.slow  # test_debug_infs_and_nans_without_jit compares values and gradients, too
 def test_without_jit(implementation, caplog):
     """Eager, without lse: value and gradients by jax.grad; the next call compiles nothing."""
     case = cases(implementation, 1)[0].replace(d_lse=np.zeros_like(cases(implementation, 1)[0].d_lse))
@@ -186,8 +188,9 @@ def test_without_jit(implementation, caplog):
     check(case, collect(case, (out, run(implementation, case).lse), grads))
 
 
+@pytest.mark.slow  # test_scan_over_examples has checkpoints
 @pytest.mark.usefixtures("interpreter_without_effects")
-@pytest.mark.parametrize("policy", sweep([None, "dots_saveable"], slow=["dots_saveable"]))
+@pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_checkpoint(implementation, policy):
     case = cases(implementation, 1, sinks=(2,))[0]
     policy = policy and getattr(jax.checkpoint_policies, policy)
@@ -202,13 +205,18 @@ def test_checkpoint(implementation, policy):
         check(case, collect(case, *jax.jit(everything)(case.inputs, case.mask(), case.cotangents)))
 
 
-def test_scan_over_examples(implementation):
-    """Contents of the mask change from step to step; gradients go through the scan."""
+@pytest.mark.usefixtures("interpreter_without_effects")
+@pytest.mark.parametrize("remat", sweep([False, True], slow=[False]))
+def test_scan_over_examples(implementation, remat):
+    """Contents of the mask change from step to step; gradients go through the scan, and through its checkpoints."""
     all_cases = cases(implementation, sinks=(2,))
     masks = stack([c.mask(**MASK) for c in all_cases])
 
+    def step(carry, x):
+        return carry, attend(implementation, x[0], x[1], {})
+
     def every(inputs):
-        return jax.lax.scan(lambda carry, x: (carry, attend(implementation, x[0], x[1], {})), 0, (inputs, masks))[1]
+        return jax.lax.scan(jax.checkpoint(step) if remat else step, 0, (inputs, masks))[1]
 
     with implementation.context():
         results, grads = jax.jit(lambda i, c: with_grads(every, i, c))(
@@ -218,6 +226,7 @@ def test_scan_over_examples(implementation):
         check(case, collect(case, take(results, i), take(grads, i)))
 
 
+@pytest.mark.slow  # the test before it has checkpoints in a scan
 @pytest.mark.usefixtures("interpreter_without_effects")
 def test_checkpointed_scan_over_layers(implementation):
     """The usual stack of layers: the output of a layer is the query of the next."""

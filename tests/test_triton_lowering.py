@@ -74,12 +74,19 @@ def _lower(call: Call, config: triton.Config) -> list[str]:
 SPACES = [("bfloat16", 64), ("float16", 128), ("float32", 64)]
 
 
-@pytest.mark.parametrize("space", sweep(SPACES, slow=[("bfloat16", 64), ("float16", 128)]), ids=str)
+def test_the_search_space_holds_the_default_and_nothing_twice() -> None:
+    for dtype, dim in SPACES:
+        call = _call(jnp.dtype(dtype), dim)
+        space = triton.search_space(call)
+        assert triton.default_config(call) in space
+        assert len(set(space)) == len(space)
+
+
+@pytest.mark.slow  # the default configuration is lowered below
+@pytest.mark.parametrize("space", SPACES, ids=str)
 def test_every_config_of_the_search_space_lowers(space: tuple[str, int]) -> None:
     call = _call(jnp.dtype(space[0]), space[1])
     space = triton.search_space(call)
-    assert triton.default_config(call) in space
-    assert len(set(space)) == len(space)
     # Kernels are lowered apart from one another, and warps and stages are attributes that lowering passes on: what can
     # fail is a kernel at a tile, so each of those is lowered once.
     tilings = {
@@ -91,22 +98,26 @@ def test_every_config_of_the_search_space_lowers(space: tuple[str, int]) -> None
         assert _lower(call, config) == ["forward", "dq", "dkv"], config
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"length": 200, "dim": 80, "segment_ids": jnp.zeros((1, 200), jnp.int32), "logits_soft_cap": 5.0},
-        {"positions": jnp.arange(256)[None], "is_causal": True, "sinks": jnp.zeros(4)},
-        {"bias": jnp.zeros((1, 1, 256, 256))},
-        {"bias": jnp.zeros((1, 4, 1, 256))},
-        {"bias": jnp.zeros((1, 4, 256, 1))},
-        {"bias": jnp.zeros((1, 4, 1, 1), jnp.bfloat16)},
-        {"length": 200, "is_causal": True, "bias": jnp.zeros((1, 4, 1, 200)), "logits_soft_cap": 5.0},
-        {"block": 48, "dim": 256, "local_window_size": (30, 7)},
-    ],
-    ids=["tail", "positions", "bias", "bias_row", "bias_column", "bias_scalar", "bias_row_tail_cap", "window"],
-)
-def test_every_argument_lowers(arguments: dict) -> None:
-    call = _call(**arguments)
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "tail": {"length": 200, "dim": 80, "segment_ids": np.zeros((1, 200), np.int32), "logits_soft_cap": 5.0},
+    "positions": {"positions": np.arange(256)[None], "is_causal": True, "sinks": np.zeros(4, np.float32)},
+    "bias": {"bias": np.zeros((1, 1, 256, 256), np.float32)},
+    "bias_row": {"bias": np.zeros((1, 4, 1, 256), np.float32)},
+    "bias_column": {"bias": np.zeros((1, 4, 256, 1), np.float32)},
+    "bias_scalar": {"bias": np.zeros((1, 4, 1, 1), jnp.bfloat16)},
+    "bias_row_tail_cap": {
+        "length": 200,
+        "is_causal": True,
+        "bias": np.zeros((1, 4, 1, 200), np.float32),
+        "logits_soft_cap": 5.0,
+    },
+    "window": {"block": 48, "dim": 256, "local_window_size": (30, 7)},
+}
+
+
+@pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=["bias_row", "bias_column", "bias_scalar", "window"]))
+def test_every_argument_lowers(name: str) -> None:
+    call = _call(**jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, ARGUMENTS[name]))
     kernels = ["forward", "dq", "dkv"]
     if call.bias is not None and call.bias.shape[2:] == (256, 256):
         kernels.append("d_bias")
@@ -178,14 +189,16 @@ def test_parity(rule: dict, arguments: dict, bias: Any, interpreted: None) -> No
 
 def test_neighbours_past_the_end_do_not_leak(interpreted: None) -> None:
     """Batch 1 is NaN: a load past the end of batch 0's arrays, or past its head dimension, would read NaN."""
-    arrays = [x.at[1].set(jnp.nan) for x in _inputs(2, 70, 50, 4, 2, 20, 24)]
+    arrays = tuple(x.at[1].set(jnp.nan) for x in _inputs(2, 70, 50, 4, 2, 20, 24))
     mask = _mask(70, 50, 32, 4)
-    (out, lse), ((dq, dk, dv), _) = _with_gradients(lambda q, k, v: _triton(q, k, v, mask), tuple(arrays))
+    attend = jax.jit(lambda arrays: _with_gradients(lambda q, k, v: _triton(q, k, v, mask), arrays))
+    (out, lse), ((dq, dk, dv), _) = attend(arrays)
     for x in (out, lse, dq, dk, dv):
         assert not np.isnan(np.asarray(x[0])).any()
     assert np.isnan(np.asarray(out[1])).any()
 
 
+@pytest.mark.slow  # test_padding.py has such masks on this backend, interpreted
 def test_a_mask_that_overflowed_gives_nan(interpreted: None) -> None:
     q, k, v = _inputs(1, 64, 64, 2, 2, 16, 16)
 
