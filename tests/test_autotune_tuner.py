@@ -369,6 +369,7 @@ def worker():
     worker.close()
 
 
+@pytest.mark.slow  # test_every_trouble_is_survived_and_recorded has these failures
 def test_a_worker_is_replaced_after_a_failure(worker):
     assert worker.call("race", "forward", 1.0, [part(2)], limit=60.0) == [0.002]
     with pytest.raises(Hung, match=r"race did not end within 0.2 s"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from sweep import sweep
 from tuning_fakes import KEY
 
 from xsake.autotune import writer
@@ -129,11 +130,13 @@ def run(path: Path, code: str, **options) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", head + code], env=environment, text=True, **options)
 
 
-def test_two_writers_lose_nothing_in_100_rounds(path):
-    code = "for n in range(100): merge(path, entry(n + 1, heads=2 ** {}, q_len=2 ** (n % 50), kv_len=2 ** (n // 50)))"
-    writers = [run(path, code.format(1 + who)) for who in range(2)]
+@pytest.mark.parametrize("rounds", sweep([25, 100], slow=[100]))
+def test_two_writers_lose_nothing(path, rounds):
+    numbers = "heads=2 ** {who}, q_len=2 ** (n % 50), kv_len=2 ** (n // 50)"
+    code = f"for n in range({rounds}): merge(path, entry(n + 1, {numbers}))"
+    writers = [run(path, code.format(who=1 + who)) for who in range(2)]
     assert [w.wait(120) for w in writers] == [0, 0]
-    assert len(Database.read(path)) == 200
+    assert len(Database.read(path)) == 2 * rounds
 
 
 def test_kill_9_while_writing_leaves_a_whole_file(path):

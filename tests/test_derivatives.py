@@ -36,7 +36,7 @@ def loss(attention, **arguments):
     return of
 
 
-@pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=["mask", "bias and soft cap"]))  # in the next test
+@pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=["mask", "bias and soft cap"]))
 def test_hessian(name):
     arguments = ARGUMENTS[name]
     found = jax.jit(jax.hessian(loss(xsake.attention, **arguments, implementation="xla")))(inputs())
@@ -44,7 +44,7 @@ def test_hessian(name):
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", ["mask", "bias and soft cap"])
+@pytest.mark.parametrize("name", sweep(["mask", "bias and soft cap"], slow=["bias and soft cap"]))
 def test_hessian_times_a_vector(name):
     x, direction = inputs(), inputs()[::-1]
 

@@ -14,8 +14,6 @@ from xsake._cli import app
 from xsake.model import generate, load_tokenizer, save_pretrained
 from xsake.model.data_tokenizer import train_tokenizer
 
-MODEL = build(config=dataclasses.replace(TINY, layers=1))
-
 
 def xsake(*words: object, code: int = 0):
     result = CliRunner().invoke(app, [str(word) for word in words])
@@ -24,9 +22,14 @@ def xsake(*words: object, code: int = 0):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def model():
+    return build(config=dataclasses.replace(TINY, layers=1))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save_pretrained(MODEL, folder)
+    save_pretrained(model, folder)
     train_tokenizer(["hello hello world"], 260).save(str(folder / "tokenizer.json"))
     return folder
 
@@ -50,10 +53,10 @@ def test_info_of_a_file(folder):
     assert "82,112" in output and "11 F32" in output and "no chat template" in output
 
 
-def test_generate_writes_what_the_model_says(folder):
+def test_generate_writes_what_the_model_says(model, folder):
     """Greedily, and with a prompt that is prefilled sparsely."""
     tokenizer = load_tokenizer(folder)
-    new = generate(MODEL, [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
+    new = generate(model, [tokenizer.encode("hello hello")], max_new_tokens=8)[0]
     for options in ([], ["--window", 64, "--block", 16]):
         output = xsake("generate", "hello hello", "--model", folder, "--max-new-tokens", 8, *options).stdout
         assert output == "".join(tokenizer.decode_stream(new)) + "\n"

@@ -13,6 +13,9 @@ from tiny_model import TINY, TOKENS, build, run
 import xsake
 from xsake.model import Sampler, generate, generation, stream
 
+# One worker for the tests of the model: it has its programs.
+pytestmark = pytest.mark.xdist_group("model")
+
 PROMPTS = [TOKENS[0, :9].tolist(), TOKENS[1, :17].tolist()]
 NEW = 4
 
@@ -92,9 +95,16 @@ def test_steps_arrive_one_by_one(model, greedy):
     assert np.stack(list(steps), 1).tolist() == [new[1:] for new in greedy]
 
 
-def test_the_context_can_be_used_to_its_end():
-    model = build(config=dataclasses.replace(TINY, layers=1, context=30))
-    assert len(generate(model, [TOKENS[0, :25].tolist()], max_new_tokens=5)[0]) == 5
+@pytest.fixture(scope="module")
+def small():
+    return build(config=dataclasses.replace(TINY, layers=1, context=30))
+
+
+ENDING = dict(prompts=[TOKENS[0, :25].tolist()], max_new_tokens=5, sampler=Sampler(temperature=1.0))
+
+
+def test_the_context_can_be_used_to_its_end(small):
+    assert len(generate(small, **ENDING)[0]) == 5
 
 
 @pytest.mark.parametrize(
@@ -142,10 +152,8 @@ def test_tokens_are_drawn_with_their_probabilities(options, expected):
     assert not found[np.array(expected) == 0].any()
 
 
-def test_the_seed_decides_the_draw():
-    model = build(config=dataclasses.replace(TINY, layers=1))
-    options = dict(max_new_tokens=8, sampler=Sampler(temperature=1.0))
-    once, again, other = (generate(model, PROMPTS[:1], seed=seed, **options) for seed in (1, 1, 2))
+def test_the_seed_decides_the_draw(small):
+    once, again, other = (generate(small, seed=seed, **ENDING) for seed in (1, 1, 2))
     assert once == again != other
 
 

@@ -15,6 +15,9 @@ from tiny_model import LENGTH, TINY, TOKENS, build, run
 import xsake
 from xsake.model import KVCache, Transformer
 
+# One worker for the tests of the model: it has its programs.
+pytestmark = pytest.mark.xdist_group("model")
+
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:

@@ -35,6 +35,8 @@ CASES = {
     ),
 }
 
+IN_CI = "early columns of a group in parts"
+
 
 def config(fused: FusedConfig) -> Config:
     return Config(forward=ForwardConfig(tile_kv=64, q_stages=1), dq=BackwardConfig(), dkv=BackwardConfig(), fused=fused)

@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(CASES, slow=["plain", "window"]))
+@pytest.mark.parametrize("name", sweep(CASES, slow=["plain", "mask", "window"]))
 def test_oracle_is_the_reference(name):
     case = make(TARGETS[0], q_len=T, kv_len=S, exact_lengths=True, block_q=8, block_kv=16, **CASES[name])
     with jax.enable_x64(True):

@@ -112,6 +112,7 @@ def test_batch_only_with_everything_else_replicated(implementation):
         check(case, collect(case, *jax.jit(f)(case.inputs, case.mask(), jnp.asarray(lengths), case.cotangents)))
 
 
+@pytest.mark.slow  # gradients of what is replicated are sums over devices in the test before it, too
 def test_heads_only_with_keys_replicated(implementation):
     """Multi-query attention: query heads are sharded, the KV head is not; its gradient is a sum over devices."""
     case = _case(implementation, (1, 8), kv_heads=1, bias=None)

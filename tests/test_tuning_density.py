@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hads_case import random_inputs, random_profile
+from sweep import sweep
 
 import xsake
 from xsake import _tuned, hads, tuning_db
@@ -61,14 +62,18 @@ def found_for(make_mask, *arrays) -> tuple[float | None, int]:
     return heard[0]
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [(1.0, 1), (0.5, 50), (0.26, 25), (0.1, 10)])
-@pytest.mark.parametrize("transpose", [False, True], ids=["inference", "training"])
-def test_a_hads_mask_finds_the_entry_of_its_density(budget, chunk, transpose):
+ENTRIES = [(budget, chunk, t) for t in (False, True) for budget, chunk in ((1.0, 1), (0.5, 50), (0.26, 25), (0.1, 10))]
+
+
+@pytest.mark.parametrize("of", sweep(ENTRIES, slow=[ENTRIES[n] for n in (0, 1, 2, 4, 5, 7)]), ids=str)
+def test_a_hads_mask_finds_the_entry_of_its_density(of):
+    """Of a mask for inference, and for training."""
+    budget, chunk, transpose = of
     mask_fn = hads.HadsMask.of(PROFILE, budget, LENGTH, transpose=transpose)
     assert found_for(lambda query, key, mask_fn: mask_fn(0, query, key), mask_fn)[1] == chunk
 
 
-@pytest.mark.parametrize("mode", ["exact", "elastic", "static"])
+@pytest.mark.parametrize("mode", sweep(["exact", "elastic", "static"], slow=["static"]))
 def test_a_float_budget_is_the_density(unchecked_annotations, mode):
     assert found_for(lambda q, k: hads.select(q, k, PROFILE, 0.1, layer=0, mode=mode)) == (KEYS[0.1].density, 10)
     assert found_for(lambda q, k: hads.select(q, k, PROFILE, 1, layer=0, mode=mode))[1] == 1, "an int, too"
