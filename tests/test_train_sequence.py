@@ -5,10 +5,16 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from training import losses, make_config, make_data
+from flax import nnx
+from training import MODEL, losses, make_config, make_data
 
+from xsake.model.attend import Attend
+from xsake.model.cache import KVCache
+from xsake.model.sequence_cut import SequenceCut
+from xsake.model.sharding import make_mesh
 from xsake.model.train_loop import train
 from xsake.model.trainer import Trainer
+from xsake.model.transformer import Transformer
 
 pytestmark = [
     pytest.mark.xdist_group("training"),
@@ -32,7 +38,7 @@ def test_a_cut_sequence_gives_the_losses_of_one_device(data):
     """In zigzag without being asked, since the length allows it."""
     config = make_config()
     expected, _ = steps(config, data, 2)
-    found, trainer = steps(config, data, 2, mesh=(1, 2, 2), exchange="ring")
+    found, trainer = steps(config, data, 2, mesh=(1, 2, 2))
     assert trainer.program.order == "zigzag"
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
@@ -71,7 +77,7 @@ def alone(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "options"), CASES)
+@pytest.mark.parametrize(("name", "mesh", "options"), CASES, ids=str)
 def test_twenty_steps_on_every_mesh(data, tmp_path, alone, name, mesh, options):
     config = make_config(**LONG | VARIANTS[name])
     found = losses(train(config, data=data, run=tmp_path, mesh=mesh, quiet=True, **options))
@@ -87,6 +93,29 @@ def test_hads_chooses_from_the_whole_sequence(data, tmp_path, order):
     options = dict(mesh=(2, 2, 2), order=order, exchange="ring")
     found = losses(train(config, data=data, run=tmp_path / "cut", quiet=True, **options))
     np.testing.assert_allclose(found, expected, atol=1e-3, rtol=0)  # a block at the edge of the budget may change
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 5)])
+def test_a_zigzag_is_undone_piece_by_piece(shape):
+    cut = SequenceCut.of(make_mesh(*shape), "zigzag", "auto")
+    x = np.arange(2 * 20 * 2, dtype=np.int32).reshape(2, 20, 2, 1)
+    move = jax.jit(cut.natural)
+    moved = move(cut.lay(x))
+    np.testing.assert_array_equal(moved, x)
+    assert moved.addressable_shards[0].data.shape[1] == 20 // shape[2]
+    assert "all-gather" not in move.lower(cut.lay(x)).compile().as_text()
+
+
+def test_a_model_says_what_cannot_be_cut():
+    mesh, model = make_mesh(1, 1, 2), nnx.eval_shape(lambda: Transformer(MODEL, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="3 tokens cannot be divided over the mesh's sequence=2"):
+        model(np.zeros((1, 3), np.int32), mesh=mesh)
+    with pytest.raises(ValueError, match="a cache cannot be used with a mesh that cuts sequences"):
+        model(np.zeros((1, 4), np.int32), cache=KVCache.empty(MODEL, batch=1, capacity=8), mesh=mesh)
+    with pytest.raises(ValueError, match="order='spiral' must be one of"):
+        model(np.zeros((1, 4), np.int32), mesh=mesh, order="spiral")
+    with pytest.raises(ValueError, match=r"which xsake\.attention can serve, and this model's attention_fn is"):
+        Attend(attention_fn=jax.nn.dot_product_attention, cut=SequenceCut.of(mesh, "zigzag", "auto"))
 
 
 def test_what_cannot_be_cut_is_said(data, monkeypatch):
