@@ -113,6 +113,8 @@ class Run:
         self.problem: str | None = None
         self.file_bytes = 0
         self.modified = 0.0
+        self.is_read = False  # all that the file holds, but for an unfinished line
+        self._seen: tuple[int, int, int] | None = None  # inode, size and date of the file when it was last read
         self.recent: deque[Written] = deque()
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -124,8 +126,14 @@ class Run:
         """Read about `most` new bytes; returns whether anything changed. A file that is gone is not an error."""
         with self.lock:
             try:
+                about = os.stat(self._path)
+                version = (about.st_ino, about.st_size, about.st_mtime_ns)
+                if version == self._seen and self.is_read and not self.gone:
+                    return False
                 with self.open() as file:
-                    return self._update(file, most)
+                    changed = self._update(file, most)
+                self._seen = version
+                return changed
             except FileNotFoundError:
                 changed, self.gone = not self.gone, True
                 return changed
@@ -141,10 +149,12 @@ class Run:
         if not is_still_there(file, self.state.place) and not self.state.skipping:
             self._forget()
             changed = True
+        self.is_read = False
         while most > 0:
             before = self.state.place.offset
             lines = read_lines(file, before, skipping=self.state.skipping)
             if lines.offset == before:
+                self.is_read = True
                 break
             self._take(lines)
             most -= lines.offset - before
@@ -157,11 +167,6 @@ class Run:
         self.recent.clear()
         self.generation += 1
         self.reset_reason = "the run file was cut or replaced, as when a run resumes from a checkpoint"
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all that the file held when it was last looked at has been read, but for an unfinished line."""
-        return self.file_bytes - self.state.place.offset <= LIVE or self.state.skipping
 
     @property
     def read_share(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from typing import Any
@@ -136,11 +137,12 @@ def tokens_per_step(run: Run) -> int | None:
     return None if length is None or batch is None else length * batch
 
 
-def preset_of(config: dict[str, Any]) -> str | None:
-    import dataclasses
+_PRESETS = {name: dataclasses.asdict(preset) for name, preset in PRESETS.items()}
 
+
+def preset_of(config: dict[str, Any]) -> str | None:
     model = config.get("model")
-    return next((name for name, preset in PRESETS.items() if dataclasses.asdict(preset) == model), None)
+    return next((name for name, preset in _PRESETS.items() if preset == model), None)
 
 
 def status_of(run: Run) -> tuple[str, str | None]:
@@ -200,7 +202,7 @@ def series(
         begin = 0 if first is None else max(first, 0)
         end = state.step if last is None else min(last, state.step)
         held = {name: state.curves[name] for name in wanted}
-        place = str(state.place)
+        place, read_share = str(state.place), one.read_share
     found = {name: curve.points.between(begin, end) for name, curve in held.items()}
     bucket = max((curve.bucket for curve in held.values()), default=1)
     if (first is not None or last is not None) and bucket > 1 and (finer := one.zoom(begin, end)) is not None:
@@ -214,7 +216,7 @@ def series(
         "to": end,
         "bucket": max([bucket, *(size for _, size in thinned.values())]),
         "last_id": place,
-        "read_share": one.read_share,
+        "read_share": read_share,
         "series": {name: as_lists(value) for name, (value, _) in thinned.items()},
     }
 
