@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not look at it again, nor so often while programs are traced."""
+    """What is imported stays: the garbage collector need not look at it again, and seldom at the rest."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
