@@ -13,8 +13,8 @@ import pytest
 
 from web import recorded
 from web.browser import DESK, PHONE, ROOT, Dashboard, Watched
-from web.numbers import same
 from web.pixels import kept_pixels
+from web.shown_numbers import same
 from xsake.dashboard import stored
 
 SIDE, BIG = 64, 512

@@ -102,7 +102,7 @@ function LineBody({ plot, series, width, colourOf, onRead }: BodyProps) {
           </text>
         </g>
       ))}
-      {thin(x.ticks, Math.max(2, Math.floor((width - 80) / 70))).map((tick) => (
+      {thin(x.ticks, Math.max(2, Math.floor((width - 80) / 52))).map((tick) => (
         <g key={tick}>
           <line class="grid" x1={x.at(tick)} x2={x.at(tick)} y1={edge.top} y2={height - edge.bottom} />
           <text class="tick middle" x={x.at(tick)} y={height - edge.bottom + 16}>
@@ -289,8 +289,8 @@ function roundTicks(low: number, high: number, most: number): number[] {
 
 function logTicks(low: number, high: number): number[] {
   const decades = Math.log10(high / low);
-  if (decades < 0.8) return roundTicks(low, high, 5).filter((tick) => tick > 0);
-  const steps = decades < 2.2 ? [1, 2, 5] : [1];
+  if (decades < 0.3) return roundTicks(low, high, 5).filter((tick) => tick > 0);
+  const steps = decades < 1 ? [1, 1.5, 2, 3, 5, 7] : decades < 2.2 ? [1, 2, 5] : [1];
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
     for (const step of steps) {

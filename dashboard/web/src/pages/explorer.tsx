@@ -1,19 +1,17 @@
 // HADS explorer: what each head keeps, where its attention lies, and what other methods keep at the same budget.
 
 import { useMemo, useRef } from "preact/hooks";
-import { type Blocks, LOWEST } from "../blocks";
 import { BlockMap, type Shown } from "../block_map";
 import { Reading } from "../block_reading";
-import { lossMap, toCss } from "../colour";
 import { formatNumber, formatShare } from "../format";
-import { budgetMiddle, ColourScale, HeadGrid, ShareScale } from "../head_grid";
+import { budgetMiddle, HeadGrid, ShareScale } from "../head_grid";
+import { MapLegend } from "../map_legend";
 import { MethodTable, QualityChart, SmallMap } from "../methods_compared";
 import { OwnTextForm } from "../own_text";
 import { Choice, Command, Failure, Figure, Nothing, Provenance, Select, Slider, Waiting } from "../parts";
 import { headMasses, methodTitle, withMask } from "../recording";
 import { address, setQuery, type Route } from "../route";
 import { isStatic, useDocument } from "../source";
-import { useTheme } from "../theme";
 import type { Layer, Recording, RecordingEntry, Site } from "../types";
 import { View } from "../view";
 
@@ -185,7 +183,7 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
                     : "Reading the layer"
                 }
               />
-              <MapLegend shown={shown} blocks={blocks} />
+              <MapLegend shown={shown} costScale={blocks.costScale} />
             </>
           ) : document.error ? null : closed(layer, head) ? (
             <p class="empty">The blocks of this head were not recorded.</p>
@@ -255,34 +253,6 @@ function ZoomButtons({ view }: { view: View }) {
       <button type="button" onClick={() => view.fit()}>
         Fit
       </button>
-    </div>
-  );
-}
-
-function MapLegend({ shown, blocks }: { shown: Shown; blocks: Blocks }) {
-  useTheme();
-  if (shown === "kept") {
-    return (
-      <p class="map-legend">
-        <i class="key kept" /> kept <i class="key dropped" /> dropped
-      </p>
-    );
-  }
-  const low = 2 ** LOWEST;
-  const [from, to] =
-    shown === "cost"
-      ? [formatNumber(low * blocks.costScale, 2), formatNumber(blocks.costScale, 2)]
-      : [formatShare(low, 2), "100%"];
-  const lost = lossMap();
-  const stops = [0, 64, 128, 192, 255].map((n) => toCss(lost[n]!)).join(", ");
-  return (
-    <div class="map-legend">
-      <ColourScale low={from} high={shown === "cost" ? `${to} (rule's units)` : `${to} of a row`} />
-      {shown === "kept-lost" ? (
-        <span>
-          <i class="key wide" style={{ background: `linear-gradient(to right, ${stops})` }} /> dropped, by what is lost
-        </span>
-      ) : null}
     </div>
   );
 }

@@ -7,6 +7,7 @@ import { Chart, type Line } from "../chart";
 import { lineColour } from "../colour";
 import { formatNumber, formatShare } from "../format";
 import { budgetMiddle, HeadGrid, ShareScale } from "../head_grid";
+import { MapLegend } from "../map_legend";
 import { Choice, Failure, Figure, Nothing, Provenance, Select, Slider, Waiting } from "../parts";
 import { address, setQuery, type Route } from "../route";
 import { smooth } from "../smooth";
@@ -140,6 +141,7 @@ function Scrub({ replay, route, options }: { replay: Replay; route: Route; optio
             />
           ))}
         </div>
+        <MapLegend shown={shown} />
         <ReadingText replay={replay} view={view} />
         <Provenance environment={replay.environment} />
       </section>
@@ -194,6 +196,7 @@ function RunFrame({ replay, run, step, layer, head, shown, view }: FrameProps) {
   const at = frames.findLastIndex((frame) => frame.step <= step);
   const { data: frame, error } = useDocument<Frame>(frames[at]?.name ?? null);
   useDocument<Frame>(frames[at + 1]?.name ?? null);
+  const middle = budgetMiddle(Math.min(...replay.runs.map(({ density }) => density ?? 1))); // one scale for all runs
   const found = frame?.heads.find((one) => one.layer === layer && one.head === head);
   const blocks = useMemo((): Blocks | null => {
     if (!frame || !found) return null;
@@ -239,9 +242,9 @@ function RunFrame({ replay, run, step, layer, head, shown, view }: FrameProps) {
             label={`${run.title}: share of blocks kept by layer and head`}
             chosen={[layer, head]}
             onChoose={(l, h) => setQuery({ layer: l, head: h })}
-            middle={budgetMiddle(run.density)}
+            middle={middle}
           />
-          <ShareScale what="the blocks kept" middle={budgetMiddle(run.density)} />
+          <ShareScale what="the blocks kept" middle={middle} />
         </>
       ) : null}
     </div>
