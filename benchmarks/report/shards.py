@@ -43,7 +43,7 @@ def union() -> str:
             "",
             *table(heads, cells("received_of_all")),
             "",
-            f"Means over {len(run['environment']['settings']['texts'])} texts, all layers and KV heads. What one of "
+            f"Means over {_texts(run)}, all layers and KV heads. What one of "
             f"{widest} shards in zigzag receives in a layer, on average and at most: {rooms}. "
             + source(f"hads/{UNION}", run, "jax"),
         ]
@@ -76,9 +76,14 @@ def cost() -> str:
                 [[names[kind], *(cell(kind, budget) for budget in budgets)] for kind in kinds],
             ),
             "",
-            f"{len(run['environment']['settings']['texts'])} texts. " + source(f"hads/{COST}", run, "jax"),
+            f"{_texts(run)[0].upper() + _texts(run)[1:]}. " + source(f"hads/{COST}", run, "jax"),
         ]
     )
+
+
+def _texts(run: dict[str, Any]) -> str:
+    count = len(run["environment"]["settings"]["texts"])
+    return "one text" if count == 1 else f"{count} texts"
 
 
 def _read(name: str) -> dict[str, Any]:
