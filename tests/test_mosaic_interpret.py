@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
-from sweep import sweep
 
 import xsake
 from xsake._device import cpu_workers
@@ -43,20 +42,9 @@ CASES = {
 }
 
 
+@pytest.mark.slow  # the next two tests have a list of several blocks, and every argument
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "name",
-    sweep(
-        CASES,
-        slow=[
-            "causal, block 128",
-            "block 64, heads that share a list, sinks and soft cap",
-            "empty rows",
-            "window, sinks and soft cap",
-            "bias and float16",
-        ],
-    ),
-)
+@pytest.mark.parametrize("name", CASES)
 def test_smoke(name):
     check_run(TARGET, make(TARGET, **(SMALL | CASES[name])))
 
@@ -71,7 +59,7 @@ def test_one_cta_walks_all_tiles():
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
 
 
-@pytest.mark.slow  # the keys of the second smoke case end within a tile, too
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("bias", [None, (1, 1, 0, 0)])
 def test_a_tile_of_the_last_block_is_past_the_end(bias):
@@ -82,12 +70,14 @@ def test_a_tile_of_the_last_block_is_past_the_end(bias):
 
 
 @pytest.mark.timeout(240)
-def test_segments_positions_window_bias_sinks_soft_cap_and_float16():
-    length = 128
+def test_every_argument_float16_and_an_odd_length():
+    length = 117
     rng = np.random.default_rng(0)
     case = make(
         TARGET,
-        **(SMALL | dict(q_len=32, block_q=32, block_kv=16, density=1.0, bias=(1, 1, 0, 0), dtype="float16")),
+        **(SMALL | dict(q_len=length, exact_lengths=True, block_q=32, block_kv=16, density=1.0)),
+        bias=(1, 1, 0, 0),
+        dtype="float16",
         is_causal=True,
         local_window_size=(100, None),
         segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
