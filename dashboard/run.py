@@ -123,43 +123,50 @@ class Run:
         return open_inside(self._root, self._path)
 
     def update(self, most: int = 8 << 20) -> bool:
-        """Read about `most` new bytes; returns whether anything changed. A file that is gone is not an error."""
-        with self.lock:
-            try:
-                about = os.stat(self._path)
-                version = (about.st_ino, about.st_size, about.st_mtime_ns)
-                if version == self._seen and self.is_read and not self.gone:
-                    return False
-                with self.open() as file:
-                    changed = self._update(file, most)
-                self._seen = version
-                return changed
-            except FileNotFoundError:
-                changed, self.gone = not self.gone, True
-                return changed
-            except OSError as error:
-                changed, self.problem = self.problem is None, str(error)
-                return changed
+        """Read about `most` new bytes; returns whether anything changed. A file that is gone is not an error.
 
-    def _update(self, file: BinaryIO, most: int) -> bool:
+        The lock is held for a piece at a time, so that a question about a long file is answered while it is read.
+        """
+        try:
+            about = os.stat(self._path)
+            version = (about.st_ino, about.st_size, about.st_mtime_ns)
+            if version == self._seen and self.is_read and self.problem is None and not self.gone:
+                return False
+            with self.open() as file:
+                with self.lock:
+                    changed = self._look(file)
+                while most > 0 and not self.is_read:
+                    with self.lock:
+                        most -= (read := self._read_piece(file))
+                    changed = changed or read > 0
+                    time.sleep(0.0005 if most > 0 and not self.is_read else 0)  # let others have the lock
+            self._seen = version
+        except FileNotFoundError:
+            changed, self.gone = not self.gone, True
+        except OSError as error:
+            changed, self.problem = self.problem is None, str(error)
+        return changed
+
+    def _look(self, file: BinaryIO) -> bool:
+        """Whether something is other than before, apart from what was added."""
         about = os.fstat(file.fileno())
         self.file_bytes, self.modified = about.st_size, about.st_mtime
         changed = self.gone or self.problem is not None
-        self.gone, self.problem = False, None
+        self.gone, self.problem, self.is_read = False, None, False
         if not is_still_there(file, self.state.place) and not self.state.skipping:
             self._forget()
             changed = True
-        self.is_read = False
-        while most > 0:
-            before = self.state.place.offset
-            lines = read_lines(file, before, skipping=self.state.skipping)
-            if lines.offset == before:
-                self.is_read = True
-                break
-            self._take(lines)
-            most -= lines.offset - before
-            changed = True
         return changed
+
+    def _read_piece(self, file: BinaryIO) -> int:
+        """Read about a megabyte; returns how many bytes, 0 at the end of what is there."""
+        before = self.state.place.offset
+        lines = read_lines(file, before, skipping=self.state.skipping)
+        if lines.offset == before:
+            self.is_read = True
+        else:
+            self._take(lines)
+        return lines.offset - before
 
     def _forget(self) -> None:
         """The file was cut or replaced: a resumed run drops the steps after its checkpoint."""
