@@ -72,7 +72,8 @@ check-web:
 
 # The pages in a real browser: Debian's chromium, driven by playwright, which downloads no browser of its own.
 test-web: $(STAMP)
-	@command -v $${XSAKE_CHROMIUM:-/usr/bin/chromium} >/dev/null || apt-get install --yes --no-install-recommends chromium || \
+	@command -v $${XSAKE_CHROMIUM:-/usr/bin/chromium} >/dev/null || \
+		{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; } || \
 		{ echo "Install chromium (Debian: apt-get install chromium), or name one: make test-web XSAKE_CHROMIUM=/path/to/chromium" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet 'playwright>=1.50'
 	$(BIN)/python -m pytest -q -rs tests/web
