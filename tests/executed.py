@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "checkpoint")
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "checkpoint",
+    "custom_partitioning",
+)
 
 
 def counting_matmul_flops(function: Callable) -> Callable[..., jax.Array]:

@@ -39,12 +39,12 @@ CASES = {
     "bfloat16": dict(mask_causal=True, dtype="bfloat16", sinks=(4, 2)),
 }
 QUICK = {  # the other pairs reach no other code
-    "gather contiguous": ("a mask a batch and head", "segments"),
-    "gather zigzag": ("all arguments",),
-    "ring contiguous": ("lengths",),
-    "ring zigzag": ("all arguments", "bfloat16"),
+    "gather contiguous": ("segments",),
+    "gather zigzag": (),
+    "ring contiguous": (),
+    "ring zigzag": ("all arguments",),
     "sparse contiguous": ("a sink and a window",),
-    "sparse zigzag": ("all arguments",),
+    "sparse zigzag": (),
 }
 
 
@@ -106,7 +106,7 @@ def test_the_numbers_of_one_device(which):
     check_sharded(case, mesh_of(data=2, seq=4), *pair.split())
 
 
-@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["gather"]))
+@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
 def test_lengths_that_are_not_whole_blocks(exchange):
     case = make(XLA, q_len=107, kv_len=150, mask_causal=False, sinks=(4,))
     check_sharded(case, mesh_of(data=2, seq=4), exchange, "contiguous")
@@ -118,7 +118,7 @@ def test_explicit_axes_with_heads_cut_too(exchange):
     check_sharded(case, mesh_of(AxisType.Explicit, data=2, model=2, seq=2), exchange, "contiguous")
 
 
-@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["gather"]))
+@pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
 def test_inside_the_callers_shard_map(exchange):
     case = make(XLA, **SIZES, mask_causal=True)
     mesh, rows = mesh_of(seq=8), case.mask().shard_rows(8)
@@ -137,7 +137,7 @@ def test_inside_the_callers_shard_map(exchange):
 
 # -- what moves --------------------------------------------------------------------------------------------------------
 
-B, T, H, K, D, N = 1, 512, 8, 8, 16, 8
+B, T, H, K, D, N = 1, 256, 4, 4, 16, 4
 
 
 def compiled_text(exchange, gradient=False):
@@ -157,7 +157,7 @@ def compiled_text(exchange, gradient=False):
 def sizes_of(text, operation):
     """Elements of the float results of an operation, one number per instruction."""
     found = []
-    for shape in re.findall(rf"= (\(?[^=]*?)\s{operation}(?:-start)?\(", text):
+    for shape in re.findall(rf"(?m)^.*? = (.*?)\s{operation}(?:-start)?\(", text):
         arrays = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", shape)]
         if arrays:
             found.append(int(sum(arrays)))
@@ -184,7 +184,7 @@ def test_gathering_moves_all_keys_and_values_once_and_holds_little_of_them():
     text = compiled_text("gather")
     assert not sizes_of(text, "collective-permute")
     pieces = sizes_of(text, "all-gather")
-    # The loop over pieces of the heads has one gather of keys and one of values: 1 of 8 heads each.
+    # The loop over pieces of the heads has one gather of keys and one of values: 1 of 4 heads each.
     assert sorted(pieces) == [B * T * D] * 2
     assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
 
@@ -283,7 +283,10 @@ def test_wrong_calls(options, message):
 PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", "tpu", "tpu_custom_call")}
 
 
-@pytest.mark.parametrize(("exchange", "platform"), [("gather", "cuda"), ("ring", "cuda"), ("ring", "tpu")])
+@pytest.mark.parametrize(
+    ("exchange", "platform"),
+    [("gather", "cuda"), pytest.param("ring", "cuda", marks=pytest.mark.slow), ("ring", "tpu")],
+)
 def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
     name, devices, kernel = PLATFORMS[platform]
     monkeypatch.setattr(_registry.get(name), "unavailable", lambda: None)

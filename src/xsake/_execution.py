@@ -49,6 +49,7 @@ class Plan:
     implementation: str
     config: Any
     chosen: bool  # the configuration is ours, not the caller's: a device's part of the call may have another
+    size: tuple  # batch, query heads and keys of the call that the configuration is for
     by_compiler: bool  # arrays on auto mesh axes are cut by custom_partitioning
     interpret: bool
     finite_lse: bool  # jax_debug_infs would report the -inf that the operation keeps for an empty row
@@ -61,8 +62,10 @@ class Plan:
             implementation=name,
             config=resolve_config(name, call, config),
             chosen=config is None,
+            size=(call.batch, call.q_heads, call.kv_len),
             # On TPUs it does not work (jax issue 38196): a kernel that meets such arrays names shard_map and stops.
-            by_compiler=platform_of(call.query) != "tpu",
+            # Nor can it hold what an interpreted kernel does to the outside.
+            by_compiler=platform_of(call.query) != "tpu" and not interpreting(),
             interpret=interpreting(),
             finite_lse=bool(jax.config.jax_debug_infs),
         )
@@ -83,7 +86,10 @@ class Plan:
         return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
 
     def _config(self, call: Call) -> Any:
-        return resolve_config(self.implementation, call, None) if self.chosen else self.config
+        """The configuration of a call, or of a device's part of it."""
+        if not self.chosen or (call.batch, call.q_heads, call.kv_len) == self.size:
+            return self.config
+        return _tuned.choose(self.implementation, call).config
 
     def contract_lse(self, lse: Array) -> Array:
         """The lse as users see it: -inf for an empty row."""
