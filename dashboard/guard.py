@@ -7,6 +7,8 @@ always sends the name that the page used.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -16,6 +18,7 @@ from xsake.dashboard.problems import BadRequest, Forbidden, Problem, TooLarge
 from xsake.dashboard.run_events import to_json
 
 MOST_BODY = 1_100_000  # bytes: a text of a million bytes, and its JSON
+MOST_DRAINED = 64 << 20  # bytes of a body that is refused: read and forgotten, so that the answer arrives
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -62,6 +65,8 @@ class Guard:
             self._check(scope)
             await self._app(scope, _limited(receive), with_headers)
         except Problem as problem:
+            if problem.status == 413:
+                await _drain(receive)
             await refuse(problem, with_headers)
 
     def _check(self, scope: Scope) -> None:
@@ -126,6 +131,18 @@ def _limited(receive: Receive) -> Receive:
         return message
 
     return limited
+
+
+async def _drain(receive: Receive) -> None:
+    """Read what is still coming, and keep none of it: whoever is cut off while sending never sees the answer."""
+    left = MOST_DRAINED
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(30):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 async def refuse(problem: Problem, send: Send) -> None:
