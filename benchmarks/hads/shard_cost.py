@@ -11,7 +11,7 @@ same budgets and so with as many blocks in every layer. `benchmarks.hads.shards`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,6 @@ from xsake.hads.study.layer import Blocks, Layer
 from xsake.hads.study.registry import Method, register
 
 SHARDS = 8
-
-
-class Read(NamedTuple):
-    """One text read under one method: the divergence, and `busiest` for shards of each order."""
-
-    kl: float
-    busiest: dict[Order, np.ndarray]
 
 
 def contiguous_8(x: Layer) -> Blocks:
@@ -55,24 +48,23 @@ for _method in (contiguous_8, zigzag_8):
     register(f"hads_{_method.__name__}", Method(_method), group="shards")
 
 
-def busiest(blocks: np.ndarray, order: Order) -> np.ndarray:
-    """Of bool[layers, H, n, n], for each layer: blocks of the busiest shard over the mean of the shards."""
-    per_row = blocks.sum((1, 3))
-    shard = shard_of_rows(per_row.shape[1], SHARDS, order)
-    per_shard = np.stack([per_row[:, shard == s].sum(1) for s in range(SHARDS)], 1)
+def busiest(rows: np.ndarray, order: Order) -> np.ndarray:
+    """Of blocks per row [layers, n], for each layer: blocks of the busiest shard over the mean of the shards."""
+    shard = shard_of_rows(rows.shape[1], SHARDS, order)
+    per_shard = np.stack([rows[:, shard == s].sum(1) for s in range(SHARDS)], 1)
     return per_shard.max(1) / per_shard.mean(1)
 
 
-def lines(seen: Mapping[tuple[str, float], Sequence[Read]]) -> list[dict[str, Any]]:
-    """Lines of the record, from what was read by method and budget."""
+def lines(seen: Mapping[tuple[str, float], Sequence[tuple[float, np.ndarray]]]) -> list[dict[str, Any]]:
+    """Lines of the record, from the KL and the blocks per row [layers, n] of each text, by method and budget."""
     found = []
     for (method, budget), of_texts in seen.items():
-        kl = np.array([read.kl for read in of_texts])
-        together = np.array([read.kl for read in seen["hads", budget]])
+        kl = np.array([kl for kl, _ in of_texts])
+        together = np.array([kl for kl, _ in seen["hads", budget]])
         line: dict[str, Any] = {"equal_counts_for": METHODS[method], "budget": budget, "kl": float(kl.mean())}
         line |= {"kl_by_text": kl.tolist(), "kl_over_all_rows_together": float((kl / together).mean())}
         for order in ORDERS:
-            ratios = np.stack([read.busiest[order] for read in of_texts])
+            ratios = np.stack([busiest(rows, order) for _, rows in of_texts])
             spread = {"mean": round(float(ratios.mean()), 4), "most": round(float(ratios.max()), 4)}
             line[f"busiest_shard_{order}"] = spread
         found.append(line)
