@@ -34,6 +34,11 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
     if mesh is None:
         return make(cut, given)
     batch, tokens, heads, features = (_names(entry) for entry in _spec(given.query))
+    if heads and cut.heads_axes:
+        raise ValueError(
+            f"heads are sharded over {cut.heads_axes} of the shard_map around this and over the explicit axes {heads}: "
+            "let the shard_map have all of them, or none"
+        )
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     shards = math.prod(sizes[name] for name in heads)
     q_heads, kv_heads = given.query.shape[2], given.key.shape[2]
@@ -51,7 +56,7 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
         key=P(batch or None, None, (heads or None) if kv_heads % shards == 0 else None, None),
     )
     return jax.shard_map(
-        partial(make, dataclasses.replace(cut, heads_axes=heads)),
+        partial(make, dataclasses.replace(cut, heads_axes=cut.heads_axes or heads)),
         mesh=mesh,
         in_specs=(specs,),
         out_specs=P(batch or None, heads or None),
