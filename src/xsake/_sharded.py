@@ -82,7 +82,7 @@ def sharded_attention(
     check_inputs(query, key, value)
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"{exchange=} must be 'auto', {', '.join(map(repr, EXCHANGES[:-1]))} or {EXCHANGES[-1]!r}")
-    options = _Options(
+    options = Options(
         sequence=sequence,
         batch=batch,
         heads=heads,
@@ -147,22 +147,22 @@ def _reordered(x: Any, shards: int, axis: int, *, back: bool) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """What is decided while tracing."""
 
     sequence: str | tuple[str, ...]
-    batch: Axes
-    heads: Axes
-    exchange: str
-    capacity: int | None
-    scale: float | None
-    is_causal: bool
-    local_window_size: Any
-    logits_soft_cap: float | None
-    deterministic: bool
-    implementation: str | None
-    config: Any
-    interpret: bool
+    batch: Axes = None
+    heads: Axes = None
+    exchange: str = "gather"
+    capacity: int | None = None
+    scale: float | None = None
+    is_causal: bool = False
+    local_window_size: Any = None
+    logits_soft_cap: float | None = None
+    deterministic: bool = True
+    implementation: str | None = None
+    config: Any = None
+    interpret: bool = False
 
     def specs(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """How the arrays lie on the mesh: a dimension of size 1 is shared by all."""
@@ -186,7 +186,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _mesh(given: Any, of_arrays: Any, options: _Options) -> Any:
+def _mesh(given: Any, of_arrays: Any, options: Options) -> Any:
     candidates = (given, of_arrays, jax.sharding.get_abstract_mesh())
     mesh = next((m for m in candidates if m is not None and not m.empty), None)
     wanted = [name for axes in (options.batch, options.sequence, options.heads) for name in _names(axes)]
@@ -201,7 +201,7 @@ def _mesh(given: Any, of_arrays: Any, options: _Options) -> Any:
     return mesh
 
 
-def _over(mesh: Any, options: _Options, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
+def _over(mesh: Any, options: Options, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
     size = {
         name: math.prod(mesh.shape[a] for a in _names(getattr(options, name)))
         for name in ("batch", "heads", "sequence")
@@ -238,7 +238,7 @@ def _over(mesh: Any, options: _Options, arrays: dict, mask: Any, order_name: str
     return out[:, : lengths[0]], lse[:, : lengths[0]]
 
 
-def _dense(lengths: tuple[int, int], order: Order, options: _Options, by_index: bool) -> BlockMask:
+def _dense(lengths: tuple[int, int], order: Order, options: Options, by_index: bool) -> BlockMask:
     """All blocks that the rule allows, in blocks small enough that every shard has some, whole ones in zigzag."""
     block = 128
     whole = order.name == "zigzag"
@@ -253,7 +253,7 @@ def _dense(lengths: tuple[int, int], order: Order, options: _Options, by_index: 
     )
 
 
-def _with_capacity(options: _Options, mask: RowShards, kv_heads: int) -> _Options:
+def _with_capacity(options: Options, mask: RowShards, kv_heads: int) -> Options:
     if options.exchange != "sparse":
         if options.capacity is not None:
             raise ValueError(f"capacity={options.capacity} is of exchange='sparse', not of {options.exchange!r}")
@@ -297,7 +297,7 @@ def _pad(arrays: dict, lengths: tuple[int, int], padded: tuple[int, int]) -> dic
 
 
 @cache
-def _program(mesh: Any, options: _Options) -> Any:
+def _program(mesh: Any, options: Options) -> Any:
     """Compiled once per signature, outside `jax.jit` too."""
 
     @jax.jit
@@ -317,10 +317,20 @@ def _program(mesh: Any, options: _Options) -> Any:
     return run
 
 
-def _local(options: _Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
+def _local(options: Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """On one device: from its part of the arrays to its part of the output and of the lse, [B, T, H]."""
+    shard, plan = shard_of(options, arrays, jax.lax.axis_index(options.sequence))
+    shards = shard.rows.order.shards
+    out, lse = Route(plan, options.exchange, options.sequence, shards, options.capacity or 0).forward(shard)
+    if shard.call.q_segments is not None:
+        out = jnp.where((shard.call.q_segments >= 0)[:, :, None, None], out, 0)  # also drops the cotangent of padding
+    return out, lse.swapaxes(1, 2)
+
+
+def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shard, Plan]:
+    """What shard number `own` holds, and what runs its calls."""
     query, key, value, rows = (arrays[name] for name in ("query", "key", "value", "mask"))
-    own, sizes = jax.lax.axis_index(options.sequence), (query.shape[1], key.shape[1])
+    sizes = (query.shape[1], key.shape[1])
     order, grid = rows.order, rows.grid
     expected = (rows.rows * grid.block_q, rows.columns * grid.block_kv)
     if sizes != expected:
@@ -371,11 +381,7 @@ def _local(options: _Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
         kv_positions = numbers if by_index else everywhere(call.kv_positions)
     shard = Shard(call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions)
     names = _registry.candidates(options.implementation, platform_of(query))
-    plan = Plan.of(names, dataclasses.replace(call, bias=None), options.config)
-    out, lse = Route(plan, options.exchange, options.sequence, order.shards, options.capacity or 0).forward(shard)
-    if call.q_segments is not None:
-        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
-    return out, lse.swapaxes(1, 2)
+    return shard, Plan.of(names, dataclasses.replace(call, bias=None), options.config)
 
 
 def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tuple[Array, Array] | None:
