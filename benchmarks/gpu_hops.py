@@ -5,9 +5,9 @@
     python -m benchmarks.gpu_hops --out DIR            write the run to DIR
     python -m benchmarks.gpu_hops --length 512 --heads 2,1     a small call, anywhere
 
-Each hop runs what it runs in `xsake.sharded_attention(exchange="ring")`: the lists of its rows and keys are cut from the
-shard's lists, a kernel computes, and the parts are merged by their lse; in the backward the gradients of keys and values
-are summed over the shards. Only the transfers are missing. The uncut call is one `xsake.attention`.
+Each hop runs what it runs in `xsake.sharded_attention(exchange="ring")`: the lists of its rows and keys are cut from
+the shard's lists, a kernel computes, and the parts are merged by their lse; in the backward the gradients of keys and
+values are summed over the shards. Only the transfers are missing. The uncut call is one `xsake.attention`.
 """
 
 from __future__ import annotations
@@ -33,82 +33,80 @@ from xsake._sharded import Options, shard_of
 from xsake.autotune.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 
-Shards = dict[str, Any]  # arrays with a leading axis of shards, and the mask as RowShards
+OPTIONS = Options(sequence="shards")
+Shards = list[dict[str, Any]]  # what each shard holds: query, key, value, and its part of the mask
 
 
-def cut(query: Array, key: Array, value: Array, mask: xsake.BlockMask, n: int) -> Shards:
-    def shards(x: Array) -> Array:
-        x = xsake.zigzag(x, n)
-        return x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)
-
-    arrays = {"query": query, "key": key, "value": value}
-    return {name: shards(x) for name, x in arrays.items()} | {"mask": mask.shard_rows(n, order="zigzag")}
+def cut(x: Array, n: int) -> list[Array]:
+    return jnp.split(xsake.zigzag(x, n), n, axis=1)
 
 
-def whole(x: Array) -> Array:
-    """The inverse of `cut` for one array."""
-    x = x.swapaxes(0, 1)
-    return xsake.unzigzag(x.reshape(x.shape[0], -1, *x.shape[3:]), x.shape[1])
+def whole(parts: list[Array]) -> Array:
+    return xsake.unzigzag(jnp.concatenate(parts, 1), len(parts))
 
 
-def part(given: Shards, own: Array) -> Any:
-    arrays = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, own, keepdims=False), given | {"mask": None})
-    rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, own, 1), given["mask"])
-    return shard_of(Options(sequence="shards"), arrays | {"mask": rows}, own)
+def shards_of(query: Array, key: Array, value: Array, mask: xsake.BlockMask, n: int) -> Shards:
+    rows = mask.shard_rows(n, order="zigzag")
+    parts = zip(*(cut(x, n) for x in (query, key, value)), strict=True)
+    return [
+        {"query": q, "key": k, "value": v, "mask": jax.tree.map(lambda x, i=i: x[i : i + 1], rows)}
+        for i, (q, k, v) in enumerate(parts)
+    ]
 
 
-def hops(given: Shards, own: Array) -> list[tuple[Array, Array, Array]]:
-    """The shard whose keys arrive in each hop, with its keys and values."""
-    n = len(given["query"])
-    holders = [(own - hop) % n for hop in range(n)]
-    return [(holder, given["key"][holder], given["value"][holder]) for holder in holders]
+def held_in(shards: Shards, own: int, hop: int) -> dict[str, Any]:
+    return shards[(own - hop) % len(shards)]
 
 
-def forward_of(given: Shards, own: Array) -> tuple[Array, Array]:
-    shard, plan = part(given, own)
+def cut_forward(shards: Shards) -> list[tuple[Array, Array]]:
+    @jax.jit  # every shard runs the same program: it is lowered once
+    def prepare(arrays: dict, own: Array) -> list:
+        shard, _ = shard_of(OPTIONS, arrays, own)
+        return shard.rows.hops(own, transpose=False)
 
-    @jax.jit  # every hop is the same program: it is lowered once
-    def hop(holder: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        out, lse = plan.run_forward(shard.of_keys(key, value, own, holder, transpose=False))
+    @partial(jax.jit, static_argnums=0)
+    def run(first: bool, arrays: dict, own: Array, key: Array, value: Array, hop: tuple) -> tuple[Array, Array]:
+        shard, plan = shard_of(OPTIONS, arrays, own)
+        out, lse = plan.run_forward(shard.of_hop(0 if first else 1, key, value, *hop))
         return wide(out), lse
 
-    out, lse = reduce(merged, [hop(*held) for held in hops(given, own)])
-    return out.astype(given["query"].dtype), lse
+    results = []
+    for i, arrays in enumerate(shards):
+        own = jnp.int32(i)
+        parts = []
+        for hop, masks in enumerate(prepare(arrays, own)):
+            held = held_in(shards, i, hop)
+            parts.append(run(hop == 0, arrays, own, held["key"], held["value"], masks))
+        out, lse = reduce(merged, parts)
+        results.append((out.astype(arrays["query"].dtype), lse))
+    return results
 
 
-def backward_of(given: Shards, own: Array, out: Array, lse: Array, d_out: Array) -> tuple[Array, list[Any]]:
-    shard, plan = part(given, own)
-    _, live = deltas(shard.call, out, lse, d_out, jnp.zeros_like(lse))
-
+def cut_both(shards: Shards, d_out: list[Array]) -> tuple[list[Array], ...]:
     @jax.jit
-    def hop(holder: Array, key: Array, value: Array) -> tuple:
-        call = shard.of_keys(key, value, own, holder, transpose=True)
-        return plan.run_backward(False, call, lse, live, d_out)
+    def prepare(arrays: dict, own: Array, out: Array, lse: Array, d_out: Array) -> tuple:
+        shard, _ = shard_of(OPTIONS, arrays, own)
+        _, live = deltas(shard.call, out, lse, d_out, jnp.zeros_like(lse))
+        return live, shard.rows.hops(own, transpose=True)
 
-    d_query, parts = jnp.zeros((), jnp.float32), []
-    for holder, key, value in hops(given, own):
-        query, d_key, d_value = hop(holder, key, value)
-        d_query = d_query + wide(query)
-        parts.append((holder, wide(d_key), wide(d_value)))
-    return d_query.astype(given["query"].dtype), parts
+    @partial(jax.jit, static_argnums=0)
+    def run(first: bool, arrays: dict, own: Array, key: Array, value: Array, hop: tuple, *given: Array) -> tuple:
+        shard, plan = shard_of(OPTIONS, arrays, own)
+        grads = plan.run_backward(False, shard.of_hop(0 if first else 1, key, value, *hop), *given)
+        return tuple(map(wide, grads))
 
-
-def cut_forward(given: Shards) -> tuple[Array, Array]:
-    return jax.lax.map(partial(forward_of, given), jnp.arange(len(given["query"])))
-
-
-def cut_both(given: Shards, d_out: Array) -> tuple[Array, Array, Array]:
-    out, lse = cut_forward(given)
-
-    def one(sums: tuple[Array, Array], own: Array) -> tuple[tuple[Array, Array], Array]:
-        d_query, parts = backward_of(given, own, out[own], lse[own], d_out[own])
-        for holder, *grads in parts:
-            sums = tuple(total.at[holder].add(x) for total, x in zip(sums, grads, strict=True))
-        return sums, d_query
-
-    zeros = tuple(jnp.zeros(given[name].shape, jnp.float32) for name in ("key", "value"))
-    (d_key, d_value), d_query = jax.lax.scan(one, zeros, jnp.arange(len(d_out)))
-    return d_query, d_key.astype(given["key"].dtype), d_value.astype(given["value"].dtype)
+    d_query: list[Any] = [0.0] * len(shards)
+    d_key, d_value = d_query.copy(), d_query.copy()
+    for i, (arrays, (out, lse)) in enumerate(zip(shards, cut_forward(shards), strict=True)):
+        own = jnp.int32(i)
+        live, hops = prepare(arrays, own, out, lse, d_out[i])
+        for hop, masks in enumerate(hops):
+            held, holder = held_in(shards, i, hop), (i - hop) % len(shards)
+            query, key, value = run(hop == 0, arrays, own, held["key"], held["value"], masks, lse, live, d_out[i])
+            d_query[i] += query
+            d_key[holder] += key
+            d_value[holder] += value
+    return tuple([x.astype(d_out[0].dtype) for x in grads] for grads in (d_query, d_key, d_value))
 
 
 def uncut_both(query: Array, key: Array, value: Array, mask: xsake.BlockMask, d_out: Array) -> Any:
@@ -128,19 +126,19 @@ def measure(workload: Workload, density: float, n: int, rounds: int) -> list[dic
     query, key, value = workload.inputs(jnp.bfloat16)
     mask = workload.mask(density)
     d_out = jax.random.normal(jax.random.key(1), query.shape, query.dtype)
-    given = cut(query, key, value, mask, n)
+    shards = shards_of(query, key, value, mask, n)
     uncut = {
         "forward": partial(jax.jit(xsake.attention), query, key, value, mask),
         "forward+backward": partial(jax.jit(uncut_both), query, key, value, mask, d_out),
     }
     in_hops = {
-        "forward": partial(jax.jit(cut_forward), given),
-        "forward+backward": partial(jax.jit(cut_both), given, cut(d_out, d_out, d_out, mask, n)["query"]),
+        "forward": partial(jax.jit(cut_forward), shards),
+        "forward+backward": partial(jax.jit(cut_both), shards, cut(d_out, n)),
     }
     rows = []
     for direction in uncut:
         result = in_hops[direction]()
-        found = whole(result[0]) if direction == "forward" else tuple(map(whole, result))
+        found = whole([out for out, _ in result]) if direction == "forward" else tuple(map(whole, result))
         error = difference(found, uncut[direction]())
         times = race({"uncut": uncut[direction], "hops": in_hops[direction]}, rounds=rounds)
         rows.append(

@@ -26,10 +26,11 @@ _MAX_COLUMNS = 8192  # of the kernel
 
 
 def compact(
-    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "rows columns"], capacity: int
+    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "*lead rows columns"], capacity: int
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """(columns of the active blocks row after row, row_ptr, num_full): in a row full ones ascending, then the others.
 
+    `full` is [rows, columns], or [b, 1, rows, columns].
     What does not fit the capacity is left out, and row_ptr counts it. Slots past the last entry hold anything.
     """
     b, h, _, columns = active.shape
@@ -71,7 +72,7 @@ def _partitioned_kernel(full: Any, capacity: int) -> Callable[[Array], tuple[Arr
 
 def _by_xla(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     b, h, _, columns = active.shape
-    full = full[None, None]
+    full = full if full.ndim == 4 else full[None, None]
     first, second = _pack(active & full), _pack(active & ~full)
     first_counts, second_counts = _ones(first), _ones(second)
     num_full = first_counts.sum(-1)

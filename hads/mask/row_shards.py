@@ -140,27 +140,45 @@ class RowShards:
         blocks = jnp.zeros((self.batch, self.heads, self.rows + 1, total), bool)
         return blocks.at[b, h, row, column].set(True)[..., :-1, :]
 
-    def mask(self, blocks: Any, shard: Any, holder: Any, *, transpose: bool) -> BlockMask:
-        """The mask of shard `shard`'s rows and of shard `holder`'s keys (None: of all). `blocks` is `to_blocks()`."""
-        if holder is None:
-            return self.mask_of(blocks, shard, np.arange(blocks.shape[3], dtype=np.int32), transpose=transpose)
-        first = holder * self.columns
-        blocks = jax.lax.dynamic_slice_in_dim(blocks, first, self.columns, 3)
-        return self.mask_of(blocks, shard, first + np.arange(self.columns, dtype=np.int32), transpose=transpose)
+    def mask(self, shard: Any, *, transpose: bool) -> BlockMask:
+        """The mask of shard `shard`'s rows and of all keys, as they lie on the shards."""
+        blocks = self.to_blocks()
+        return self.mask_of(blocks, shard, np.arange(blocks.shape[3], dtype=np.int32), transpose=transpose)
+
+    def hops(self, shard: Any, *, transpose: bool) -> list[tuple[Any, BlockMask]]:
+        """For each hop of a ring, the shard whose keys arrive, the own first, and the mask of the own rows and these.
+
+        All lists are made at once: one by one they take as long as the attention of a short hop.
+        """
+        n = self.order.shards
+        holders = [(shard - hop) % n for hop in range(n)]
+        columns = (
+            jnp.stack(holders).astype(np.int32)[:, None] * self.columns + np.arange(self.columns, dtype=np.int32)[None]
+        )
+        blocks = self.to_blocks().reshape(self.batch, self.heads, self.rows, n, self.columns)
+        active = jnp.moveaxis(jnp.take(blocks, jnp.stack(holders), axis=3), 3, 0)
+        masks = self.mask_of(active.reshape(n * self.batch, *active.shape[2:]), shard, columns, transpose=transpose)
+        by_hop = [jax.tree.map(lambda x, i=i: x[i * self.batch : (i + 1) * self.batch], masks) for i in range(n)]
+        return list(zip(holders, by_hop, strict=True))
 
     def mask_of(self, active: Any, shard: Any, columns: Any, *, transpose: bool) -> BlockMask:
         """The mask of shard `shard`'s rows and of key blocks that lie at `columns`, some of them `active`.
 
+        `columns` is [columns], or [n, columns] where the first b of n * b batches have the first row of it, and so on.
         It has no index rule: the caller tests positions inside blocks that are not full. Which are full follows from
         where rows and columns stand in the sequence.
         """
         row = self.order.number(shard, self.rows, np.arange(self.rows, dtype=np.int32))
         column = self.order.number(columns // self.columns, self.columns, columns % self.columns)
-        full = self.grid.is_full(row[:, None], column[None, :])
+        if column.ndim == 2:
+            full = self.grid.is_full(row[None, :, None], column[:, None, :])
+            full = jnp.repeat(full, self.batch, axis=0)[:, None]
+        else:
+            full = self.grid.is_full(row[:, None], column[None, :])
         capacity = max(1, min(self.capacity, active.shape[2] * active.shape[3]))
         return BlockMask.of_lists(
             compact(active, full, capacity),
-            compact(active.swapaxes(-1, -2), full.T, capacity) if transpose else None,
+            compact(active.swapaxes(-1, -2), full.swapaxes(-1, -2), capacity) if transpose else None,
             block_q=self.grid.block_q,
             block_kv=self.grid.block_kv,
             q_len=active.shape[2] * self.grid.block_q,

@@ -17,11 +17,13 @@ _ENTRIES = 4096  # blocks per program
 
 
 def compact(
-    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "rows columns"], capacity: int
+    active: Bool[Array, "b h rows columns"], full: Bool[Array | np.ndarray, "*lead rows columns"], capacity: int
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """As `compact.compact`."""
     b, h, rows, columns = active.shape
-    num_full = (active & full[None, None]).sum(-1, dtype=jnp.int32)
+    per_batch = full.ndim == 4
+    num_full = (active & (full if per_batch else full[None, None])).sum(-1, dtype=jnp.int32)
+    full = jnp.broadcast_to(full, active.shape) if per_batch else full
     ends = jnp.cumsum(active.sum(-1, dtype=jnp.int32), -1, dtype=jnp.int32)
     row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
     width = pl.next_power_of_2(columns)
@@ -47,7 +49,7 @@ def compact(
         (-(-rows // tile), h, b),
         [
             (active.astype(jnp.int8), whole(None, None, rows, columns)),
-            (jnp.asarray(full, jnp.int8), whole(rows, columns)),
+            (jnp.asarray(full, jnp.int8), whole(*(None, None) if per_batch else (), rows, columns)),
             (row_ptr, whole(None, None, rows + 1)),
             (num_full, whole(None, None, rows)),
         ],

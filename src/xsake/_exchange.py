@@ -28,6 +28,8 @@ from xsake._execution import Plan, deltas, sink_gradient
 from xsake._partition import call_dims
 from xsake._pieces import by_heads, wide
 from xsake._trace import vary, varying_axes
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
 
 EXCHANGES = ("gather", "ring", "sparse")
 
@@ -37,7 +39,8 @@ EXCHANGES = ("gather", "ring", "sparse")
 class Shard:
     """What one shard holds. `call` has its own queries and keys; what follows the keys is given for all shards' keys.
 
-    `rows` are the shard's own, and `bias` is [.., .., own queries, all keys].
+    `rows` are the shard's own, and `bias` is [.., .., own queries, all keys]. `by_blocks`: the causal rule is all there
+    is to test. Then blocks of other shards' keys are full or not listed, and the own keys stand as the own queries do.
     """
 
     call: Any  # Call; JAX also builds trees of flags and of cotangents from this class
@@ -45,29 +48,41 @@ class Shard:
     bias: Any
     kv_segments: Any
     kv_positions: Any
+    by_blocks: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def of_keys(self, key: Array, value: Array, shard: Array, holder: Array | None, *, transpose: bool) -> Call:
-        """The call of this shard's queries to the keys of shard `holder`; None: to all keys."""
-        bias, segments, positions = self.bias, self.kv_segments, self.kv_positions
-        if holder is not None:
-            size = key.shape[1]
-
-            def cut(x: Array | None, axis: int) -> Array | None:
-                if x is None or x.shape[axis] == 1:
-                    return x
-                return jax.lax.dynamic_slice_in_dim(x, holder * size, size, axis)
-
-            bias, segments, positions = cut(bias, 3), cut(segments, 1), cut(positions, 1)
+    def of_all_keys(self, shard: Array, *, transpose: bool) -> Call:
+        """The call of this shard's queries to all keys, with the own keys and values."""
         return dataclasses.replace(
+            self.call,
+            mask=self.rows.mask(shard, transpose=transpose),
+            bias=self.bias,
+            kv_segments=self.kv_segments,
+            kv_positions=self.kv_positions,
+            sink_lse=None,
+        )
+
+    def of_hop(self, hop: int, key: Array, value: Array, holder: Array, mask: BlockMask) -> Call:
+        """The call of this shard's queries to the keys of shard `holder`, which arrive in this hop."""
+        size = key.shape[1]
+
+        def cut(x: Array | None, axis: int) -> Array | None:
+            if x is None or x.shape[axis] == 1:
+                return x
+            return jax.lax.dynamic_slice_in_dim(x, holder * size, size, axis)
+
+        call = dataclasses.replace(
             self.call,
             key=key,
             value=value,
-            mask=self.rows.mask(self.rows.to_blocks(), shard, holder, transpose=transpose),
-            bias=bias,
-            kv_segments=segments,
-            kv_positions=positions,
+            mask=mask,
+            bias=cut(self.bias, 3),
+            kv_segments=cut(self.kv_segments, 1),
+            kv_positions=cut(self.kv_positions, 1),
             sink_lse=None,
         )
+        if not self.by_blocks:
+            return call
+        return dataclasses.replace(call, q_positions=None, kv_positions=None, band=call.band if hop == 0 else Band())
 
 
 class Route(NamedTuple):
@@ -146,7 +161,7 @@ _exchanged.defvjp(_exchanged_fwd, _exchanged_bwd, symbolic_zeros=True)
 
 def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
     own = jax.lax.axis_index(route.axes)
-    call = shard.of_keys(shard.call.key, shard.call.value, own, None, transpose=False)
+    call = shard.of_all_keys(own, transpose=False)
 
     def run(call: Call) -> tuple:
         return route.plan.run_forward(_gathered(route, call))
@@ -161,7 +176,7 @@ def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
 
 def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delta: Array, d_out: Array) -> tuple:
     own = jax.lax.axis_index(route.axes)
-    call = shard.of_keys(shard.call.key, shard.call.value, own, None, transpose=True)
+    call = shard.of_all_keys(own, transpose=True)
 
     def run(call: Call, *given: Array) -> tuple:
         query, key, value, *bias = route.plan.run_backward(with_bias, _gathered(route, call), *given)
@@ -196,9 +211,9 @@ def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
     own = jax.lax.axis_index(route.axes)
     held = (shard.call.key, shard.call.value)
     parts = []
-    for hop in range(route.shards):
+    for hop, (holder, mask) in enumerate(shard.rows.hops(own, transpose=False)):
         following = route.next(held) if hop + 1 < route.shards else held  # begins before the attention to `held`
-        call = shard.of_keys(*held, own, (own - hop) % route.shards, transpose=False)
+        call = shard.of_hop(hop, *held, holder, mask)
         out, lse = route.plan.run_forward(call)
         parts.append((wide(out), route.plan.contract_lse(lse)))
         held = following
@@ -226,10 +241,9 @@ def _ring_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delt
     d_query = jnp.zeros((), jnp.float32)
     d_held = (jnp.zeros((), jnp.float32),) * 2  # gradients of the held keys and values, from the shards they came by
     d_bias = vary(jnp.zeros_like(wide(shard.bias)), varying_axes(shard)) if shard.bias is not None else jnp.zeros(())
-    for hop in range(route.shards):
-        holder = (own - hop) % route.shards
+    for hop, (holder, mask) in enumerate(shard.rows.hops(own, transpose=True)):
         following = route.next(held) if hop + 1 < route.shards else held
-        call = shard.of_keys(*held, own, holder, transpose=True)
+        call = shard.of_hop(hop, *held, holder, mask)
         query, key, value, *bias = route.plan.run_backward(with_bias, call, lse, delta, d_out)
         d_query = d_query + wide(query)
         arrived = route.next(d_held) if hop else d_held  # the sums of the hop before travel while this one is computed

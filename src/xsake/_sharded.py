@@ -347,12 +347,12 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
     by_index = positions[0] is None
     if by_index and band != Band():
         positions = tuple(x[None] for x in number)
-    blocks = rows.mask(rows.to_blocks(), own, own, transpose=False)
+    _, own_blocks = rows.hops(own, transpose=False)[0]
     call = build_call(
         query,
         key,
         value,
-        dataclasses.replace(blocks, complete=True),
+        dataclasses.replace(own_blocks, complete=True),
         scale=options.scale,
         is_causal=options.is_causal,
         local_window_size=options.local_window_size,
@@ -379,7 +379,10 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
     if call.kv_positions is not None:
         numbers = jnp.broadcast_to(all_numbers[None], (query.shape[0], len(every)))
         kv_positions = numbers if by_index else everywhere(call.kv_positions)
-    shard = Shard(call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions)
+    by_blocks = exact and band == Band(None, 0) and call.q_segments is None and sizes[0] == sizes[1]
+    shard = Shard(
+        call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions, by_blocks=by_blocks
+    )
     names = _registry.candidates(options.implementation, platform_of(query))
     return shard, Plan.of(names, dataclasses.replace(call, bias=None), options.config)
 
