@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
-from xsake._exchange import _merged as merged
+from xsake._exchange import merge
 from xsake._execution import deltas
 from xsake._pieces import wide
 from xsake._sharded import Options, shard_of
@@ -77,7 +77,7 @@ def cut_forward(shards: Shards) -> list[tuple[Array, Array]]:
         for hop, masks in enumerate(prepare(arrays, own)):
             held = held_in(shards, i, hop)
             parts.append(run(hop == 0, arrays, own, held["key"], held["value"], masks))
-        out, lse = reduce(merged, parts)
+        out, lse = merge(parts)
         results.append((out.astype(arrays["query"].dtype), lse))
     return results
 

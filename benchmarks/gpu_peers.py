@@ -122,7 +122,7 @@ class Bench:
 
     def contestants(self, mask: xsake.BlockMask) -> dict[str, Callable]:
         found = {"xsake": self.ours(mask)}
-        if self.direction != "forward":
+        if self.direction != "forward" and self.workload.length > 8192:  # shorter ones sum in one order anyway
             found["xsake, any order"] = self.ours(mask, deterministic=False)
         if self.fa4:
             found["fa4"] = self.fa4.contestant(self.workload, mask, self.direction, self.calls)

@@ -217,21 +217,19 @@ def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
         out, lse = route.plan.run_forward(call)
         parts.append((wide(out), route.plan.contract_lse(lse)))
         held = following
-    return reduce(_merged, parts)
+    return merge(parts)
 
 
-def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """(output, lse) for two sets of keys together, from those of each."""
-    top = jnp.maximum(one[1], other[1])
+def merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """(output, lse) for several sets of keys together, from those of each."""
+    outs, lses = zip(*parts, strict=True)
+    top = reduce(jnp.maximum, lses)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    shares = jnp.exp(one[1] - top), jnp.exp(other[1] - top)
-    total = shares[0] + shares[1]
+    shares = [jnp.exp(lse - top) for lse in lses]
+    total = reduce(jnp.add, shares)
     safe = jnp.where(total == 0, 1.0, total)
-
-    def weight(share: Array) -> Array:
-        return (share / safe).swapaxes(1, 2)[..., None]
-
-    out = one[0] * weight(shares[0]) + other[0] * weight(shares[1])
+    weights = jnp.stack(shares).swapaxes(2, 3)[..., None] / safe.swapaxes(1, 2)[None, ..., None]
+    out = reduce(jnp.add, [out * weight for out, weight in zip(outs, weights, strict=True)])
     return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
 
 
