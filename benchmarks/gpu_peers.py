@@ -1,7 +1,7 @@
 """Block-sparse attention on a Hopper GPU beside FlashAttention-4 and cuDNN, timed fairly on a chip at its power cap.
 
     python -m benchmarks.gpu_peers                        measure and print
-    python -m benchmarks.gpu_peers --record               also write benchmarks/results/gpu_peers.json
+    python -m benchmarks.gpu_peers --record               also write benchmarks/results/gpu_peers_<workload>.json
     python -m benchmarks.gpu_peers --out DIR              write the run, as it grows, to DIR
     python -m benchmarks.gpu_peers --only full16k         some workloads
 
@@ -218,7 +218,9 @@ def main() -> None:
             results += (found := one.run(args.rounds, wait, monitor))
             show(console, found)
             if args.record or args.out:
-                record.save("gpu_peers", results, record.RESULTS if args.record else args.out)
+                name = one.bench.workload.name
+                of_workload = [r for r in results if r["workload"] == name]
+                record.save(f"gpu_peers_{name}", of_workload, record.RESULTS if args.record else args.out)
 
 
 if __name__ == "__main__":

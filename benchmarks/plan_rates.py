@@ -25,7 +25,7 @@ from xsake.autotune.workloads import WORKLOADS
 from xsake.model.config import PRESETS
 from xsake.model.mfu import PEAK_FLOPS
 
-RECORDS = ("gpu_attention", "gpu_peers", "train_gpu", "tpu_schedule")
+RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_schedule")
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant
 # Of a TPU chip: JAX's name, and how many multiply-adds its matrix units do per cycle.
 TPUS = {"v5e:2x2": ("TPU v5 lite", 4 * 128 * 128), "v6e:2x2": ("TPU v6 lite", 2 * 256 * 256)}
@@ -34,7 +34,10 @@ LOGITS = 512 * 512  # the schedules' cycles are for as many
 
 def attention_points() -> list[Point]:
     points = [
-        _point("gpu_peers", r, 128) for r in record.load("gpu_peers")["results"] if r["implementation"] == "xsake"
+        _point(name, r, 128)
+        for name, run in record.load_all("gpu_peers_").items()
+        for r in run["results"]
+        if r["implementation"] == "xsake" and r["mask"].startswith("random")
     ]
     sustained: dict[tuple[str, str, int], list[float]] = {}
     for point in points:

@@ -59,6 +59,11 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def load_all(prefix: str) -> dict[str, dict[str, Any]]:
+    """The runs whose names begin like this, by their names."""
+    return {path.stem: load(path.stem) for path in sorted(RESULTS.glob(f"{prefix}*.json"))}
+
+
 def _commit() -> str:
     """The commit of the run: $XSAKE_COMMIT, for copies without git, or the commit that git names."""
     if given := os.environ.get("XSAKE_COMMIT"):

@@ -13,6 +13,7 @@ MOST_RECORD = 32 << 20  # bytes
 TITLES = {
     "gpu_attention": "Attention on a GPU",
     "gpu_peers": "Attention beside FlashAttention-4 and cuDNN",
+    "gpu_hops": "The hops of a ring on one GPU",
     "gpu_accuracy": "Accuracy on a GPU",
     "gpu_profile": "Hardware counters of the GPU forward",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",
@@ -88,8 +89,8 @@ def _title(identity: str) -> str:
         return TITLES[identity]
     if found := re.fullmatch(r"(hads(?:-seed)?)-(\d+)-(\d+)", identity):
         return f"{TITLES[found[1]]}: {found[2]} tokens, blocks of {found[3]}"
-    if found := re.fullmatch(r"gates_(.+)", identity):
-        return f"{TITLES['gates']}: {found[1].replace('_', ' ')}"
+    if found := re.fullmatch(r"(gates|gpu_peers)_(.+)", identity):
+        return f"{TITLES[found[1]]}: {found[2].replace('_', ' ')}"
     return identity.replace("_", " ")
 
 

@@ -19,6 +19,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
     "gpu_attention": attention.gpu_attention,
     "gpu_peers": attention.gpu_peers,
+    "gpu_hops": attention.gpu_hops,
     "gpu_profile": attention.gpu_profile,
     "gpu_speed": attention.gpu_speed,
     "hads_first_table": hads.first_table,

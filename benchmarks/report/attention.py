@@ -132,8 +132,9 @@ def _gpu_facts(by: Runs) -> list[str]:
 
 def gpu_peers() -> str:
     """Sustained throughput beside FlashAttention-4 on the same mask, and the dense peers."""
-    run = record.load("gpu_peers")
-    by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in run["results"]}
+    runs = record.load_all("gpu_peers_")
+    results = [r for run in runs.values() for r in run["results"]]
+    by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in results}
     names = ("xsake", "xsake, any order", "fa4", "cudnn dense", "fa4 dense")
     rows = []
     for place in dict.fromkeys(key[:3] for key in by):
@@ -158,7 +159,22 @@ def gpu_peers() -> str:
     state = (
         f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
     )
-    return "\n".join([*table(heads, rows), "", f"{state} {source('gpu_peers.json', run, 'jax', 'flash-attn-4')}"])
+    sources = [source(f"{name}.json", run, "jax", "flash-attn-4") for name, run in runs.items()]
+    return "\n".join([*table(heads, rows), "", " ".join([state, *sources])])
+
+
+def gpu_hops() -> str:
+    """A call in the hops of a ring, all on one device, beside the uncut call."""
+    run = record.load("gpu_hops")
+    rows = []
+    for r in run["results"]:
+        uncut, hops = (r["seconds"][name]["median"] for name in ("uncut", "hops"))
+        times = [f"{seconds * 1e3:.2f} ms" for seconds in (uncut, hops)]
+        rows.append(
+            [r["workload"], str(r["shards"]), f"{r['density']:.0%}", r["direction"], *times, f"{hops / uncut:.2f}"]
+        )
+    heads = ["call", "shards", "density", "direction", "uncut", "all hops of all shards", "ratio"]
+    return "\n".join([*table(heads, rows), "", source("gpu_hops.json", run, "jax")])
 
 
 def gpu_profile() -> str:
