@@ -50,10 +50,9 @@ def serve(
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve until interrupted. Raises OSError if the port is taken."""
-    import uvicorn
-
     from xsake.dashboard.app import make_app
     from xsake.dashboard.own_text import Texts
+    from xsake.dashboard.server import Server
 
     is_local = host in LOOPBACK
     names = [*allow_hosts, *([] if is_local else [host])]
@@ -64,10 +63,7 @@ def serve(
         say(f"http://{shown}:{listener.getsockname()[1]}/")
         if not is_local:
             say(f"Everybody who can reach {host} can read this, and there is no password.")
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none"
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(app, access_log=False, server_header=False).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
