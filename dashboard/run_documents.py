@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, str | None, bool]] = {
 
 
 def get_run(library: Library, identity: str) -> Run:
-    run = library.get(identity)
+    run = library.find(identity)
     if run is None:
         raise NotFound(f"there is no run {identity[:100]!r}; api/runs lists those there are")
     if run.gone:
