@@ -50,7 +50,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     def runs() -> Response:
         if not library.searched:
             library.search()
-            library.update()
+            library.update(most=1 << 20)  # the rest follows
         return answer(run_documents.runs(library))
 
     @api.get("/runs/{run_id}", tags=["runs"], summary="A run: configuration, command, metrics, densities")
