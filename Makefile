@@ -8,8 +8,9 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 
 .PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests test-trackers wheel clean web check-web test-web
 
+# With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n auto --dist loadgroup
+	$(BIN)/python -m pytest -q -n auto --dist loadgroup $(if $(INTERPRETED),-m "not slow and not gpu and not tpu and not compile and not pretrained")
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not tpu"

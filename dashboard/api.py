@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 
@@ -49,7 +50,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     def runs() -> Response:
         if not library.searched:
             library.search()
-            library.update()
+            library.update(most=1 << 20)  # the rest follows
         return answer(run_documents.runs(library))
 
     @api.get("/runs/{run_id}", tags=["runs"], summary="A run: configuration, command, metrics, densities")
@@ -73,6 +74,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
         after: Annotated[str | None, Query(max_length=60, description="The id of the last event seen.")] = None,
         last_event_id: Annotated[str | None, Header(max_length=60)] = None,
     ) -> StreamingResponse:
+        await run_in_threadpool(library.find, run_id)  # a search would hold up the other streams
         return stream(live.follow_run(run_id, last_event_id or after))
 
     @api.get(

@@ -56,9 +56,16 @@ class Library:
         self._by_path: dict[Path, Run] = {}
         self._by_id: dict[str, Run] = {}
         self.searched = False
+        self._searching = threading.Lock()  # one at a time: an older search would drop what a newer one found
+        self._next_look = 0.0
 
     def search(self) -> bool:
         """Look for runs that appeared or vanished; returns whether there were any."""
+        with self._searching:
+            return self._search()
+
+    def _search(self) -> bool:
+        began = time.monotonic()
         found = {one.path: one for given in self.given for one in find_runs(given)}
         with self.lock:
             new = [one for path, one in found.items() if path not in self._by_path]
@@ -68,6 +75,8 @@ class Library:
             for one in new[: max(MOST_RUNS - len(self._by_path), 0)]:
                 self._add(one)
             self.searched = True
+            now = time.monotonic()
+            self._next_look = now + 10 * (now - began)
             return bool(new or vanished)
 
     def _add(self, one: Found) -> None:
@@ -104,6 +113,19 @@ class Library:
         """The run of this id, also if it is gone by now."""
         with self.lock:
             return self._by_id.get(identity)
+
+    def find(self, identity: str) -> Run | None:
+        """`get`, after a search if the run is not known: it may have begun since the last one.
+
+        Wrong ids make the server search for a tenth of the time at most.
+        """
+        asked = time.monotonic()
+        if (run := self.get(identity)) is not None or asked < self._next_look:
+            return run
+        with self._searching:
+            if asked >= self._next_look:  # else another request has searched meanwhile
+                self._search()
+        return self.get(identity)
 
     def update(self, most: int = 8 << 20) -> list[Run]:
         """Read what is new in every run, about `most` bytes of each; returns the runs that changed."""

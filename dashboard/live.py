@@ -33,6 +33,7 @@ class Live:
         self._followed: Counter[str] = Counter()
         self._streams = 0
         self._changed = asyncio.Event()
+        self._closed = False
         self._statuses: dict[str, tuple[str, str | None]] = {}
         self._list = b""
         self.events_sent = 0
@@ -85,6 +86,11 @@ class Live:
         before, self._changed = self._changed, asyncio.Event()
         before.set()
 
+    def close(self) -> None:
+        """End all streams: the server stops."""
+        self._closed = True
+        self.notify()
+
     # -- following -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -112,7 +118,7 @@ class Live:
 
     async def _one(self, follower: Follower) -> AsyncIterator[bytes]:
         with self.following([follower.run.id]):
-            while True:
+            while not self._closed:
                 changed = self._changed  # before looking, so that nothing is missed in between
                 written = await follower.next()
                 if written:
@@ -140,7 +146,7 @@ class Live:
     async def _several(self, followers: list[Follower]) -> AsyncIterator[bytes]:
         with self.following([follower.run.id for follower in followers]):
             sent = b""
-            while True:
+            while not self._closed:
                 changed = self._changed
                 parts = []
                 if self._list and self._list != sent:

@@ -63,6 +63,13 @@ class Texts:
         self._waiting: asyncio.Queue[Job] = asyncio.Queue()
         self._process: asyncio.subprocess.Process | None = None
         self._running: Job | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """End all streams: the server stops."""
+        self._closed = True
+        for job in self._jobs.values():
+            job.tell()
 
     def unavailable(self) -> str | None:
         """Why no text can be computed here, or None."""
@@ -121,7 +128,7 @@ class Texts:
         while True:
             changed = job.changed
             yield frame("progress", self.document(job.id))
-            if job.state in ("done", "failed"):
+            if self._closed or job.state in ("done", "failed"):
                 return
             while True:
                 try:

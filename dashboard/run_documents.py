@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, str | None, bool]] = {
 
 
 def get_run(library: Library, identity: str) -> Run:
-    run = library.get(identity)
+    run = library.find(identity)
     if run is None:
         raise NotFound(f"there is no run {identity[:100]!r}; api/runs lists those there are")
     if run.gone:
@@ -60,7 +60,7 @@ def runs(library: Library) -> dict[str, Any]:
 
 def run(library: Library, identity: str) -> dict[str, Any]:
     one = get_run(library, identity)
-    one.update(most=2 << 20)
+    one.update(most=1 << 20)
     with one.lock:
         state = one.state
         start = state.start
@@ -193,7 +193,7 @@ def series(
         raise BadRequest(f"points={points} must be from {POINTS[0]} to {POINTS[2]}")
     if first is not None and last is not None and first > last:
         raise BadRequest(f"from={first} must not be above to={last}")
-    one.update(most=2 << 20)  # of a long file that was not read yet, the rest follows
+    one.update(most=1 << 20)  # of a long file that was not read yet, the rest follows
     with one.lock:
         state = one.state
         wanted = list(state.curves) if metrics is None else [name for name in metrics.split(",") if name]

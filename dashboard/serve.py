@@ -9,7 +9,7 @@ from pathlib import Path
 from xsake import tuning_db
 from xsake.dashboard.documents import Documents
 from xsake.dashboard.guard import LOOPBACK
-from xsake.dashboard.library import Given, Library, find_files
+from xsake.dashboard.library import Given, Library
 from xsake.dashboard.tuning_documents import Tuning
 
 CHECKOUT = Path(__file__).resolve().parent.parent  # of a development install: its records come along
@@ -32,10 +32,9 @@ def gather(
         given.append(Given.of(records, recorded=True))
     own = tuning_db.user_directory()
     journals: list[str | Path] = [own / "studies.journal"] if own_tuning else []
-    journals += [path for one in given if one.file is None for path in find_files(one.root, ".journal")]
     journals += [text if "://" in text else Path(text) for text in storages]
     databases = ({"own": own} if own_tuning else {}) | {"shipped": tuning_db.SHIPPED}
-    tuning = Tuning(list(dict.fromkeys(journals)), databases)
+    tuning = Tuning(journals, databases, search=[one.root for one in given if one.file is None])
     return Documents(library=Library(given), tuning=tuning, records=records)
 
 
@@ -50,10 +49,9 @@ def serve(
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve until interrupted. Raises OSError if the port is taken."""
-    import uvicorn
-
     from xsake.dashboard.app import make_app
     from xsake.dashboard.own_text import Texts
+    from xsake.dashboard.server import Server
 
     is_local = host in LOOPBACK
     names = [*allow_hosts, *([] if is_local else [host])]
@@ -64,10 +62,7 @@ def serve(
         say(f"http://{shown}:{listener.getsockname()[1]}/")
         if not is_local:
             say(f"Everybody who can reach {host} can read this, and there is no password.")
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none"
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(app, access_log=False, server_header=False).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

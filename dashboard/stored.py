@@ -46,22 +46,30 @@ class Shelf:
     """The files of a folder whose names end in `SUFFIX`. The last few that were read stay in memory."""
 
     def __init__(self, folder: Path | None, kind: str, keep: int = 2):
-        self._folder = folder.resolve() if folder is not None and folder.is_dir() else None
+        self._given = folder
         self._kind, self._keep = kind, keep
         self._lock = threading.Lock()
         self._held: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._about: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._broken: dict[str, tuple[Any, str]] = {}  # those that cannot be read, and why
 
+    @property
+    def _folder(self) -> Path | None:
+        """Looked at each time, since it may appear after the server started; None if it is not there, or leads out."""
+        if self._given is None or not self._given.is_dir():
+            return None
+        real = self._given.resolve()
+        return real if real.is_relative_to(self._given.parent.resolve()) else None
+
     def names(self) -> list[str]:
-        if self._folder is None:
-            return []
-        return sorted(path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}"))
+        folder = self._folder
+        return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}")) if folder else []
 
     def get(self, name: str) -> dict[str, Any]:
-        if self._folder is None or name not in self.names():
+        folder = self._folder
+        if folder is None or name not in self.names():
             raise NotFound(f"there is no {self._kind} {name[:100]!r}; the list says which there are")
-        path = self._folder / f"{name}{SUFFIX}"
+        path = folder / f"{name}{SUFFIX}"
         try:
             version = path.lstat().st_mtime_ns
             with self._lock:
@@ -69,7 +77,7 @@ class Shelf:
             if broken is not None and broken[0] == version:
                 raise NotFound(broken[1])
             if held is None or held[0] != version:
-                held = version, read(self._folder, path)
+                held = version, read(folder, path)
         except ValueError as error:
             self._broken[name] = version, str(error)
             raise NotFound(str(error)) from error

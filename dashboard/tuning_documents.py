@@ -8,10 +8,12 @@ import math
 import re
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from xsake import tuning_db
+from xsake.dashboard.library import find_files
 from xsake.dashboard.problems import NotFound
 from xsake.dashboard.run_events import number, plain
 from xsake.dashboard.study_reader import Unreadable, studies_of
@@ -24,18 +26,27 @@ _SHOWN_URL = re.compile(r"://([^/@:]*):[^/@]*@")
 class Tuning:
     """Studies of some storages, and the tuning databases of some folders."""
 
-    def __init__(self, storages: list[str | Path], folders: dict[str, Path]):
-        self._storages, self._folders = storages, folders
+    def __init__(self, storages: list[str | Path], folders: dict[str, Path], *, search: Sequence[Path] = ()):
+        """`search`: folders in which journals are looked for, each time anew."""
+        self._given, self._folders, self._search = storages, folders, search
         self._lock = threading.Lock()
         self._cached: dict[str | Path, tuple[Any, list[tuple[str, list[Any]]]]] = {}
         self._read_databases: dict[Path, tuple[int, tuning_db.Database]] = {}
 
     # -- studies ---------------------------------------------------------------------------------------------------
 
+    def _storages(self) -> dict[str | Path, str]:
+        """Every storage, and how it is shown: a path without the folder that was searched, a URL without password."""
+        shown = {
+            storage: storage.name if isinstance(storage, Path) else _SHOWN_URL.sub(r"://\1:***@", storage)
+            for storage in self._given
+        }
+        found = {path: str(path.relative_to(root)) for root in self._search for path in find_files(root, ".journal")}
+        return found | shown
+
     def _studies(self) -> tuple[dict[str, tuple[dict[str, Any], list[Any]]], list[dict[str, str]]]:
         found, skipped = {}, []
-        for storage in self._storages:
-            shown = storage.name if isinstance(storage, Path) else _SHOWN_URL.sub(r"://\1:***@", storage)
+        for storage, shown in self._storages().items():
             try:
                 studies = self._read(storage)
             except FileNotFoundError:
@@ -65,7 +76,7 @@ class Tuning:
         studies, skipped = self._studies()
         databases, broken = self._databases()
         entries = sorted((entry for entry, _ in studies.values()), key=lambda e: e["updated"] or "", reverse=True)
-        files = [storage for storage in self._storages if isinstance(storage, Path) and storage.exists()]
+        files = [storage for storage in self._storages() if isinstance(storage, Path) and storage.exists()]
         command = None
         if entries:
             command = f"optuna-dashboard {files[0].name}" if files else "optuna-dashboard STORAGE_URL"

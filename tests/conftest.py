@@ -33,15 +33,16 @@ import pytest  # noqa: E402
 # importlib mode puts nothing on the path: `contract` is this folder's only importable name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Annotations are checked here and cost users nothing. Not those of `Call`, in _backend: it is a tree, and JAX builds
-# trees with flags, specs and cotangents where its annotations say arrays.
+# Annotations of shapes are checked here and cost users nothing; mypy checks the others. Not those of `Call`, in _backend:
+# it is a tree, and JAX builds trees with flags, specs and cotangents where its annotations say arrays.
 _SOURCE = Path(__file__).parents[1] / "src" / "xsake"
-_MODULES = [f"xsake.{p.stem}" for p in sorted(_SOURCE.iterdir()) if p.is_dir() or p.suffix == ".py"]
-_MODULES = [name for name in _MODULES if name not in ("xsake.__init__", "xsake.__pycache__", "xsake._backend")]
+_FILES = [Path(folder) / name for folder, _, names in os.walk(_SOURCE, followlinks=True) for name in names]
+_FILES = [path for path in sorted(_FILES) if path.suffix == ".py" and "jaxtyping" in path.read_text()]
+_MODULES = [".".join(path.relative_to(_SOURCE.parent).with_suffix("").parts) for path in _FILES]
+_MODULES = [name.removesuffix(".__init__") for name in _MODULES if name != "xsake._backend"] + ["benchmarks.hads"]
 assert not any(name.split(".")[0] == "xsake" for name in sys.modules), (
     "xsake was imported before its annotations could be checked"
 )
-_MODULES.append("benchmarks.hads")
 _HOOK = jaxtyping.install_import_hook(_MODULES, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

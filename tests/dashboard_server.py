@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from xsake.dashboard.app import make_app
 from xsake.dashboard.documents import Documents
 from xsake.dashboard.library import Given, Library
+from xsake.dashboard.server import Server
 from xsake.dashboard.tuning_documents import Tuning
 
 CONFIG = {"length": 64, "batch": 4, "steps": 100, "attention": "hads", "density": 0.43}
@@ -51,10 +51,8 @@ def serving(shown: Documents, **options: Any) -> Iterator[httpx.Client]:
     """A client of a running server."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    settings: dict[str, Any] = dict(log_level="warning", timeout_graceful_shutdown=1, ws="none")
     # Not uvloop, where it is installed: it forks to start a process, and JAX is loaded here.
-    config = uvicorn.Config(make_app(shown, **options), loop="asyncio", **settings)
-    server = uvicorn.Server(config)
+    server = Server(make_app(shown, **options), loop="asyncio")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -186,7 +186,11 @@ def test_length_1000(implementation):
 
 
 @pytest.mark.parametrize(
-    "name", sweep(ARGUMENTS, slow=["scale", "soft cap", "soft cap after bias", "sinks", "several sinks a head"])
+    "name",
+    sweep(
+        ARGUMENTS,
+        slow=["scale", "negative scale", "soft cap", "soft cap after bias", "sinks", "several sinks a head"],
+    ),
 )
 def test_arguments(implementation, name):
     _run(implementation, ARGUMENTS, name)

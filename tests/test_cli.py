@@ -1,5 +1,6 @@
 """The command line, as a person sees it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ def test_info_names_devices_versions_and_implementations() -> None:
         assert name in result.output
 
 
-def test_demo_shows_parity_and_times() -> None:
-    small = ["demo", "--length", "512", "--heads", "2", "--head-dim", "16", "--no-model"]
+def test_demo_shows_parity_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "race", partial(demo.race, min_seconds=0.001))  # nobody reads these times
+    small = ["demo", "--length", "256", "--heads", "2", "--head-dim", "16", "--no-model"]
     result = CliRunner().invoke(app, small, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "head 1" in result.output and "d value" in result.output and "sparse" in result.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -16,9 +18,11 @@ import numpy as np
 import pytest
 from dashboard_server import append, documents, following, serving, step_line, write_run
 
+from xsake.dashboard import library as library_module
 from xsake.dashboard import run_documents, thinning
 from xsake.dashboard.library import Given, Library
 from xsake.dashboard.line_reader import Place
+from xsake.dashboard.live import Live
 from xsake.dashboard.run import Noted, Run
 from xsake.dashboard.thinning import Curve, Points, thin
 from xsake.model.run_file import RunFile
@@ -191,6 +195,53 @@ def test_one_stream_carries_several_runs(tmp_path):
             append(second, step_line(3))
             while not any(e["data"].get("step") == 3 for e in stream.take(1, "run")[0]["data"]):
                 pass
+
+
+def test_streams_end_with_the_server(tmp_path):
+    write_run(tmp_path / "a", 2)
+
+    async def follow() -> list[list[bytes]]:
+        live = Live(documents(tmp_path).library)
+        live.library.search()
+        live.library.update()
+        streams = [live.follow_run("a", None), live.follow_list("a@")]
+        firsts = [await anext(stream) for stream in streams]
+        assert live.followers == 2 and all(b"event: " in first for first in firsts)
+        live.close()
+        rest = [[part async for part in stream] for stream in streams]
+        assert live.followers == 0
+        return rest
+
+    for rest in asyncio.run(asyncio.wait_for(follow(), 10)):
+        assert len(rest) <= 2
+
+
+def test_a_run_that_just_began_is_served(tmp_path):
+    with serving(documents(tmp_path)) as client:
+        assert client.get("/api/runs").json()["runs"] == []
+        write_run(tmp_path / "new", 3)
+        time.sleep(0.1)  # far less than passes between two searches
+        assert client.get("/api/runs/new").json()["step"] == 3
+        write_run(tmp_path / "newer", 2)
+        time.sleep(0.1)
+        with following(client, "/api/runs/newer/events") as stream:
+            assert [event["data"]["step"] for event in stream.take(2)] == [1, 2]
+
+
+def test_wrong_ids_search_for_a_tenth_of_the_time(tmp_path, monkeypatch):
+    searches = []
+
+    def slow(given):
+        searches.append(time.monotonic())
+        time.sleep(0.02)
+        return iter(())
+
+    monkeypatch.setattr(library_module, "find_runs", slow)
+    library = Library([Given.of(tmp_path)])
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        assert library.find("wrong") is None
+    assert searches and all(later - earlier > 0.2 for earlier, later in itertools.pairwise(searches))
 
 
 def test_status(tmp_path):

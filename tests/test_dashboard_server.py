@@ -118,6 +118,10 @@ def test_studies_are_read_and_not_written(tmp_path):
     assert whole["best_so_far"] == [[0, 1.0], [1, 0.8]]
     assert whole["trials_list"][2]["reason"] == "out of <b>memory</b>" and whole["trials_list"][0]["is_default"]
     assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
+    found = Tuning([], {}, search=[tmp_path])
+    assert [study["id"] for study in found.overview()["studies"]] == [one["id"]]
+    shutil.copy(path, tmp_path / "later.journal")  # it appeared meanwhile
+    assert len(found.overview()["studies"]) == 2
     path.write_text("no journal\n")
     assert "line 1 is no record" in tuning.overview()["skipped"][0]["reason"]
 
@@ -195,12 +199,13 @@ def test_what_is_not_there_is_said(tmp_path):
 
 def test_recordings_and_replays_are_served(tmp_path):
     about = {"id": "x", "title": "t", "environment": {}, "length": 128, "extra": 1}
-    stored.write(tmp_path / "results" / "explorer" / "x.json.xz", {"about": about, "layers": [{"layer": 0}]})
-    stored.write(
-        tmp_path / "results" / "replays" / "y.json.xz", {"about": {"id": "y"}, "frames": {"dense.0": {"step": 0}}}
-    )
     (tmp_path / "runs").mkdir()
+    (tmp_path / "results").mkdir()
     with serving(documents(tmp_path / "runs", tmp_path / "results")) as client:
+        assert client.get("/api/recordings").json() == {"recordings": []}
+        stored.write(tmp_path / "results" / "explorer" / "x.json.xz", {"about": about, "layers": [{"layer": 0}]})
+        frames = {"dense.0": {"step": 0}}
+        stored.write(tmp_path / "results" / "replays" / "y.json.xz", {"about": {"id": "y"}, "frames": frames})
         assert client.get("/api/recordings").json()["recordings"][0]["title"] == "t"
         assert client.get("/api/recordings/x").json() == about
         assert client.get("/api/recordings/x/layers/0").json() == {"layer": 0}

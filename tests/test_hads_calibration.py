@@ -129,20 +129,24 @@ def test_tables_follow_one_threshold_over_all_layers_and_heads():
 
 
 def test_observation_is_what_the_layers_did(model: Transformer):
-    inputs = []
-
-    def attend(query, key, value, **options):
-        inputs.append((query, key))
-        return jax.nn.dot_product_attention(query, key, value, **options)
-
-    watched = nnx.merge(*nnx.split(model))
-    watched.attention_fn = attend
     tokens = jnp.asarray(TOKENS[:1])
-    watched.hidden(tokens)
+
+    @nnx.jit
+    def inputs_of(watched):
+        inputs = []
+
+        def attend(query, key, value, **options):
+            inputs.append((query, key))
+            return jax.nn.dot_product_attention(query, key, value, **options)
+
+        watched.attention_fn = attend
+        watched.hidden(tokens)
+        return [block_statistics(query, key, block=16) for query, key in inputs]
+
+    wanted_of = inputs_of(nnx.merge(*nnx.split(model)))
     seen = observe.observe(model, tokens, 16)
-    assert len(seen) == len(inputs) == 2
-    for layer, (query, key) in zip(seen, inputs, strict=True):
-        wanted = block_statistics(query, key, block=16)
+    assert len(seen) == len(wanted_of) == 2
+    for layer, wanted in zip(seen, wanted_of, strict=True):
         for got, want in zip(layer.statistics, wanted, strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
 

@@ -29,7 +29,7 @@ def test_estimate_is_the_sum_of_its_features(length: int):
     profile = case.random_profile()
     query, key = case.random_inputs(3, length, profile, batch=2)
     grid = CausalGrid(length, profile.block)
-    got = block_mass(pool(jnp.asarray(query), jnp.asarray(key), grid), profile.estimator(1), grid)
+    got = jax.jit(lambda query, key: block_mass(pool(query, key, grid), profile.estimator(1), grid))(query, key)
     np.testing.assert_allclose(got, case.dense_mass(query, key, profile, 1), rtol=1e-3, atol=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same():
     counts = hads.layer_counts(profile, 0.5, 250)
     mass = jnp.asarray(case.dense_mass(np.asarray(query), np.asarray(key), profile, 1), jnp.float32)
     rule = dict(sensitivity=profile.sensitivity[1], burstiness=profile.burstiness[1])
-    wanted = np.asarray(choose(mass, grid, count=int(counts[1]), **rule))
+    wanted = np.asarray(jax.jit(lambda mass: choose(mass, grid, count=int(counts[1]), **rule))(mass))
     eager = hads.select(query, key, profile, 0.5, layer=1)
     run = jax.jit(lambda q, k, p, c: hads.select(q, k, p, c, layer=1))
     traced = run(query, key, profile, jnp.asarray(counts, jnp.int32))

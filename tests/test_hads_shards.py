@@ -19,7 +19,7 @@ from xsake.hads.mask.order import shard_of_rows
 from xsake.hads.mask.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import choice, program, triton_choose
-from xsake.hads.selection.cut import Cut, equal_counts
+from xsake.hads.selection.cut import TOGETHER, Cut, equal_counts
 from xsake.hads.selection.given import Given
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
@@ -82,7 +82,7 @@ def test_a_shard_keeps_the_best_blocks_of_its_rows():
     mass = (rng.exponential(size=(1, 2, 20, 20)) ** 3 * np.tri(20)).astype(np.float32)
     mass /= mass.sum(-1, keepdims=True)
     rule = dict(sensitivity=np.ones(2, np.float32), burstiness=np.zeros(2, np.float32))
-    kept = np.asarray(choice.choose(jnp.asarray(mass), grid, count=300, cut=Cut(4, "zigzag"), **rule))[0]
+    kept = np.asarray(_choose(mass, grid, 300, cut=Cut(4, "zigzag"), **rule))[0]
     shard = shard_of_rows(20, 4, "zigzag")
     for s in range(4):
         wanted = int(kept[:, shard == s].sum())
@@ -95,9 +95,9 @@ def test_a_shard_keeps_the_best_blocks_of_its_rows():
             pytest.fail(f"no common cut gives shard {s} its {wanted} blocks")
 
 
-@partial(jax.jit, static_argnames="grid")
-def _choose(mass, grid, count, **rule):
-    return choice.choose(mass, grid, count=count, **rule)
+@partial(jax.jit, static_argnames=("grid", "cut"))
+def _choose(mass, grid, count, cut=TOGETHER, **rule):
+    return choice.choose(mass, grid, count=count, cut=cut, **rule)
 
 
 @pytest.mark.slow

@@ -98,8 +98,7 @@ def select(
     )
     options["density_hint"] = _density_bucket(budget, density_hint)
     if not isinstance(given.query, jax.core.Tracer):
-        several = len(given.query.devices()) > 1
-        blocks = (_blocks_of_devices if several else _blocks)(grid, heads, profile.kv_heads, cut, given)
+        blocks = _blocks(grid, heads, profile.kv_heads, cut, given)
         return BlockMask.from_blocks(blocks, capacity=capacity, transpose=transpose, **options)
 
     def mask(cut: Cut, given: Given) -> BlockMask:
@@ -119,12 +118,10 @@ def _chosen(grid: CausalGrid, heads: int, kv_heads: int, room: int | None, cut: 
     return chosen(grid, heads // cut.axis_size, here, room=room, cut=cut)
 
 
+# In one program: operation by operation, the first call compiles hundreds, and XLA cannot partition them as a whole.
+@partial(jax.jit, static_argnames=("grid", "heads", "kv_heads", "cut"))
 def _blocks(grid: CausalGrid, heads: int, kv_heads: int, cut: Cut, given: Given) -> Any:
     return over_explicit_axes(partial(_chosen, grid, heads, kv_heads, None), cut, heads, given)
-
-
-# Arrays that lie on several devices: in one program, which XLA can partition as a whole.
-_blocks_of_devices = jax.jit(_blocks, static_argnames=("grid", "heads", "kv_heads", "cut"))
 
 
 def _cut(shards: int | None, order: OrderName, mode: Mode) -> Cut:

@@ -166,6 +166,7 @@ def test_a_long_run_opens_within_a_second(dashboard: Dashboard, open_page: Open)
             start = time.monotonic()
             watched.open("#/runs?on=long", "[data-chart=loss] .u-over")
             times.append(time.monotonic() - start)
+        print(f"opens in {min(times):.2f} s, the fastest of {len(times)}")
         assert min(times) < 1.0, times  # of five: other tests share the machine
         assert int(page.locator("[data-chart=loss]").get_attribute("data-points")) <= 2000
 
@@ -186,9 +187,5 @@ def test_a_server_that_ends_is_missed_and_found_again(chromium: Any, open_page: 
         process.terminate()
         process.communicate(timeout=20)
         page.wait_for_selector(".link.lost")
-        refused = [
-            problem
-            for problem in watched.problems
-            if "ERR_CONNECTION_REFUSED" in problem or "ERR_INCOMPLETE" in problem
-        ]
+        refused = [problem for problem in watched.problems if "ERR_CONNECTION_REFUSED" in problem]
         watched.problems = [problem for problem in watched.problems if problem not in refused]
