@@ -56,6 +56,7 @@ FORWARDED = {
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.file"),
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.picture"),
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.row_shards"),
+    ("xsake.hads.mask.block_mask", "xsake.hads.mask.token_selection"),
     ("xsake.hads.profile.profile", "xsake.hads.profile.file"),
 }
 

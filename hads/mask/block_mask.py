@@ -46,7 +46,7 @@ class BlockMask:
     query heads. Contents are arrays: a new mask of the same capacity never retraces. `q_*` is the exact transpose,
     which gradients need; None for inference.
 
-    Build one with `from_blocks`, `from_indices`, `full` or a pattern of `xsake.patterns`.
+    Build one with `from_blocks`, `from_indices`, `from_token_indices`, `full` or a pattern of `xsake.patterns`.
     """
 
     kv_indices: Any
@@ -249,6 +249,39 @@ class BlockMask:
         bad = wrong.any().astype(jnp.int32)
         row_ptr = mask.kv_row_ptr.at[..., -1].add(bad * (mask.capacity + 1))
         return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
+
+    @classmethod
+    def from_token_indices(
+        cls,
+        block_indices: Any,
+        block_counts: Any = None,
+        *,
+        block_kv: int,
+        block_q: int = 16,
+        kv_len: int | None = None,
+        is_causal: bool = False,
+        local_window_size: Window = None,
+        capacity: int | None = None,
+        transpose: bool = True,
+        density_hint: float | None = None,
+    ) -> BlockMask:
+        """A mask from the KV block numbers that each query token has chosen, i32[B, T, K, n], in any order.
+
+        -1 means no block, a repeated number counts once, and only the first `block_counts` (an int or i32[B, T, K])
+        numbers of a token count. Blocks of `block_q` tokens list what any of them chose, with a bit per token. Numbers
+        out of range raise ValueError when concrete and make attention return NaN when traced.
+
+        >>> mask = BlockMask.from_token_indices([[[[0]], [[1]], [[1]], [[-1]]]], block_kv=2, block_q=2)
+        >>> mask.to_elements()[0, 0].astype(int).tolist()
+        [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+        """
+        from xsake.hads.mask.token_selection import from_token_indices
+
+        q_len = np.shape(block_indices)[1] if np.ndim(block_indices) == 4 else 1
+        grid = Grid.of(block_q, block_kv, q_len, q_len if kv_len is None else kv_len, is_causal, local_window_size)
+        return from_token_indices(
+            block_indices, block_counts, grid, capacity=capacity, transpose=transpose, density_hint=density_hint
+        )
 
     @classmethod
     def full(
