@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
     ("xsake._execution", "xsake._pieces"),
     ("xsake._exchange_sparse", "xsake._op"),
-    ("xsake._exchange",),
+    ("xsake._exchange", "xsake._selection"),
     ("xsake._sharded",),
     ("xsake",),  # the door to the operation and to masks
     ("xsake.hads.profile",),
