@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake._exchange", "xsake._selection"),
     ("xsake._sharded",),
     ("xsake",),  # the door to the operation and to masks
-    ("xsake.hads.profile",),
+    ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),
     ("xsake.hads.calibration",),
     ("xsake.hads",),  # the door to HADS

@@ -27,12 +27,19 @@ def check_whole(name: str, value: Any, least: int = 1) -> int:
     return value
 
 
-def check_gate(name: str, gate: Any, query: Array) -> Array | None:
+def check_gate(name: str, gate: Any, query: Array, value: Array) -> Array | None:
+    """[B, T, H, 1 or Dv]."""
     if gate is None:
         return None
     gate = jnp.asarray(gate)
     if not jnp.issubdtype(gate.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got dtype {gate.dtype}")
-    if gate.shape != query.shape[:3]:
-        raise ValueError(f"{name} must be [batch, tokens, heads]={list(query.shape[:3])}; got shape {gate.shape}")
+    lead, channels = query.shape[:3], value.shape[3]
+    if gate.shape == lead:
+        return gate[..., None]
+    if gate.shape not in ((*lead, 1), (*lead, channels)):
+        raise ValueError(
+            f"{name} must be [batch, tokens, heads]={list(lead)}, or have {channels} channels besides; got shape "
+            f"{tuple(gate.shape)}"
+        )
     return gate

@@ -48,8 +48,8 @@ def native_sparse_attention(
       query: [B, T, H, D]; H is a multiple of K.
       key: [B, T, K, D].
       value: [B, T, K, Dv].
-      gate_compressed, gate_window: [B, T, H]; None leaves the branch out.
-      gate_selected: [B, T, H]; None is 1.
+      gate_compressed, gate_window: [B, T, H], or per channel [B, T, H, Dv]; None leaves the branch out.
+      gate_selected: likewise; None is 1.
       block_size: tokens per block.
       num_selected: blocks per token.
       window: tokens of the window branch; `gate_window` needs it.
@@ -75,7 +75,7 @@ def native_sparse_attention(
     block_size = check_whole("block_size", block_size)
     num_selected = check_whole("num_selected", num_selected)
     gates = {
-        name: check_gate(f"gate_{name}", gate, query)
+        name: check_gate(f"gate_{name}", gate, query, value)
         for name, gate in (("compressed", gate_compressed), ("selected", gate_selected), ("window", gate_window))
     }
     if (gates["window"] is None) != (window is None):
@@ -147,7 +147,7 @@ def native_sparse_attention(
 
 def _gated(gate: Array | None, branch: Array) -> Array:
     wide = branch.astype(np.promote_types(branch.dtype, jnp.float32))
-    return wide if gate is None else gate.astype(wide.dtype)[..., None] * wide
+    return wide if gate is None else gate.astype(wide.dtype) * wide
 
 
 def _compressed(
