@@ -22,6 +22,7 @@ from xsake.kernels_pallas_gpu.triton_forward import (
     head_rows,
     head_vector,
     q_tile_of,
+    row_bits,
     row_inputs,
     store_rows,
     token_inputs,
@@ -58,6 +59,8 @@ def backward(
     # A row that attends nothing gets lse = +inf: its weights are exp(-inf) = 0.
     lse = jnp.where(lse == NEG_INF, POS_INF, lse * units_of(call.query.dtype).one)
     one_q, one_kv = (call.bias.shape[2] == 1, call.bias.shape[3] == 1) if with_bias else (False, False)
+    if with_bias and call.mask.bitmaps is not None and not one_q and not one_kv:
+        with_bias = False  # its kernel knows no bitmaps: the operation computes this gradient
     dq, row_sums = _dq(call, dq_tiling, lse, delta, d_out, with_sums=one_kv)
     dk, dv, column_sums = _dkv(call, dkv_tiling, lse, delta, d_out, with_sums=one_q and not one_kv)
     d_bias = None
@@ -119,7 +122,7 @@ def _dq_kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
     def body(tested: bool) -> Callable:
         end = tiles.kv_len if tested and tiles.kv_tail else None
 
-        def step(first_kv: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def step(first_kv: Array, slot: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             here = (pl.ds(first_kv, tiles.tkv), slice(None))
             k = tiles.load(refs["key"].at[here], first_kv, tiles.tkv, end, tiles.head_dim)
             v = tiles.load(refs["value"].at[here], first_kv, tiles.tkv, end, tiles.value_dim)
@@ -129,7 +132,8 @@ def _dq_kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
                     lambda i, j: refs["bias"].at[i, j], first_q, first_kv, masked=tested or tiles.q_tail
                 )
             if tested:
-                ok = tiles.attends(q_tokens, tiles.kv_tokens(refs, first_kv, axis=1))
+                bits = row_bits(tiles, refs, slot, first_q, first_kv)
+                ok = tiles.attends(q_tokens, tiles.kv_tokens(refs, first_kv, axis=1), bits)
             _, ds = _gradient_of_logits(tiles, dot(q, k, (1, 1)), dot(d_out, v, (1, 1)), bias, ok, lse, delta)
             acc, *sums = state
             return acc + dot(ds.astype(k.dtype), k), *(s + ds.sum(1) for s in sums)
@@ -181,6 +185,16 @@ def _dkv(
     }
     if mask.col_order is not None:
         inputs["order"] = lists(mask.col_order)
+    if mask.bitmaps is not None:
+        table_b, table_h = mask.bitmaps.shape[0] > 1, mask.bitmaps.shape[1] > 1
+        inputs["bitmap"] = lists(mask.q_bitmap)
+        inputs["bitmaps"] = (
+            lax.bitcast_convert_type(mask.bitmaps, jnp.int32),
+            pl.BlockSpec(
+                (None, list_group if table_h else 1, *mask.bitmaps.shape[2:]),
+                lambda i, k, b: (b if table_b else 0, int_div(k, kv_heads_per_list) if table_h else 0, 0, 0, 0),
+            ),
+        )
     if call.bias is not None:
         b1, h1 = call.bias.shape[0] > 1, call.bias.shape[1] > 1
         inputs["bias"] = (
@@ -226,7 +240,7 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
         def body(tested: bool) -> Callable:
             end = tiles.q_len if tested and tiles.q_tail else None
 
-            def step(first_q: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            def step(first_q: Array, slot: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 dk, dv, *sums = state
                 here = (pl.ds(first_q, tiles.tq), g, slice(None))
                 q = tiles.load(refs["query"].at[here], first_q, tiles.tq, end, tiles.head_dim)
@@ -242,7 +256,12 @@ def _dkv_kernel(tiles: Tiles, lists_differ: bool, refs: Refs, outs: Refs) -> Non
                     bias = bias.T if bias.ndim else bias
                 if tested:
                     q_tokens = tiles.q_tokens(refs, first_q, axis=1)
-                    ok = tiles.attends(q_tokens, kv_tokens)
+                    bits = None
+                    if "bitmaps" in refs:
+                        owner = list_g if tiles.bitmaps[1] > 1 else zero(g)
+                        own = (owner, refs["bitmap"][list_g, slot])
+                        bits = tiles.bits(lambda *at: refs["bitmaps"].at[(*own, *at)], first_q, first_kv, axis=1)
+                    ok = tiles.attends(q_tokens, kv_tokens, bits)
                     if ok is not None and rows_share_bias:
                         ok &= q_tokens.index < tiles.q_len
                 p, ds = _gradient_of_logits(tiles, dot(k, q, (1, 1)), dot(v, d_out, (1, 1)), bias, ok, lse, delta)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
@@ -58,7 +58,7 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
     def body(tested: bool) -> Callable:
         end = tiles.kv_len if tested and tiles.kv_tail else None
 
-        def step(first_kv: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(first_kv: Array, slot: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, acc = state
             here = (pl.ds(first_kv, tiles.tkv), slice(None))
             # QK
@@ -70,7 +70,8 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
                 )
             x, c, _ = tiles.logits(dot(q, k, (1, 1)), bias)
             if tested:
-                x = jnp.where(tiles.attends(q_tokens, tiles.kv_tokens(refs, first_kv, axis=1)), x, NEG_INF)
+                bits = row_bits(tiles, refs, slot, first_q, first_kv)
+                x = jnp.where(tiles.attends(q_tokens, tiles.kv_tokens(refs, first_kv, axis=1), bits), x, NEG_INF)
             # Softmax
             new_peak = jnp.maximum(peak, x.max(1) * c)
             safe = new_peak
@@ -142,11 +143,23 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
     }
     if mask.row_order is not None:
         inputs["order"] = lists(mask.row_order)
+    if mask.bitmaps is not None:
+        b1, h1 = mask.bitmaps.shape[0] > 1, mask.bitmaps.shape[1] > 1
+        inputs["bitmap"] = lists(mask.kv_bitmap)
+        inputs["bitmaps"] = (
+            lax.bitcast_convert_type(mask.bitmaps, jnp.int32),
+            pl.BlockSpec(
+                (None, None, *mask.bitmaps.shape[2:]),
+                lambda i, h, b: (b if b1 else 0, int_div(h, heads_per_list) if h1 else 0, 0, 0, 0),
+            ),
+        )
     if call.bias is not None:
-        b1, h1 = call.bias.shape[0] > 1, call.bias.shape[1] > 1
+        bias_b, bias_h = call.bias.shape[0] > 1, call.bias.shape[1] > 1
         inputs["bias"] = (
             call.bias,
-            pl.BlockSpec((None, None, *call.bias.shape[2:]), lambda i, h, b: (b if b1 else 0, h if h1 else 0, 0, 0)),
+            pl.BlockSpec(
+                (None, None, *call.bias.shape[2:]), lambda i, h, b: (b if bias_b else 0, h if bias_h else 0, 0, 0)
+            ),
         )
     inputs |= token_inputs(call)
     return inputs
@@ -164,6 +177,13 @@ def q_tile_of(tiles: Tiles, refs: Refs) -> tuple[Array, Array]:
     rank = int_div(i, tiles.split_q)
     row = refs["order"][rank] if "order" in refs else rank
     return row, (row * tiles.split_q + (i - rank * tiles.split_q)) * tiles.tq
+
+
+def row_bits(tiles: Tiles, refs: Refs, slot: Array, first_q: Array, first_kv: Array) -> Array | None:
+    if "bitmaps" not in refs:
+        return None
+    number = refs["bitmap"][slot]
+    return tiles.bits(lambda column, word: refs["bitmaps"].at[number, column, word], first_q, first_kv, axis=0)
 
 
 def walk_kv(tiles: Tiles, refs: Refs, row: Array, first_q: Array, body: Callable, carry: Any) -> Any:

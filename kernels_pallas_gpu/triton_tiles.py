@@ -106,6 +106,8 @@ class Tiles:
         self.has_segments, self.has_positions = call.q_segments is not None, call.q_positions is not None
         self.full_is_exact = call.full_is_exact
         self.bias_shape = None if call.bias is None else call.bias.shape
+        self.block_q, self.block_kv = mask.block_q, mask.block_kv
+        self.bitmaps = None if mask.bitmaps is None else mask.bitmaps.shape
         self.axes = varying_axes(call)
 
     # -- calling --------------------------------------------------------------------------------------------------
@@ -129,17 +131,17 @@ class Tiles:
     def walk(
         self, indices: Callable, split: int, tile: int, start: Array, stop: Array, body: Callable, carry: Any
     ) -> Any:
-        """Calls body(first token of the tile, carry) for every tile of the list slots [start, stop)."""
+        """Calls body(first token of the tile, its slot, carry) for every tile of the list slots [start, stop)."""
 
         def at(step: Array) -> Array:
             # Slots are read one step ahead, which hides the latency; the minimum is for the last step.
-            return indices(jnp.minimum(step if split == 1 else lax.div(step, jnp.int32(split)), self.capacity - 1))
+            return indices(jnp.minimum(int_div(step, split), self.capacity - 1))
 
         def step(n: Array, state: tuple) -> tuple:
             block, carry = state
             after = at(n + 1)
             tile_number = block if split == 1 else block * split + lax.rem(n, jnp.int32(split))
-            return after, body(tile_number * tile, carry)
+            return after, body(tile_number * tile, int_div(n, split), carry)
 
         first, last = start * split, stop * split
         return lax.fori_loop(first, last, step, (at(first), carry))[1]
@@ -168,7 +170,7 @@ class Tiles:
     @property
     def untested(self) -> bool:
         """Whether no rule excludes an element; the ends of the sequences may."""
-        return self.band == (None, None) and not self.has_segments
+        return self.band == (None, None) and not self.has_segments and self.bitmaps is None
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -221,14 +223,29 @@ class Tiles:
             x, slope = t * self.soft_cap, 1 - t * t
         return x, self.units.one, slope
 
-    def attends(self, q: Token, kv: Token) -> Array:
+    def attends(self, q: Token, kv: Token, bits: Array | None = None) -> Array:
         """The element rule; the arrays of one side are columns [n, 1], those of the other rows [1, n]."""
         ok = kv.index < self.kv_len if self.kv_tail else None
         if self.band != (None, None):
             ok = _both(ok, self.band.allows(kv.position - q.position))
         if self.has_segments:
             ok = _both(ok, q.segment == kv.segment)
-        return ok
+        return ok if bits is None else _both(ok, bits)
+
+    def bits(self, at: Callable, first_q: Array, first_kv: Array, axis: int) -> Array:
+        """The bits of a tile, queries along `axis`; `at(column, word)` indexes the bitmap of its block."""
+
+        def inside(first: Array, count: int, block: int, axis: int) -> Array:
+            number = lax.rem(first, jnp.int32(block)) + iota(count)
+            return number[:, None] if axis == 0 else number[None, :]
+
+        shape = (self.tq, self.tkv) if axis == 0 else (self.tkv, self.tq)
+        row = jnp.broadcast_to(inside(first_q, self.tq, self.block_q, axis), shape)
+        column = jnp.broadcast_to(inside(first_kv, self.tkv, self.block_kv, 1 - axis), shape)
+        if self.bitmaps[3] == 1:
+            column = zero(column)
+        words = plgpu.load(at(column, lax.div(row, jnp.int32(32))))
+        return (lax.shift_right_logical(words, lax.rem(row, jnp.int32(32))) & 1) != 0
 
     def q_tokens(self, refs: Refs, first: Array, axis: int) -> Token:
         return self._tokens(refs, "q", first, self.tq, self.q_len, axis, -1)

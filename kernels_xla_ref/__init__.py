@@ -30,6 +30,7 @@ HONOURS = frozenset(
         "band",
         "soft_cap",
         "symbolic_batch",
+        "bitmaps",
     }
 )
 

@@ -92,6 +92,7 @@ class _Work(NamedTuple):
     q_tile: Int[Array, " W"]
     kv_tile: Int[Array, " W"]
     total: Int[Array, ""]
+    bitmap: Int[Array, " W"] | None  # its number among the bitmaps of all batches and heads
 
 
 class _Tiles:
@@ -162,7 +163,13 @@ class _Tiles:
         q_tile = head * self.num_q + block_row * self.split_q + jnp.minimum(sub_row, self.split_q - 1)
         kv_head = b * call.kv_heads + h // self.group
         kv_tile = kv_head * self.num_kv + block * self.split_kv + entry % self.split_kv
-        return _Work(q_tile, kv_tile, ends[-1].astype(jnp.int32))
+        bitmap = None
+        if mask.bitmaps is not None:
+            mask_batch, mask_head = jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h]
+            table_batch, table_heads, count = mask.bitmaps.shape[:3]
+            owner = (mask_batch if table_batch > 1 else 0) * table_heads + (mask_head if table_heads > 1 else 0)
+            bitmap = owner * count + mask.kv_bitmap[mask_batch, mask_head, slot]
+        return _Work(q_tile, kv_tile, ends[-1].astype(jnp.int32), bitmap)
 
     def take(self, work: _Work, step: Array) -> _Chosen:
         start = step * self.chunk
@@ -170,15 +177,17 @@ class _Tiles:
         kv_tile = lax.dynamic_slice_in_dim(work.kv_tile, start, self.chunk)
         live = start + jnp.arange(self.chunk) < work.total
         head, i = q_tile // self.num_q, q_tile % self.num_q
-        return _Chosen(
-            q_tile, kv_tile, head // self.call.q_heads, head % self.call.q_heads, i, kv_tile % self.num_kv, live
-        )
+        b, h, j = head // self.call.q_heads, head % self.call.q_heads, kv_tile % self.num_kv
+        bitmap = None if work.bitmap is None else lax.dynamic_slice_in_dim(work.bitmap, start, self.chunk)
+        return _Chosen(q_tile, kv_tile, b, h, i, j, live, bitmap)
 
     def attends(self) -> Callable[[_Chosen], Array | None]:
         """The element rule on chosen tiles: bool[chunk, tq, tkv], or None where every element passes."""
         call, tokens = self.call, _TokenTiles(self)
         padded = self.num_kv * self.tkv != call.kv_len
-        if not padded and call.band == (None, None) and call.q_segments is None:
+        bits = None if call.mask.bitmaps is None else _Bits(self)
+        free = call.band == (None, None) and call.q_segments is None and bits is None
+        if not padded and free:
             return lambda chosen: None
         # Rows past the last query have no weight, but a bias of NaN for keys that they alone attend would reach dK.
         padded_bias = call.bias is not None and call.bias.shape[2] == 1 and self.num_q * self.tq != call.q_len
@@ -190,6 +199,8 @@ class _Tiles:
             ok &= call.band.allows(tokens.kv_position(chosen)[:, None, :] - tokens.q_position(chosen)[:, :, None])
             if call.q_segments is not None:
                 ok &= tokens.same_segment(chosen)
+            if bits is not None:
+                ok &= bits.of(chosen)
             if padded_bias:
                 ok &= (tokens.q_index(chosen) < call.q_len)[:, :, None]
             return ok
@@ -207,6 +218,7 @@ class _Chosen(NamedTuple):
     i: Array
     j: Array
     live: Array
+    bitmap: Array | None
 
 
 class _TokenTiles:
@@ -242,6 +254,24 @@ class _TokenTiles:
         assert self._q_segments is not None and self._kv_segments is not None
         q, kv = self._q_segments[c.batch * self._t.num_q + c.i], self._kv_segments[c.batch * self._t.num_kv + c.j]
         return q[:, :, None] == kv[:, None, :]
+
+
+class _Bits:
+    """The bits of chosen tiles."""
+
+    def __init__(self, tiles: _Tiles):
+        bitmaps = jnp.asarray(tiles.call.mask.bitmaps)
+        self._t, self._columns = tiles, bitmaps.shape[3]
+        split = tiles.split_kv if self._columns > 1 else 1
+        self._split, self._words = split, bitmaps.reshape(-1, self._columns // split, bitmaps.shape[4])
+
+    def of(self, c: _Chosen) -> Array:
+        """bool[chunk, tq, tkv or 1]."""
+        assert c.bitmap is not None
+        row = (c.i % self._t.split_q)[:, None] * self._t.tq + jnp.arange(self._t.tq)[None]
+        words = self._words[c.bitmap * self._split + c.j % self._split]  # [chunk, columns of a tile, words]
+        own = jnp.take_along_axis(words, (row // 32)[:, None, :], axis=-1)
+        return ((own >> (row % 32).astype(jnp.uint32)[:, None, :]) & 1).astype(bool).swapaxes(1, 2)
 
 
 class _BiasTiles:

@@ -52,8 +52,7 @@ def attention(
     past = q_pos[:, None, :, None] - k_pos[:, None, None, :]  # how far back the key lies
     attends = jnp.ones((1, 1, t, s), bool)
     if mask is not None:
-        blocks = jnp.repeat(jnp.repeat(jnp.asarray(mask.to_blocks()), mask.block_q, -2), mask.block_kv, -1)[..., :t, :s]
-        attends &= jnp.repeat(blocks, h // mask.heads, axis=1)
+        attends &= jnp.repeat(jnp.asarray(mask.to_listed()), h // mask.heads, axis=1)
         attends &= _rule(past, mask.is_causal, mask.local_window_size)
     attends &= _rule(past, is_causal, local_window_size)
     if query_seq_lengths is not None:

@@ -148,6 +148,11 @@ def _row(mask: xsake.BlockMask, positions: Array) -> xsake.BlockMask:
 
     The mask's rule, which applies to indices, is left out: the caller applies it to positions.
     """
+    if mask.bitmaps is not None:
+        raise NotImplementedError(
+            "block_mask has bitmaps, which choose single elements; decoding takes masks of blocks: give the rows of "
+            "a cached query as a mask of its own to xsake.attention"
+        )
     outside = (positions < 0) | (positions >= mask.q_len)
     if not isinstance(outside, jax.core.Tracer) and outside.any():
         raise ValueError(

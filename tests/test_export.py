@@ -106,7 +106,7 @@ def test_static_fields_survive(window):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda header: header | {"version": 99}, r"version 99; this xsake reads.*version 1: export the program again"),
+        (lambda header: header | {"version": 99}, r"version 99; this xsake reads.*version 2: export the program again"),
         (lambda header: header | {"static": {}}, r"damaged: fields \['block_kv', .* missing or unknown"),
         (lambda header: [], "damaged"),
     ],

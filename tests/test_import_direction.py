@@ -36,10 +36,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
     ("xsake._execution", "xsake._pieces"),
     ("xsake._exchange_sparse", "xsake._op"),
-    ("xsake._exchange",),
+    ("xsake._exchange", "xsake._selection"),
     ("xsake._sharded",),
     ("xsake",),  # the door to the operation and to masks
-    ("xsake.hads.profile",),
+    ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),
     ("xsake.hads.calibration",),
     ("xsake.hads",),  # the door to HADS
@@ -56,6 +56,7 @@ FORWARDED = {
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.file"),
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.picture"),
     ("xsake.hads.mask.block_mask", "xsake.hads.mask.row_shards"),
+    ("xsake.hads.mask.block_mask", "xsake.hads.mask.token_selection"),
     ("xsake.hads.profile.profile", "xsake.hads.profile.file"),
 }
 

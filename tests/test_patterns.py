@@ -238,8 +238,7 @@ def test_function_of_tokens_is_judged_after_the_causal_rule():
     """`k <= q` is not constant in a diagonal block, but the causal rule says the same there."""
     mask = patterns.from_function(70, 70, lambda q, k: k <= q, of="tokens", block_q=16, block_kv=16, is_causal=True)
     np.testing.assert_array_equal(mask.to_elements()[0, 0], np.tri(70, dtype=bool))
-    with pytest.raises(ValueError, match="not constant in block"):
-        patterns.from_function(70, 70, lambda q, k: k <= q, of="tokens", block_q=16, block_kv=16)
+    assert mask.bitmaps is None
 
 
 @pytest.mark.parametrize("prefix, element", [(5, "query 0, key 1"), (48, "query 0, key 1")])
@@ -254,14 +253,14 @@ def test_function_of_tokens_that_the_causal_rule_would_cut(prefix, element):
 
 
 @pytest.mark.parametrize("at", [(0, 0), (40, 3), (69, 69), (64, 20)])
-def test_function_of_tokens_that_is_not_constant_in_a_block(at):
+def test_function_of_tokens_that_is_not_constant_in_a_block_gives_a_bitmap(at):
     def function(q, k):
         return (q == at[0]) & (k == at[1])
 
-    with pytest.raises(
-        ValueError, match=rf"not constant in block \(row {at[0] // 16}, column {at[1] // 16}\).*16 x 16"
-    ):
-        patterns.from_function(70, 70, function, of="tokens", block_q=16, block_kv=16)
+    mask = patterns.from_function(70, 70, function, of="tokens", block_q=16, block_kv=16)
+    assert np.argwhere(mask.to_blocks()[0, 0]).tolist() == [[at[0] // 16, at[1] // 16]]
+    assert np.argwhere(mask.to_elements()[0, 0]).tolist() == [list(at)]
+    assert mask.bitmaps is not None
 
 
 # -- wrong calls -------------------------------------------------------------------------------------------------------

@@ -98,6 +98,14 @@ def test_every_config_of_the_search_space_lowers(space: tuple[str, int]) -> None
         assert _lower(call, config) == ["forward", "dq", "dkv"], config
 
 
+def test_bitmaps_lower() -> None:
+    mask = xsake.patterns.from_function(
+        256, 256, lambda h, q, k: (q + k) % (h + 2) == 0, of="tokens", heads=4, block_q=64, block_kv=128
+    )
+    call = dataclasses.replace(_call(), mask=mask)
+    assert _lower(call, triton.default_config(call)) == ["forward", "dq", "dkv"]
+
+
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "tail": {"length": 200, "dim": 80, "segment_ids": np.zeros((1, 200), np.int32), "logits_soft_cap": 5.0},
     "positions": {"positions": np.arange(256)[None], "is_causal": True, "sinks": np.zeros(4, np.float32)},

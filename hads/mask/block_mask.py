@@ -22,29 +22,31 @@ from jax.sharding import PartitionSpec
 from xsake._buckets import density_bucket, power_of_two_at_least
 from xsake.hads.mask import exported
 from xsake.hads.mask.band import Band
+from xsake.hads.mask.bitmaps import unpack
 from xsake.hads.mask.grid import Grid, Window
+from xsake.hads.mask.lists import ArrayT, compress, finished, put, rows_of_slots
 
 if TYPE_CHECKING:
     from xsake.hads.mask.row_shards import RowShards
 
-ArrayT = Any  # numpy outside jit, jax inside
-
 _ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
 _COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
+_BITMAPS = ("bitmaps", "kv_bitmap", "q_bitmap")
 _STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint", "complete")
 
 
-@partial(exported.register, lists=_ROWS + _COLUMNS, static=_STATIC)
-@partial(jax.tree_util.register_dataclass, data_fields=_ROWS + _COLUMNS, meta_fields=_STATIC)
+@partial(exported.register, lists=_ROWS + _COLUMNS + _BITMAPS, static=_STATIC)
+@partial(jax.tree_util.register_dataclass, data_fields=_ROWS + _COLUMNS + _BITMAPS, meta_fields=_STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BlockMask:
     """Active blocks of attention, per head, with the index rule that holds inside them.
 
-    An element attends iff its block is listed and the rule (`is_causal`, `local_window_size`) holds. Lists have
-    shape [b, h, ...] with b = 1 or the batch and h = 1, the KV heads or the query heads. Contents are arrays: a new
-    mask of the same capacity never retraces. `q_*` is the exact transpose, which gradients need; None for inference.
+    An element attends iff its block is listed, the rule (`is_causal`, `local_window_size`) holds and, where the mask
+    has bitmaps, its bit is set. Lists have shape [b, h, ...] with b = 1 or the batch and h = 1, the KV heads or the
+    query heads. Contents are arrays: a new mask of the same capacity never retraces. `q_*` is the exact transpose,
+    which gradients need; None for inference.
 
-    Build one with `from_blocks`, `from_indices`, `full` or a pattern of `xsake.patterns`.
+    Build one with `from_blocks`, `from_indices`, `from_token_indices`, `full` or a pattern of `xsake.patterns`.
     """
 
     kv_indices: Any
@@ -63,6 +65,11 @@ class BlockMask:
     local_window_size: tuple[int | None, int | None] | None
     density_hint: float | None
     complete: bool  # known not to have overflowed its capacity; False where only the contents tell (`overflowed`)
+    # Which elements of a block attend: bit r % 32 of bitmaps[.., n, c, r // 32] is row r and column c of bitmap n, and
+    # kv_bitmap (q_bitmap) is n for each slot of kv_indices (q_indices). One column stands for all: a bit per row.
+    bitmaps: Any = None
+    kv_bitmap: Any = None
+    q_bitmap: Any = None
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -108,10 +115,30 @@ class BlockMask:
             )
         if 0 in blocks.shape:
             raise ValueError(f"blocks must not be empty, got shape {blocks.shape}")
-        xp: Any = jnp if traced else np
         allowed, full = grid.allowed_and_full()
         active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed[None, None]
+        mask = cls.of_active(
+            active, full, grid, capacity=capacity, transpose=transpose, density_hint=density_hint, traced=traced
+        )
+        return mask.on_device()
 
+    @classmethod
+    def of_active(
+        cls,
+        active: ArrayT,
+        full: ArrayT,
+        grid: Grid,
+        *,
+        capacity: int | None,
+        transpose: bool,
+        density_hint: float | None,
+        traced: bool,
+    ) -> BlockMask:
+        """The lists of `active` blocks, bool[b, h, nQ, nK], all of which the rule allows; numpy arrays unless traced.
+
+        `full`, [nQ, nK] or like `active`, says which of them need no test of elements.
+        """
+        xp: Any = jnp if traced else np
         num_allowed = grid.num_allowed
         if not traced:
             per_head = active.sum((-2, -1))
@@ -131,15 +158,17 @@ class BlockMask:
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
 
-        rows = _compress(xp, active, full, capacity)
-        columns = _compress(xp, active.swapaxes(-1, -2), full.T, capacity) if transpose else (None,) * 4
+        rows = compress(xp, active, full, capacity)
+        columns = compress(xp, active.swapaxes(-1, -2), full.swapaxes(-1, -2), capacity) if transpose else (None,) * 4
         lists: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + columns, strict=True))
         complete = not traced or capacity >= num_allowed
-        mask = cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
-        if traced:
-            return mask
+        return cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
+
+    def on_device(self) -> BlockMask:
+        if self.traced:
+            return self
         with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
-            return jax.device_put(mask)
+            return jax.device_put(self)
 
     @classmethod
     def of_lists(
@@ -152,7 +181,7 @@ class BlockMask:
     ) -> BlockMask:
         """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
         checked = Grid.of(**grid, window=None)
-        lists = _finished(jnp, *rows) + (_finished(jnp, *columns) if columns else (None,) * 4)
+        lists = finished(jnp, *rows) + (finished(jnp, *columns) if columns else (None,) * 4)
         names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, lists, strict=True))
         complete = rows[0].shape[-1] >= checked.num_allowed
         return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
@@ -202,7 +231,7 @@ class BlockMask:
         column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
         shape = (*indices.shape[:-1], grid.num_kv + 1)
         lead = np.indices(indices.shape, sparse=True)[:-1]
-        blocks = _put(xp, xp.zeros(shape, bool), (*lead, column), True)
+        blocks = put(xp, xp.zeros(shape, bool), (*lead, column), True)
         mask = cls.from_blocks(
             blocks[..., :-1],
             block_q=block_q,
@@ -220,6 +249,39 @@ class BlockMask:
         bad = wrong.any().astype(jnp.int32)
         row_ptr = mask.kv_row_ptr.at[..., -1].add(bad * (mask.capacity + 1))
         return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
+
+    @classmethod
+    def from_token_indices(
+        cls,
+        block_indices: Any,
+        block_counts: Any = None,
+        *,
+        block_kv: int,
+        block_q: int = 16,
+        kv_len: int | None = None,
+        is_causal: bool = False,
+        local_window_size: Window = None,
+        capacity: int | None = None,
+        transpose: bool = True,
+        density_hint: float | None = None,
+    ) -> BlockMask:
+        """A mask from the KV block numbers that each query token has chosen, i32[B, T, K, n], in any order.
+
+        -1 means no block, a repeated number counts once, and only the first `block_counts` (an int or i32[B, T, K])
+        numbers of a token count. Blocks of `block_q` tokens list what any of them chose, with a bit per token. Numbers
+        out of range raise ValueError when concrete and make attention return NaN when traced.
+
+        >>> mask = BlockMask.from_token_indices([[[[0]], [[1]], [[1]], [[-1]]]], block_kv=2, block_q=2)
+        >>> mask.to_elements()[0, 0].astype(int).tolist()
+        [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+        """
+        from xsake.hads.mask.token_selection import from_token_indices
+
+        q_len = np.shape(block_indices)[1] if np.ndim(block_indices) == 4 else 1
+        grid = Grid.of(block_q, block_kv, q_len, q_len if kv_len is None else kv_len, is_causal, local_window_size)
+        return from_token_indices(
+            block_indices, block_counts, grid, capacity=capacity, transpose=transpose, density_hint=density_hint
+        )
 
     @classmethod
     def full(
@@ -307,16 +369,30 @@ class BlockMask:
         row = rows_of_slots(xp, ptr, self.capacity)  # slots past the last entry land in a spare row
         shape = (self.batch, self.heads, self.num_q_blocks + 1, self.num_kv_blocks)
         where = (b[..., None], h[..., None], row, indices)
-        return _put(xp, xp.zeros(shape, bool), where, True)[..., :-1, :]
+        return put(xp, xp.zeros(shape, bool), where, True)[..., :-1, :]
 
     def to_elements(self) -> ArrayT:
         """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests."""
-        xp: Any = jnp if self.traced else np
-        blocks = self.to_blocks()
-        elements = xp.repeat(xp.repeat(blocks, self.block_q, -2), self.block_kv, -1)
-        elements = elements[..., : self.q_len, : self.kv_len]
+        elements = self.to_listed()
         offset = np.arange(self.kv_len)[None, :] - np.arange(self.q_len)[:, None]
         return elements & self.band.allows(offset[None, None])
+
+    def to_listed(self) -> ArrayT:
+        """`to_elements` without the index rule: the elements of listed blocks whose bits are set."""
+        xp: Any = jnp if self.traced else np
+        if self.bitmaps is None:
+            elements = xp.repeat(xp.repeat(self.to_blocks(), self.block_q, -2), self.block_kv, -1)
+            return elements[..., : self.q_len, : self.kv_len]
+        ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
+        bits = unpack(xp, self.read(self.bitmaps), self.block_q, self.block_kv)
+        b, h = (x[..., None] for x in np.ogrid[: self.batch, : self.heads])
+        row = rows_of_slots(xp, ptr, self.capacity)
+        number = self.read(self.kv_bitmap)
+        of_slots = bits[b if bits.shape[0] > 1 else 0 * b, h if bits.shape[1] > 1 else 0 * h, number]
+        shape = (self.batch, self.heads, self.num_q_blocks + 1, self.num_kv_blocks, self.block_q, self.block_kv)
+        blocks = put(xp, xp.zeros(shape, bool), (b, h, row, indices), of_slots)[:, :, :-1]
+        elements = blocks.swapaxes(3, 4).reshape(self.batch, self.heads, shape[2] * self.block_q - self.block_q, -1)
+        return elements[..., : self.q_len, : self.kv_len]
 
     def density(self, *, per_head: bool = False) -> Any:
         """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
@@ -337,6 +413,11 @@ class BlockMask:
     def _combine(self, other: BlockMask, op: Callable, capacity: int | None) -> BlockMask:
         if self.grid != other.grid:
             raise ValueError(f"masks must have the same blocks, lengths and rule: {self.grid} and {other.grid}")
+        if self.bitmaps is not None or other.bitmaps is not None:
+            raise NotImplementedError(
+                "masks with bitmaps, which choose single elements, cannot be united or intersected: combine the "
+                "functions or the selections that they were made from"
+            )
         return BlockMask.from_blocks(
             op(self.to_blocks(), other.to_blocks()),
             **dataclasses.asdict(self.grid),
@@ -349,8 +430,12 @@ class BlockMask:
 
         A dimension of size 1 is shared by all shards and stays replicated.
         """
-        spec = PartitionSpec(batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
-        return jax.tree.map(lambda _: spec, self)
+
+        def spec(x: Any) -> PartitionSpec:
+            lead = (batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None)
+            return PartitionSpec(*lead, *(None,) * (x.ndim - 2))
+
+        return jax.tree.map(spec, self)
 
     def shard_rows(self, shards: int, *, order: str = "contiguous", capacity: int | None = None) -> RowShards:
         """The rows of each shard of a sequence, with lists of their own: for `xsake.sharded_attention`.
@@ -363,6 +448,11 @@ class BlockMask:
         >>> mask.shard_rows(4).blocks_walked().tolist(), mask.shard_rows(4, order="zigzag").blocks_walked().tolist()
         ([10, 26, 42, 58], [34, 34, 34, 34])
         """
+        if self.bitmaps is not None:
+            raise NotImplementedError(
+                "a mask with bitmaps, which chooses single elements, cannot be cut by rows yet: express it by blocks "
+                "with segment_ids, positions or a window, or cut batch and heads instead"
+            )
         from xsake.hads.mask.order import Order
         from xsake.hads.mask.row_shards import RowShards
 
@@ -389,6 +479,7 @@ class BlockMask:
             rule += f", window {self.local_window_size}"
         try:
             shape = f"batch {self.batch}, heads {self.heads}, capacity {self.capacity}"
+            shape += "" if self.bitmaps is None else f", {self.bitmaps.shape[2]} bitmaps"
         except (AttributeError, IndexError, TypeError):  # a tree of specs or of shapes
             shape = "no arrays"
         return (
@@ -400,61 +491,3 @@ class BlockMask:
         from xsake.hads.mask import picture
 
         return picture.draw(self)
-
-
-def _compress(xp: Any, active: ArrayT, full: np.ndarray, capacity: int) -> tuple[ArrayT, ...]:
-    """Rows of bool[b, h, R, C] as (indices, row_ptr, num_full, order): in a row full ones ascending, then partial."""
-    if xp is np:
-        return _finished(xp, *_compress_concrete(active, full, capacity))
-    from xsake.hads.mask.compact import compact
-
-    return _finished(xp, *compact(active, full, capacity))
-
-
-def _finished(xp: Any, indices: ArrayT, row_ptr: ArrayT, num_full: ArrayT) -> tuple[ArrayT, ...]:
-    """With what kernels ask for besides: the last entry in all free slots, and the order of rows, longest first."""
-    capacity = indices.shape[-1]
-    used = xp.minimum(row_ptr[..., -1:], capacity)
-    last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)
-    inside = np.arange(capacity)[None, None] < used
-    indices = xp.where(inside, indices, xp.where(used > 0, last, 0)).astype(np.int32)
-    order = xp.argsort(-xp.diff(row_ptr, axis=-1), axis=-1, stable=True).astype(np.int32)
-    return indices, row_ptr, num_full, order
-
-
-def _compress_concrete(active: np.ndarray, full: np.ndarray, capacity: int) -> tuple[np.ndarray, ...]:
-    """(indices, row_ptr, num_full), the slots past the last entry 0."""
-    b, h, num_rows, num_columns = active.shape
-    num_full = (active & full).sum(-1, dtype=np.int32)
-    ends = np.cumsum(active.sum(-1, dtype=np.int32), -1, dtype=np.int32)
-    row_ptr = np.concatenate([np.zeros((b, h, 1), np.int32), ends], -1)
-
-    rank_full = np.cumsum(active & full, -1, dtype=np.int32) - 1
-    rank_partial = np.cumsum(active & ~full, -1, dtype=np.int32) - 1 + num_full[..., None]
-    slot = row_ptr[..., :-1, None] + np.where(full, rank_full, rank_partial)
-    slot = np.where(active, slot, capacity).reshape(b, h, -1)  # one spare slot swallows inactive blocks
-    column = np.broadcast_to(np.tile(np.arange(num_columns, dtype=np.int32), num_rows), slot.shape)
-    lead = np.ogrid[:b, :h]
-    indices = np.zeros((b, h, capacity + 1), np.int32)
-    indices[lead[0][..., None], lead[1][..., None], slot] = column
-    return indices[..., :-1], row_ptr, num_full
-
-
-def rows_of_slots(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
-    """The row of each slot of lists with these row_ptr: how many rows end at or before the slot."""
-    lead = tuple(x[..., None] for x in np.ogrid[tuple(slice(size) for size in ptr.shape[:-1])])
-    ends = (*lead, xp.minimum(ptr[..., 1:], capacity))
-    count = xp.zeros((*ptr.shape[:-1], capacity + 1), np.int32)
-    if xp is np:
-        np.add.at(count, ends, 1)
-    else:
-        count = count.at[ends].add(1)
-    return xp.cumsum(count, -1)[..., :capacity]
-
-
-def _put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
-    """The array with `array[where] = value`; a numpy array is changed in place."""
-    if xp is jnp:
-        return array.at[where].set(value)
-    array[where] = value
-    return array

@@ -30,14 +30,16 @@ def compact(
 ) -> tuple[Int[Array, "b h {capacity}"], Int[Array, "b h rows_and_one"], Int[Array, "b h rows"]]:
     """(columns of the active blocks row after row, row_ptr, num_full): in a row full ones ascending, then the others.
 
-    `full` is [rows, columns], or [b, 1, rows, columns].
-    What does not fit the capacity is left out, and row_ptr counts it. Slots past the last entry hold anything.
+    `full` is [rows, columns], or broadcasts to the shape of `active`. What does not fit the capacity is left out, and
+    row_ptr counts it. Slots past the last entry hold anything.
     """
     b, h, _, columns = active.shape
     if b * h * capacity >= 2**31:
         raise ValueError(f"{b} x {h} lists of {capacity} blocks are more than 2**31 slots: give a smaller capacity")
     by_xla = partial(_by_xla, full, capacity)
-    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active) if columns <= _MAX_COLUMNS else by_xla(active)
+    if columns > _MAX_COLUMNS or (full.ndim > 2 and jit_may_partition()):  # a partitioned kernel has one for all
+        return by_xla(active)
+    return on_gpu(partial(_by_kernel, full, capacity), by_xla, active)
 
 
 def _by_kernel(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
@@ -72,7 +74,7 @@ def _partitioned_kernel(full: Any, capacity: int) -> Callable[[Array], tuple[Arr
 
 def _by_xla(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Array]:
     b, h, _, columns = active.shape
-    full = full if full.ndim == 4 else full[None, None]
+    full = full.reshape((1,) * (4 - full.ndim) + full.shape)
     first, second = _pack(active & full), _pack(active & ~full)
     first_counts, second_counts = _ones(first), _ones(second)
     num_full = first_counts.sum(-1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import export
 
-FORMAT, VERSION = "xsake.BlockMask", 1
+FORMAT, VERSION = "xsake.BlockMask", 2
 
 
 def register(mask: type, lists: tuple[str, ...], static: tuple[str, ...]) -> type:

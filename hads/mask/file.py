@@ -16,7 +16,8 @@ import numpy as np
 from xsake import _atomic
 from xsake.hads.mask.block_mask import BlockMask
 
-FORMAT, VERSION = "xsake.BlockMask", 2
+FORMAT, VERSION = "xsake.BlockMask", 3
+_SINCE_3 = ("bitmaps", "kv_bitmap", "q_bitmap")  # a file of version 2 has none
 
 
 def save(mask: BlockMask, path: str | os.PathLike) -> None:
@@ -43,11 +44,12 @@ def load(path: str | os.PathLike) -> BlockMask:
         version = header["format"], header["version"]
     except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a BlockMask file, or is damaged: {error}") from error
-    if version != (FORMAT, VERSION):
+    if version not in ((FORMAT, VERSION), (FORMAT, 2)):
         raise ValueError(
-            f"{path} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} version {VERSION}"
+            f"{path} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} versions 2 and "
+            f"{VERSION}"
         )
-    static: dict[str, Any] = header["static"]
+    static: dict[str, Any] = header["static"] | (dict.fromkeys(_SINCE_3) if version[1] == 2 else {})
     given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(BlockMask)}
     if given != wanted:
         raise ValueError(

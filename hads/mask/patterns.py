@@ -1,8 +1,8 @@
 """Fixed block patterns, each a BlockMask.
 
-A pattern that is one rule (`dense`, `sliding_window`) is exact to the token. A pattern that is an OR of rules (sink +
-window, Longformer, BigBird, ...) chooses whole blocks and carries the causal rule only: a window rule would delete the
-sink.
+A pattern that is one rule (`dense`, `sliding_window`, `documents`, `prefix_lm`) is exact to the token. A pattern that
+is an OR of rules (sink + window, Longformer, BigBird, ...) chooses whole blocks and carries the causal rule only: a
+window rule would delete the sink.
 Sizes are in tokens unless the name says blocks.
 """
 
@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.token_function import Known, mask_of_tokens
 
 
 class _Blocks:
@@ -201,67 +205,140 @@ def random(
     return g.mask(flat.reshape(score.shape), capacity)
 
 
+def documents(
+    segment_ids: Any,
+    *,
+    block_q: int = 128,
+    block_kv: int = 128,
+    is_causal: bool = True,
+    capacity: int | None = None,
+) -> BlockMask:
+    """Packed documents: tokens attend within their own document, and blocks without such a pair are skipped.
+
+    `segment_ids` are i32[T], i32[B, T] or a (query, key) pair of them; a negative id is padding. Under jit, documents
+    should be numbered in ascending order: others are right, too, but skip fewer blocks; and each of the `capacity`
+    slots holds a bitmap.
+
+    >>> import numpy as np
+    >>> documents(np.repeat(np.arange(4), 64), block_q=64, block_kv=64).to_blocks()[0, 0].sum()
+    np.int64(4)
+    """
+    pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise ValueError(f"segment_ids must be one array or a (query, key) pair; got {len(pair)} entries")
+    traced = any(isinstance(x, jax.core.Tracer) for x in pair)
+    xp: Any = jnp if traced else np
+    pair = tuple(xp.asarray(x) for x in pair)
+    for x in pair:
+        if not np.issubdtype(x.dtype, np.integer):
+            raise TypeError(f"segment_ids must be integers, got dtype {x.dtype}")
+        if x.ndim not in (1, 2) or 0 in x.shape:
+            raise ValueError(f"segment_ids must be [T] or [B, T]; got shape {tuple(x.shape)}")
+    q_ids, k_ids = (x.reshape(-1, x.shape[-1]) for x in pair)
+    batch = max(q_ids.shape[0], k_ids.shape[0])
+    if q_ids.shape[0] not in (1, batch) or k_ids.shape[0] not in (1, batch):
+        raise ValueError(f"segment_ids have batches {q_ids.shape[0]} and {k_ids.shape[0]}, which must be equal or 1")
+    q_ids, k_ids = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (q_ids, k_ids))
+    grid = Grid.of(block_q, block_kv, q_ids.shape[1], k_ids.shape[1], is_causal, None)
+
+    def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+        mine, theirs = q_ids[b, q], k_ids[b, k]
+        return (mine == theirs) & (mine >= 0) & (h >= 0)
+
+    (q_low, q_high), (k_low, k_high) = (_range(xp, q_ids, block_q), _range(xp, k_ids, block_kv))
+    q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]
+    k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
+    overlap = xp.maximum(q_low, k_low) <= xp.minimum(q_high, k_high)
+    one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    padded = tuple(
+        (xp.pad(x, ((0, 0), (0, -x.shape[1] % n)), constant_values=-1) < 0).reshape(batch, -1, n).any(-1)
+        for x, n in ((q_ids, block_q), (k_ids, block_kv))
+    )
+    known = Known(overlap, one & ~padded[0][:, None, :, None] & ~padded[1][:, None, None, :])
+    return mask_of_tokens(grid, same, batch=batch, heads=1, known=known, capacity=capacity)
+
+
+def _range(xp: Any, ids: Any, block: int) -> tuple[Any, Any]:
+    """(lowest, highest) id of each block of tokens, [B, blocks], padding left out: (2**31 - 1, -1) where all is."""
+    most = np.int32(2**31 - 1)
+    split = xp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1).reshape(ids.shape[0], -1, block)
+    return xp.where(split < 0, most, split).min(-1), xp.maximum(split, -1).max(-1)
+
+
+def prefix_lm(
+    q_len: int,
+    kv_len: int,
+    *,
+    prefix: Any,
+    block_q: int = 128,
+    block_kv: int = 128,
+    capacity: int | None = None,
+) -> BlockMask:
+    """Causal attention, and all queries see the first `prefix` keys: an int, or i32[B], which may be traced.
+
+    >>> prefix_lm(256, 256, prefix=100, block_q=64, block_kv=64).to_blocks()[0, 0].sum(-1).tolist()
+    [2, 2, 3, 4]
+    """
+    traced = isinstance(prefix, jax.core.Tracer)
+    xp: Any = jnp if traced else np
+    length = xp.asarray(prefix)
+    if not np.issubdtype(length.dtype, np.integer) or length.ndim > 1:
+        raise TypeError(f"prefix must be an int or i32[B]; got {prefix!r}")
+    if not traced and (length < 0).any():
+        raise ValueError(f"prefix={prefix!r} must not be negative")
+    length = length.reshape(-1)
+    grid = Grid.of(block_q, block_kv, q_len, kv_len, False, None)
+
+    def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((k <= q) | (k < length[b])) & (h >= 0)
+
+    q_first, k_first = np.arange(grid.num_q)[:, None] * block_q, np.arange(grid.num_kv)[None, :] * block_kv
+    below = (k_first <= q_first + block_q - 1)[None, None], (k_first + block_kv - 1 <= q_first)[None, None]
+    seen = length[:, None, None, None]
+    known = Known(below[0] | (k_first[None, None] < seen), below[1] | ((k_first + block_kv)[None, None] <= seen))
+    return mask_of_tokens(grid, attends, batch=length.shape[0], heads=1, known=known, capacity=capacity)
+
+
 def from_function(
     q_len: int,
     kv_len: int,
     function: Callable,
     *,
     of: Literal["blocks", "tokens"] = "blocks",
+    batch: int | None = None,
+    heads: int | None = None,
     block_q: int = 128,
     block_kv: int = 128,
     is_causal: bool = False,
     capacity: int | None = None,
 ) -> BlockMask:
-    """A mask from your own function, evaluated once, here, on numpy index arrays that broadcast.
+    """A mask from your own function, evaluated once, here, on index arrays that broadcast.
 
-    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers. It must be
-    constant in each block; with `is_causal` it must allow no later key (`k <= q`) and be constant in each block's
-    elements that the causal rule leaves. Otherwise ValueError. Both may return [..., heads, rows, columns].
+    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers, any predicate:
+    a block in which the function is true for some elements only gets a bitmap. With `is_causal`, the function must
+    allow no later key (`k <= q`), or ValueError. Both may return [..., heads, rows, columns].
+
+    With `heads`, a function of tokens is called as `function(h, q, k)`; with `batch` and `heads` as
+    `function(b, h, q, k)`. It may use traced arrays under jit: then every slot of the lists (`capacity`) has a bitmap,
+    and the index arrays are traced, too.
 
     >>> from_function(256, 256, lambda i, j: i == j).to_blocks()[0, 0].tolist()
     [[True, False], [False, True]]
+    >>> int(from_function(256, 256, lambda q, k: (q - k) % 3 == 0, of="tokens").to_elements().sum())
+    21846
     """
-    g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
-    if of == "blocks":
-        blocks = np.asarray(function(g.i, g.j))
-        if blocks.dtype != np.bool_:
-            raise TypeError(f"function must return booleans, got dtype {blocks.dtype}")
-        return g.mask(np.atleast_2d(blocks), capacity)
-    if of != "tokens":
+    if of == "tokens":
+        grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, None)
+        return mask_of_tokens(grid, function, batch=batch, heads=heads, capacity=capacity)
+    if of != "blocks":
         raise ValueError(f'of={of!r} must be "blocks" or "tokens"')
-    return g.mask(_blocks_of_tokens(g, function), capacity)
-
-
-def _blocks_of_tokens(g: _Blocks, function: Callable) -> np.ndarray:
-    """Evaluated a row of blocks at a time: no [q_len, kv_len] array."""
-    band = Band.of(g.is_causal, None)
-    k = np.arange(g.kv_len)[None, :]
-    starts = np.arange(0, g.kv_len, g.block_kv)
-    rows = []
-    for i in range(g.allowed.shape[0]):
-        q = np.arange(i * g.block_q, min((i + 1) * g.block_q, g.q_len))[:, None]
-        value = np.asarray(function(q, k))
-        if value.dtype != np.bool_:
-            raise TypeError(f"function must return booleans, got dtype {value.dtype}")
-        value = np.broadcast_to(np.atleast_2d(value), (*value.shape[:-2], q.shape[0], g.kv_len))
-        visible = np.broadcast_to(band.allows(k - q), value.shape)
-        if (deleted := value & ~visible).any():
-            row, column = np.argwhere(deleted)[0][-2:]
-            raise ValueError(
-                f"the token function allows (query {q[row, 0]}, key {column}), which is_causal=True deletes: add "
-                f"`& (k <= q)` to the function if it is to be causal, or leave out is_causal if it is not"
-            )
-        on = np.add.reduceat((value & visible).sum(-2), starts, -1)
-        seen = np.add.reduceat(visible.sum(-2), starts, -1)
-        mixed = (on > 0) & (on < seen)
-        if mixed.any():
-            raise ValueError(
-                f"the token function is not constant in block (row {i}, column {int(np.argwhere(mixed)[0][-1])}): it "
-                f"is true for some of its elements only. Use blocks smaller than {g.block_q} x {g.block_kv}, "
-                f"segment_ids or a window."
-            )
-        rows.append(on > 0)
-    return np.stack(rows, -2)
+    if batch is not None or heads is not None:
+        raise ValueError(f'{batch=} and {heads=} are for of="tokens"; a function of blocks returns [heads, nQ, nK]')
+    g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
+    blocks = np.asarray(function(g.i, g.j))
+    if blocks.dtype != np.bool_:
+        raise TypeError(f"function must return booleans, got dtype {blocks.dtype}")
+    return g.mask(np.atleast_2d(blocks), capacity)
 
 
 def _smallest(score: np.ndarray, eligible: np.ndarray, count: int) -> np.ndarray:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xsake.hads.mask.lists import rows_of_slots
+
 if TYPE_CHECKING:
     from xsake.hads.mask.block_mask import BlockMask
 
@@ -17,9 +19,9 @@ SHADES = "·░▒▓█"
 
 def draw(mask: BlockMask) -> str:
     """The heads' pictures side by side. Each character is a cell of one or more blocks: `█` if all of them are active,
-    `·` if none, a shade between if some."""
+    `·` if none, a shade between if some. A block with a bitmap counts by the share of its bits."""
     try:
-        blocks = np.asarray(mask.to_blocks())
+        blocks = np.asarray(mask.to_blocks()) * _shares(mask)
     except Exception:  # traced, or a tree of specs: there are no contents to draw
         return repr(mask)
     pictures: list[list[str]] = []
@@ -33,6 +35,20 @@ def draw(mask: BlockMask) -> str:
     more = [f"... and {left_out} more"] if left_out else []
     head = f"{mask!r} density {float(mask.density()):.1%}"
     return "\n".join([head, *_side_by_side(pictures), *more])
+
+
+def _shares(mask: BlockMask) -> np.ndarray:
+    """float[b | 1, h | 1, nQ, nK]: the share of bits that are set in the bitmap of each listed block."""
+    if mask.bitmaps is None:
+        return np.ones((1, 1, 1, 1))
+    bitmaps, numbers, indices = (mask.read(x) for x in (mask.bitmaps, mask.kv_bitmap, mask.kv_indices))
+    size = mask.block_q * bitmaps.shape[3]
+    set_ = np.minimum(np.bitwise_count(bitmaps).sum((-2, -1)), size) / size
+    shares = np.zeros((mask.batch, mask.heads, mask.num_q_blocks + 1, mask.num_kv_blocks))
+    b, h = (x[..., None] for x in np.ogrid[: mask.batch, : mask.heads])
+    own = set_[np.minimum(b, set_.shape[0] - 1), np.minimum(h, set_.shape[1] - 1), numbers]
+    shares[b, h, rows_of_slots(np, mask.read(mask.kv_row_ptr), mask.capacity), indices] = own
+    return shares[:, :, :-1]
 
 
 def _lines(blocks: np.ndarray) -> list[str]:

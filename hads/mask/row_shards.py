@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from xsake.hads.mask.block_mask import BlockMask, rows_of_slots
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.lists import rows_of_slots
 from xsake.hads.mask.order import Order
 
 

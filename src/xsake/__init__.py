@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from xsake import autotune, tuning_db
     from xsake._op import attention
     from xsake._registry import implementations
+    from xsake._selection.moba import moba_attention
+    from xsake._selection.native_sparse import native_sparse_attention
+    from xsake._selection.selected import selected_attention
     from xsake._sharded import sharded_attention, unzigzag, zigzag
     from xsake._trace import interpret
     from xsake.hads.mask import patterns
@@ -22,7 +25,10 @@ _PUBLIC = {
     "autotune": "xsake.autotune",
     "implementations": "xsake._registry",
     "interpret": "xsake._trace",
+    "moba_attention": "xsake._selection.moba",
+    "native_sparse_attention": "xsake._selection.native_sparse",
     "patterns": "xsake.hads.mask.patterns",
+    "selected_attention": "xsake._selection.selected",
     "sharded_attention": "xsake._sharded",
     "tuning_db": "xsake.tuning_db",
     "unzigzag": "xsake._sharded",
@@ -35,7 +41,10 @@ __all__ = [
     "autotune",
     "implementations",
     "interpret",
+    "moba_attention",
+    "native_sparse_attention",
     "patterns",
+    "selected_attention",
     "sharded_attention",
     "tuning_db",
     "unzigzag",

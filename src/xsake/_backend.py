@@ -44,6 +44,8 @@ class Call:
     - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
       head whose mask overflowed, so that NaN reaches every output.
     - Without `deterministic`, a backend may add up in an order that differs from run to run.
+    - Where `mask.bitmaps` is not None, an element of a listed block attends only if its bit is set. All bits of a full
+      block are.
     - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
@@ -76,8 +78,12 @@ class Call:
         return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
 
     def uses(self) -> dict[str, str]:
-        """The optional fields that this call uses, and their public names; also "symbolic_batch" of `jax.export`."""
+        """The optional fields that this call uses, and their public names; also "symbolic_batch" of `jax.export`, and
+        "bitmaps" of the mask.
+        """
         used = {} if isinstance(self.batch, int) else {"symbolic_batch": "a symbolic batch size"}
+        if self.mask.bitmaps is not None:
+            used["bitmaps"] = "a mask with bitmaps (which elements of a block attend)"
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             neutral = value is field.default or (field.metadata.get("static") and value == field.default)
@@ -129,9 +135,9 @@ class Backend(Protocol):
     forward, dq and dkv). Each field holds such a dataclass too. Both validate themselves. Where one direction's kernel
     replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
 
-    `HONOURS` names the optional fields of `Call` that the backend honours, and "symbolic_batch" if the batch may be a
-    dimension variable of `jax.export`. The registry refuses a call that uses another field, so that a field added to
-    `Call` later is never ignored.
+    `HONOURS` names the optional fields of `Call` that the backend honours, "symbolic_batch" if the batch may be a
+    dimension variable of `jax.export`, and "bitmaps" if the mask may have them. The registry refuses a call that uses
+    another field, so that a field added to `Call` later is never ignored.
     """
 
     Config: type

@@ -31,6 +31,7 @@ class Case:
     block_kv: int
     mask_causal: bool = False
     mask_window: Any = None
+    elements: np.ndarray | None = None  # bool[b, h, T, S]: these elements of the blocks, by bitmaps
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def mask(self, **options):
@@ -38,6 +39,8 @@ class Case:
 
         if self.blocks is None:
             return None
+        if self.elements is not None:
+            return self._mask_of_elements(**options)
         return xsake.BlockMask.from_blocks(
             self.blocks,
             block_q=self.block_q,
@@ -46,6 +49,29 @@ class Case:
             kv_len=self.key.shape[1],
             is_causal=self.mask_causal,
             local_window_size=self.mask_window,
+            **options,
+        )
+
+    def _mask_of_elements(self, **options):
+        import xsake
+
+        t, s = self.query.shape[1], self.key.shape[1]
+        rows, columns = np.arange(t) // self.block_q, np.arange(s) // self.block_kv
+        of_blocks = self.blocks[:, :, rows][:, :, :, columns]
+        batch, heads = np.broadcast_shapes(self.elements.shape[:2], of_blocks.shape[:2])
+        chosen = np.broadcast_to(self.elements & of_blocks, (batch, heads, t, s))
+        past = np.arange(t)[:, None] - np.arange(s)[None]
+        chosen = chosen & reference.rule(past, self.mask_causal, None)
+        return xsake.patterns.from_function(
+            t,
+            s,
+            lambda b, h, q, k: chosen[b, h, q, k],
+            of="tokens",
+            batch=batch,
+            heads=heads,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            is_causal=self.mask_causal,
             **options,
         )
 

@@ -69,6 +69,8 @@ def attends(case) -> np.ndarray:
         m = m & np.logical_or.reduceat(np.logical_or.reduceat(by_index, starts[0], 0), starts[1], 1)
         heads = np.arange(h) * m.shape[1] // h
         ok &= m[:, heads][:, :, rows][:, :, :, columns]
+        if case.elements is not None:
+            ok &= case.elements[:, np.arange(h) * case.elements.shape[1] // h]
         ok &= rule(past, case.mask_causal, case.mask_window)
     ok &= rule(past, a.get("is_causal", False), a.get("local_window_size"))
     if a.get("query_seq_lengths") is not None:

@@ -1,0 +1,151 @@
+"""Masks in which every query token has chosen its own blocks of keys: union lists, and a bit per query row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake._buckets import power_of_two_at_least
+from xsake.hads.mask.bitmaps import distinct, words_of
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.lists import ArrayT
+from xsake.hads.mask.token_function import Known, mask_of_tokens
+from xsake.hads.mask.with_bitmaps import with_bitmap_per_slot, with_bitmaps
+
+
+def from_token_indices(
+    block_indices: Any,
+    block_counts: Any,
+    grid: Grid,
+    *,
+    capacity: int | None,
+    transpose: bool,
+    density_hint: float | None,
+) -> BlockMask:
+    words, wrong, count = _chosen(block_indices, block_counts, grid)
+    traced = isinstance(words, jax.core.Tracer)
+    allowed, full = grid.allowed_and_full()
+    active = (words != 0).any(-1) & allowed[None, None]
+    every_row = _every_row(grid)[None, None]
+    whole = ((words & every_row) == every_row).all(-1)
+    if traced and capacity is None:
+        # A row of blocks lists at most as many blocks as its tokens have chosen.
+        capacity = max(int(np.minimum(allowed.sum(-1), grid.block_q * count).sum()), 1)
+    mask = BlockMask.of_active(
+        active,
+        full & whole if not traced else full[None, None] & whole,
+        grid,
+        capacity=capacity,
+        transpose=transpose,
+        density_hint=density_hint,
+        traced=traced,
+    )
+    if traced:
+        b, h = (x[..., None] for x in np.ogrid[: mask.batch, : mask.heads])
+        mask = with_bitmap_per_slot(mask, lambda row, column: words[b, h, row, column][..., None, :])
+        return _poisoned(mask, wrong)
+    if not (active & ~whole).any():
+        return mask.on_device()
+    ones = np.full((1, words.shape[-1]), 2**32 - 1, np.uint32)
+    of_blocks = np.where(whole[..., None], ones, words).reshape(-1, words.shape[-1])
+    table, number = distinct(np.concatenate([ones, np.where(active.reshape(-1, 1), of_blocks, ones)])[:, None])
+    spare = power_of_two_at_least(len(table)) - len(table)  # so that new contents rarely compile anew
+    table = np.pad(table, [(0, spare), (0, 0), (0, 0)])
+    return with_bitmaps(mask, table[None, None], number[1:].reshape(active.shape)).on_device()
+
+
+def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: int, block_kv: int) -> BlockMask:
+    """A causal mask of what each token chose, and of the last `window` tokens, its own included."""
+    q_len = block_indices.shape[1]
+    grid = Grid.of(block_q, block_kv, q_len, q_len, True, None)
+    words, wrong, _ = _chosen(block_indices, block_counts, grid)
+
+    def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = q % block_q
+        word = words[b, h, q // block_q, k // block_kv, row // 32]
+        return (((word >> (row % 32).astype(np.uint32)) & np.uint32(1)) != 0) | (q - k < window)
+
+    i, j = np.arange(grid.num_q)[:, None] * block_q, np.arange(grid.num_kv)[None, :] * block_kv
+    near = (i - (j + block_kv - 1) < window)[None, None], (i + block_q - 1 - j < window)[None, None]
+    every_row = _every_row(grid)[None, None]
+    whole = ((words & every_row) == every_row).all(-1)
+    known = Known((words != 0).any(-1) | near[0], whole | near[1])
+    mask = mask_of_tokens(grid, attends, batch=words.shape[0], heads=words.shape[1], known=known)
+    return _poisoned(mask, wrong) if isinstance(words, jax.core.Tracer) else mask
+
+
+def _poisoned(mask: BlockMask, wrong: ArrayT) -> BlockMask:
+    """A block that is out of range makes attention return NaN, as an overflow does."""
+    row_ptr = mask.kv_row_ptr.at[..., -1].add(wrong.any().astype(jnp.int32) * (mask.capacity + 1))
+    return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
+
+
+def _chosen(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT, int]:
+    """(`_row_words`, which numbers are out of range, numbers per token)."""
+    traced = any(isinstance(x, jax.core.Tracer) for x in (block_indices, block_counts))
+    xp: Any = jnp if traced else np
+    indices, counts = _checked(xp, block_indices, block_counts, grid)
+    if counts is not None:
+        position = np.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,))
+        indices = xp.where(position < counts[..., None], indices, -1)
+    wrong = (indices < -1) | (indices >= grid.num_kv)
+    if not traced and wrong.any():
+        raise ValueError(
+            f"block_indices must be -1 (none) or in [0, {grid.num_kv}); got {indices[wrong][:4].tolist()} "
+            f"at {np.argwhere(wrong)[:4].tolist()}"
+        )
+    words = _row_words(xp, xp.where(wrong | (indices < 0), grid.num_kv, indices), grid)
+    return words, wrong, indices.shape[-1]
+
+
+def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT | None]:
+    indices = xp.asarray(block_indices)
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise TypeError(f"block_indices must be integers, got dtype {indices.dtype}")
+    if indices.ndim != 4 or indices.shape[1] != grid.q_len or 0 in indices.shape:
+        raise ValueError(f"block_indices must be [batch, tokens, heads, blocks]; got shape {tuple(indices.shape)}")
+    if block_counts is None:
+        return indices, None
+    counts = xp.asarray(block_counts)
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise TypeError(f"block_counts must be integers, got dtype {counts.dtype}")
+    if counts.ndim and tuple(counts.shape) != tuple(indices.shape[:3]):
+        raise ValueError(
+            f"block_counts must be an int or {list(indices.shape[:3])}, one number per token and head; got shape "
+            f"{tuple(counts.shape)}"
+        )
+    return indices, xp.broadcast_to(counts, indices.shape[:3])
+
+
+def _row_words(xp: Any, column: ArrayT, grid: Grid) -> ArrayT:
+    """uint32[b, h, nQ, nK, words]: which rows of a block of queries chose each block of keys.
+
+    `column` [b, t, h, n] is nK where nothing is chosen. A word is the sum of its bits, so that each may come once: a
+    number that a token repeats is taken out.
+    """
+    ordered = xp.sort(column, axis=-1)
+    again = xp.concatenate([xp.zeros_like(ordered[..., :1], dtype=bool), ordered[..., 1:] == ordered[..., :-1]], -1)
+    column = xp.where(again, grid.num_kv, ordered)
+    b, t, h, _ = np.ogrid[tuple(map(slice, column.shape))]
+    row = t % grid.block_q
+    bit = np.broadcast_to(np.uint32(1) << (row % 32).astype(np.uint32), column.shape)
+    shape = (column.shape[0], column.shape[2], grid.num_q, grid.num_kv + 1, words_of(grid.block_q))
+    where = (b, h, t // grid.block_q, column, row // 32)
+    if xp is not np:
+        return jnp.zeros(shape, jnp.uint32).at[where].add(bit)[..., :-1, :]
+    words = np.zeros(shape, np.uint32)
+    np.add.at(words, where, bit)
+    return words[..., :-1, :]
+
+
+def _every_row(grid: Grid) -> np.ndarray:
+    """uint32[nQ, 1, words]: the bits of all rows that hold a query."""
+    rows = np.minimum(grid.q_len - np.arange(grid.num_q) * grid.block_q, grid.block_q)
+    word = np.arange(words_of(grid.block_q))
+    bits = np.clip(rows[:, None] - 32 * word[None], 0, 32).astype(np.uint64)
+    return ((np.uint64(1) << bits) - np.uint64(1)).astype(np.uint32)[:, None]

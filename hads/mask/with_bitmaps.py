@@ -1,0 +1,49 @@
+"""Give a mask its bitmaps: a shared table of distinct ones, or, under jit, one for each slot of the lists."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.lists import ArrayT, rows_of_slots
+
+
+def with_bitmaps(mask: BlockMask, bitmaps: ArrayT, number: ArrayT) -> BlockMask:
+    """The mask with `bitmaps`; number[b | 1, h | 1, nQ, nK] says which of them each block has."""
+    xp: Any = jnp if mask.traced else np
+    number = xp.broadcast_to(number, (mask.batch, mask.heads, *number.shape[2:]))
+    b, h = _lead(mask)
+
+    def of_slots(indices: ArrayT, ptr: ArrayT, number: ArrayT) -> ArrayT:
+        return number[b, h, _rows(xp, ptr, mask.capacity), indices].astype(np.int32)
+
+    transposed = None
+    if mask.has_transpose:
+        transposed = of_slots(mask.q_indices, mask.q_row_ptr, number.swapaxes(-1, -2))
+    by_row = of_slots(mask.kv_indices, mask.kv_row_ptr, number)
+    return dataclasses.replace(mask, bitmaps=bitmaps, kv_bitmap=by_row, q_bitmap=transposed)
+
+
+def with_bitmap_per_slot(mask: BlockMask, bitmaps_of: Callable[[ArrayT, ArrayT], ArrayT]) -> BlockMask:
+    """A traced mask with bitmaps of its own for each slot: bitmaps_of(row, column), both i32[b, h, N], gives them."""
+    row = _rows(jnp, mask.kv_row_ptr, mask.capacity)
+    slot = jnp.broadcast_to(jnp.arange(mask.capacity, dtype=jnp.int32), row.shape)
+    # Free slots repeat the last entry: the smallest slot of a block is the one that counts.
+    number = jnp.full((mask.batch, mask.heads, mask.num_q_blocks, mask.num_kv_blocks), mask.capacity - 1, jnp.int32)
+    number = number.at[(*_lead(mask), row, mask.kv_indices)].min(slot)
+    return with_bitmaps(mask, bitmaps_of(row, mask.kv_indices), number)
+
+
+def _rows(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
+    """The row of each slot; free slots take the last row."""
+    return xp.minimum(rows_of_slots(xp, ptr, capacity), ptr.shape[-1] - 2)
+
+
+def _lead(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
+    b, h = np.ogrid[: mask.batch, : mask.heads]
+    return b[..., None], h[..., None]

@@ -1,0 +1,1 @@
+"""Attention in which every query token chooses its own blocks of keys: NSA, MoBA, and their common parts."""

@@ -1,0 +1,152 @@
+"""Masks with bitmaps: any elements of a block, on backends that honour them; the others refuse them by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from contract.case import check_run, make, run
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sweep import sweep
+
+import xsake
+from xsake import _registry
+from xsake.hads.mask.bitmaps import unpack
+
+CASES = {
+    "per batch and head": dict(mask=(2, 4)),
+    "per batch, half precision": dict(mask=(2, 1), dtype="bfloat16", q_len=64),
+    "with every argument": dict(
+        mask=(1, 2),
+        mask_causal=True,
+        bias=(1, 0, 0, 0),
+        sinks=(4,),
+        logits_soft_cap=2.0,
+        local_window_size=(60, 40),
+        key_value_seq_lengths=np.array([100, 57], np.int32),
+    ),
+    "rows of keys alike": dict(mask=(1, 2), block_q=16, block_kv=16, q_len=100),
+}
+
+
+def with_elements(case, name):
+    rng = np.random.default_rng(1)
+    shape = (*case.blocks.shape[:2], case.query.shape[1], case.key.shape[1])
+    elements = rng.random(shape) < 0.6
+    if name == "rows of keys alike":
+        elements = np.broadcast_to(elements[..., :1], shape)
+    return case.replace(elements=elements)
+
+
+@pytest.mark.parametrize("name", sweep(CASES, slow=["per batch and head", "rows of keys alike"]))
+def test_bitmaps(implementation, name):
+    options = dict(CASES[name])
+    if options.get("dtype", "float32") not in implementation.dtypes:
+        options["dtype"] = implementation.dtypes[0]
+    case = with_elements(make(implementation, **options), name)
+    if "bitmaps" in _registry.get(implementation.name).HONOURS:
+        assert case.mask().bitmaps is not None
+        check_run(implementation, case)
+    else:
+        with pytest.raises(NotImplementedError, match=r"does not honour a mask with bitmaps"):
+            run(dataclasses.replace(implementation, partial=False), case)
+
+
+def of_columns(mask):
+    """The elements that the transposed lists say, bool[b, h, nK, nQ, block_q, block_kv]."""
+    bits = unpack(np, np.asarray(mask.bitmaps), mask.block_q, mask.block_kv)
+    bits = np.broadcast_to(bits, (mask.batch, mask.heads, *bits.shape[2:]))
+    found = np.zeros((mask.batch, mask.heads, mask.num_kv_blocks, mask.num_q_blocks, *bits.shape[3:]), bool)
+    for b, h, j in np.ndindex(found.shape[:3]):
+        for slot in range(int(mask.q_row_ptr[b, h, j]), int(mask.q_row_ptr[b, h, j + 1])):
+            found[b, h, j, mask.q_indices[b, h, slot]] = bits[b, h, mask.q_bitmap[b, h, slot]]
+    return found
+
+
+SIZES = dict(block_q=40, block_kv=16)
+SIZES_32 = dict(block_q=32, block_kv=32)
+
+
+def dense(function, t, s, batch=1, heads=1):
+    b, h, q, k = np.ogrid[:batch, :heads, :t, :s]
+    return np.broadcast_to(function(b, h, q, k), (batch, heads, t, s))
+
+
+def rule(b, h, q, k):
+    return ((q * 7 + k * 3 + h + 2 * b) % 5 < 2) & (q - k < 50)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_transpose_is_exact(traced):
+    def build(zero):
+        return xsake.patterns.from_function(
+            130, 90, lambda b, h, q, k: rule(b, h, q, k + zero), of="tokens", batch=2, heads=3, **SIZES
+        )
+
+    mask = jax.jit(build)(0) if traced else build(0)
+    expected = dense(rule, 130, 90, 2, 3)
+    assert (mask.to_elements() == expected).all()
+    columns = of_columns(mask).transpose(0, 1, 3, 4, 2, 5).reshape(2, 3, 160, 96)
+    assert (columns[:, :, :130, :90] == expected).all()
+
+
+def test_blocks_are_classified():
+    def staircase(q, k):
+        return (k < 32) | ((k < 64) & (q % 2 == 0)) | ((k >= 96) & (q < 32))
+
+    mask = xsake.patterns.from_function(96, 128, staircase, of="tokens", block_q=32, block_kv=32)
+    assert mask.to_blocks()[0, 0].astype(int).tolist() == [[1, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert mask.kv_num_full[0, 0].tolist() == [2, 1, 1]
+    assert mask.bitmaps.shape == (1, 1, 2, 32, 1), "the one partial bitmap, and the one of full blocks"
+    whole = xsake.patterns.from_function(96, 128, lambda q, k: (k // 32 == 1) & (q >= 0), of="tokens", **SIZES_32)
+    assert whole.bitmaps is None, "a mask of whole blocks costs nothing more"
+
+
+def test_save_and_load_and_picture(tmp_path):
+    mask = xsake.patterns.from_function(64, 64, lambda q, k: (q + k) % 4 == 0, of="tokens", **SIZES_32)
+    mask.save(tmp_path / "mask.npz")
+    again = xsake.BlockMask.load(tmp_path / "mask.npz")
+    assert jax.tree.structure(again) == jax.tree.structure(mask)
+    jax.tree.map(np.testing.assert_array_equal, again, mask)
+    assert "2 bitmaps" in repr(mask) and str(mask).endswith("░░\n░░")
+
+
+def test_what_bitmaps_cannot_do_yet_is_refused_by_name():
+    mask = xsake.patterns.from_function(64, 64, lambda q, k: (q + k) % 4 == 0, of="tokens", **SIZES_32)
+    plain = xsake.patterns.dense(64, 64, **SIZES_32)
+    for refused in (lambda: mask | plain, lambda: plain & mask, lambda: mask.shard_rows(2)):
+        with pytest.raises(NotImplementedError, match="bitmaps"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(batch=2), "batch=2 also needs heads"),
+        (dict(heads=0), "heads=0 must be an int of at least 1"),
+        (dict(heads=2, of="blocks"), 'are for of="tokens"'),
+    ],
+)
+def test_wrong_functions_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        xsake.patterns.from_function(64, 64, lambda *given: True, **(dict(of="tokens") | options))
+
+
+def test_vmap_and_mesh():
+    segments = np.sort(np.random.default_rng(0).integers(0, 5, (4, 64)), -1)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (4, 64, n, 16)) for key, n in zip(keys, (4, 2, 2), strict=True))
+
+    def attend(q, k, v, segments):
+        return xsake.attention(q, k, v, xsake.patterns.documents(segments, block_q=16, block_kv=16))
+
+    together = jax.jit(attend)(q, k, v, segments)
+    one_by_one = jax.jit(jax.vmap(lambda *x: attend(*(y[None] for y in x))[0]))(q, k, v, segments)
+    np.testing.assert_allclose(one_by_one, together, atol=1e-6)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    cut = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", None, "model"))) for x in (q, k, v)]
+    mask = xsake.patterns.documents(segments, block_q=16, block_kv=16)
+    assert mask.bitmaps.shape[:2] == (1, 1) and mask.batch == 4
+    np.testing.assert_allclose(jax.jit(xsake.attention)(*cut, mask), together, atol=1e-6)
