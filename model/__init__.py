@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from xsake.model.config import PRESETS, ModelConfig
     from xsake.model.flax_attention import attention_fn
     from xsake.model.generation import generate, stream
-    from xsake.model.pretrained import load_pretrained, load_tokenizer, open_model
+    from xsake.model.model_file import open_model
+    from xsake.model.pretrained import load_pretrained, load_tokenizer
     from xsake.model.safetensors_file import save_pretrained
     from xsake.model.sampling import Sampler
     from xsake.model.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ _PUBLIC = {
     "load_pretrained": "xsake.model.pretrained",
     "load_tokenizer": "xsake.model.pretrained",
     "load_trained": "xsake.model.trained",
-    "open_model": "xsake.model.pretrained",
+    "open_model": "xsake.model.model_file",
     "save_pretrained": "xsake.model.safetensors_file",
     "stream": "xsake.model.generation",
     "train": "xsake.model.train_loop",
