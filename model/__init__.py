@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from xsake.model.config import PRESETS, ModelConfig
     from xsake.model.flax_attention import attention_fn
     from xsake.model.generation import generate, stream
+    from xsake.model.hads_budget import HadsBudget
     from xsake.model.model_file import open_model
     from xsake.model.pretrained import load_pretrained, load_tokenizer
     from xsake.model.safetensors_file import save_pretrained
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from xsake.model.transformer import Transformer
 
 _PUBLIC = {
+    "HadsBudget": "xsake.model.hads_budget",
     "KVCache": "xsake.model.cache",
     "ModelConfig": "xsake.model.config",
     "PRESETS": "xsake.model.config",
@@ -41,6 +43,7 @@ _PUBLIC = {
 
 __all__ = [
     "PRESETS",
+    "HadsBudget",
     "KVCache",
     "ModelConfig",
     "Sampler",

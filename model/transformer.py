@@ -24,7 +24,7 @@ from xsake.model.sequence_cut import SequenceCut
 
 Tokens = Int[Array | np.ndarray, "B T"]
 States = Float[Array, "B T width"]
-AttendLayer = Callable[[Array, Array, Array], tuple[Array, KVCache | None]]
+AttendLayer = Callable[[Array, Array, Array], tuple[Array, Any]]  # (output, what the layer keeps, such as a cache)
 
 
 class RMSNorm(nnx.Module):
@@ -52,12 +52,12 @@ class Attention(nnx.Module):
             self.query_norm, self.key_norm = norm(config.head_dim), norm(config.head_dim)
         self.output = linear(config.q_heads * config.head_dim, config.width, kernel_init=_residual_init(config))
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, KVCache | None]:
+    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
         if self.has_norms:
             query, key = self.query_norm(query), self.key_norm(key)
-        out, cache = attend(rotation.turn(query), rotation.turn(key), value)
-        return self.output(out.reshape(*x.shape[:2], -1)), cache
+        out, kept = attend(rotation.turn(query), rotation.turn(key), value)
+        return self.output(out.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: States) -> Float[Array, "B T heads D"]:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -82,10 +82,10 @@ class Block(nnx.Module):
         self.mlp_norm = norm(config.width)
         self.mlp = MLP(config, linear)
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, KVCache | None]:
-        attended, cache = self.attention(self.attention_norm(x), rotation, attend)
+    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
+        attended, kept = self.attention(self.attention_norm(x), rotation, attend)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), kept
 
 
 class Transformer(nnx.Module):
