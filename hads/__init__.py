@@ -10,31 +10,41 @@ from xsake.hads.mask.block_mask import BlockMask, density_bucket
 if TYPE_CHECKING:
     from xsake.hads.calibration.calibrate import calibrate
     from xsake.hads.calibration.recalibration import recalibration
-    from xsake.hads.profile.budgets import head_counts, layer_counts
+    from xsake.hads.profile.budgets import chunk_counts, head_counts, layer_counts
     from xsake.hads.profile.profile import HadsProfile
+    from xsake.hads.selection.chunk import LayerWeights, select_chunk
     from xsake.hads.selection.mask_function import HadsMask
+    from xsake.hads.selection.pooled_keys import PooledKeys
     from xsake.hads.selection.select import select
 
 _PUBLIC = {
     "HadsMask": "xsake.hads.selection.mask_function",
     "HadsProfile": "xsake.hads.profile.profile",
+    "LayerWeights": "xsake.hads.selection.chunk",
+    "PooledKeys": "xsake.hads.selection.pooled_keys",
     "calibrate": "xsake.hads.calibration.calibrate",
+    "chunk_counts": "xsake.hads.profile.budgets",
     "head_counts": "xsake.hads.profile.budgets",
     "layer_counts": "xsake.hads.profile.budgets",
     "recalibration": "xsake.hads.calibration.recalibration",
     "select": "xsake.hads.selection.select",
+    "select_chunk": "xsake.hads.selection.chunk",
 }
 
 __all__ = [
     "BlockMask",
     "HadsMask",
     "HadsProfile",
+    "LayerWeights",
+    "PooledKeys",
     "calibrate",
+    "chunk_counts",
     "density_bucket",
     "head_counts",
     "layer_counts",
     "recalibration",
     "select",
+    "select_chunk",
 ]
 
 

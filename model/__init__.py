@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from xsake.model.config import PRESETS, ModelConfig
     from xsake.model.flax_attention import attention_fn
     from xsake.model.generation import generate, stream
-    from xsake.model.pretrained import load_pretrained, load_tokenizer, open_model
+    from xsake.model.hads_budget import HadsBudget
+    from xsake.model.model_file import open_model
+    from xsake.model.pretrained import load_pretrained, load_tokenizer
     from xsake.model.safetensors_file import save_pretrained
     from xsake.model.sampling import Sampler
     from xsake.model.tokenizer import Tokenizer
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from xsake.model.transformer import Transformer
 
 _PUBLIC = {
+    "HadsBudget": "xsake.model.hads_budget",
     "KVCache": "xsake.model.cache",
     "ModelConfig": "xsake.model.config",
     "PRESETS": "xsake.model.config",
@@ -32,7 +35,7 @@ _PUBLIC = {
     "load_pretrained": "xsake.model.pretrained",
     "load_tokenizer": "xsake.model.pretrained",
     "load_trained": "xsake.model.trained",
-    "open_model": "xsake.model.pretrained",
+    "open_model": "xsake.model.model_file",
     "save_pretrained": "xsake.model.safetensors_file",
     "stream": "xsake.model.generation",
     "train": "xsake.model.train_loop",
@@ -40,6 +43,7 @@ _PUBLIC = {
 
 __all__ = [
     "PRESETS",
+    "HadsBudget",
     "KVCache",
     "ModelConfig",
     "Sampler",

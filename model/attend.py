@@ -33,6 +33,7 @@ class Attend:
     segment_ids: Any = None
     mesh: Mesh | None = None
     cut: SequenceCut | None = None
+    window_of: Callable[[int], int | None] = lambda layer: None
 
     def __post_init__(self) -> None:
         if self.cut is not None and self.attention_fn is not xsake.attention:
@@ -51,6 +52,9 @@ class Attend:
                 key, value = cache.keys[layer], cache.values[layer]
                 slots = jnp.arange(cache.capacity, dtype=jnp.int32)
                 options["positions"] = (cache.slots(query.shape[1]), jnp.broadcast_to(slots, key.shape[:2]))
+        static: dict[str, Any] = dict(is_causal=True)
+        if (window := self.window_of(layer)) is not None:
+            static["local_window_size"] = (window - 1, 0)
         if self.segment_ids is not None:
             options["segment_ids"] = self.segment_ids
         mask = self._mask(layer, query, key)
@@ -62,11 +66,11 @@ class Attend:
                 )
             options["mask"] = mask
         if self.cut is not None:
-            out = self.cut.attend(query, key, value, options)
+            out = self.cut.attend(query, key, value, static | options)
         elif self.mesh is None:
-            out = self.attention_fn(query, key, value, is_causal=True, **options)
+            out = self.attention_fn(query, key, value, **static, **options)
         else:
-            out = self._sharded(self.mesh, query, key, value, options)
+            out = self._sharded(self.mesh, query, key, value, static, options)
         return out, cache
 
     def _mask(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards | None:
@@ -77,7 +81,9 @@ class Attend:
             query, key = self.cut.natural(query), self.cut.natural(key)
         return self.mask_fn(layer, query, key)
 
-    def _sharded(self, mesh: Mesh, query: Array, key: Array, value: Array, options: dict[str, Any]) -> Array:
+    def _sharded(
+        self, mesh: Mesh, query: Array, key: Array, value: Array, static: dict[str, Any], options: dict[str, Any]
+    ) -> Array:
         """Each device attends for its sequences (axis "data") and its heads (axis "model"), with no communication."""
         data, model = (name if name in mesh.axis_names else None for name in ("data", "model"))
         for axis, size, what in ((data, query.shape[0], "sequences"), (model, key.shape[2], "KV heads")):
@@ -89,7 +95,7 @@ class Attend:
             for name, x in options.items()
         }
         return jax.shard_map(
-            lambda q, k, v, options: self.attention_fn(q, k, v, is_causal=True, **options),
+            lambda q, k, v, options: self.attention_fn(q, k, v, **static, **options),
             mesh=mesh,
             in_specs=(heads, heads, heads, specs),
             out_specs=heads,

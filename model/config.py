@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from xsake.model.fields import Flag, Kind, Number, Whole, check_all
+from xsake.model.fields import Flag, Kind, Maybe, Number, Whole, check_all
 
 FIELDS: dict[str, Kind] = {
     "vocab_size": Whole(),
@@ -18,12 +18,22 @@ FIELDS: dict[str, Kind] = {
     "rope_base": Number(above=0),
     "norm_eps": Number(above=0),
     "tied": Flag(),
+    "qkv_bias": Flag(),
+    "qk_norm": Flag(),
+    "window": Maybe(Whole()),
+    "window_from": Whole(0),
+    "rope_factor": Number(least=1),
+    "rope_low": Number(above=0),
+    "rope_high": Number(above=0),
+    "rope_context": Whole(),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Llama-style decoder: RMSNorm, rotary positions, grouped heads, SwiGLU, tied or untied embeddings.
+
+    The defaults are plain Llama; `xsake.model.families` has what Llama 3, Qwen and Mistral change.
 
     Args:
       vocab_size: rows of the embedding.
@@ -37,6 +47,14 @@ class ModelConfig:
       rope_base: base of the rotary positions.
       norm_eps: epsilon of RMSNorm.
       tied: whether the embedding is also the output projection.
+      qkv_bias: whether the projections to queries, keys and values add a bias (Qwen2).
+      qk_norm: whether queries and keys are normalised per head before they are turned (Qwen3).
+      window: a token sees itself and the `window - 1` tokens before it, in layers from `window_from` on (Mistral); None
+        for no limit.
+      window_from: the first layer with a window.
+      rope_factor: slow rotary frequencies are divided by this, and fast ones are not (Llama 3); 1 scales nothing.
+      rope_low, rope_high, rope_context: a frequency is slow if it turns less than `rope_low` times in `rope_context`
+        tokens, and fast if it turns more than `rope_high` times. Those between are divided in part.
 
     >>> config = PRESETS["tiny"]
     >>> dataclasses.replace(config, layers=4).param_count() > config.param_count()
@@ -54,6 +72,14 @@ class ModelConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    window_from: int = 0
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_context: int = 8192
 
     def __post_init__(self) -> None:
         check_all(self, FIELDS)
@@ -61,12 +87,20 @@ class ModelConfig:
             raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of features")
+        if self.rope_low >= self.rope_high:
+            raise ValueError(f"rope_low={self.rope_low} must be below rope_high={self.rope_high}")
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of one layer, None for no limit."""
+        return self.window if layer >= self.window_from else None
 
     def param_count(self) -> int:
         """Every parameter, a tied embedding counted once."""
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.width
         norms = (2 * self.layers + 1) * self.width
-        return embeddings + self.layers * self._block_weights + norms
+        biases = (self.q_heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return embeddings + self.layers * (self._block_weights + biases + head_norms) + norms
 
     def flops_per_token(self, length: int, attention_density: float = 1.0) -> float:
         """FLOPs of a training step per token of a sequence of `length`: the numerator of MFU.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
-_JSON_BYTES = 1 << 24  # the most that `read_json` reads; real files have some thousand
+_MOST_BYTES = 1 << 24  # the most that `read_json` and `read_text` read; real files have some thousand
 
 
 @runtime_checkable
@@ -61,7 +61,8 @@ class Number:
 
     def __str__(self) -> str:
         bounds = {"above": self.above, "at least": self.least, "below": self.below, "at most": self.most}
-        return "a finite number, " + " and ".join(f"{word} {x}" for word, x in bounds.items() if x is not None)
+        words = " and ".join(f"{word} {x}" for word, x in bounds.items() if x is not None)
+        return f"a finite number, {words}" if words else "a finite number"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,19 @@ class OneOf:
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.choices)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Maybe:
+    """None, or a value of another kind."""
+
+    kind: Kind
+
+    def allows(self, value: Any) -> bool:
+        return value is None or self.kind.allows(value)
+
+    def __str__(self) -> str:
+        return f"None, or {self.kind}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +140,26 @@ def check_all(values: Any, kinds: Mapping[str, Kind]) -> None:
         check(name, getattr(values, name), kind)
 
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, of a size that a person may have written; ValueError for anything else."""
+    try:
+        return _read_some(path).decode()
+    except ValueError as error:
+        raise ValueError(f"{path} is not text: {error}") from error
+
+
+def _read_some(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The table in a JSON file; ValueError for anything else."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(_JSON_BYTES + 1)
-        if len(content) > _JSON_BYTES:
-            raise ValueError(f"it has more than {_JSON_BYTES} bytes")
-        found = json.loads(content)
+        found = json.loads(_read_some(path))
     except RecursionError as error:
         raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:

@@ -16,6 +16,8 @@ from jax import Array
 from xsake.model.attend import MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.fields import Whole, check
+from xsake.model.hads_budget import HadsBudget
+from xsake.model.prefill import check_reading, read_prompts
 from xsake.model.sampling import Sampler
 from xsake.model.transformer import Transformer
 
@@ -29,6 +31,8 @@ def generate(
     stop: Collection[int] = (),
     seed: int = 0,
     mask_fn: MaskFn | None = None,
+    hads: HadsBudget | None = None,
+    chunk: int | None = None,
 ) -> list[list[int]]:
     """Continues prompts of any lengths; returns the new tokens of each prompt, up to and without a stop token.
 
@@ -40,6 +44,9 @@ def generate(
       stop: tokens that end a sequence.
       seed: for a sampler that draws.
       mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
+      hads: read the prompt with HADS. Not together with `mask_fn`.
+      chunk: read this many tokens of the prompt at a time, a multiple of the profile's block (without HADS, of 64): the
+        memory of a forward follows the chunk. Not together with `mask_fn`.
 
     Prompt and cache are padded to multiples of 64 tokens, which changes no result, so that prompts of other lengths
     rarely compile anew. With a `mask_fn` the prompt is not padded.
@@ -52,7 +59,8 @@ def generate(
     """
     new: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
-    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, mask_fn=mask_fn):
+    options: dict[str, Any] = dict(sampler=sampler, seed=seed, mask_fn=mask_fn, hads=hads, chunk=chunk)
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
         for row, token in enumerate(tokens.tolist()):
             done[row] = done[row] or token in stop
             if not done[row]:
@@ -70,6 +78,8 @@ def stream(
     sampler: Sampler | None = None,
     seed: int = 0,
     mask_fn: MaskFn | None = None,
+    hads: HadsBudget | None = None,
+    chunk: int | None = None,
 ) -> Iterator[np.ndarray]:
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
     lengths = [len(prompt) for prompt in prompts]
@@ -86,6 +96,13 @@ def stream(
     if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
         raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
     context = model.config.context
+    capacity = _round_up(max(lengths) + max_new_tokens, context)
+    keys = jax.random.split(jax.random.key(seed), max_new_tokens)
+    if hads is not None or chunk is not None:
+        if mask_fn is not None:
+            raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+        check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk)
     padded = np.zeros((len(prompts), _round_up(max(lengths), context) if mask_fn is None else max(lengths)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -93,8 +110,8 @@ def stream(
         model,
         padded,
         np.array(lengths, np.int32),
-        _round_up(max(lengths) + max_new_tokens, context),
-        jax.random.split(jax.random.key(seed), max_new_tokens),
+        capacity,
+        keys,
         sampler or Sampler(),
         mask_fn,
     )
@@ -121,6 +138,30 @@ def _steps(
     for key in keys[1:]:
         tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
         yield np.asarray(tokens)
+
+
+def _steps_of_chunks(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    keys: Array,
+    sampler: Sampler,
+    hads: HadsBudget | None,
+    chunk: int | None,
+) -> Iterator[np.ndarray]:
+    graph, weights = nnx.split(model)
+    last, cache, _ = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    tokens = _first(graph, sampler, weights, last, keys[0])
+    yield np.asarray(tokens)
+    for key in keys[1:]:
+        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
+        yield np.asarray(tokens)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _first(graph: nnx.GraphDef, sampler: Sampler, weights: Any, last: Array, key: Array) -> Array:
+    model: Transformer = nnx.merge(graph, weights)
+    return sampler(model.logits(model.norm(last))[:, 0], key)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -1,27 +1,21 @@
-"""Load trained weights: a published model by its name, any Llama in a GGUF or safetensors file by its path."""
+"""Load trained weights: a published model by its name, any model of a known family in a GGUF or safetensors file."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 import xsake
-from xsake.model import fetch
-from xsake.model.gguf_file import GGUFFile
-from xsake.model.safetensors_file import SafetensorsFolder
+from xsake.model.model_file import ModelFile, open_model
 from xsake.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
-
-
-ModelFile = GGUFFile | SafetensorsFolder
 
 
 def load_pretrained(
@@ -34,16 +28,19 @@ def load_pretrained(
     """A `Transformer` with trained weights.
 
     Args:
-      path_or_name: a name of `xsake.model.fetch.PUBLISHED`, fetched before; a GGUF file; a safetensors file or its
-        folder; or one of these opened by `open_model`. The architecture must be Llama's; anything in the file that this
-        model would not use is an error.
+      path_or_name: a name of `xsake.model.published.PUBLISHED`, fetched before; a GGUF file; a safetensors file or its
+        folder; or one of these opened by `open_model`. The architecture must be one of `xsake.model.families`; anything
+        in the file that the model would not use is an error.
       dtype, param_dtype, attention_fn: the `Transformer`'s.
     """
     file = open_model(path_or_name)
     if missing := sorted(set(file.names.values()) - file.tensor_names):
         raise ValueError(f"{file.path} lacks {len(missing)} tensors: {_some(missing)}")
     if unused := sorted(file.tensor_names - set(file.names.values())):
-        raise ValueError(f"{file.path} is not a plain Llama: no use for {len(unused)} of its tensors: {_some(unused)}")
+        raise ValueError(
+            f"{file.path} is not a plain {file.family.hugging_face_class}: no use for {len(unused)} of its tensors: "
+            f"{_some(unused)}"
+        )
     _check_shapes(file)
     types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types)))
@@ -77,22 +74,6 @@ def load_tokenizer(path_or_name: str | os.PathLike | ModelFile) -> Tokenizer:
     if tokens > file.config.vocab_size:
         raise ValueError(f"{file.path}: the tokenizer has {tokens} tokens, but the model only {file.config.vocab_size}")
     return tokenizer
-
-
-def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
-    """Open a model's file: its configuration is read, its weights are not yet."""
-    if isinstance(path_or_name, ModelFile):
-        return path_or_name
-    path = Path(path_or_name)
-    if str(path_or_name) in fetch.PUBLISHED:
-        path = fetch.place(str(path_or_name))
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path_or_name} is not here yet: run `xsake model fetch {path_or_name}`, or put its file at {path}"
-            )
-    if not path.is_file() and not path.is_dir():
-        raise FileNotFoundError(f"{path} is no file, and no published model ({', '.join(fetch.PUBLISHED)})")
-    return GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)
 
 
 def _some(names: list[str]) -> str:

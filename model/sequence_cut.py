@@ -104,7 +104,6 @@ class SequenceCut:
             exchange=self.exchange,
             order=self.order,
             capacity=self.capacity,
-            is_causal=True,
             **options,
         )
 

@@ -19,6 +19,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding", P("model", None)),
     (r"head/kernel", P(None, "model")),
     (r"blocks/\d+/attention/(query|key|value)/kernel", P(None, "model")),
+    (r"blocks/\d+/attention/(query|key|value)/bias", P("model")),
+    (r"blocks/\d+/attention/(query|key)_norm/scale", P()),
     (r"blocks/\d+/attention/output/kernel", P("model", None)),
     (r"blocks/\d+/mlp/(gate|up)/kernel", P(None, "model")),
     (r"blocks/\d+/mlp/down/kernel", P("model", None)),

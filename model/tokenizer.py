@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from xsake.model.chat_template import render
-from xsake.model.fields import Text, check, read_json
+from xsake.model.fields import Text, check, read_json, read_text
 from xsake.model.tokenizer_file import plain_tokenizer_errors, read_tokenizer
 
 # How text is cut before merging, by llama.cpp's names for it.
@@ -20,6 +20,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLITS = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False),),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -27,7 +28,12 @@ _SPLITS = {
         pre_tokenizers.Split(tokenizers.Regex(_LLAMA3), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ),
+    "qwen2": (
+        pre_tokenizers.Split(tokenizers.Regex(_QWEN2), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ),
 }
+_NORMALIZERS = {"qwen2": normalizers.NFC}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +119,20 @@ def byte_level_bpe(
         core = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
         core.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[split]))  # type: ignore[assignment]
         core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        if split in _NORMALIZERS:
+            core.normalizer = _NORMALIZERS[split]()  # type: ignore[assignment]
         core.add_special_tokens(special)
-        if add_bos and bos is not None:
-            core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-                single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])]
-            )
+        if add_bos:
+            add_beginning(core, bos, vocabulary)
     return Tokenizer(core=core, eos=eos, bos=bos, template=template)
+
+
+def add_beginning(core: tokenizers.Tokenizer, bos: str | None, vocabulary: dict[str, int]) -> None:
+    """Let every text begin with `bos`, if there is one."""
+    if bos is not None:
+        core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])]
+        )
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -134,6 +148,8 @@ def from_folder(folder: Path) -> Tokenizer:
         "bos_token": _content(config.get("bos_token")),
         "chat_template": _default(config.get("chat_template")),
     }
+    if found["chat_template"] is None and (beside_it := folder / "chat_template.jinja").is_file():
+        found["chat_template"] = read_text(beside_it)
     for name, value in found.items():
         if value is not None:
             check(name, value, Text(), beside)

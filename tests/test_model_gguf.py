@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from tiny_model import TINY, assert_same_weights, build
 
 from xsake.model import load_pretrained, load_tokenizer, open_model
-from xsake.model.llama_names import gguf_names
+from xsake.model.families import gguf_names
 
 FIELDS = {
     "llama.block_count": TINY.layers,
@@ -29,14 +29,14 @@ FIELDS = {
 VOCABULARY = [*map(chr, range(33, 127)), "he", "ll", "hell", "hello", "<s>", "</s>"]
 
 
-def write(path, model=None, *, architecture="llama", fields=FIELDS, kind=Q.F32, edit=dict, tokens=512):
+def write(path, model=None, *, architecture="llama", fields=FIELDS, kind=Q.F32, edit=dict, tokens=512, more=None):
     """As llama.cpp's converter does: matrices [out, in], and the features of queries and keys in rotary pairs."""
     model = build() if model is None else model
     weights = {path: np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model))}
     tensors = {}
     for at, name in gguf_names(model.config).items():
         weight = weights[at].T if at[-1] == "kernel" else weights[at]
-        if at[-2] in ("query", "key"):
+        if at[-2] in ("query", "key") and architecture == "llama":
             rows, columns = weight.shape
             halves = weight.reshape(-1, 2, TINY.head_dim // 2, columns)
             weight = halves.swapaxes(1, 2).reshape(rows, columns)
@@ -44,8 +44,8 @@ def write(path, model=None, *, architecture="llama", fields=FIELDS, kind=Q.F32, 
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
-    writer.add_float32("llama.rope.freq_base", model.config.rope_base)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.config.norm_eps)
+    writer.add_float32(f"{architecture}.rope.freq_base", model.config.rope_base)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", model.config.norm_eps)
     if tokens:
         vocabulary = VOCABULARY + [f"unused{i}" for i in range(tokens - len(VOCABULARY))]
         writer.add_tokenizer_model("gpt2")
@@ -56,6 +56,8 @@ def write(path, model=None, *, architecture="llama", fields=FIELDS, kind=Q.F32, 
         writer.add_bos_token_id(VOCABULARY.index("<s>"))
         writer.add_eos_token_id(VOCABULARY.index("</s>"))
         writer.add_add_bos_token(True)
+    if more is not None:
+        more(writer)
     for name, weight in edit(tensors).items():
         if kind == Q.F32 or weight.ndim == 1:
             writer.add_tensor(name, weight)
@@ -108,13 +110,13 @@ def fields(**changes):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(architecture="qwen2"), ValueError, "architecture 'qwen2'; only 'llama'"),
+        (dict(architecture="gemma3"), ValueError, "architecture 'gemma3', which is not known; .*: llama, qwen2, qwen3"),
         (dict(edit=without("blk.1.ffn_up.weight")), ValueError, "lacks 1 tensors: blk.1.ffn_up.weight"),
         (dict(edit=without("token_embd.weight")), ValueError, "lacks the tensor token_embd.weight"),
         (
             dict(edit=lambda t: t | {"blk.0.attn_q.bias": np.zeros(64, np.float32)}),
             ValueError,
-            "not a plain Llama: no use for 1 of its tensors: blk.0.attn_q.bias",
+            "not a plain LlamaForCausalLM: no use for 1 of its tensors: blk.0.attn_q.bias",
         ),
         (dict(fields=fields(llama__feed_forward_length=128)), ValueError, r"shape \(192, 64\), but .* \(128, 64\)"),
         (dict(fields=fields(llama__rope__scaling__type="yarn")), NotImplementedError, "scales its rotary positions"),

@@ -95,9 +95,21 @@ def test_defaults_of_old_configurations(folder):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(model_type="mistral"), ValueError, "model_type 'mistral'; only 'llama'"),
-        (dict(rope_scaling={"type": "linear", "factor": 2}), NotImplementedError, "not supported: rope scaling"),
-        (dict(rope_parameters={"rope_type": "llama3"}), NotImplementedError, "not supported: rope scaling"),
+        (
+            dict(model_type="gemma3"),
+            ValueError,
+            "model_type 'gemma3', which is not known; .*: llama, mistral, qwen2, qwen3",
+        ),
+        (
+            dict(rope_scaling={"type": "linear", "factor": 2}),
+            NotImplementedError,
+            "not supported: rope scaling 'linear'",
+        ),
+        (
+            dict(rope_parameters={"rope_type": "llama3"}),
+            ValueError,
+            "rope scaling 'llama3' lacks factor, low_freq_factor",
+        ),
         (
             dict(attention_bias=True, mlp_bias=True),
             NotImplementedError,
@@ -120,22 +132,24 @@ def test_broken_folders_are_refused(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
         load_pretrained(empty)
-    with pytest.raises(FileNotFoundError, match=r"nowhere is no file, and no published model \(smollm2\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere is no file, and no published model \(smollm2, qwen2.5-coder-1.5b\)"
+    ):
         load_pretrained(empty / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(folder)
     with pytest.raises(FileExistsError, match="already holds a model"):
         save_pretrained(build(), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cannot be read as a safetensors file; is it cut short"):
+        load_pretrained(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
         load_pretrained(folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config.json must be beside the .safetensors file"):
         load_pretrained(folder / "model.safetensors")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="cannot be read as a safetensors file; is it cut short"):
-        load_pretrained(folder)
 
 
 def test_the_tokenizer_beside(folder):

@@ -33,6 +33,9 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     """The same model in float64, a token and a head at a time where that is the plainest way to say it."""
     config, weights = model.config, jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model)))
     frequency = config.rope_base ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = config.rope_context * frequency / (2 * np.pi)  # Llama 3 slows frequencies that turn seldom
+    fast = np.clip((turns - config.rope_low) / (config.rope_high - config.rope_low), 0, 1)
+    frequency = frequency * ((1 - fast) / config.rope_factor + fast)
     turn = np.exp(1j * np.arange(len(tokens))[:, None] * frequency)
 
     def norm(x, scale):
@@ -47,14 +50,22 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     for layer in range(config.layers):
         block = weights["blocks"][layer]
         y = norm(x, block["attention_norm"]["scale"])
-        q, k, v = (y @ block["attention"][name]["kernel"] for name in ("query", "key", "value"))
+        q, k, v = (
+            y @ block["attention"][name]["kernel"] + block["attention"][name].get("bias", 0)
+            for name in ("query", "key", "value")
+        )
+        back = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+        sees = (back >= 0) & (back < (config.window_of(layer) or len(tokens)))
         heads = []
         for head in range(config.q_heads):
             own = slice(head * config.head_dim, (head + 1) * config.head_dim)
             group = head // (config.q_heads // config.kv_heads)
             shared = slice(group * config.head_dim, (group + 1) * config.head_dim)
-            scores = rotate(q[:, own]) @ rotate(k[:, shared]).T / np.sqrt(config.head_dim)
-            p = np.exp(scores) * np.tri(len(tokens))
+            head_q, head_k = q[:, own], k[:, shared]
+            if config.qk_norm:
+                head_q = norm(head_q, block["attention"]["query_norm"]["scale"])
+                head_k = norm(head_k, block["attention"]["key_norm"]["scale"])
+            p = np.exp(rotate(head_q) @ rotate(head_k).T / np.sqrt(config.head_dim)) * sees
             heads.append(p / p.sum(-1, keepdims=True) @ v[:, shared])
         x = x + np.concatenate(heads, -1) @ block["attention"]["output"]["kernel"]
         y = norm(x, block["mlp_norm"]["scale"])
@@ -64,9 +75,17 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     return x @ (weights["embed"]["embedding"].T if config.tied else weights["head"]["kernel"])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_those_of_a_plain_implementation(tied):
-    model = build(config=dataclasses.replace(TINY, tied=tied))
+CONFIGS = {
+    "tied": {},
+    "Llama 3": dict(tied=False, rope_factor=8.0, rope_context=32),
+    "Qwen2 with windows": dict(qkv_bias=True, window=7, window_from=1),
+    "Qwen3": dict(qk_norm=True, head_dim=24),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_a_plain_implementation(name):
+    model = build(config=dataclasses.replace(TINY, **CONFIGS[name]))
     logits = run(model, TOKENS)
     assert logits.dtype == jnp.float32
     for row, tokens in zip(logits, TOKENS, strict=True):

@@ -32,7 +32,7 @@ def names(params):
 
 
 def test_every_rule_matches_something_and_every_parameter_one_rule():
-    untied = dataclasses.replace(PRESETS["tiny"], tied=False)
+    untied = dataclasses.replace(PRESETS["tiny"], tied=False, qkv_bias=True, qk_norm=True)
     found = [name for config in (PRESETS["tiny"], untied) for name in names(abstract(config))]
     for pattern, _ in RULES:
         assert any(re.fullmatch(pattern, name) for name in found), f"{pattern} matches no parameter"

@@ -30,6 +30,12 @@ class Layers:
 
     def start(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T width"], Any]:
         """What the first block gets: embedded tokens, and the rotary positions."""
+        window = getattr(getattr(self.model, "config", None), "window", None)
+        if window is not None and window < tokens.shape[1]:
+            raise NotImplementedError(
+                f"this model's attention has a window of {window} tokens, which is not modelled here: use sequences of "
+                f"at most {window} tokens, not {tokens.shape[1]}"
+            )
         return self.model.start(tokens)
 
 

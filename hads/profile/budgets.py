@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from xsake.hads.profile.causal_grid import CausalGrid
@@ -22,6 +24,32 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
     shares = _interpolate(share, np.asarray(profile.free_shares), np.asarray(profile.layer_shares))
     room = np.full(profile.layers, heads * (grid.blocks - grid.forced_blocks))
     return apportion(shares * room, free, room) + heads * grid.forced_blocks
+
+
+def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], chunk: int) -> np.ndarray:
+    """i64[chunks, L, B]: how many blocks each layer keeps in each chunk of each sequence, over all its heads.
+
+    The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and the same
+    share of its other blocks. `chunk` is in tokens, a multiple of the profile's block.
+    """
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block:
+        raise ValueError(f"{chunk=} must be a multiple of the profile's block of {profile.block} tokens")
+    chunks = -(-max(lengths) // chunk)
+    counts = np.zeros((chunks, profile.layers, len(lengths)), np.int64)
+    for n, length in enumerate(lengths):
+        grid = profile.grid(length)
+        forced, allowed = (_per_chunk(rows.sum(-1), chunk // grid.block) for rows in (grid.forced(), grid.causal()))
+        room = profile.q_heads * (allowed - forced)
+        by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
+        for layer, free in enumerate(by_layer):
+            kept = apportion(room.astype(float), int(free), room) + profile.q_heads * forced
+            counts[: len(room), layer, n] = kept
+    return counts
+
+
+def _per_chunk(per_row: np.ndarray, rows: int) -> np.ndarray:
+    """Sums over each `rows` rows."""
+    return np.add.reduceat(per_row, np.arange(0, len(per_row), rows))
 
 
 def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:

@@ -62,7 +62,7 @@ class Rule:
         """Whether a block that causality allows is always on."""
         return (column < self.sink_blocks) | (row - column <= self.near_blocks) | (row < self.dense_rows)
 
-    def row_weight(self, row: Any, side: int) -> Any:
+    def row_weight(self, row: Any, side: Any) -> Any:
         """How much an error in a row of blocks counts, of `side` rows: 1, or `last_weight` in the last rows."""
         xp: Any = jnp if isinstance(row, jax.Array) else np
         return xp.where(row < side - self.last_rows, 1.0, self.last_weight)

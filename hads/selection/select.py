@@ -165,7 +165,7 @@ def check_inputs(
     if query.shape[1] != key.shape[1]:
         raise ValueError(
             f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
-            "keys (for a filled cache, attend densely)"
+            "keys (for a chunk of a prompt, use hads.select_chunk)"
         )
     if isinstance(layer, int | np.integer) and not 0 <= layer < profile.layers:
         raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")

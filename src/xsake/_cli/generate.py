@@ -29,18 +29,21 @@ def generate(
 ) -> None:
     """Answer a prompt with a pretrained model, greedily or by drawing."""
     with plain_errors():
+        from xsake.model.model_file import open_model
+
+        file = open_model(model)  # first: a model that cannot be loaded is refused at once
+
         import jax
         import jax.numpy as jnp
 
         import xsake
-        from xsake.model import load_pretrained, load_tokenizer, open_model, stream
+        from xsake.model import load_pretrained, load_tokenizer, stream
         from xsake.model.fetch import cache_folder
         from xsake.model.sampling import Sampler
 
         # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        file = open_model(model)
         tokenizer = load_tokenizer(file)
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
         transformer = load_pretrained(file, dtype=dtype, param_dtype=dtype)

@@ -128,9 +128,9 @@ def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callab
 
 def _name(model: str) -> str:
     """The name of a published model, also if its file is given; of another file, the file's name."""
-    from xsake.model.fetch import PUBLISHED
+    from xsake.model.published import PUBLISHED
 
-    files = {Path(published.member).name: name for name, published in PUBLISHED.items()}
+    files = {published.file: name for name, published in PUBLISHED.items()}
     return model if model in PUBLISHED else files.get(Path(model).name, Path(model).stem)
 
 

