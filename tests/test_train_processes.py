@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import numpy as np
 import pytest
-from train_process import start
+from train_process import free_port, start
 from training import losses, make_config, make_data
 
 from xsake.model.train_loop import train
 
 pytestmark = pytest.mark.xdist_group("training")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

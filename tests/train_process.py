@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def environment(devices: int) -> dict[str, str]:
+    """The variables of a process with this checkout's packages and as many simulated devices."""
+    paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def start(
@@ -25,15 +42,9 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start such a process, with `devices` simulated devices."""
     given = {"data": str(data), "run": str(run), "changes": changes, "mesh": mesh, "join": join}
-    paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
-    }
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(given | {"checkpoint_every": checkpoint_every})],
-        env=os.environ | environment,
+        env=os.environ | environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
