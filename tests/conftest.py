@@ -33,8 +33,8 @@ import pytest  # noqa: E402
 # importlib mode puts nothing on the path: `contract` is this folder's only importable name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Annotations of shapes are checked here and cost users nothing; mypy checks the others. Not those of `Call`, in _backend:
-# it is a tree, and JAX builds trees with flags, specs and cotangents where its annotations say arrays.
+# Annotations of shapes are checked here and cost users nothing; mypy checks the others. Not those of `Call`, in
+# _backend: it is a tree, and JAX builds trees with flags, specs and cotangents where its annotations say arrays.
 _SOURCE = Path(__file__).parents[1] / "src" / "xsake"
 _FILES = [Path(folder) / name for folder, _, names in os.walk(_SOURCE, followlinks=True) for name in names]
 _FILES = [path for path in sorted(_FILES) if path.suffix == ".py" and "jaxtyping" in path.read_text()]
