@@ -78,12 +78,14 @@ check-web:
 	dashboard/web/build --check
 
 # The pages in a real browser: Debian's chromium, driven by playwright, which downloads no browser of its own.
+# With QUICK=1 only that they open, draw masks, follow a run, and work without a server.
+QUICK_WEB := test_pages_open or draws_to_blocks or appears_grows or works_without_a_server
 test-web: $(STAMP)
 	@command -v $${XSAKE_CHROMIUM:-/usr/bin/chromium} >/dev/null || \
 		{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; } || \
 		{ echo "Install chromium (Debian: apt-get install chromium), or name one: make test-web XSAKE_CHROMIUM=/path/to/chromium" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet 'playwright>=1.50'
-	$(BIN)/python -m pytest -q -rs tests/web
+	$(BIN)/python -m pytest -q -rs tests/web $(if $(QUICK),-k "$(QUICK_WEB)")
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -259,12 +259,15 @@ def test_damaged_records_and_bombs_are_told(tmp_path, monkeypatch):
     (records / "explorer" / "bomb.json.xz").write_bytes(lzma.compress(b"0" * (stored.MOST_UNPACKED + 10), preset=1))
     (records / "explorer" / "cut.json.xz").write_bytes(lzma.compress(b'{"about": {}}')[:-9])
     (records / "explorer" / "link.json.xz").symlink_to("/etc/passwd")
+    stored.write(tmp_path / "elsewhere" / "x.json.xz", {"about": {"id": "x"}})
+    (records / "replays").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "runs").mkdir()
     shown = documents(tmp_path / "runs", records)
     with serving(shown) as client:
         states = {one["id"]: one["state"] for one in client.get("/api/benchmarks").json()["benchmarks"]}
         assert states == {"a": "unreadable", "b": "unreadable"}
         assert client.get("/api/recordings").json() == {"recordings": []}
+        assert client.get("/api/replays").json() == {"replays": []}
         for name in ("bomb", "cut", "link"):
             answer = client.get(f"/api/recordings/{name}")
             assert answer.status_code == 404 and "cannot be read" in answer.json()["error"]["message"]

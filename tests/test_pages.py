@@ -41,7 +41,7 @@ def test_readme_lists_the_arguments_of_the_call():
 
 def test_ci_runs_the_commands_of_the_readme():
     assert {"make demo", "make test"} <= set(pages.commands_of(pages.ROOT / "README.md"))
-    assert re.search(r"^make test\b", (pages.ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert re.search(r"^make .*\btest\b", (pages.ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=pages.name_of)
