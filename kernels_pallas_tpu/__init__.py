@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
 )
 
 
@@ -67,7 +67,8 @@ def backward(
     rest = (lse, delta, d_out.astype(wide.query.dtype))
     dq = kernel_dq.dq(wide, config.dq, *rest)
     dk, dv = kernel_dkv.dkv(wide, config.dkv, *rest)
-    d_bias = bias_gradient(wide, *rest) if with_bias else None
+    # Its loop knows no bitmaps: the operation then computes this gradient.
+    d_bias = bias_gradient(wide, *rest) if with_bias and call.mask.bitmaps is None else None
     return dq.astype(call.query.dtype), dk.astype(call.key.dtype), dv.astype(call.value.dtype), d_bias
 
 

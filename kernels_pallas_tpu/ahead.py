@@ -23,6 +23,7 @@ import numpy as np
 
 from xsake._backend import Call
 from xsake.hads.mask.band import Band
+from xsake.hads.mask.bitmaps import words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.kernels_pallas_tpu import config as configs
 from xsake.kernels_pallas_tpu import kernel_dkv, kernel_dq, kernel_forward
@@ -73,6 +74,10 @@ class Workload:
             lists[f"{prefix}_indices"] = array(*shape, allowed, dtype=jnp.int32)
             lists[f"{prefix}_row_ptr"] = array(*shape, n + 1, dtype=jnp.int32)
             lists[f"{prefix}_num_full"] = lists[order] = array(*shape, n, dtype=jnp.int32)
+        if "bitmaps" in self.options or "row bits" in self.options:
+            columns_of_bits = self.block_kv if "bitmaps" in self.options else 1
+            lists["kv_bitmap"] = lists["q_bitmap"] = lists["kv_indices"]
+            lists["bitmaps"] = array(1, 1, 64, columns_of_bits, words_of(self.block_q), dtype=jnp.uint32)
         mask = BlockMask(
             **lists,
             block_q=self.block_q,
@@ -131,6 +136,19 @@ WORKLOADS = (
     Workload(name="segments, block 64", block_q=64, block_kv=64, options=_options("segments")),
     Workload(name="positions, segments", options=_options("segments", "positions"), window=(1024, 0)),
     Workload(name="sinks, cap", options=_options("sinks", "cap")),
+    Workload(name="bitmaps", options=_options("bitmaps")),
+    Workload(
+        name="bitmaps, odd blocks", block_q=100, block_kv=72, q_len=1000, kv_len=1500, options=_options("bitmaps")
+    ),
+    Workload(
+        name="row bits, group",
+        q_heads=8,
+        kv_heads=2,
+        mask_heads=2,
+        block_q=16,
+        block_kv=64,
+        options=_options("row bits"),
+    ),
     Workload(name="bias", bias=(1, 2, 4096, 4096)),
     Workload(name="bias, block 128", bias=(1, 1, 4096, 4096), block_q=128, block_kv=128),
     Workload(
@@ -152,6 +170,8 @@ CORE = (
     "group",
     "positions, segments",
     "sinks, cap",
+    "bitmaps",
+    "row bits, group",
     "bias",
     "131072 tokens, block 512",
     "131072 tokens, block 128",

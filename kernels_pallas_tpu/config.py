@@ -72,9 +72,10 @@ def sublanes(call: Call) -> int:
 
 
 def lane_streams(call: Call) -> bool:
-    """Whether an array with keys on the lanes is streamed beside K and V: segments, positions or a bias."""
+    """Whether an array with keys on the lanes is streamed beside K and V: segments, positions, a bias or bitmaps."""
     return (
         call.q_segments is not None
+        or call.mask.bitmaps is not None
         or call.q_positions is not None
         or (call.bias is not None and call.bias.shape[3] > 1)
     )
@@ -260,6 +261,8 @@ def vmem_bytes(call: Call, name: str, tiling: Tiling) -> int:
     gathered = 2 * chunk * (dims * item + 8 * 4 * 2)
     if call.bias is not None:
         gathered += 2 * chunk * 4 * (rows if call.bias.shape[2] > 1 or name == "dkv" else 8)
+    if call.mask.bitmaps is not None:
+        gathered += 2 * chunk * 4 * round_up(-(-tiling.own // 32), 8)
     blocks = 2 * 2 * rows * dims * item
     if call.q_segments is not None or call.q_positions is not None:
         blocks += 2 * 3 * rows * LANES * 4

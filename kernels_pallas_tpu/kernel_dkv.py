@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
+from xsake.kernels_pallas_tpu.bit_tiles import BitTiles
 from xsake.kernels_pallas_tpu.config import Tiling, dkv_axes
 from xsake.kernels_pallas_tpu.element import (
     NOTHING,
@@ -51,12 +52,14 @@ def dkv(
         jnp.asarray(mask.q_indices),
         jnp.asarray(mask.q_row_ptr),
         jnp.asarray(mask.q_num_full),
+        mask.q_bitmap,
         rows=kv,
         columns=q,
         steps=(b * mask.batch // call.batch, (k * group + g) * mask.heads // call.q_heads, j),
     )
     pair = Pair("query", "d_out")
     bias = None if call.bias is None else BiasTiles(call.bias, kv, q, 1, transposed=True)
+    bits = None if mask.bitmaps is None else BitTiles(call, kv, q, transposed=True)
 
     def body(refs: Refs, walk: Walk, ids: list[Array], after: list[Array]) -> None:
         dk, dv = refs.dk_acc, refs.dv_acc
@@ -90,7 +93,10 @@ def dkv(
                     added = bias.read(refs.bias_buffer, slot, first // q.tile, first % q.tile, width)
                 x, slope = rule.logits(product, added)
                 if tested:
-                    x, slope = rule.masked(x, slope, rule.attends(cut_lanes(tokens, first, width), kv_vectors()))
+                    ok = rule.attends(cut_lanes(tokens, first, width), kv_vectors())
+                    if bits is not None:
+                        ok &= bits.read(refs.bits_buffer, slot, first, width)
+                    x, slope = rule.masked(x, slope, ok)
                 p = rule.exp(x - read_lanes(refs.statistics_buffer, slot, 0, first, width))
                 # dV
                 do = pair.read(refs, True, slot, first, width)
@@ -130,12 +136,17 @@ def dkv(
             "kv_tokens": kv_tokens,
         },
         streams={
-            **pair.streams(q.cut_heads(call.query), q.cut_heads(d_out), lambda ref, at, t: ref.at[at[0], head(at), t]),
-            "statistics": (row_statistics(rule, lse, delta), lambda ref, at, t: ref.at[at[0], head(at), t]),
-            "q_tokens": (rule.q_tokens(call), lambda ref, at, t: ref.at[at[0], t]) if rule.q_rows else None,
+            **pair.streams(
+                q.cut_heads(call.query), q.cut_heads(d_out), lambda ref, at, t, n: ref.at[at[0], head(at), t]
+            ),
+            "statistics": (row_statistics(rule, lse, delta), lambda ref, at, t, n: ref.at[at[0], head(at), t]),
+            "q_tokens": (rule.q_tokens(call), lambda ref, at, t, n: ref.at[at[0], t]) if rule.q_rows else None,
             "bias": None
             if bias is None
-            else (bias.tiles, lambda ref, at, t: ref.at[bias.pick(at[0], head(at), at[2], t)]),
+            else (bias.tiles, lambda ref, at, t, n: ref.at[bias.pick(at[0], head(at), at[2], t)]),
+            "bits": None
+            if bits is None
+            else (bits.tiles, lambda ref, at, t, n: ref.at[bits.pick(at[0], head(at), at[2], t, n)]),
         },
         outputs={
             "dk": ((*shape, call.head_dim), call.key.dtype, own(kv.tile, call.head_dim)),

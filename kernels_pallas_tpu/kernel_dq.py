@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake.kernels_pallas_tpu.config import Tiling, dq_axes
-from xsake.kernels_pallas_tpu.element import Rule, Tokens, cut_lanes, dot, row_statistics, spread
+from xsake.kernels_pallas_tpu.element import Rule, Tokens, dot, row_statistics, spread
 from xsake.kernels_pallas_tpu.launch import Refs, launch
 from xsake.kernels_pallas_tpu.query_steps import QuerySteps
 from xsake.kernels_pallas_tpu.tiles import LANES
@@ -44,8 +44,7 @@ def dq(
                 product = dot(refs.query[...].reshape(rows, -1), key, (1, 1), exact)
                 x, slope = rule.logits(product, steps.read_bias(refs, slot, first, width))
                 if tested:
-                    ok = rule.attends(steps.q_vectors(refs, ids), cut_lanes(tokens, first, width))
-                    x, slope = rule.masked(x, slope, ok)
+                    x, slope = rule.masked(x, slope, steps.attends(refs, ids, tokens, slot, first, width))
                 p = rule.exp(x - spread(refs.lse[...], width))
                 value = steps.pair.read(refs, True, slot, first, width)
                 dp = dot(refs.d_out[...].reshape(rows, -1), value, (1, 1), exact)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake.kernels_pallas_tpu.config import Tiling, forward_axes
-from xsake.kernels_pallas_tpu.element import NEG_INF, Rule, Tokens, cut_lanes, dot, spread
+from xsake.kernels_pallas_tpu.element import NEG_INF, Rule, Tokens, dot, spread
 from xsake.kernels_pallas_tpu.launch import Refs, launch
 from xsake.kernels_pallas_tpu.query_steps import QuerySteps
 from xsake.kernels_pallas_tpu.tiles import LANES
@@ -41,7 +41,7 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
                 )
                 x, _ = rule.logits(product, steps.read_bias(refs, slot, first, width))
                 if tested:
-                    x = jnp.where(rule.attends(steps.q_vectors(refs, ids), cut_lanes(tokens, first, width)), x, NEG_INF)
+                    x = jnp.where(steps.attends(refs, ids, tokens, slot, first, width), x, NEG_INF)
                 # Softmax
                 before = peak[...]
                 now = jnp.maximum(before, x.max(1, keepdims=True))

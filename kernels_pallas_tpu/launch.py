@@ -68,21 +68,22 @@ def launch(
     work: Work,
     chunks: Chunks,
     inputs: dict[str, tuple[Array, pl.BlockSpec] | None],
-    streams: dict[str, tuple[Array, Callable[[Any, Any, Array], Any]] | None],
+    streams: dict[str, tuple[Array, Callable[[Any, Any, Array, Any], Any]] | None],
     outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]],
     scratch: dict[str, Any],
     flops: int,
 ) -> tuple[Array, ...]:
     """Calls body(refs, walk, this step's coordinates, the next step's) for every step of the grid.
 
-    `inputs` and `outputs` are blocked by their specs. `streams` are arrays in HBM with a function (ref, place, t) that
-    picks tile t for the step at `place`; the walk brings such tiles into buffers. What is None is left out.
+    `inputs` and `outputs` are blocked by their specs. `streams` are arrays in HBM with a function (ref, place, t, n)
+    that picks tile t, whose block has bitmap n, for the step at `place`; the walk brings such tiles into buffers. What
+    is None is left out.
     """
     given = {k: v for k, v in inputs.items() if v is not None}
     flowing = {k: v for k, v in streams.items() if v is not None}
     buffers = {}
     for k, (array, pick) in flowing.items():
-        tile = jax.eval_shape(lambda x, pick=pick: pick(_Shape(x), (0,) * len(grid), 0), array).shape
+        tile = jax.eval_shape(lambda x, pick=pick: pick(_Shape(x), (0,) * len(grid), 0, 0), array).shape
         buffers[k + "_buffer"] = pltpu.VMEM((2, chunks.wide, *tile), array.dtype)
     steps = int(np.prod(grid))
     names = [
@@ -124,7 +125,11 @@ def launch(
             jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(call.query).manual_axis_type)
             for shape, dtype, _ in outputs.values()
         ],
-        scratch_shapes=[*scratch.values(), *buffers.values(), *scratch_shapes(work.window, len(flowing))],
+        scratch_shapes=[
+            *scratch.values(),
+            *buffers.values(),
+            *scratch_shapes(work.window, work.lists.shape[1], len(flowing)),
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[pltpu.GridDimensionSemantics.ARBITRARY] * len(grid),
             disable_bounds_checks=True,  # indices are clamped; the checks cost 20 cycles per transfer
@@ -137,9 +142,9 @@ def launch(
     return tuple(result)
 
 
-def _stream(refs: Refs, name: str, pick: Callable[[Any, Any, Any], Any]) -> Stream:
+def _stream(refs: Refs, name: str, pick: Callable[[Any, Any, Any, Any], Any]) -> Stream:
     source = getattr(refs, name)
-    return Stream(lambda place, tile: pick(source, place, tile), getattr(refs, name + "_buffer"))
+    return Stream(lambda place, tile, n: pick(source, place, tile, n), getattr(refs, name + "_buffer"))
 
 
 def _in_hbm(x: Array) -> Array:

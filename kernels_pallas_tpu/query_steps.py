@@ -10,8 +10,19 @@ from jax.experimental import pallas as pl
 
 from xsake._backend import Call
 from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
+from xsake.kernels_pallas_tpu.bit_tiles import BitTiles
 from xsake.kernels_pallas_tpu.config import Tiling
-from xsake.kernels_pallas_tpu.element import NEVER, Pair, Rule, Tokens, lane_index, mark_dead, read_lanes, row_index
+from xsake.kernels_pallas_tpu.element import (
+    NEVER,
+    Pair,
+    Rule,
+    Tokens,
+    cut_lanes,
+    lane_index,
+    mark_dead,
+    read_lanes,
+    row_index,
+)
 from xsake.kernels_pallas_tpu.launch import Refs, grid_places
 from xsake.kernels_pallas_tpu.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Walk
@@ -36,6 +47,7 @@ class QuerySteps:
             jnp.asarray(mask.kv_indices),
             jnp.asarray(mask.kv_row_ptr),
             jnp.asarray(mask.kv_num_full),
+            mask.kv_bitmap,
             rows=q,
             columns=kv,
             steps=(b * mask.batch // call.batch, h * fold * mask.heads // call.q_heads, i),
@@ -43,16 +55,20 @@ class QuerySteps:
         exact = call.full_is_exact and kv.pitch == kv.block  # the element test removes padding inside a block
         self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, exact, tiling.mixed)
         self.bias = None if call.bias is None else BiasTiles(call.bias, q, kv, fold, transposed=False)
+        self.bits = None if mask.bitmaps is None else BitTiles(call, q, kv, transposed=False)
         kv_head = lambda place: lax.div(place[1], group // fold) if group > fold else place[1]  # noqa: E731
         self.pair = Pair("key", "value")
         self.streams: dict[str, Any] = {
             **self.pair.streams(
-                kv.cut_heads(call.key), kv.cut_heads(call.value), lambda ref, at, t: ref.at[at[0], kv_head(at), t]
+                kv.cut_heads(call.key), kv.cut_heads(call.value), lambda ref, at, t, n: ref.at[at[0], kv_head(at), t]
             ),
-            "kv_tokens": (rule.kv_tokens(call), lambda ref, at, t: ref.at[at[0], t]) if rule.kv_rows else None,
+            "kv_tokens": (rule.kv_tokens(call), lambda ref, at, t, n: ref.at[at[0], t]) if rule.kv_rows else None,
             "bias": None
             if self.bias is None
-            else (self.bias.tiles, lambda ref, at, t: ref.at[self.bias.pick(at[0], at[1] * fold, at[2], t)]),
+            else (self.bias.tiles, lambda ref, at, t, n: ref.at[self.bias.pick(at[0], at[1] * fold, at[2], t)]),
+            "bits": None
+            if self.bits is None
+            else (self.bits.tiles, lambda ref, at, t, n: ref.at[self.bits.pick(at[0], at[1] * fold, at[2], t, n)]),
         }
         self.q_tokens = None
         if rule.q_rows:
@@ -68,6 +84,10 @@ class QuerySteps:
         if x.ndim == 3:  # one row per head
             x = jnp.broadcast_to(x, (self.fold, self.rule.q.tile, width)).reshape(-1, width)
         return x
+
+    def attends(self, refs: Refs, ids: list[Array], tokens: Tokens, slot: Array, first: int, width: int) -> Array:
+        ok = self.rule.attends(self.q_vectors(refs, ids), cut_lanes(tokens, first, width))
+        return ok if self.bits is None else ok & self.bits.read(refs.bits_buffer, slot, first, width, self.fold)
 
     def q_vectors(self, refs: Refs, ids: list[Array]) -> Tokens:
         def read(r: int) -> Array:

@@ -43,11 +43,11 @@ class Chunks:
 
 
 class Stream(NamedTuple):
-    """An array that is streamed: `source(place, t)` is its tile `t` in HBM for the step at `place`; `buffer` is
-    [2, wide, ...].
+    """An array that is streamed: `source(place, t, n)` is its tile `t` in HBM for the step at `place`, where `n` is the
+    bitmap of the tile's block, or None; `buffer` is [2, wide, ...].
     """
 
-    source: Callable[[Any, Array], Any]
+    source: Callable[[Any, Array, Array | None], Any]
     buffer: Any
 
 
@@ -69,10 +69,10 @@ class Scratch(NamedTuple):
     sems: Any
 
 
-def scratch_shapes(window: int, streams: int) -> list:
+def scratch_shapes(window: int, planes: int, streams: int) -> list:
     return [
         pltpu.SMEM((2,), jnp.int32),
-        pltpu.SMEM((2, window, 1, LANES), jnp.int32),
+        pltpu.SMEM((2, window, planes, LANES), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((2, streams)),
     ]
@@ -122,6 +122,14 @@ class Walk:
         at = (part.start & (LANES - 1)) + entry
         return self._scratch.window[parity, at >> 7, 0, at & (LANES - 1)] * split + sub
 
+    def _bitmap_at(self, part: Part, parity: Array, position: Array) -> Array | None:
+        window = self._scratch.window
+        if window.shape[2] == 1:
+            return None
+        entry = position if self._c.split == 1 else lax.div(position, self._c.split)
+        at = (part.start & (LANES - 1)) + entry
+        return window[parity, at >> 7, 1, at & (LANES - 1)]
+
     def tile(self, position: Array) -> Array:
         """The number of this step's tile at a position of its list; past the end, of the last tile."""
         return self._tile_at(self._here, self._parity, jnp.minimum(position, self._here.tiles - 1))
@@ -139,11 +147,12 @@ class Walk:
         position, is_wide = self._position(part, chunk), chunk < part.wide
 
         def start(count: int) -> None:
-            tiles = [self._tile_at(part, parity, jnp.minimum(position + e, part.tiles - 1)) for e in range(count)]
-            for e, tile in enumerate(tiles):
+            places = [jnp.minimum(position + e, part.tiles - 1) for e in range(count)]
+            tiles = [(self._tile_at(part, parity, p), self._bitmap_at(part, parity, p)) for p in places]
+            for e, (tile, number) in enumerate(tiles):
                 for s, stream in enumerate(self._streams):
                     pltpu.make_async_copy(
-                        stream.source(place, tile), stream.buffer.at[slot, e], self._scratch.sems.at[slot, s]
+                        stream.source(place, tile, number), stream.buffer.at[slot, e], self._scratch.sems.at[slot, s]
                     ).start()
 
         if self._c.wide == self._c.narrow:

@@ -24,10 +24,13 @@ PER_BLOCK = LANES // WORDS
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A row of 128 words holds 16 records. `window`: rows of `lists` that suffice for the part of any step."""
+    """A row of 128 words holds 16 records. `window`: rows of `lists` that suffice for the part of any step.
+
+    `lists` has the numbers of blocks and, where the mask has bitmaps, beside them those of their bitmaps.
+    """
 
     records: Int[Array, "R 1 128"]
-    lists: Int[Array, "L 1 128"]
+    lists: Int[Array, "L planes 128"]
     window: int
 
 
@@ -35,6 +38,7 @@ def lists_and_records(
     indices: Int[Array, "b h N"],
     row_ptr: Int[Array, "b h R1"],
     num_full: Int[Array, "b h R"],
+    bitmap: Int[Array, "b h N"] | None = None,
     *,
     rows: Axis,
     columns: Axis,
@@ -60,6 +64,7 @@ def lists_and_records(
 
     window = -(-(columns.blocks + LANES - 1) // LANES)
     # A wrong index would make a DMA leave its array. Clamping is cheap here.
-    flat = jnp.clip(indices, 0, columns.blocks - 1).reshape(-1).astype(jnp.int32)
-    size = round_up(flat.size, LANES) + window * LANES
-    return Work(words, jnp.pad(flat, (0, size - flat.size)).reshape(-1, 1, LANES), window)
+    planes = [jnp.clip(indices, 0, columns.blocks - 1)] + ([] if bitmap is None else [bitmap])
+    size = round_up(indices.size, LANES) + window * LANES
+    flat = [jnp.pad(x.reshape(-1).astype(jnp.int32), (0, size - x.size)).reshape(-1, LANES) for x in planes]
+    return Work(words, jnp.stack(flat, 1), window)
