@@ -1,4 +1,4 @@
-"""Tokens that follow a prompt: one forward of the prompt, sparse if masks say so, then one forward per token."""
+"""Tokens that follow a prompt: the prompt is read, sparsely if masks or HADS say so, then one forward per token."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def stream(
     context = model.config.context
     capacity = _round_up(max(lengths) + max_new_tokens, context)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
-    if hads is not None or chunk is not None:
-        if mask_fn is not None:
-            raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+    if mask_fn is None:
         check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
         return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk)
-    padded = np.zeros((len(prompts), _round_up(max(lengths), context) if mask_fn is None else max(lengths)), np.int32)
+    if hads is not None or chunk is not None:
+        raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+    padded = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     return _steps(
@@ -128,10 +128,10 @@ def _steps(
     capacity: int,
     keys: Array,
     sampler: Sampler,
-    mask_fn: MaskFn | None,
+    mask_fn: MaskFn,
 ) -> Iterator[np.ndarray]:
     graph, weights = nnx.split(model)
-    if mask_fn is not None and jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
+    if jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
         mask_fn = jax.tree_util.Partial(mask_fn)
     tokens, cache = _prefill(graph, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
     yield np.asarray(tokens)

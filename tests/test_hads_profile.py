@@ -78,6 +78,10 @@ def test_recorded_and_shipped_profiles_load():
     recorded = HadsProfile.load(record.RESULTS / "hads" / "profile-8192-64.json")  # of version 3
     assert (recorded.model, recorded.block, recorded.length, recorded.rule) == ("smollm2", 64, 8192, VERSION_3)
     assert shipped("smollm2").rule == VERSION_3
+    assert [shipped("smollm2", length).length for length in (0, 100, 3000, 6000, 10**6)] == [2048] * 3 + [8192] * 2
+    np.testing.assert_array_equal(shipped("smollm2", 8192).features, recorded.features)
+    with pytest.raises(FileNotFoundError, match="no profile of 'gpt-9' comes with xsake, only of smollm2"):
+        shipped("gpt-9")
     text = (resources.files("xsake.hads.profile") / "shipped" / "smollm2.json").read_text()
     assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
 

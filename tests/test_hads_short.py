@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hads_case
 import hads_case as case
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 from xsake._cli import demo_model as short
+from xsake._cli import demo_prompt
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.file import shipped
 from xsake.hads.study.texts import Text
@@ -55,3 +57,16 @@ def test_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "records.jsonl",
         "summary.json",
     }
+
+
+@pytest.mark.slow
+def test_the_race_to_the_first_token():
+    """Both ways are timed, each with what it compiles left out."""
+    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    profile = hads_case.random_profile(head_dim=16)
+    tokens = np.random.default_rng(0).integers(0, 512, 200).tolist()
+    console = Console(width=200, record=True)
+    times = demo_prompt.race(model, tokens, profile, 0.6, console)
+    assert list(times) == ["dense", "HADS, 60% of the blocks"] and min(times.values()) > 0
+    assert "A prompt of 200 tokens" in console.export_text()
+    assert model.config.layers == len(model.blocks) == 2

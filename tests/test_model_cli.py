@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 
+import hads_case
 import jax
 import pytest
 from tiny_model import TINY, build
 from typer.testing import CliRunner
 
 from xsake._cli import app
-from xsake.model import generate, load_tokenizer, save_pretrained
+from xsake.hads import HadsProfile
+from xsake.model import HadsBudget, generate, load_tokenizer, save_pretrained
 from xsake.model.data_tokenizer import train_tokenizer
 
 
@@ -60,6 +63,49 @@ def test_generate_writes_what_the_model_says(model, folder):
     for options in ([], ["--window", 64, "--block", 16]):
         output = xsake("generate", "hello hello", "--model", folder, "--max-new-tokens", 8, *options).stdout
         assert output == "".join(tokenizer.decode_stream(new)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def profile(folder):
+    """A profile of the model in the folder, random as the model is."""
+    shape = dict(layers=1, q_heads=TINY.q_heads, kv_heads=TINY.kv_heads, head_dim=TINY.head_dim)
+    path = folder / "profile.json"
+    dataclasses.replace(hads_case.random_profile(**shape), model=folder.stem).save(path)
+    return path
+
+
+LONG = "hello world " * 25
+
+
+def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
+    tokenizer = load_tokenizer(folder)
+    budget = HadsBudget(HadsProfile.load(profile), 0.6)
+    new = generate(model, [tokenizer.encode(LONG)], max_new_tokens=4, hads=budget, chunk=128)[0]
+    options = ["--hads", 0.6, "--chunk", 128, "--profile", profile, "--max-new-tokens", 4]
+    result = xsake("generate", LONG, "--model", folder, *options)
+    assert result.stdout == "".join(tokenizer.decode_stream(new)) + "\n"
+    assert re.search(r"time to first token \d+\.\d\d s \(\d+ tokens read\), then \d+\.\d tokens/s", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hads", 0.6], "no profile of 'model0' comes with xsake, only of smollm2: make one, xsake calibrate"),
+        (["--profile", "PROFILE"], "--profile is for --hads: give a budget, such as --hads 0.2"),
+        (["--hads", 0.6, "--profile", "OTHER"], "is the profile of 'random', not of 'model0': calibrate this model"),
+        (["--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),
+        (["--hads", 2, "--profile", "PROFILE"], "prompt=2.0 must be a share of the blocks, above 0 and at most 1"),
+        (["--hads", 0.6, "--chunk", 40, "--profile", "PROFILE"], "chunk=40 must be a multiple of the profile's block"),
+        (["--hads", 0.6, "--window", 64, "--profile", "PROFILE"], "give it without hads and chunk"),
+    ],
+)
+def test_wrong_readings_are_told_in_a_sentence(folder, profile, tmp_path, options, message):
+    hads_case.random_profile(layers=1, q_heads=4, kv_heads=2, head_dim=16).save(tmp_path / "other.json")
+    paths = {"PROFILE": profile, "OTHER": tmp_path / "other.json"}
+    words = [paths.get(word, word) for word in options]
+    result = xsake("generate", LONG, "--model", folder, "--max-new-tokens", 4, *words, code=1)
+    assert message.replace("model0", folder.stem) in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(

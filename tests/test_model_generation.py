@@ -11,7 +11,7 @@ import pytest
 from tiny_model import TINY, TOKENS, build, run
 
 import xsake
-from xsake.model import Sampler, generate, generation, stream
+from xsake.model import Sampler, generate, generation, prefill, stream
 
 # One worker for the tests of the model: it has its programs.
 pytestmark = pytest.mark.xdist_group("model")
@@ -78,9 +78,9 @@ def test_masks_are_those_of_the_prompt_and_may_be_trees(model, greedy):
 
 
 def test_other_lengths_do_not_compile_anew(model, greedy):
-    compiled = generation._prefill._cache_size(), generation._decode._cache_size()
+    compiled = prefill._read_block._cache_size(), generation._decode._cache_size()
     generate(model, [PROMPTS[0][:5], PROMPTS[1][:12]], max_new_tokens=NEW + 3)
-    assert (generation._prefill._cache_size(), generation._decode._cache_size()) == compiled
+    assert (prefill._read_block._cache_size(), generation._decode._cache_size()) == compiled
 
 
 def test_a_stop_token_ends_its_sequence_only(model, greedy):

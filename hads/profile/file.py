@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from importlib import resources
 from pathlib import Path
@@ -63,9 +64,17 @@ def load(path: str | os.PathLike) -> HadsProfile:
     return profile
 
 
-def shipped(model: str) -> HadsProfile:
-    """The profile of a published model, as it comes with xsake."""
-    with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / f"{model}.json") as path:
+# The profiles that come with xsake: the model's name, the tokens per sequence of calibration, the file.
+SHIPPED = (("smollm2", 2048, "smollm2.json"), ("smollm2", 8192, "smollm2-8192.json"))
+
+
+def shipped(model: str, length: int = 0) -> HadsProfile:
+    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens."""
+    known = [(abs(math.log(tokens / max(length, 1))), name) for found, tokens, name in SHIPPED if found == model]
+    if not known:
+        names = ", ".join(dict.fromkeys(found for found, _, _ in SHIPPED))
+        raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
+    with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / min(known)[1]) as path:
         return load(path)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from xsake._cli import demo_prompt
 from xsake.hads.profile import file
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
@@ -47,7 +48,9 @@ def show(folder: Path, console: Console | None = None) -> bool:
         console.print(f"left out: {error}", markup=False)
         return False
     text = Text("reference/0", "reference", page(tokenizer.encode))
-    compare(model, text, file.shipped(MODEL), folder, console)
+    compare(model, text, file.shipped(MODEL, LENGTH), folder, console)
+    console.print("\n[bold]How soon the first token comes[/bold]")
+    demo_prompt.show(model, tokenizer.encode, console)
     return True
 
 

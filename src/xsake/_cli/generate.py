@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xsake._cli.errors import plain_errors
+
+if TYPE_CHECKING:
+    from xsake.model import HadsBudget
 
 
 def generate(
@@ -26,8 +32,23 @@ def generate(
     ] = None,
     sink: Annotated[int, typer.Option(help="With --window: first tokens that every token sees.", min=0)] = 64,
     block: Annotated[int, typer.Option(help="With --window: tokens per block.", min=1, max=4096)] = 64,
+    hads: Annotated[
+        float | None,
+        typer.Option(help="Read the prompt with HADS: the share of the blocks that is read, such as 0.2."),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(help="Read so many tokens of the prompt at a time, a multiple of the profile's block.", min=1),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="With --hads: what `xsake calibrate` wrote; SmolLM2's comes with xsake.", exists=True),
+    ] = None,
 ) -> None:
-    """Answer a prompt with a pretrained model, greedily or by drawing."""
+    """Answer a prompt with a pretrained model, greedily or by drawing.
+
+    The time to the first token and the speed of writing are told on the standard error; a first run also compiles.
+    """
     with plain_errors():
         from xsake.model.model_file import open_model
 
@@ -55,6 +76,10 @@ def generate(
             messages = [] if system is None else [{"role": "system", "content": system}]
             tokens = tokenizer.chat([*messages, {"role": "user", "content": prompt}])
 
+        budget = None if hads is None else _budget(hads, profile, model, len(tokens))
+        if hads is None and profile is not None:
+            raise ValueError("--profile is for --hads: give a budget, such as --hads 0.2")
+
         def sparse(layer, query, key):
             lengths = query.shape[1], key.shape[1]
             return xsake.patterns.sink_window(*lengths, sink=sink, window=window, block_q=block, block_kv=block)
@@ -66,8 +91,47 @@ def generate(
             sampler=sampler,
             seed=seed,
             mask_fn=None if window is None else sparse,
+            hads=budget,
+            chunk=chunk,
         )
-        answer = itertools.takewhile(lambda token: token not in tokenizer.stop, (int(step[0]) for step in steps))
+        clock = _Clock(len(tokens))
+        answer = itertools.takewhile(lambda token: token not in tokenizer.stop, clock.watch(steps))
         for piece in tokenizer.decode_stream(answer):
             typer.echo(piece, nl=False)
         typer.echo()
+        typer.echo(str(clock), err=True)
+
+
+def _budget(share: float, profile: Path | None, model: str, length: int) -> HadsBudget:
+    from xsake._cli.hads import model_name
+    from xsake.hads.profile import file
+    from xsake.hads.profile.profile import HadsProfile
+    from xsake.model import HadsBudget
+
+    name = model_name(model)
+    learned = file.shipped(name, length) if profile is None else HadsProfile.load(profile)
+    if learned.model != name:
+        raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
+    return HadsBudget(learned, share)
+
+
+class _Clock:
+    """When the first and the last token came."""
+
+    def __init__(self, prompt: int):
+        self._prompt, self._tokens = prompt, 0
+        self._start = self._first = self._last = time.perf_counter()
+
+    def watch(self, steps: Iterable[Any]) -> Iterator[int]:
+        for step in steps:
+            self._last = time.perf_counter()
+            if self._tokens == 0:
+                self._first = self._last
+            self._tokens += 1
+            yield int(step[0])
+
+    def __str__(self) -> str:
+        first = f"time to first token {self._first - self._start:.2f} s ({self._prompt} tokens read)"
+        if self._tokens < 2:
+            return first
+        return f"{first}, then {(self._tokens - 1) / (self._last - self._first):.1f} tokens/s"

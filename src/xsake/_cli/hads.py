@@ -48,7 +48,7 @@ def calibrate(
         )
         with _progress() as progress:
             profile = calibrate(
-                loaded, np.stack([t.tokens for t in found]), name=_name(model), block=block, progress=progress
+                loaded, np.stack([t.tokens for t in found]), name=model_name(model), block=block, progress=progress
             )
         profile.save(out)
         typer.echo(f"{profile!r}\n{out}")
@@ -86,7 +86,7 @@ def evaluate(
         from xsake.hads.study.texts import load_texts
 
         learned = HadsProfile.load(profile)
-        name = _name(model)
+        name = model_name(model)
         if learned.model != name:
             raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
@@ -126,7 +126,7 @@ def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callab
     return load_pretrained(file, dtype=kinds[dtype], param_dtype=kinds[dtype]), encode
 
 
-def _name(model: str) -> str:
+def model_name(model: str) -> str:
     """The name of a published model, also if its file is given; of another file, the file's name."""
     from xsake.model.published import PUBLISHED
 
