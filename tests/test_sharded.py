@@ -205,6 +205,30 @@ def test_the_sparse_exchange_moves_what_is_listed_and_no_more():
     assert sum(sizes_of(text, "all-to-all")) == 2 * B * N * 3 * 16 * D  # keys and values of one head, in a loop
 
 
+def test_elsewhere_than_on_cpus_only_what_is_there_travels(monkeypatch):
+    """By the documented meaning of `ragged_all_to_all`, which XLA has for GPUs and TPUs alone."""
+    chosen = jax.lax.platform_dependent
+
+    def not_cpu(*args, default, **platforms):
+        return default(*args) if "cpu" in platforms else chosen(*args, default=default, **platforms)
+
+    def ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+        given = operand, input_offsets, send_sizes, output_offsets, recv_sizes
+        data, start, size, to, expected = (jax.lax.all_gather(x, axis_name) for x in given)
+        own, place = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+        for sender in range(len(data)):
+            which = place - to[sender, own]
+            here = (which >= 0) & (which < jnp.minimum(size[sender, own], expected[own, sender]))
+            found = data[sender][jnp.clip(start[sender, own] + which, 0, len(operand) - 1)]
+            output = jnp.where(here.reshape(-1, *(1,) * (output.ndim - 1)), found, output)
+        return output
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", not_cpu)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
+    case = make(XLA, **(SIZES | CASES["a sink and a window"]))
+    check_sharded(case, mesh_of(data=2, seq=4), "sparse", "contiguous")
+
+
 def test_gradients_come_back_scattered():
     text = compiled_text("gather", gradient=True)
     assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
@@ -286,7 +310,11 @@ PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", 
 
 @pytest.mark.parametrize(
     ("exchange", "platform"),
-    [("gather", "cuda"), pytest.param("ring", "cuda", marks=pytest.mark.slow), ("ring", "tpu")],
+    [
+        ("gather", "cuda"),
+        ("ring", "tpu"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("ring", "cuda"), ("sparse", "cuda"))),
+    ],
 )
 def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
     name, devices, kernel = PLATFORMS[platform]
@@ -300,4 +328,5 @@ def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
         return xsake.sharded_attention(q, q, q, mask, **options).astype(jnp.float32).sum()
 
     text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=(platform,)).as_text()
-    assert kernel in text and ("collective_permute" if exchange == "ring" else "all_gather") in text
+    moved = {"ring": "collective_permute", "gather": "all_gather", "sparse": "ragged_all_to_all"}[exchange]
+    assert kernel in text and moved in text

@@ -120,7 +120,7 @@ def _with_sink(call: Call, out: Array, lse: Array) -> tuple[Array, Array]:
         without, lse = lse, jnp.logaddexp(lse, call.sink_lse[:, :, None])
         kept = jnp.where(without == -jnp.inf, 0.0, jnp.exp(without - lse))
         kept = jnp.where(jnp.isnan(lse), lse, kept)  # an overflowed mask
-        out = out * kept.swapaxes(1, 2)[..., None]
+        out = wide(out) * kept.swapaxes(1, 2)[..., None]
     return out.astype(call.query.dtype), lse
 
 

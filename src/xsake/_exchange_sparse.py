@@ -19,6 +19,7 @@ from xsake._backend import Call
 from xsake._execution import Plan
 from xsake._partition import call_dims
 from xsake._pieces import by_heads, wide
+from xsake._trace import vary, varying_axes
 from xsake.hads.mask.row_shards import RowShards
 
 
@@ -50,7 +51,7 @@ class Sparse:
             whole = self._call(shard, call, blocks, wanted, asked, transpose=True)
             query, key, value, *bias = self.plan.run_backward(with_bias, whole, *given)
             columns, _ = self._columns(shard.rows, wanted, own)
-            key, value = self._home(shard.rows, key, asked), self._home(shard.rows, value, asked)
+            key, value = (self._home(shard.rows, x, wanted, asked) for x in (key, value))
             return query, key, value, *(_scatter_columns(shard.rows, x, call.bias, columns) for x in bias)
 
         given, dims, _ = self._given(shard)
@@ -90,8 +91,8 @@ class Sparse:
         active = jnp.take(blocks, columns, axis=3) & used[None, None, None]
         return dataclasses.replace(
             call,
-            key=jnp.concatenate([call.key, self._arriving(rows, call.key, asked)], 1),
-            value=jnp.concatenate([call.value, self._arriving(rows, call.value, asked)], 1),
+            key=jnp.concatenate([call.key, self._arriving(rows, call.key, wanted, asked)], 1),
+            value=jnp.concatenate([call.value, self._arriving(rows, call.value, wanted, asked)], 1),
             mask=rows.mask_of(active, own, columns, transpose=transpose),
             bias=_gather_columns(rows, call.bias, columns, 3),
             kv_segments=_gather_columns(rows, shard.kv_segments, columns, 1),
@@ -106,21 +107,39 @@ class Sparse:
         used = jnp.concatenate([jnp.ones(rows.columns, bool), (wanted >= 0).reshape(-1)])
         return jnp.concatenate([mine, theirs.reshape(-1)]), used
 
-    def _arriving(self, rows: RowShards, x: Array, asked: Array) -> Array:
+    def _arriving(self, rows: RowShards, x: Array, wanted: Array, asked: Array) -> Array:
         """[B, tokens, 1, D]: the blocks of one head that this shard asked for, in its slots."""
         batch, _, _, channels = x.shape
         own = x.reshape(batch, rows.columns, rows.grid.block_kv, channels)
         sent = jnp.take(own, jnp.maximum(asked.reshape(self.shards, self.capacity), 0), axis=1)
-        arrived = jax.lax.all_to_all(sent, self.axes, 1, 1, tiled=True)
-        return arrived.reshape(batch, -1, 1, channels)
+        return self._swap(sent, asked, wanted).reshape(batch, -1, 1, channels)
 
-    def _home(self, rows: RowShards, grad: Array, asked: Array) -> Array:
+    def _swap(self, slots: Array, sent: Array, received: Array) -> Array:
+        """slots[:, i] for shard i, and back what shard i has for this one. Blocks that are not there are -1 in `sent`
+        and `received`: only CPUs, which know no other exchange, send them too.
+        """
+
+        def padded(slots: Array, *_: Array) -> Array:
+            return jax.lax.all_to_all(slots, self.axes, 1, 1, tiled=True)
+
+        def ragged(slots: Array, sent: Array, received: Array) -> Array:
+            flat = jnp.moveaxis(slots.reshape(slots.shape[0], -1, *slots.shape[3:]), 1, 0)
+            slot = jnp.arange(self.shards, dtype=jnp.int32) * self.capacity
+            here = jnp.full(self.shards, jax.lax.axis_index(self.axes) * self.capacity, jnp.int32)
+            given = vary((flat, jnp.zeros_like(flat), slot, sent, here, received), varying_axes(flat))
+            arrived = jax.lax.ragged_all_to_all(*given, axis_name=self.axes)
+            return jnp.moveaxis(arrived, 0, 1).reshape(slots.shape)
+
+        sizes = [(x.reshape(self.shards, -1) >= 0).sum(-1, dtype=jnp.int32) for x in (sent, received)]
+        return jax.lax.platform_dependent(slots, *sizes, cpu=padded, default=ragged)
+
+    def _home(self, rows: RowShards, grad: Array, wanted: Array, asked: Array) -> Array:
         """The gradient of this shard's keys, from its own call and from the calls of those who asked."""
         batch, _, _, channels = grad.shape
         tokens = rows.columns * rows.grid.block_kv
         own, theirs = wide(grad[:, :tokens]), wide(grad[:, tokens:])
         theirs = theirs.reshape(batch, self.shards, self.capacity, rows.grid.block_kv, channels)
-        back = jax.lax.all_to_all(theirs, self.axes, 1, 1, tiled=True)
+        back = self._swap(theirs, wanted, asked)
         total = own.reshape(batch, rows.columns, rows.grid.block_kv, channels)
         # Slots that nobody asked for bring zeros.
         places = jnp.maximum(asked.reshape(-1), 0)
