@@ -27,6 +27,7 @@ from xsake.kernels_pallas_gpu import (
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
@@ -38,7 +39,7 @@ _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to t
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap"}
+    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
 )
 
 
@@ -100,7 +101,7 @@ def default_config(call: Call) -> Config:
         forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
-        fused=mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call)),
+        fused=_fused(call),
     )
 
 
@@ -113,8 +114,9 @@ def search_space(call: Call) -> Sequence[Config]:
         dataclasses.replace(default, forward=c)
         for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
     ]
-    fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
-    space += [dataclasses.replace(default, fused=c) for c in fused]
+    if call.mask.bitmaps is None:
+        fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
+        space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
@@ -137,15 +139,15 @@ def misfit(call: Call, config: Config) -> str | None:
         need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-    problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused) if config.fused.use else None
-    return problem and f"fused: {problem}"
+    return _fused_misfit(call, config)
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), sink_lse=call.sink_lse, config=config.forward)
+    given = dict(bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward)
+    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given)
     return out[..., : call.value_dim], lse
 
 
@@ -162,14 +164,31 @@ def backward(
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
+        if mask.bitmaps is not None:
+            raise ValueError(_fused_misfit(call, config))
         dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
         rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
         columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
         given = (padded.query, padded.key, padded.value, d_out, lse, delta)
-        dq = mosaic_dq.dq(*given, rows, **_arguments(call), config=config.dq)
-        dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), config=config.dkv)
+        of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
+        dq = mosaic_dq.dq(*given, rows, **_arguments(call), bits=of_rows, config=config.dq)
+        dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
+
+
+def _fused(call: Call) -> mosaic_fused_plan.FusedConfig:
+    chosen = mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call))
+    return chosen if call.mask.bitmaps is None else dataclasses.replace(chosen, use=False)
+
+
+def _fused_misfit(call: Call, config: Config) -> str | None:
+    if not config.fused.use:
+        return None
+    if call.mask.bitmaps is not None:
+        return "fused: its kernel knows no bitmaps; use=False runs the kernels for dQ and for dK and dV"
+    problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused)
+    return problem and f"fused: {problem}"
 
 
 def _arguments(call: Call) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 
 Array = jax.Array
@@ -61,6 +62,7 @@ def dkv(
     q_positions: Array | None = None,
     kv_positions: Array | None = None,
     bias: Array | None = None,
+    bits: Bits | None = None,
     config: BackwardConfig,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
@@ -117,6 +119,7 @@ def dkv(
         kv_vector_refs,
         list_refs,
         bias_ref,
+        bit_refs,
         dk_ref,
         dv_ref,
         k_smem,
@@ -169,10 +172,10 @@ def dkv(
         def per_col(ref, width):
             return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, width), [1])
 
-        def element_mask(slot, queries, kv_start, kv_rows):
+        def element_mask(slot, queries, kv_start, kv_rows, own_bits):
             q = {name: plgpu.load(r.at[ring, slot, queries], layout=ALONG_COLS) for name, r in q_vector_smem.items()}
             kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + kv_start
-            return rule.attends(
+            ok = rule.attends(
                 (ROWS, PART),
                 1,
                 q.get("position", q.get("index")),
@@ -181,13 +184,21 @@ def dkv(
                 kv_rows.get("segment"),
                 None,
             )
+            return ok if bits is None else own_bits(kv_start) if ok is None else ok & own_bits(kv_start)
+
+        def bits_of_tile(g, begin, t, part, kv_start):
+            number = bit_refs.number[(*coords(g), begin + lax.div(t, tiles_per_block))]
+            q_first, kv_first = lax.rem(t, tiles_per_block) * tile + part * PART, lax.rem(kv_start, block_kv)
+            return bit_refs.tile(coords(g), number, q_first, kv_first, (ROWS, PART), 1)
 
         def walk(block, exists, step):
             """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
 
             def head(g, n):
                 begin, full_tiles, tiles = column_tiles(g, block, exists)
-                at = functools.partial(step, h=kv_head * group + g, start_of=lambda m: q_start_of(g, begin, m - n))
+                bits_of = lambda m, part: functools.partial(bits_of_tile, g, begin, m - n, part)  # noqa: E731
+                at = functools.partial(step, h=kv_head * group + g, bits_of=bits_of)
+                at = functools.partial(at, start_of=lambda m: q_start_of(g, begin, m - n))
                 lax.fori_loop(n, n + full_tiles, functools.partial(at, masked=False), None)
                 lax.fori_loop(n + full_tiles, n + tiles, functools.partial(at, masked=True), None)
                 return n + tiles
@@ -206,7 +217,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[wg])
 
             def accumulate(dk_acc, dv_acc):
-                def step(n, _, *, h, start_of, masked):
+                def step(n, _, *, h, start_of, bits_of, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     tile_start = 0 if bias is None else start_of(n)
                     plgpu.barrier_wait(q_ready.at[ring, slot])
@@ -225,7 +236,7 @@ def dkv(
                             s,
                             None if rule.folds_lse else per_col(statistic_smem.at[ring, slot, queries], width),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, width)),
-                            element_mask(slot, queries, kv_start, kv_rows) if masked else None,
+                            element_mask(slot, queries, kv_start, kv_rows, bits_of(n, part)) if masked else None,
                         )
                         # dV, while dS is computed
                         mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
@@ -290,7 +301,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[0])
 
             def accumulate(dv_acc):
-                def step(n, _, *, h, start_of, masked):
+                def step(n, _, *, h, start_of, bits_of, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
                     start = 0 if bias is None else start_of(n)
@@ -306,7 +317,7 @@ def dkv(
                             read(s_acc, in_flight=0, interpret=simulate),
                             None if rule.folds_lse else statistic(),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, tile)),
-                            element_mask(slot, queries, kv_start, kv_rows) if masked else None,
+                            element_mask(slot, queries, kv_start, kv_rows, bits_of(n, 0)) if masked else None,
                         )
                         release(q_free.at[ring, slot], interpret=simulate)
 
@@ -354,7 +365,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[1])
 
             def accumulate(dk_acc):
-                def step(n, _, *, h, start_of, masked):
+                def step(n, _, *, h, start_of, bits_of, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
                     plgpu.barrier_wait(do_ready.at[ring, inner])
@@ -456,6 +467,7 @@ def dkv(
             kv_vectors,
             ListRefs(*lists),
             None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
+            bits,
         ],
         [
             swizzled((tile_wgs, ROWS, d), dtype),

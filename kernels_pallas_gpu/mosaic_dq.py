@@ -31,6 +31,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 
 Array = jax.Array
@@ -56,6 +57,7 @@ def dq(
     q_positions: Array | None = None,
     kv_positions: Array | None = None,
     bias: Array | None = None,
+    bits: Bits | None = None,
     config: BackwardConfig,
     interpret: Any = False,
 ) -> Array:
@@ -98,6 +100,7 @@ def dq(
         kv_vector_refs,
         list_refs,
         bias_ref,
+        bit_refs,
         dq_ref,
         q_smem,
         do_smem,
@@ -154,10 +157,10 @@ def dq(
             buffers = [r.at[wg] for r in simulated]
             plgpu.barrier_wait(resident.at[wg])
 
-            def element_mask(slot, keys):
+            def element_mask(slot, keys, t, part):
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
                 q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + q_start
-                return rule.attends(
+                ok = rule.attends(
                     (ROWS, PART),
                     0,
                     q_rows.get("position", q_index),
@@ -166,6 +169,12 @@ def dq(
                     kv.get("segment"),
                     kv["index"] < kv_len if ragged else None,
                 )
+                if bits is None:
+                    return ok
+                number = bit_refs.number[(*coords, begin + lax.div(t, tiles_per_block))]
+                kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
+                own = bit_refs.tile(coords, number, lax.rem(q_start, block_q), kv_first, (ROWS, PART), 0)
+                return own if ok is None else ok & own
 
             def accumulate(dq_acc):
                 def step(t, _, *, masked):
@@ -190,7 +199,7 @@ def dq(
                             s,
                             None if rule.folds_lse else per_row(statistic, width),
                             None if bias is None else load_bias(bias_ref, b, h, q_start, start, (ROWS, width)),
-                            element_mask(slot, keys) if masked else None,
+                            element_mask(slot, keys, t, part) if masked else None,
                         )
                         # dS
                         dp = read(dp_acc, in_flight=0, interpret=simulate)
@@ -296,6 +305,7 @@ def dq(
             kv_vectors,
             ListRefs(*lists),
             None if bias is None else pad_bias(bias, q_size, kv_size),
+            bits,
         ],
         [
             swizzled((wgs, ROWS, d), dtype),

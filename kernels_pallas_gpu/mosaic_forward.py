@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
@@ -42,6 +43,7 @@ def forward(
     q_positions: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
     bias: jax.Array | None = None,
+    bits: Bits | None = None,
     sink_lse: jax.Array | None = None,
     config: ForwardConfig,
     interpret: Any = False,
@@ -68,6 +70,7 @@ def forward(
         full_is_exact=full_is_exact,
         has_bias=bias is not None,
         has_sinks=sink_lse is not None,
+        has_bits=bits is not None,
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
         pairing=Pairing.of(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
@@ -96,6 +99,8 @@ def forward(
         if bias.shape[3] > 1:
             bias = common.pad_to(bias, block_kv, 3)
         options["bias"] = bias
+    if bits is not None:
+        options |= bits._asdict()
     if sink_lse is not None:
         options["sink_lse"] = sink_lse.astype(jnp.float32)
 

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
@@ -259,13 +260,33 @@ class Tile:
             overlap=lambda: self.take_tensor_core(step),
         )
         vectors = dict(self.q_vectors)
+        number = cta.scratch.notes[cta.bitmap_field(slot)] if partial and plan.has_bits else None
         if partial:
             for name in plan.kv_vectors:
                 vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
         logits = self.element_wise(logits, starts, vectors, partial=partial)
+        if number is not None:
+            assert starts is not None
+            logits = jnp.where(self.bits(number, starts[0], logits.shape), logits, -jnp.inf)
         return self.accumulate(step, carry, logits, values)
+
+    def bits(self, number: Any, kv_start: Any, shape: tuple[int, int]) -> Any:
+        cta, plan = self.cta, self.plan
+        coords = common.list_coords(
+            cta.lists,
+            self.field(BATCH),
+            self.field(HEAD) + self.warpgroup.head_offset,
+            num_q_heads=plan.num_q_heads,
+            num_kv_heads=plan.num_kv_heads,
+        )
+        bits = Bits(cta.options["number"], cta.options["words"])
+        q_first, kv_first = (
+            lax.rem(self.q_start(), plan.block_q),
+            lax.rem(kv_start, plan.block_kv),
+        )
+        return bits.tile(coords, number, q_first, kv_first, shape, 0)
 
     def take_tensor_core(self, step: Any) -> None:
         """For step 0, this warpgroup has arrived at the end of the item before."""

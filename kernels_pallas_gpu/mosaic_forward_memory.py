@@ -207,6 +207,9 @@ class _Load:
             scratch.notes[cta.run_field(slot, part)] = (
                 jnp.where(exists, start, MISSING) if part or plan.ahead else start
             )
+        if plan.has_bits:
+            entry, _ = _divmod(step, plan.units_per_block)
+            scratch.notes[cta.bitmap_field(slot)] = cta.options["number"][self.b, self.h, item.begin + entry]
         ready = cta.stage(cta.barriers.k_ready, slot)
         self._runs(cta.k.at[item.batch, :, self.kv_head], cta.stage(scratch.k, slot), ready, starts)
         for name in plan.kv_vectors:

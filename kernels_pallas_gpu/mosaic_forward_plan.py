@@ -36,7 +36,7 @@ STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
 
 class Scratch(NamedTuple):
     """Shared memory. In `notes` the memory warpgroup tells the others of two items, of the runs in every slot of the
-    K/V ring, and of two tickets.
+    K/V ring, of two tickets and, where the mask has bitmaps, of the bitmap of every slot.
     """
 
     q: Any
@@ -80,6 +80,7 @@ class Plan:
     full_is_exact: bool
     has_bias: bool
     has_sinks: bool
+    has_bits: bool
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
     pairing: Pairing
@@ -187,7 +188,7 @@ class Plan:
 
     @property
     def plain_rules(self) -> bool:
-        return not self.has_bias and not self.kv_vectors
+        return not self.has_bias and not self.kv_vectors and not self.has_bits
 
     @property
     def tile_kv(self) -> int:
@@ -265,7 +266,7 @@ class Plan:
             out=common.swizzled((*rows, self.v_head_dim), self.dtype) if self.separate_out else None,
             lse=plgpu.SMEM(rows, jnp.float32),
             kv_vectors={name: plgpu.SMEM(ring, jnp.int32) for name in self.kv_vectors},
-            notes=plgpu.SMEM((*self.rings, 2 * PUBLISHED + self.stages * self.parts + 2), jnp.int32),
+            notes=plgpu.SMEM((*self.rings, 2 * PUBLISHED + self.stages * (self.parts + self.has_bits) + 2), jnp.int32),
         )
 
     def barriers(self) -> Barriers:

@@ -1,19 +1,20 @@
-"""Masks with bitmaps: any elements of a block, on backends that honour them; the others refuse them by name."""
+"""Masks with bitmaps: any elements of a block, on every backend; one that does not know them refuses them by name."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make, run
+from contract.case import check_run, make
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sweep import sweep
 
 import xsake
 from xsake import _registry
+from xsake._arguments import build_call
 from xsake.hads.mask.bitmaps import unpack
+from xsake.kernels_pallas_gpu import triton
 
 CASES = {
     "per batch and head": dict(mask=(2, 4)),
@@ -27,31 +28,36 @@ CASES = {
         local_window_size=(60, 40),
         key_value_seq_lengths=np.array([100, 57], np.int32),
     ),
-    "rows of keys alike": dict(mask=(1, 2), block_q=16, block_kv=16, q_len=100),
+    "a bit per token": dict(mask=(2, 2), density=1.0, block_q=16, block_kv=16, q_len=100, mask_causal=True),
 }
 
 
 def with_elements(case, name):
     rng = np.random.default_rng(1)
     shape = (*case.blocks.shape[:2], case.query.shape[1], case.key.shape[1])
-    elements = rng.random(shape) < 0.6
-    if name == "rows of keys alike":
-        elements = np.broadcast_to(elements[..., :1], shape)
-    return case.replace(elements=elements)
+    if name == "a bit per token":
+        return case.replace(chosen=rng.random((*shape[:3], case.blocks.shape[-1])) < 0.4)
+    return case.replace(elements=rng.random(shape) < 0.6)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, slow=["per batch and head", "rows of keys alike"]))
+@pytest.mark.parametrize("name", sweep(CASES, slow=["per batch and head", "a bit per token"]))
 def test_bitmaps(implementation, name):
     options = dict(CASES[name])
     if options.get("dtype", "float32") not in implementation.dtypes:
         options["dtype"] = implementation.dtypes[0]
     case = with_elements(make(implementation, **options), name)
-    if "bitmaps" in _registry.get(implementation.name).HONOURS:
-        assert case.mask().bitmaps is not None
-        check_run(implementation, case)
-    else:
-        with pytest.raises(NotImplementedError, match=r"does not honour a mask with bitmaps"):
-            run(dataclasses.replace(implementation, partial=False), case)
+    assert case.mask().bitmaps is not None
+    check_run(implementation, case)
+
+
+def test_a_backend_that_does_not_know_bitmaps_refuses_them_by_name(monkeypatch):
+    mask = xsake.patterns.from_function(64, 64, lambda q, k: (q + k) % 4 == 0, of="tokens", **SIZES_32)
+    x = jnp.ones((1, 64, 1, 16))
+    call = build_call(x, x, x, mask, default_blocks=(32, 32))
+    assert _registry.choose(["triton", "xla"], call) == "triton"
+    monkeypatch.setattr(triton, "HONOURS", triton.HONOURS - {"bitmaps"})
+    assert _registry.unsupported("triton", call).startswith("it does not honour a mask with bitmaps")
+    assert _registry.choose(["triton", "xla"], call) == "xla"
 
 
 def of_columns(mask):

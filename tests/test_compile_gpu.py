@@ -30,13 +30,15 @@ MOSAIC = [
     "block 256 x 128",
     "Dv 64",
     "soft cap and sinks",
+    "bitmaps",
+    "a bit per token, D 64, block 64",
 ]
 
 MOSAIC_SCRIPT = """
 import os, sys, tempfile, pathlib
 dump = pathlib.Path(tempfile.mkdtemp())
 os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu"}
-sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src")]
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile, complaints
 from tests.test_mosaic_lowering import ARGUMENTS, SHAPES, everything, make_call
@@ -73,7 +75,7 @@ TRITON_SCRIPT = """
 import os, sys, pathlib, tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src")]
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile
 from tests.test_mosaic_lowering import make_call

@@ -88,6 +88,30 @@ def test_every_argument_float16_and_an_odd_length():
     check_run(TARGET, case)
 
 
+BITMAPS = {
+    "per head": dict(q_len=32, block_q=16, block_kv=32, q_heads=2, kv_heads=2, mask=(1, 2)),
+    "a group, causal, odd length": dict(
+        q_len=117, exact_lengths=True, block_q=32, block_kv=16, q_heads=2, kv_heads=1, mask=(1, 1), mask_causal=True
+    ),
+    "a bit per token": dict(q_len=32, block_q=16, block_kv=32, density=1.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BITMAPS)
+def test_bitmaps(name):
+    case = make(TARGET, **(SMALL | dict(density=0.8) | BITMAPS[name]))
+    shape = (*case.blocks.shape[:2], case.query.shape[1], case.key.shape[1])
+    rng = np.random.default_rng(1)
+    if name == "a bit per token":
+        case = case.replace(chosen=rng.random((*shape[:3], case.blocks.shape[-1])) < 0.4)
+    else:
+        case = case.replace(elements=rng.random(shape) < 0.6)
+    assert case.mask().bitmaps is not None
+    check_run(TARGET, case)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_window_beyond_every_position_is_no_limit():

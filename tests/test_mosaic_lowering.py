@@ -32,6 +32,9 @@ SHAPES = {
     "odd lengths": dict(q_len=333, kv_len=517),
     "one query": dict(q_len=1, kv_len=300),
     "float16": dict(dtype=jnp.float16),
+    "bitmaps": dict(bitmaps="of elements"),
+    "bitmaps, D 256": dict(bitmaps="of elements", head_dim=256),
+    "a bit per token, D 64, block 64": dict(bitmaps="of tokens", head_dim=64, block_q=64, block_kv=64),
 }
 ARGUMENTS = {
     "segments, positions and window": dict(
@@ -67,15 +70,25 @@ def make_call(
     kv_heads=4,
     mask_heads=4,
     dtype=jnp.bfloat16,
+    bitmaps=None,
     **arguments,
 ):
     def zeros(length, heads, dim):
         return jnp.zeros((2, length, heads, dim), dtype)
 
     blocks = np.ones((mask_heads, -(-q_len // block_q), -(-kv_len // block_kv)), bool)
-    mask = xsake.BlockMask.from_blocks(
-        blocks, block_q=block_q, block_kv=block_kv, q_len=q_len, kv_len=kv_len, is_causal=True
-    )
+    sizes = dict(block_q=block_q, block_kv=block_kv, q_len=q_len, kv_len=kv_len)
+    mask = xsake.BlockMask.from_blocks(blocks, **sizes, is_causal=True)
+    if bitmaps == "of elements":
+        mask = xsake.patterns.from_function(
+            function=lambda h, q, k: (k <= q) & ((q - k) % (h + 2) == 0), of="tokens", heads=mask_heads, **sizes
+        )
+    elif bitmaps == "of tokens":
+        numbers = np.arange(q_len)[None, :, None, None] // block_kv - np.arange(3) * np.arange(q_len)[:, None, None] % 5
+        numbers = np.broadcast_to(np.maximum(numbers, -1), (1, q_len, mask_heads, 3))
+        mask = xsake.BlockMask.from_token_indices(
+            numbers, block_q=block_q, block_kv=block_kv, kv_len=kv_len, is_causal=True
+        )
     return build_call(
         zeros(q_len, q_heads, head_dim),
         zeros(kv_len, kv_heads, head_dim),
@@ -119,6 +132,8 @@ def _given(call) -> tuple:
             "odd lengths",  # an argument has it below
             "one query",
             "float16",
+            "bitmaps",
+            "bitmaps, D 256",
         ],
     ),
 )

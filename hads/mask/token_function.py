@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from xsake._buckets import power_of_two_at_least
-from xsake.hads.mask.bitmaps import pack, words_of
+from xsake.hads.mask.bitmaps import distinct, pack, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists import ArrayT
@@ -124,9 +124,11 @@ def _concrete(
         part = some & (value != visible).any((2, 4))
         active[:, :, i, columns] |= some
         mixed[:, :, i, columns] = part
-        for b, h, c in np.argwhere(part):
-            bits = pack(np, value[b, h, :, c]).tobytes()
-            number[b, h, i, columns[c]] = table.setdefault(bits, len(table))
+        if part.any():
+            b, h, c = np.nonzero(part)
+            found, which = distinct(pack(np, value[b, h, :, c]))
+            of_found = np.array([table.setdefault(x.tobytes(), len(table)) for x in found])
+            number[b, h, i, columns[c]] = of_found[which]
     if not mixed.any():
         return BlockMask.from_blocks(active, **_sizes(grid), capacity=capacity)
     mask = BlockMask.of_active(
@@ -145,10 +147,9 @@ def _row_of_blocks(
     q = (i * grid.block_q + np.arange(grid.block_q))[:, None]
     k = (columns[:, None] * grid.block_kv + np.arange(grid.block_kv)).reshape(1, -1)
     inside_q, inside_k = q[:, 0] < grid.q_len, k[0] < grid.kv_len
+    rows, keys = inside_q.sum(), inside_k.sum()  # what is past the end comes last
     value = np.zeros((*lead, q.size, k.size), bool)
-    value[:, :, np.ix_(inside_q, inside_k)[0], np.ix_(inside_q, inside_k)[1]] = np.asarray(
-        rule.rows(q[inside_q], k[:, inside_k])
-    )
+    value[:, :, :rows, :keys] = np.asarray(rule.rows(q[:rows], k[:, :keys]))
     allowed = np.broadcast_to(grid.band.allows(k - q), (q.size, k.size))
     if refuse and (deleted := value & ~allowed).any():
         row, column = np.argwhere(deleted)[0][-2:]

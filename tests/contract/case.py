@@ -32,6 +32,7 @@ class Case:
     mask_causal: bool = False
     mask_window: Any = None
     elements: np.ndarray | None = None  # bool[b, h, T, S]: these elements of the blocks, by bitmaps
+    chosen: np.ndarray | None = None  # bool[b, h, T, nK]: the blocks of each token; all blocks are listed
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def mask(self, **options):
@@ -39,6 +40,8 @@ class Case:
 
         if self.blocks is None:
             return None
+        if self.chosen is not None:
+            return self._mask_of_tokens(**options)
         if self.elements is not None:
             return self._mask_of_elements(**options)
         return xsake.BlockMask.from_blocks(
@@ -51,6 +54,13 @@ class Case:
             local_window_size=self.mask_window,
             **options,
         )
+
+    def _mask_of_tokens(self, **options):
+        import xsake
+
+        numbers = np.where(self.chosen, np.arange(self.chosen.shape[-1]), -1).swapaxes(1, 2)
+        sizes = dict(block_q=self.block_q, block_kv=self.block_kv, kv_len=self.key.shape[1])
+        return xsake.BlockMask.from_token_indices(numbers, **sizes, is_causal=self.mask_causal, **options)
 
     def _mask_of_elements(self, **options):
         import xsake

@@ -69,6 +69,8 @@ def attends(case) -> np.ndarray:
         m = m & np.logical_or.reduceat(np.logical_or.reduceat(by_index, starts[0], 0), starts[1], 1)
         heads = np.arange(h) * m.shape[1] // h
         ok &= m[:, heads][:, :, rows][:, :, :, columns]
+        if case.chosen is not None:
+            ok &= case.chosen[:, np.arange(h) * case.chosen.shape[1] // h][..., columns]
         if case.elements is not None:
             ok &= case.elements[:, np.arange(h) * case.elements.shape[1] // h]
         ok &= rule(past, case.mask_causal, case.mask_window)
