@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from xsake.model.config import ModelConfig
@@ -47,6 +48,15 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.keys[0].shape[1]
+
+    def check_room(self, tokens: int) -> None:
+        """Raise ValueError if `tokens` more do not fit. Only where lengths are concrete: under jit, states are NaN."""
+        longest = int(np.asarray(self.length).max())
+        if longest + tokens > self.capacity:
+            raise ValueError(
+                f"the cache is full: it has room for {self.capacity} tokens, holds {longest}, and {tokens} more are "
+                f"given; make a cache of at least capacity={longest + tokens}"
+            )
 
     def slots(self, tokens: int) -> Array:
         """i32[B, tokens]: the slots of the next tokens, which are also their positions."""

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from xsake.model import sparse_decode
 from xsake.model.attend import MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.fields import Whole, check
@@ -44,7 +45,7 @@ def generate(
       stop: tokens that end a sequence.
       seed: for a sampler that draws.
       mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
-      hads: read the prompt with HADS. Not together with `mask_fn`.
+      hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
       chunk: read this many tokens of the prompt at a time, a multiple of the profile's block (without HADS, of 64): the
         memory of a forward follows the chunk. Not together with `mask_fn`.
 
@@ -100,7 +101,10 @@ def stream(
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
     if mask_fn is None:
         check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
-        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk)
+        step = None
+        if hads is not None and hads.decode is not None:
+            step = sparse_decode.StepRule.of(hads, shortest=min(lengths), capacity=capacity)
+        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step)
     if hads is not None or chunk is not None:
         raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
     padded = np.zeros((len(prompts), max(lengths)), np.int32)
@@ -148,13 +152,20 @@ def _steps_of_chunks(
     sampler: Sampler,
     hads: HadsBudget | None,
     chunk: int | None,
+    step: sparse_decode.StepRule | None,
 ) -> Iterator[np.ndarray]:
     graph, weights = nnx.split(model)
-    last, cache, _ = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    last, cache, pooled = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
     tokens = _first(graph, sampler, weights, last, keys[0])
     yield np.asarray(tokens)
+    if hads is None or pooled is None or step is None:
+        for key in keys[1:]:
+            tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
+            yield np.asarray(tokens)
+        return
+    learned = sparse_decode.learned_layers(hads)
     for key in keys[1:]:
-        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
+        tokens, cache, pooled = sparse_decode.decode(graph, sampler, step, weights, tokens, cache, pooled, learned, key)
         yield np.asarray(tokens)
 
 

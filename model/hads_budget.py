@@ -1,4 +1,4 @@
-"""HadsBudget: how sparsely a model reads a prompt."""
+"""HadsBudget: how sparsely a model reads a prompt and writes its continuation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ class HadsBudget:
     Args:
       profile: of this model, from `xsake.hads.calibrate`.
       prompt: the share of the causal blocks that is read, over the whole prompt and exact in every chunk of it.
+      decode: the share of the cache's blocks that every new token attends to, in every layer; None for all blocks.
     """
 
     profile: HadsProfile
     prompt: float
+    decode: float | None = None
 
     def __post_init__(self) -> None:
-        value = self.prompt
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise ValueError(f"prompt={value!r} must be a share of the blocks, above 0 and at most 1")
+        for name, value in (("prompt", self.prompt), ("decode", 1.0 if self.decode is None else self.decode)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ValueError(f"{name}={value!r} must be a share of the blocks, above 0 and at most 1")
 
     def check(self, config: ModelConfig, length: int) -> None:
         """Raise ValueError if the profile cannot be this model's, or if the model has a window within `length`."""

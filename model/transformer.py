@@ -175,6 +175,8 @@ class Transformer(nnx.Module):
                 f"tokens of shape {tokens.shape} do not fit a cache of {len(cache.length)} sequences with capacity "
                 f"{cache.capacity}"
             )
+        if cache is not None and not isinstance(cache.length, jax.core.Tracer):
+            cache.check_room(length)
         cut = SequenceCut.of(mesh, order, exchange, capacity)
         if cache is not None and cut is not None:
             raise ValueError(f"a cache cannot be used with a mesh that cuts sequences: sequence={cut.shards} must be 1")

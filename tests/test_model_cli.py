@@ -91,11 +91,12 @@ def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
     ("options", "message"),
     [
         (["--hads", 0.6], "no profile of 'model0' comes with xsake, only of smollm2: make one, xsake calibrate"),
-        (["--profile", "PROFILE"], "--profile is for --hads: give a budget, such as --hads 0.2"),
+        (["--profile", "PROFILE"], "--profile and --decode-budget are for --hads: give a budget"),
         (["--hads", 0.6, "--profile", "OTHER"], "is the profile of 'random', not of 'model0': calibrate this model"),
         (["--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),
         (["--hads", 2, "--profile", "PROFILE"], "prompt=2.0 must be a share of the blocks, above 0 and at most 1"),
         (["--hads", 0.6, "--chunk", 40, "--profile", "PROFILE"], "chunk=40 must be a multiple of the profile's block"),
+        (["--hads", 0.6, "--decode-budget", 0.1, "--profile", "PROFILE"], "a budget of 0.1 for new tokens is below 0."),
         (["--hads", 0.6, "--window", 64, "--profile", "PROFILE"], "give it without hads and chunk"),
     ],
 )

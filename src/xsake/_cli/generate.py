@@ -36,6 +36,10 @@ def generate(
         float | None,
         typer.Option(help="Read the prompt with HADS: the share of the blocks that is read, such as 0.2."),
     ] = None,
+    decode_budget: Annotated[
+        float | None,
+        typer.Option(help="With --hads: the share of the cache's blocks that a new token attends to, such as 0.1."),
+    ] = None,
     chunk: Annotated[
         int | None,
         typer.Option(help="Read so many tokens of the prompt at a time, a multiple of the profile's block.", min=1),
@@ -76,9 +80,9 @@ def generate(
             messages = [] if system is None else [{"role": "system", "content": system}]
             tokens = tokenizer.chat([*messages, {"role": "user", "content": prompt}])
 
-        budget = None if hads is None else _budget(hads, profile, model, len(tokens))
-        if hads is None and profile is not None:
-            raise ValueError("--profile is for --hads: give a budget, such as --hads 0.2")
+        budget = None if hads is None else _budget(hads, decode_budget, profile, model, len(tokens))
+        if hads is None and (profile is not None or decode_budget is not None):
+            raise ValueError("--profile and --decode-budget are for --hads: give a budget, such as --hads 0.2")
 
         def sparse(layer, query, key):
             lengths = query.shape[1], key.shape[1]
@@ -102,7 +106,7 @@ def generate(
         typer.echo(str(clock), err=True)
 
 
-def _budget(share: float, profile: Path | None, model: str, length: int) -> HadsBudget:
+def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
     from xsake._cli.hads import model_name
     from xsake.hads.profile import file
     from xsake.hads.profile.profile import HadsProfile
@@ -112,7 +116,7 @@ def _budget(share: float, profile: Path | None, model: str, length: int) -> Hads
     learned = file.shipped(name, length) if profile is None else HadsProfile.load(profile)
     if learned.model != name:
         raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
-    return HadsBudget(learned, share)
+    return HadsBudget(learned, share, decode)
 
 
 class _Clock:
