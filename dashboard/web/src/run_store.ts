@@ -113,6 +113,9 @@ export class RunStore {
       this.errors.set(id, asError(error));
     }
     this.loading.delete(id);
+    this.drawn = 0; // what was asked for is drawn at once; only what a stream adds waits for the next redraw
+    clearTimeout(this.timer);
+    this.timer = 0;
     this.changed();
     this.follow();
   }
