@@ -40,7 +40,7 @@ def with_elements(case, name):
     return case.replace(elements=rng.random(shape) < 0.6)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, slow=["per batch and head", "a bit per token"]))
+@pytest.mark.parametrize("name", sweep(CASES, slow=[name for name in CASES if name != "with every argument"]))
 def test_bitmaps(implementation, name):
     options = dict(CASES[name])
     if options.get("dtype", "float32") not in implementation.dtypes:
@@ -84,7 +84,7 @@ def rule(b, h, q, k):
     return ((q * 7 + k * 3 + h + 2 * b) % 5 < 2) & (q - k < 50)
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", sweep([False, True], slow=[True]))
 def test_the_transpose_is_exact(traced):
     def build(zero):
         return xsake.patterns.from_function(
@@ -140,6 +140,7 @@ def test_wrong_functions_are_refused(options, message):
         xsake.patterns.from_function(64, 64, lambda *given: True, **(dict(of="tokens") | options))
 
 
+@pytest.mark.slow
 def test_vmap_and_mesh():
     segments = np.sort(np.random.default_rng(0).integers(0, 5, (4, 64)), -1)
     keys = jax.random.split(jax.random.key(0), 3)

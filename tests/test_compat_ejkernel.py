@@ -110,7 +110,7 @@ CASES = {
     ),
     "chunk_size": (dict(chunk_size=24, fused_backward=True), CAUSAL, {}),
 }
-IN_CI = ["attention_mask", "mask_builder of heads", "fwd block != bwd block"]
+IN_CI = ["mask_builder of heads"]
 
 
 @pytest.mark.parametrize("name", sweep(CASES, slow=[name for name in CASES if name not in IN_CI]))

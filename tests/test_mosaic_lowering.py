@@ -134,6 +134,7 @@ def _given(call) -> tuple:
             "float16",
             "bitmaps",
             "bitmaps, D 256",
+            "a bit per token, D 64, block 64",
         ],
     ),
 )

@@ -12,7 +12,7 @@ import xsake
 from xsake.kernels_xla_ref import oracle
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", sweep([False, True], slow=[True]))
 def test_packed_documents_skip_blocks(traced):
     """16 documents in 2048 tokens: 39 of 136 causal blocks, where segment ids alone visit them all."""
     lengths = np.random.default_rng(4).multinomial(2048, np.ones(16) / 16)
@@ -25,7 +25,7 @@ def test_packed_documents_skip_blocks(traced):
     assert int(xsake.patterns.causal(2048, 2048).to_blocks().sum()) == 136
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", sweep([True, False], slow=[False]))
 @pytest.mark.parametrize("traced", [False, True])
 def test_documents(traced, is_causal):
     rng = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def test_documents(traced, is_causal):
     assert (pair.to_elements()[0, 0] == ((one[:, None] == other[None]) & (other >= 0)[None])).all()
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", sweep([False, True], slow=[True]))
 def test_prefix_lm(traced):
     prefix = np.array([0, 37, 96], np.int32)
 
@@ -138,7 +138,10 @@ MASK_MODS = {
 }
 
 
-@pytest.mark.parametrize("score_mod", sweep(["none", "ALiBi", "soft cap", "head and distance"], slow=["ALiBi"]))
+SCORE_MODS = ["none", "ALiBi", "soft cap", "head and distance"]
+
+
+@pytest.mark.parametrize("score_mod", sweep(SCORE_MODS, slow=SCORE_MODS[1:]))
 def test_mask_mods_of_attention_gym(score_mod):
     """Every mod is a head of one mask; forward and gradients, alone and with what score_mods add."""
     q, k = np.arange(T)[:, None], np.arange(T)[None]

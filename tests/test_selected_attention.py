@@ -93,7 +93,7 @@ def selection():
     return indices
 
 
-@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("window", sweep([None, 21], slow=[None]))
 def test_predecessor_gradients_with_no_block_repeats_and_empty_tokens(window):
     """-1 gave wrong gradients, repeats counted twice, and a token with no key averaged future values."""
     q, k, v, d_out = inputs()
@@ -137,7 +137,8 @@ def of_sequence(name, at, indices, g):
 OPERATIONS = ["native sparse", "selected", "selected with a window", "moba"]
 
 
-@pytest.mark.parametrize("name", sweep(OPERATIONS, slow=[name for name in OPERATIONS if name != "selected"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_predecessor_variable_length(name):
     """cu_seqlens was ignored or raised: here every sequence is as if alone, gradients included."""
     bounds = np.array([0, 37, 37, 87], np.int32)  # an empty sequence, and tokens past the last one
@@ -198,6 +199,7 @@ def test_the_best_blocks(keep_first, monkeypatch):
     assert (np.asarray(got)[..., 0] == own).all(), "the own block is never dropped by a tie"
 
 
+@pytest.mark.slow
 def test_predecessor_own_block_is_kept_in_a_tie():
     x = jnp.ones((1, T, 2, D))
     v = jnp.broadcast_to((jnp.arange(T) // BLOCK).astype(jnp.float32)[None, :, None, None], (1, T, 2, D))
@@ -238,6 +240,7 @@ def test_pooled_tensors_of_the_user():
 # -- MoBA --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_moba():
     q, k, v, d_out = inputs()
     score = jnp.einsum("bthd,bnhd->bthn", q, jnp.repeat(means(k), H // K, 2), precision="highest")
