@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -319,7 +319,7 @@ def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
 
 
 def _logits(
-    tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Array, c: _Chosen
+    tiles: _Tiles, bias: _BiasTiles | None, test: Callable, q: Array, k: Any, c: _Chosen
 ) -> tuple[Array, Array | None]:
     """Logits of chosen tiles, -inf where an element does not attend, and the soft cap's derivative, 0 there."""
     call = tiles.call
@@ -336,9 +336,13 @@ def _logits(
     return jnp.where(ok, x, NEG_INF), None if slope is None else jnp.where(ok, slope, 0.0)
 
 
-def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+def forward(
+    call: Call, config: Config, kv_tiles: tuple[Any, Any] | None = None
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    """`kv_tiles` stand for the tiles of the call's key and value, where these lie elsewhere (`paged`)."""
     tiles = _Tiles(call, config.forward)
-    q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
+    q = tiles.q_tiles(call.query) * call.scale
+    k, v = kv_tiles or (tiles.kv_tiles(call.key), tiles.kv_tiles(call.value))
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
     test, work = tiles.attends(), tiles.work()
 

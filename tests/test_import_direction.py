@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake.kernels_xla_ref",
     ),
     ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
-    ("xsake._execution", "xsake._pieces"),
+    ("xsake._execution", "xsake._paged", "xsake._pieces"),
     ("xsake._exchange_sparse", "xsake._op"),
     ("xsake._exchange", "xsake._selection"),
     ("xsake._sharded",),

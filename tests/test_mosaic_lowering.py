@@ -42,6 +42,7 @@ ARGUMENTS = {
         positions=np.arange(512, dtype=np.int32)[None],
         local_window_size=(100, 0),
     ),
+    "a chunk of a prompt": dict(q_len=256, kv_len=512, local_window_size=(None, 256)),
     "window beyond every length": dict(local_window_size=(2**31 - 1, 2**40)),
     "full bias": dict(bias=np.zeros((2, 4, 512, 512), np.float32)),
     "row bias": dict(bias=np.zeros((1, 4, 1, 512), np.float32)),

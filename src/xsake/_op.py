@@ -13,7 +13,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from xsake import _registry
+from xsake import _paged, _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
 from xsake._derivatives import differentiable_again, forward_mode_refusal
@@ -38,6 +38,7 @@ def attention(
     key_value_seq_lengths: Any = None,
     segment_ids: Any = None,
     positions: Any = None,
+    page_table: Any = None,
     sinks: Any = None,
     logits_soft_cap: float | None = None,
     return_lse: bool = False,
@@ -65,6 +66,10 @@ def attention(
       segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
       positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (for a cache, or
         for reordered tokens).
+      page_table: i32[B, n], for a cache in pages: key and value are [pages, page, K, D], and S is n * page. Page
+        `page_table[b, i]` holds tokens from i * page on of sequence b; entries at or past `key_value_seq_lengths` may
+        be anything. Pages are read in place. Forward only, on "xla"; a page that does not exist is an error, or NaN if
+        the table is traced.
       sinks: [H] or [H, n] raw logits that take part in every row's softmax, with a value of 0.
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
@@ -86,14 +91,7 @@ def attention(
     >>> xsake.attention(q, k, v, mask).shape
     (1, 256, 4, 64)
     """
-    check_inputs(query, key, value)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    names = _registry.candidates(implementation, platform_of(query))
-    call = build_call(
-        query,
-        key,
-        value,
-        mask,
+    described: dict[str, Any] = dict(
         bias=bias,
         scale=scale,
         is_causal=is_causal,
@@ -105,6 +103,20 @@ def attention(
         sinks=sinks,
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
+    )
+    if page_table is not None:
+        where: dict[str, Any] = dict(implementation=implementation, config=config)
+        out, lse = _paged.attention(query, key, value, mask, page_table, **where, **described)
+        return (out, lse) if return_lse else out
+    check_inputs(query, key, value)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    names = _registry.candidates(implementation, platform_of(query))
+    call = build_call(
+        query,
+        key,
+        value,
+        mask,
+        **described,
         default_blocks=_registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
     )
     plan = Plan.of(names, call, config)

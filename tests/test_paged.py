@@ -1,0 +1,121 @@
+"""`page_table`: keys and values in pages give what they give in one piece, and wrong pages are errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sweep import sweep
+
+import xsake
+from xsake import _registry
+
+B, T, S, H, K, D, PAGE, COUNT = 2, 5, 96, 4, 2, 8, 16, 20
+LENGTHS = np.array([90, 41], np.int32)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    """(query, key, value, key pages, value pages, table): pages in random order, those past the lengths full of NaN."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((B, t, h, D)).astype(np.float32) for t, h in ((T, H), (S, K), (S, K)))
+    table = rng.permutation(COUNT)[: B * S // PAGE].reshape(B, -1).astype(np.int32)
+    pages = []
+    for x in (key, value):
+        made = np.full((COUNT, PAGE, K, D), np.nan, np.float32)
+        for b, length in enumerate(LENGTHS):
+            for i, page in enumerate(table[b]):
+                end = min((i + 1) * PAGE, length)
+                made[page, : max(end - i * PAGE, 0)] = x[b, i * PAGE : max(end, i * PAGE)]
+        pages.append(made)
+    return tuple(map(jnp.asarray, (query, key, value, *pages, table)))
+
+
+def positions():
+    return LENGTHS[:, None] - T + np.arange(T), np.broadcast_to(np.arange(S), (B, S))
+
+
+CASES = {
+    "dense": {},
+    "causal by position, a window": dict(is_causal=True, local_window_size=(30, 0), positions=positions()),
+    "a mask of larger blocks than pages": dict(block=32),
+    "a mask of smaller blocks": dict(block=8, sinks=jnp.ones(H), logits_soft_cap=5.0),
+    "blocks that pages do not divide": dict(block=24),
+}
+
+
+@pytest.mark.parametrize("name", sweep(list(CASES), slow=["dense", "a mask of larger blocks than pages"]))
+def test_pages_are_attended_as_one_piece(arrays, name):
+    query, key, value, key_pages, value_pages, table = arrays
+    options = dict(CASES[name])
+    mask = None
+    if block := options.pop("block", None):
+        active = np.random.default_rng(1).random((H, 1, -(-S // block))) < 0.6
+        mask = xsake.BlockMask.from_blocks(active, block_q=8, block_kv=block, q_len=T, kv_len=S, transpose=False)
+    options |= dict(key_value_seq_lengths=LENGTHS, return_lse=True)
+    expected = xsake.attention(query, key, value, mask, implementation="xla", **options)
+    found = xsake.attention(query, key_pages, value_pages, mask, page_table=table, **options)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def attend(arrays, table, **options):
+    query, _, _, key_pages, value_pages, _ = arrays
+    return xsake.attention(query, key_pages, value_pages, page_table=table, **options)
+
+
+def test_a_wrong_page_is_an_error_or_nan(arrays):
+    table = np.asarray(arrays[-1]).copy()
+    table[1, 5] = -1  # past the length of sequence 1: never read
+    good = attend(arrays, table, key_value_seq_lengths=LENGTHS)
+    assert jnp.isfinite(good).all()
+    table[1, 2] = COUNT
+    with pytest.raises(ValueError, match=r"page_table\[1, 2\]=20 must be a page from 0 to 19"):
+        attend(arrays, table, key_value_seq_lengths=LENGTHS)
+    traced = jax.jit(lambda table: attend(arrays, table, key_value_seq_lengths=LENGTHS))(table)
+    assert jnp.isnan(traced[1]).all()
+    np.testing.assert_allclose(traced[0], good[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            dict(table=np.zeros((3, 6), np.int32)),
+            ValueError,
+            r"page_table must be \[batch, pages per sequence\] with batch=2",
+        ),
+        (dict(table=np.zeros((2, 6), np.float32)), TypeError, "page_table must be integers, got dtype float32"),
+        (
+            dict(implementation="triton"),
+            NotImplementedError,
+            "implementation='triton' does not honour page_table; 'xla'",
+        ),
+        (dict(implementation="cuda"), ValueError, "implementation='cuda' is unknown"),
+    ],
+)
+def test_wrong_calls_are_refused(arrays, change, error, message):
+    table = change.pop("table", arrays[-1])
+    with pytest.raises(error, match=message):
+        attend(arrays, table, **change)
+
+
+def test_a_tile_lies_within_a_page(arrays):
+    from xsake.kernels_xla_ref import Config, Tiling
+
+    wide = Tiling(q=8, kv=32, chunk=4)
+    with pytest.raises(ValueError, match="a tile of 32 keys must divide the page of 16 keys"):
+        attend(arrays, arrays[-1], config=Config(forward=wide, backward=wide))
+
+
+def test_there_is_no_gradient(arrays):
+    query, _, _, *pages, table = arrays
+    with pytest.raises(NotImplementedError, match="attention with page_table is forward only"):
+        jax.grad(lambda q: xsake.attention(q, *pages, page_table=table).sum())(query)
+
+
+def test_other_backends_name_the_argument(arrays):
+    for name in set(_registry._BACKENDS) - {"xla"}:
+        with pytest.raises(NotImplementedError, match="does not honour page_table"):
+            attend(arrays, arrays[-1], implementation=name)
