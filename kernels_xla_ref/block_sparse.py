@@ -336,7 +336,11 @@ def _logits(
     return jnp.where(ok, x, NEG_INF), None if slope is None else jnp.where(ok, slope, 0.0)
 
 
-def forward(
+def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    return forward_of_tiles(call, config)
+
+
+def forward_of_tiles(
     call: Call, config: Config, kv_tiles: tuple[Any, Any] | None = None
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     """`kv_tiles` stand for the tiles of the call's key and value, where these lie elsewhere (`paged`)."""

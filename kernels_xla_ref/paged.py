@@ -29,7 +29,7 @@ class Pages(NamedTuple):
 def forward(call: Call, config: Config, pages: Pages) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     """As `block_sparse.forward`; of the call's key and value only the shapes matter."""
     key, value = (_Tiles(call, config, x, pages.table) for x in (pages.key, pages.value))
-    return block_sparse.forward(call, config, (key, value))
+    return block_sparse.forward_of_tiles(call, config, (key, value))
 
 
 @dataclasses.dataclass(frozen=True)

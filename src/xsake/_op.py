@@ -13,7 +13,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from xsake import _paged, _registry
+from xsake import _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
 from xsake._derivatives import differentiable_again, forward_mode_refusal
@@ -106,6 +106,8 @@ def attention(
     )
     if page_table is not None:
         where: dict[str, Any] = dict(implementation=implementation, config=config)
+        from xsake import _paged  # it brings a backend along
+
         out, lse = _paged.attention(query, key, value, mask, page_table, **where, **described)
         return (out, lse) if return_lse else out
     check_inputs(query, key, value)
