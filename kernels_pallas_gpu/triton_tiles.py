@@ -233,19 +233,28 @@ class Tiles:
         return ok if bits is None else _both(ok, bits)
 
     def bits(self, at: Callable, first_q: Array, first_kv: Array, axis: int) -> Array:
-        """The bits of a tile, queries along `axis`; `at(column, word)` indexes the bitmap of its block."""
+        """The bits of a tile, queries along `axis`; `at(column, word)` indexes the bitmap of its block.
 
-        def inside(first: Array, count: int, block: int, axis: int) -> Array:
-            number = lax.rem(first, jnp.int32(block)) + iota(count)
-            return number[:, None] if axis == 0 else number[None, :]
+        Each word is loaded once and spread over its queries: a load per element would take registers for addresses.
+        """
 
-        shape = (self.tq, self.tkv) if axis == 0 else (self.tkv, self.tq)
-        row = jnp.broadcast_to(inside(first_q, self.tq, self.block_q, axis), shape)
-        column = jnp.broadcast_to(inside(first_kv, self.tkv, self.block_kv, 1 - axis), shape)
+        def shaped(x: Array, along: int) -> Array:
+            return x[:, None] if along == 0 else x[None, :]
+
+        row = lax.rem(first_q, jnp.int32(self.block_q))
+        column = lax.rem(first_kv, jnp.int32(self.block_kv)) + iota(self.tkv)
         if self.bitmaps[3] == 1:
             column = zero(column)
-        words = plgpu.load(at(column, lax.div(row, jnp.int32(32))))
-        return (lax.shift_right_logical(words, lax.rem(row, jnp.int32(32))) & 1) != 0
+        count = max(1, self.tq // 32)
+        shape = (count, self.tkv) if axis == 0 else (self.tkv, count)
+        word = jnp.broadcast_to(shaped(lax.div(row, jnp.int32(32)) + iota(count), axis), shape)
+        words = plgpu.load(at(jnp.broadcast_to(shaped(column, 1 - axis), shape), word))
+        each = min(32, self.tq)
+        spread = jnp.broadcast_to(
+            lax.expand_dims(words, [axis + 1]), (count, each, self.tkv) if axis == 0 else (self.tkv, count, each)
+        ).reshape((self.tq, self.tkv) if axis == 0 else (self.tkv, self.tq))
+        place = shaped(lax.rem(row + iota(self.tq), jnp.int32(32)), axis)
+        return (lax.shift_right_logical(spread, jnp.broadcast_to(place, spread.shape)) & 1) != 0
 
     def q_tokens(self, refs: Refs, first: Array, axis: int) -> Token:
         return self._tokens(refs, "q", first, self.tq, self.q_len, axis, -1)

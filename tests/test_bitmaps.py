@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +124,12 @@ def test_save_and_load_and_picture(tmp_path):
 def test_what_bitmaps_cannot_do_yet_is_refused_by_name():
     mask = xsake.patterns.from_function(64, 64, lambda q, k: (q + k) % 4 == 0, of="tokens", **SIZES_32)
     plain = xsake.patterns.dense(64, 64, **SIZES_32)
-    for refused in (lambda: mask | plain, lambda: plain & mask, lambda: mask.shard_rows(2)):
+    x, mesh = jnp.ones((1, 64, 1, 16)), Mesh(np.array(jax.devices()[:2]), ("seq",))
+
+    def sparse():
+        return xsake.sharded_attention(x, x, x, mask, mesh=mesh, sequence="seq", exchange="sparse")
+
+    for refused in (lambda: mask | plain, lambda: plain & mask, sparse):
         with pytest.raises(NotImplementedError, match="bitmaps"):
             refused()
 
@@ -138,6 +145,40 @@ def test_what_bitmaps_cannot_do_yet_is_refused_by_name():
 def test_wrong_functions_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         xsake.patterns.from_function(64, 64, lambda *given: True, **(dict(of="tokens") | options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "order"), [("gather", "contiguous"), ("ring", "zigzag")])
+@pytest.mark.parametrize("traced", [False, True])
+def test_sequences_over_devices(exchange, order, traced):
+    """8 shards give what one device gives, gradients included."""
+    t, shards = 256, 8
+    segments = np.sort(np.random.default_rng(0).integers(0, 5, (2, t)), -1)
+    inputs = [jax.random.normal(key, (2, t, 2, 16)) for key in jax.random.split(jax.random.key(0), 4)]
+    mesh = Mesh(np.array(jax.devices()), ("seq",))
+
+    def build(segments):
+        return xsake.patterns.documents(segments, block_q=16, block_kv=16)
+
+    def results(attend, q, k, v, d_out, mask):
+        out, vjp = jax.vjp(lambda *x: attend(*x, mask), q, k, v)
+        return out, *vjp(d_out)
+
+    def lay(x):
+        return xsake.zigzag(x, shards) if order == "zigzag" else x
+
+    def over_devices(q, k, v, mask):
+        return xsake.sharded_attention(q, k, v, mask, mesh=mesh, sequence="seq", exchange=exchange, order=order)
+
+    mask = build(segments)
+    wanted = jax.jit(partial(results, xsake.attention))(*inputs, mask)
+    laid = [lay(x) for x in inputs]
+    if traced:
+        got = jax.jit(lambda segments: results(over_devices, *laid, build(segments)))(segments)
+    else:
+        got = jax.jit(lambda *x: results(over_devices, *x, mask))(*laid)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, lay(other), atol=2e-5)
 
 
 @pytest.mark.slow

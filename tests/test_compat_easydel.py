@@ -110,6 +110,9 @@ def test_over_the_mesh_of_the_metadata(axes):
     expected = oracle.attention(*arrays, is_causal=True, local_window_size=(40, 0))
     np.testing.assert_allclose(out, expected, atol=1e-5)
     assert len(out.sharding.device_set) == math.prod(axes.values())
+    given = np.random.default_rng(1).random((B, 1, 64, 64)) < 0.5
+    out = operation(metadata)(*arrays, attention_mask=given, causal=False).attention_outputs
+    np.testing.assert_allclose(out, oracle.attention(*arrays, bias=jnp.where(given, 0.0, -1e30)), atol=1e-5)
 
 
 REFUSED = {

@@ -81,7 +81,7 @@ from tests.cuda_offline import compile
 from tests.test_mosaic_lowering import make_call
 from xsake.kernels_pallas_gpu import triton
 chip, head_dim = sys.argv[1], int(sys.argv[2])
-call = make_call(head_dim=head_dim)
+call = make_call(head_dim=head_dim, bitmaps=sys.argv[3] or None)
 config = triton.default_config(call)
 lse = jax.ShapeDtypeStruct((call.batch, call.q_heads, call.q_len), jnp.float32)
 d_out = jax.ShapeDtypeStruct((call.batch, call.q_len, call.q_heads, call.value_dim), call.query.dtype)
@@ -93,9 +93,9 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_triton_defaults_compile(chip, head_dim):
-    run(TRITON_SCRIPT, chip, str(head_dim))
+@pytest.mark.parametrize(("head_dim", "bitmaps"), [(64, ""), (128, ""), (128, "of elements")])
+def test_triton_defaults_compile(chip, head_dim, bitmaps):
+    run(TRITON_SCRIPT, chip, str(head_dim), bitmaps)
 
 
 HADS_SCRIPT = """

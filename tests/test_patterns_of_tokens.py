@@ -14,14 +14,14 @@ from xsake.kernels_xla_ref import oracle
 
 @pytest.mark.parametrize("traced", sweep([False, True], slow=[True]))
 def test_packed_documents_skip_blocks(traced):
-    """16 documents in 2048 tokens: 39 of 136 causal blocks, where segment ids alone visit them all."""
+    """16 documents in 2048 tokens: 33 of 136 causal blocks for these lengths; segment ids alone visit them all."""
     lengths = np.random.default_rng(4).multinomial(2048, np.ones(16) / 16)
     segments = np.repeat(np.arange(16, dtype=np.int32), lengths)
     build = jax.jit(xsake.patterns.documents) if traced else xsake.patterns.documents
     mask = build(segments)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     needed = sum(i - starts[i * 128] // 128 + 1 for i in range(16))
-    assert int(mask.to_blocks().sum()) == needed < 40
+    assert int(mask.to_blocks().sum()) == needed == 33
     assert int(xsake.patterns.causal(2048, 2048).to_blocks().sum()) == 136
 
 

@@ -448,11 +448,6 @@ class BlockMask:
         >>> mask.shard_rows(4).blocks_walked().tolist(), mask.shard_rows(4, order="zigzag").blocks_walked().tolist()
         ([10, 26, 42, 58], [34, 34, 34, 34])
         """
-        if self.bitmaps is not None:
-            raise NotImplementedError(
-                "a mask with bitmaps, which chooses single elements, cannot be cut by rows yet: express it by blocks "
-                "with segment_ids, positions or a window, or cut batch and heads instead"
-            )
         from xsake.hads.mask.order import Order
         from xsake.hads.mask.row_shards import RowShards
 

@@ -16,11 +16,12 @@ from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists import rows_of_slots
 from xsake.hads.mask.order import Order
+from xsake.hads.mask.with_bitmaps import with_bitmaps
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("kv_indices", "kv_row_ptr"),
+    data_fields=("kv_indices", "kv_row_ptr", "bitmaps", "kv_bitmap"),
     meta_fields=("grid", "order", "density_hint", "complete"),
 )
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,7 +30,8 @@ class RowShards:
 
     The lists are those of the mask with a leading axis of shards: kv_indices [n, b, h, capacity] and kv_row_ptr
     [n, b, h, rows + 1]. A shard's rows stand as `order` lays them on the shard; rows past the end are empty. The
-    numbers of key blocks are those of the mask. In a `jax.shard_map` with `partition_spec`, n is 1: the shard's own.
+    numbers of key blocks are those of the mask. A mask's `bitmaps` are whole on every shard, and `kv_bitmap` lies like
+    kv_indices. In a `jax.shard_map` with `partition_spec`, n is 1: the shard's own.
     """
 
     kv_indices: Any
@@ -38,6 +40,8 @@ class RowShards:
     order: Order
     density_hint: float | None
     complete: bool  # known to hold all blocks; False where only the contents tell (`overflowed`)
+    bitmaps: Any = None
+    kv_bitmap: Any = None
 
     @classmethod
     def of(cls, mask: BlockMask, order: Order, capacity: int | None) -> RowShards:
@@ -59,16 +63,22 @@ class RowShards:
         row = xp.minimum(rows_of_slots(xp, row_ptr, capacity), rows.shape[1] - 1)
         source = xp.take_along_axis(start - row_ptr[..., :-1], row, -1) + slot[None, None, None]
         source = xp.clip(source, 0, mask.capacity - 1)
-        lists = xp.take_along_axis(xp.broadcast_to(indices[None], (order.shards, *indices.shape)), source, -1)
+
+        def of_shards(lists: Any) -> Any:
+            every = xp.broadcast_to(lists[None], (order.shards, *lists.shape))
+            return xp.take_along_axis(every, source, -1).astype(np.int32)
+
         if traced:  # what did not fit the mask does not fit its parts either
             row_ptr = row_ptr.at[..., -1].add(mask.overflowed()[None].astype(np.int32) * (capacity + 1))
         shards = cls(
-            kv_indices=lists.astype(np.int32),
+            kv_indices=of_shards(indices),
             kv_row_ptr=row_ptr,
             grid=grid,
             order=order,
             density_hint=mask.density_hint,
             complete=not traced or (mask.complete and capacity >= need),
+            bitmaps=mask.bitmaps,
+            kv_bitmap=None if mask.bitmaps is None else of_shards(mask.read(mask.kv_bitmap)),
         )
         if traced:
             return shards
@@ -122,8 +132,14 @@ class RowShards:
 
     def partition_spec(self, sequence: Any = None, batch: Any = None, heads: Any = None) -> RowShards:
         """This tree with a PartitionSpec at every array: `in_specs` for `jax.shard_map`."""
-        spec = PartitionSpec(sequence, batch if self.batch > 1 else None, heads if self.heads > 1 else None, None)
-        return jax.tree.map(lambda _: spec, self)
+
+        def lead(b: int, h: int) -> tuple[Any, Any]:
+            return batch if b > 1 else None, heads if h > 1 else None
+
+        specs = jax.tree.map(lambda x: PartitionSpec(sequence, *lead(*x.shape[1:3]), None), self)
+        if self.bitmaps is None:
+            return specs
+        return dataclasses.replace(specs, bitmaps=PartitionSpec(*lead(*self.bitmaps.shape[:2])))
 
     # -- inside a shard, where n is 1 ----------------------------------------------------------------------------------
 
@@ -141,6 +157,16 @@ class RowShards:
         blocks = jnp.zeros((self.batch, self.heads, self.rows + 1, total), bool)
         return blocks.at[b, h, row, column].set(True)[..., :-1, :]
 
+    def _numbers(self, columns: Any) -> Any:
+        """i32[b, h, rows, columns]: the bitmap of each of this shard's active blocks, for columns that lie there."""
+        row = rows_of_slots(jnp, self.kv_row_ptr[0], self.capacity)
+        total = self.columns * self.order.shards
+        column = jnp.asarray(self.order.places(total))[self.kv_indices[0]]
+        b, h = (x[..., None] for x in np.ogrid[: self.batch, : self.heads])
+        numbers = jnp.zeros((self.batch, self.heads, self.rows + 1, total), jnp.int32)
+        numbers = numbers.at[b, h, row, column].set(self.kv_bitmap[0])
+        return jnp.take(numbers[..., :-1, :], columns, axis=3)
+
     def mask(self, shard: Any, *, transpose: bool) -> BlockMask:
         """The mask of shard `shard`'s rows and of all keys, as they lie on the shards."""
         blocks = self.to_blocks()
@@ -149,7 +175,7 @@ class RowShards:
     def hops(self, shard: Any, *, transpose: bool) -> list[tuple[Any, BlockMask]]:
         """For each hop of a ring, the shard whose keys arrive, the own first, and the mask of the own rows and these.
 
-        All lists are made at once: one by one they take as long as the attention of a short hop.
+        Without bitmaps all lists are made at once: one by one they take as long as the attention of a short hop.
         """
         n = self.order.shards
         holders = [(shard - hop) % n for hop in range(n)]
@@ -158,6 +184,9 @@ class RowShards:
         )
         blocks = self.to_blocks().reshape(self.batch, self.heads, self.rows, n, self.columns)
         active = jnp.moveaxis(jnp.take(blocks, jnp.stack(holders), axis=3), 3, 0)
+        if self.bitmaps is not None:
+            one_by_one = [self.mask_of(active[i], shard, columns[i], transpose=transpose) for i in range(n)]
+            return list(zip(holders, one_by_one, strict=True))
         masks = self.mask_of(active.reshape(n * self.batch, *active.shape[2:]), shard, columns, transpose=transpose)
         by_hop = [jax.tree.map(lambda x, i=i: x[i * self.batch : (i + 1) * self.batch], masks) for i in range(n)]
         return list(zip(holders, by_hop, strict=True))
@@ -171,13 +200,19 @@ class RowShards:
         """
         row = self.order.number(shard, self.rows, np.arange(self.rows, dtype=np.int32))
         column = self.order.number(columns // self.columns, self.columns, columns % self.columns)
+        numbers = None
         if column.ndim == 2:
             full = self.grid.is_full(row[None, :, None], column[:, None, :])
             full = jnp.repeat(full, self.batch, axis=0)[:, None]
         else:
             full = self.grid.is_full(row[:, None], column[None, :])
+        if self.bitmaps is not None:
+            numbers = self._numbers(columns)
+            whole = (jnp.asarray(self.bitmaps) == jnp.uint32(2**32 - 1)).all((-2, -1))  # full blocks have all bits
+            b, h = (x[..., None, None] for x in np.ogrid[: self.batch, : self.heads])
+            full = full[None, None] & whole[b % whole.shape[0], h % whole.shape[1], numbers]
         capacity = max(1, min(self.capacity, active.shape[2] * active.shape[3]))
-        return BlockMask.of_lists(
+        mask = BlockMask.of_lists(
             compact(active, full, capacity),
             compact(active.swapaxes(-1, -2), full.swapaxes(-1, -2), capacity) if transpose else None,
             block_q=self.grid.block_q,
@@ -187,3 +222,4 @@ class RowShards:
             is_causal=False,
             density_hint=self.density_hint,
         )
+        return mask if numbers is None else with_bitmaps(mask, self.bitmaps, numbers)

@@ -69,7 +69,7 @@ def sharded_attention(
       mesh: None for the mesh of the arrays or the current one (`jax.set_mesh`).
       exchange: "gather" gathers keys and values a few heads at a time; "ring" passes them from device to device while
         it computes, and holds no more than two shards of them; "sparse" sends only blocks that some row of the
-        receiving device lists; "auto" is "gather".
+        receiving device lists, and takes no masks with bitmaps; "auto" is "gather".
       order: how the tokens lie on the devices. "contiguous", or "zigzag" (`xsake.zigzag` brings tokens into it), with
         which all devices have as much to do under a causal rule. Everything that has tokens (`segment_ids`,
         `positions`, `bias`, the output) lies in that order; masks and lengths speak of the sequence itself.
@@ -258,6 +258,8 @@ def _with_capacity(options: Options, mask: RowShards, kv_heads: int) -> Options:
         if options.capacity is not None:
             raise ValueError(f"capacity={options.capacity} is of exchange='sparse', not of {options.exchange!r}")
         return options
+    if mask.bitmaps is not None:
+        raise NotImplementedError("exchange='sparse' takes no mask with bitmaps: use exchange='gather' or 'ring'")
     capacity = options.capacity
     if capacity is None:
         if isinstance(mask.kv_row_ptr, jax.core.Tracer):

@@ -228,11 +228,6 @@ def _over_mesh(meta: OperationMetadata, q: Array, k: Array, v: Array, mask: Any,
         if given % size:
             raise ValueError(f"query has {what} {given}, which the mesh cannot cut into {size} equal parts")
     if sequence is not None and q.shape[1] > 1:
-        if mask.bitmaps is not None:
-            raise NotImplementedError(
-                f"attention_mask over a mesh that cuts the sequence ({', '.join(sequence)}): give segment ids, "
-                f"positions or a window, or cut batch and heads only"
-            )
         kv_heads = heads if k.shape[2] % sizes[2] == 0 else None
         if kv_heads is None and heads is not None:
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
