@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
+from sweep import sweep
 from tiny_model import TINY, build, run
 
 import xsake
@@ -19,7 +20,7 @@ from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.prefill import read_prompts
 
-LENGTH, CHUNK, BUDGET = 217, 64, 0.6
+LENGTH, SHORTER, CHUNK, BUDGET = 121, 90, 64, 0.8
 PROFILE = case.random_profile()
 BLOCK = PROFILE.block
 
@@ -52,13 +53,13 @@ def inputs():
 
 def test_one_chunk_chooses_what_select_chooses(inputs):
     query, key = inputs
-    (mask,), _ = masks_of(query, key, [LENGTH, LENGTH], 256)
+    (mask,), _ = masks_of(query, key, [LENGTH, LENGTH], 128)
     whole = jax.jit(lambda q, k: hads.select(q, k, PROFILE, BUDGET, layer=1, transpose=False))(query, key)
     np.testing.assert_array_equal(mask.to_blocks(), whole.to_blocks())
     assert mask.is_causal
 
 
-@pytest.mark.parametrize("lengths", [[LENGTH, LENGTH], [LENGTH, 140]])
+@pytest.mark.parametrize("lengths", [[LENGTH, LENGTH], [LENGTH, SHORTER]])
 def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths):
     masks, counts = masks_of(*inputs, lengths, CHUNK)
     kept = np.stack([np.asarray(mask.to_blocks()).sum((1, 2, 3)) for mask in masks])
@@ -68,21 +69,21 @@ def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths):
 
 
 def test_a_chunk_keeps_what_is_forced_and_nothing_of_the_future(inputs):
-    masks, _ = masks_of(*inputs, [LENGTH, 140], CHUNK)
-    blocks = np.concatenate([np.pad(m.to_blocks(), ((0, 0),) * 3 + ((0, 14 - m.num_kv_blocks),)) for m in masks], 2)
-    for row, length in zip(blocks, [LENGTH, 140], strict=True):
+    masks, _ = masks_of(*inputs, [LENGTH, SHORTER], CHUNK)
+    blocks = np.concatenate([np.pad(m.to_blocks(), ((0, 0),) * 3 + ((0, 8 - m.num_kv_blocks),)) for m in masks], 2)
+    for row, length in zip(blocks, [LENGTH, SHORTER], strict=True):
         side = -(-length // BLOCK)
         forced = PROFILE.grid(length).forced()
         assert row[:, :side, :side][:, forced].all()
-        assert not row[:, ~np.tri(14, dtype=bool)].any() and not row[:, side:].any()
+        assert not row[:, ~np.tri(8, dtype=bool)].any() and not row[:, side:].any()
 
 
 def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs):
     query, key = inputs
-    together, _ = masks_of(query, key, [LENGTH, 140], CHUNK)
-    noise = 100 * jnp.ones((1, LENGTH - 140, 1, 1))  # what lies past the end must not matter
-    query, key = query.at[1:, 140:].add(noise), key.at[1:, 140:].add(noise)
-    other, _ = masks_of(query[::-1], key[::-1], [140, LENGTH], CHUNK)
+    together, _ = masks_of(query, key, [LENGTH, SHORTER], CHUNK)
+    noise = 100 * jnp.ones((1, LENGTH - SHORTER, 1, 1))  # what lies past the end must not matter
+    query, key = query.at[1:, SHORTER:].add(noise), key.at[1:, SHORTER:].add(noise)
+    other, _ = masks_of(query[::-1], key[::-1], [SHORTER, LENGTH], CHUNK)
     for a, b in zip(together, other, strict=True):
         np.testing.assert_array_equal(a.to_blocks(), np.asarray(b.to_blocks())[::-1])
 
@@ -91,13 +92,11 @@ def test_full_blocks_of_a_chunk_are_known(inputs):
     """Blocks wholly before the diagonal need no test of their elements, and the rule is causality from `start`."""
     query, key = inputs
     masks, _ = masks_of(query, key, [LENGTH, LENGTH], CHUNK)
-    mask = masks[2]
-    assert mask.band == (None, 2 * CHUNK) and mask.grid.num_allowed == sum(range(9, 13))
-    blocks = np.asarray(mask.to_blocks())
-    full = blocks & (np.arange(12)[None] < 8 + np.arange(4)[:, None])
-    np.testing.assert_array_equal(mask.kv_num_full, full.sum(-1))
-    part = query[:, 2 * CHUNK : 3 * CHUNK]
-    seen = key[:, : 3 * CHUNK]
+    mask = masks[1]
+    assert mask.band == (None, CHUNK) and mask.grid.num_allowed == 5 + 6 + 7 + 8
+    below, whole = np.arange(8)[None] < 4 + np.arange(4)[:, None], np.arange(4)[:, None] < 3  # the last row is short
+    np.testing.assert_array_equal(mask.kv_num_full, (np.asarray(mask.to_blocks()) & below & whole).sum(-1))
+    part, seen = query[:, CHUNK:], key
     out = xsake.attention(part, seen, seen, mask)
     np.testing.assert_allclose(out, oracle.attention(part, seen, seen, mask), rtol=2e-5, atol=2e-5)
 
@@ -113,19 +112,19 @@ def test_wrong_chunks_are_refused(inputs):
     with pytest.raises(ValueError, match="chunk=40 must be a multiple of the profile's block of 16 tokens"):
         hads.chunk_counts(PROFILE, BUDGET, [LENGTH], 40)
     with pytest.raises(ValueError, match="start=8 must be a multiple of the block of 16 tokens"):
-        pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=14, head_dim=8)
+        pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=8, head_dim=8)
         chunk_mask(query[:, :64], key, pooled, np.int32([9, 9]), np.int32([99, 99]), 8)
 
 
 # The model.
 
-MODEL_PROFILE = case.random_profile(q_heads=TINY.q_heads, kv_heads=TINY.kv_heads, head_dim=TINY.head_dim, block=16)
+MODEL_PROFILE = case.random_profile(layers=1, head_dim=TINY.head_dim)
 PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
+    return build(config=dataclasses.replace(TINY, layers=1))
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +132,12 @@ def dense(model):
     return generate(model, PROMPTS, max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(chunk=128), dict(hads=HadsBudget(MODEL_PROFILE, 1.0), chunk=128)], ids=["dense", "all blocks"]
-)
-def test_chunks_of_everything_change_nothing(model, dense, options):
-    assert generate(model, PROMPTS, max_new_tokens=3, **options) == dense
+EVERYTHING = {"dense": dict(chunk=128), "all blocks": dict(hads=HadsBudget(MODEL_PROFILE, 1.0), chunk=128)}
+
+
+@pytest.mark.parametrize("name", sweep(list(EVERYTHING), slow=["all blocks"]))
+def test_chunks_of_everything_change_nothing(model, dense, name):
+    assert generate(model, PROMPTS, max_new_tokens=3, **EVERYTHING[name]) == dense
 
 
 def test_a_sparse_prompt_is_read_as_in_one_forward(model):
@@ -152,7 +152,7 @@ def test_a_sparse_prompt_is_read_as_in_one_forward(model):
 
 @pytest.fixture(scope="module")
 def windowed():
-    return build(config=dataclasses.replace(TINY, window=40, window_from=1))
+    return build(config=dataclasses.replace(TINY, layers=1, window=40))
 
 
 @pytest.mark.slow  # compiles for each chunk, with and without a window
@@ -175,7 +175,7 @@ def test_windows_are_not_for_hads(windowed):
         ),
         (
             dict(hads=HadsBudget(PROFILE, 0.7)),
-            r"the profile of 'random' is for .*=\(2, 4, 2, 8\); this model has \(2, 4, 2, 16\)",
+            r"the profile of 'random' is for .*=\(2, 4, 2, 8\); this model has \(1, 4, 2, 16\)",
         ),
         (dict(chunk=64, mask_fn=lambda *_: None), "give it without hads and chunk"),
     ],

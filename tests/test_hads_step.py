@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import hads_case as case
@@ -113,27 +114,28 @@ def test_budgets_that_leave_no_choice_are_refused():
         step_count(20, 2, 0.1, PROFILE.rule)
 
 
+ONE_LAYER = case.random_profile(layers=1, head_dim=16)
 PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
+    return build(config=dataclasses.replace(TINY, layers=1))
 
 
 def test_writing_with_all_blocks_is_writing_densely(model):
-    dense = generate(model, PROMPTS, max_new_tokens=6, hads=HadsBudget(PROFILE, 0.8))
-    assert generate(model, PROMPTS, max_new_tokens=6, hads=HadsBudget(PROFILE, 0.8, decode=1.0)) == dense
+    dense = generate(model, PROMPTS, max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8))
+    assert generate(model, PROMPTS, max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8, decode=1.0)) == dense
 
 
 @pytest.mark.slow
 def test_sequences_are_written_alone_as_in_a_batch(model):
-    options = dict(max_new_tokens=6, hads=HadsBudget(PROFILE, 0.8, decode=0.35))
+    options = dict(max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8, decode=0.35))
     together = generate(model, PROMPTS, **options)
     assert [generate(model, [prompt], **options)[0] for prompt in PROMPTS] == together
 
 
 def test_a_full_cache_is_an_error(model):
-    cache = KVCache.empty(TINY, batch=1, capacity=8, dtype=jnp.float32)
+    cache = KVCache.empty(model.config, batch=1, capacity=8, dtype=jnp.float32)
     with pytest.raises(ValueError, match="the cache is full: it has room for 8 tokens, holds 5, and 4 more are given"):
         model(np.zeros((1, 4), np.int32), cache=KVCache(keys=cache.keys, values=cache.values, length=jnp.array([5])))

@@ -137,6 +137,7 @@ def test_an_unknown_architecture_is_refused_by_name_at_once(tmp_path, kind):
     assert time.process_time() - start < 1
 
 
+@pytest.mark.slow  # the transformer's own tests have windows too
 def test_a_window_holds_with_a_cache():
     """A prompt in one piece, and its last tokens one at a time."""
     model = build(config=config_of("qwen3"))
