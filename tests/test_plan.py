@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from benchmarks import plan_rates
+from benchmarks import plan_rates, record
 from benchmarks.report import plan as plan_report
 from xsake._cli import app
-from xsake._plan.attention import TILE, attention_time, forward_flops
+from xsake._plan.attention import TILE, attention_time, blocks_per_row, forward_flops
 from xsake._plan.devices import DEVICES, Links, override_links
 from xsake._plan.exchanges import backward_bytes, exchange_traffic, forward_bytes, heads_per_piece, kv_bytes, pieces
 from xsake._plan.groups import Group, all_reduce_seconds, collective_seconds, exchange_seconds, hop_seconds
@@ -112,6 +112,22 @@ def test_operations_as_the_benchmarks_count_them():
     w = WORKLOADS["llama32k"]
     ours = forward_flops(tokens=w.length, block=w.block, density=1.0, q_heads=w.q_heads, head_dim=w.head_dim)
     assert ours * w.batch == w.flops()
+
+
+def test_the_hops_of_a_ring_are_predicted_as_they_were_recorded():
+    """All shards and hops on one device, one after another: to a fifth. The sums are fused there, and counted here."""
+    w, device = WORKLOADS["llama32k"], DEVICES["h200"]
+    size = dict(q_heads=w.q_heads, kv_heads=w.kv_heads, head_dim=w.head_dim, block=w.block, q_heads_per_call=w.q_heads)
+    for recorded in record.load("gpu_hops")["results"]:
+        n, density = recorded["shards"], float(w.mask(recorded["density"]).density())
+        active = blocks_per_row(w.length, w.block, density)
+        flops = forward_flops(tokens=w.length, block=w.block, density=density, q_heads=w.q_heads, head_dim=w.head_dim)
+        at = dict(flops=flops / n, rows=w.length // n, keys=w.length // n, blocks_per_row=active / n, hops=n)
+        shard = attention_time(shipped_points(), device, **size, **at)
+        seconds = n * (shard.forward + shard.forward_sums)
+        if recorded["direction"] == BOTH:
+            seconds += n * (shard.backward + shard.backward_sums)
+        assert recorded["seconds"]["hops"]["median"] == pytest.approx(seconds, rel=0.2)
 
 
 def test_few_tiles_leave_cores_idle():
