@@ -196,7 +196,10 @@ def dkv(
 
             def head(g, n):
                 begin, full_tiles, tiles = column_tiles(g, block, exists)
-                bits_of = lambda m, part: functools.partial(bits_of_tile, g, begin, m - n, part)  # noqa: E731
+
+                def bits_of(m, part):
+                    return functools.partial(bits_of_tile, g, begin, m - n, part)
+
                 at = functools.partial(step, h=kv_head * group + g, bits_of=bits_of)
                 at = functools.partial(at, start_of=lambda m: q_start_of(g, begin, m - n))
                 lax.fori_loop(n, n + full_tiles, functools.partial(at, masked=False), None)

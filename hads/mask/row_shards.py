@@ -172,17 +172,18 @@ class RowShards:
         blocks = self.to_blocks()
         return self.mask_of(blocks, shard, np.arange(blocks.shape[3], dtype=np.int32), transpose=transpose)
 
-    def hops(self, shard: Any, *, transpose: bool) -> list[tuple[Any, BlockMask]]:
+    def hops(self, shard: Any, *, transpose: bool, first: int | None = None) -> list[tuple[Any, BlockMask]]:
         """For each hop of a ring, the shard whose keys arrive, the own first, and the mask of the own rows and these.
 
-        Without bitmaps all lists are made at once: one by one they take as long as the attention of a short hop.
+        `first`: of so many hops only. Without bitmaps all lists are made at once: one by one they take as long as the
+        attention of a short hop.
         """
-        n = self.order.shards
-        holders = [(shard - hop) % n for hop in range(n)]
+        n = first or self.order.shards
+        holders = [(shard - hop) % self.order.shards for hop in range(n)]
         columns = (
             jnp.stack(holders).astype(np.int32)[:, None] * self.columns + np.arange(self.columns, dtype=np.int32)[None]
         )
-        blocks = self.to_blocks().reshape(self.batch, self.heads, self.rows, n, self.columns)
+        blocks = self.to_blocks().reshape(self.batch, self.heads, self.rows, self.order.shards, self.columns)
         active = jnp.moveaxis(jnp.take(blocks, jnp.stack(holders), axis=3), 3, 0)
         if self.bitmaps is not None:
             one_by_one = [self.mask_of(active[i], shard, columns[i], transpose=transpose) for i in range(n)]

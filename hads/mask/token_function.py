@@ -5,6 +5,7 @@ No [q_len, kv_len] array exists: concrete masks are evaluated a row of blocks at
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,7 +131,7 @@ def _concrete(
             of_found = np.array([table.setdefault(x.tobytes(), len(table)) for x in found])
             number[b, h, i, columns[c]] = of_found[which]
     if not mixed.any():
-        return BlockMask.from_blocks(active, **_sizes(grid), capacity=capacity)
+        return BlockMask.from_blocks(active, **dataclasses.asdict(grid), capacity=capacity)
     mask = BlockMask.of_active(
         active, full & ~mixed, grid, capacity=capacity, transpose=True, density_hint=None, traced=False
     )
@@ -200,14 +201,3 @@ def _traced(grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | N
         return lax.map(one, places, batch_size=together).reshape(*row.shape, grid.block_kv, -1)
 
     return with_bitmap_per_slot(mask, bitmaps_of)
-
-
-def _sizes(grid: Grid) -> dict[str, Any]:
-    return dict(
-        block_q=grid.block_q,
-        block_kv=grid.block_kv,
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        is_causal=grid.is_causal,
-        local_window_size=grid.local_window_size,
-    )

@@ -105,9 +105,9 @@ def attention(
         deterministic=deterministic,
     )
     if page_table is not None:
-        where: dict[str, Any] = dict(implementation=implementation, config=config)
         from xsake import _paged  # it brings a backend along
 
+        where: dict[str, Any] = dict(implementation=implementation, config=config)
         out, lse = _paged.attention(query, key, value, mask, page_table, **where, **described)
         return (out, lse) if return_lse else out
     check_inputs(query, key, value)

@@ -349,7 +349,7 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
     by_index = positions[0] is None
     if by_index and band != Band():
         positions = tuple(x[None] for x in number)
-    _, own_blocks = rows.hops(own, transpose=False)[0]
+    _, own_blocks = rows.hops(own, transpose=False, first=1)[0]
     call = build_call(
         query,
         key,

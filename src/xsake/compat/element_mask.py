@@ -40,7 +40,7 @@ def mask_of(
     elements: Any = None,
     of_heads: Sequence[Any] | None = None,
     blocks: Any = None,
-    band: Band = Band(),  # noqa: B008
+    band: Band,
 ) -> BlockMask:
     """The mask of what all given parts allow.
 
