@@ -293,6 +293,15 @@ def dkv(
                 plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[b, rows, kv_head])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        def store_when_both_finished(x, tile, ref):
+            """Writes x by way of a tile that the other warpgroup may still read."""
+            plgpu.barrier_arrive(finished)
+            plgpu.barrier_wait(finished)
+            tile[...] = x.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, ref)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
         def value_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             kv_start, block, exists = resident_keys()
@@ -324,10 +333,7 @@ def dkv(
                         )
                         release(q_free.at[ring, slot], interpret=simulate)
 
-                        @pl.when(n > 0)
-                        def _():
-                            plgpu.barrier_wait(p_free)
-
+                        pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
                         p_smem[...] = weight
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(p_ready)
@@ -344,19 +350,11 @@ def dkv(
 
                 count = walk(block, exists, step)
 
-                @pl.when(count > 0)
-                def _():
-                    plgpu.barrier_wait(p_free)
-
+                pl.when(count > 0)(lambda: plgpu.barrier_wait(p_free))
                 return read(dv_acc, in_flight=0, interpret=simulate)
 
             dv = with_zeros(accumulate, buffers[1:2], [(ROWS, dv_dim)], interpret=simulate)
-            plgpu.barrier_arrive(finished)
-            plgpu.barrier_wait(finished)
-            v_smem[0] = dv.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_smem.at[0], dv_ref.at[b, rows, kv_head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_when_both_finished(dv, v_smem.at[0], dv_ref.at[b, rows, kv_head])
 
         def key_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -390,12 +388,7 @@ def dkv(
                 return read(dk_acc, in_flight=0, interpret=simulate)
 
             dk = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
-            plgpu.barrier_arrive(finished)
-            plgpu.barrier_wait(finished)
-            k_smem[0] = (dk * scale).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_smem.at[0], dk_ref.at[b, rows, kv_head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_when_both_finished(dk * scale, k_smem.at[0], dk_ref.at[b, rows, kv_head])
 
         if split:
             pl.when(wg == 0)(value_warpgroup)
@@ -421,10 +414,7 @@ def dkv(
                             queries = pl.ds(q_start_of(g, begin, t), tile)
                             full, inner_full = q_ready.at[ring, slot], do_ready.at[ring, inner]
 
-                            @pl.when(n >= config.stages)
-                            def _():
-                                plgpu.barrier_wait(q_free.at[ring, slot])
-
+                            pl.when(n >= config.stages)(lambda: plgpu.barrier_wait(q_free.at[ring, slot]))
                             plgpu.copy_gmem_to_smem(q_ref.at[b, queries, h], q_smem.at[ring, slot], full)
                             plgpu.copy_gmem_to_smem(
                                 statistic_ref.at[b, h, queries], statistic_smem.at[ring, slot], full
@@ -433,10 +423,7 @@ def dkv(
                                 x = x_ref.at[0 if x_ref.shape[0] == 1 else b, queries]
                                 plgpu.copy_gmem_to_smem(x, q_vector_smem[name].at[ring, slot], full)
 
-                            @pl.when(n >= config.inner_stages)
-                            def _():
-                                plgpu.barrier_wait(do_free.at[ring, inner])
-
+                            pl.when(n >= config.inner_stages)(lambda: plgpu.barrier_wait(do_free.at[ring, inner]))
                             plgpu.copy_gmem_to_smem(do_ref.at[b, queries, h], do_smem.at[ring, inner], inner_full)
                             plgpu.copy_gmem_to_smem(delta_ref.at[b, h, queries], delta_smem.at[ring, inner], inner_full)
 
