@@ -149,7 +149,7 @@ def test_defaults_lower(name):
     "name",
     sweep(
         ARGUMENTS,
-        slow=["window beyond every length", "row bias", "column bias", "soft cap and sinks", "negative scale"],
+        slow=[name for name in ARGUMENTS if name not in ("a chunk of a prompt", "segments, positions and window")],
     ),
 )
 def test_every_argument_lowers(name):
