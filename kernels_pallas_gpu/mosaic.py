@@ -31,6 +31,7 @@ from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
@@ -81,9 +82,17 @@ def unsupported(call: Call) -> str | None:
     mask = call.mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
-    for name, block in (("block_q", mask.block_q), ("block_kv", mask.block_kv)):
-        if block % 64:
-            return f"mask.{name}={block} must be a multiple of 64"
+    if mask.block_kv % 64:
+        return f"mask.block_kv={mask.block_kv} must be a multiple of 64"
+    packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
+    if packing is None:
+        return (
+            f"mask.block_q={mask.block_q} must be a multiple of 64, or 8, 16 or 32 where at least 64 / block_q query "
+            f"heads share a K/V head and the mask: here are {call.q_heads} query heads, {call.kv_heads} K/V heads and "
+            f"masks for {mask.heads}"
+        )
+    if packing.group > 1 and call.bias is not None:
+        return f"mask.block_q={mask.block_q} must be a multiple of 64 where there is a bias"
     for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
         if dim > _DIMS[-1]:
             return f"{name}={dim} must be at most {_DIMS[-1]}"
@@ -96,7 +105,7 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
-    blocks = call.mask.block_q, call.mask.block_kv
+    blocks = _packing(call).rows, call.mask.block_kv
     return Config(
         forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
@@ -109,12 +118,12 @@ def search_space(call: Call) -> Sequence[Config]:
     """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
     default = default_config(call)
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
-    blocks = call.mask.block_q, call.mask.block_kv
+    blocks = _packing(call).rows, call.mask.block_kv
     space = [
         dataclasses.replace(default, forward=c)
         for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
     ]
-    if call.mask.bitmaps is None:
+    if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use else ("dq", "dkv"):
@@ -128,8 +137,8 @@ def misfit(call: Call, config: Config) -> str | None:
     if not config.forward.fits(d, dv, _pairing(call), _num_kv_vectors(call)):
         return "forward: it needs more shared memory or registers than a Hopper GPU has"
     for name, part, resident, streamed in (
-        ("dq", config.dq, mask.block_q, mask.block_kv),
-        ("dkv", config.dkv, mask.block_kv, mask.block_q),
+        ("dq", config.dq, _packing(call).rows, mask.block_kv),
+        ("dkv", config.dkv, mask.block_kv, _packing(call).rows),
     ):
         if streamed % part.tile:
             return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
@@ -164,7 +173,7 @@ def backward(
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
-        if mask.bitmaps is not None:
+        if not _fused_knows(call):
             raise ValueError(_fused_misfit(call, config))
         dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
@@ -177,16 +186,21 @@ def backward(
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 
-def _fused(call: Call) -> mosaic_fused_plan.FusedConfig:
-    chosen = mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call))
-    return chosen if call.mask.bitmaps is None else dataclasses.replace(chosen, use=False)
+def _fused(call: Call) -> FusedConfig:
+    if not _fused_knows(call):
+        return FusedConfig(use=False)
+    return mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call))
+
+
+def _fused_knows(call: Call) -> bool:
+    return call.mask.bitmaps is None and _packing(call).group == 1
 
 
 def _fused_misfit(call: Call, config: Config) -> str | None:
     if not config.fused.use:
         return None
-    if call.mask.bitmaps is not None:
-        return "fused: its kernel knows no bitmaps; use=False runs the kernels for dQ and for dK and dV"
+    if not _fused_knows(call):
+        return "fused: it knows no bitmaps and no blocks under 64 queries; use=False runs the kernels for dQ, dK and dV"
     problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused)
     return problem and f"fused: {problem}"
 
@@ -214,7 +228,14 @@ def _interpret() -> Any:
 
 def _pairing(call: Call) -> Pairing:
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
-    return Pairing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
+    packing = _packing(call)
+    return Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
+
+
+def _packing(call: Call) -> Packing:
+    packing = Packing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads)
+    assert packing is not None, unsupported(call)
+    return packing
 
 
 def _active_keys(call: Call) -> float:
