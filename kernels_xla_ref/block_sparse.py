@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from xsake._backend import Call
 from xsake._buckets import power_of_two_at_least
 from xsake._fields import check_fields, whole
+from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import vary, varying_axes
 
 NEG_INF = float("-inf")
@@ -54,12 +55,13 @@ class Config:
 
 
 def default_config(call: Call) -> Config:
+    call = packed_shapes(call)
     return Config(forward=_default_tiling(call, 16), backward=_default_tiling(call, 4))
 
 
 def search_space(call: Call) -> Sequence[Config]:
     """How many tiles a step takes. Smaller tiles than the heuristic's gained nothing on the one CPU tried."""
-    default = default_config(call)
+    default, call = default_config(call), packed_shapes(call)
     tilings = [_default_tiling(call, tiles) for tiles in (1, 2, 4, 8, 16, 32, 64)]
     forward = [dataclasses.replace(default, forward=t) for t in tilings]
     backward = [dataclasses.replace(default, backward=t) for t in tilings]
@@ -67,7 +69,7 @@ def search_space(call: Call) -> Sequence[Config]:
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    mask = call.mask
+    mask = packed_shapes(call).mask
     for name, tiling in (("forward", config.forward), ("backward", config.backward)):
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{name}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
@@ -337,6 +339,8 @@ def _logits(
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if packed := PackedHeads.of(call):
+        return packed.results(*forward_of_tiles(packed.call, config))
     return forward_of_tiles(call, config)
 
 
@@ -401,6 +405,10 @@ def backward(
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
     """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
+    if packed := PackedHeads.of(call):
+        given = *packed.statistics(lse, delta), packed.rows(d_out)
+        dq, dk, dv, _ = backward(packed.call, config, *given, with_bias=False)
+        return packed.of_rows(dq), dk, dv, None
     tiles = _Tiles(call, config.backward)
     q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
     d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta, 0.0)
