@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake._device import compute_capability, cpu_workers
+from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import (
@@ -25,7 +26,7 @@ from xsake.kernels_pallas_gpu import (
     mosaic_fused,
     mosaic_fused_plan,
 )
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
@@ -107,9 +108,9 @@ def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = _packing(call).rows, call.mask.block_kv
     return Config(
-        forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
+        forward=mosaic_forward_config.heuristic(d, dv, *_needs(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
-        dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
+        dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks)),
         fused=_fused(call),
     )
 
@@ -119,22 +120,21 @@ def search_space(call: Call) -> Sequence[Config]:
     default = default_config(call)
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = _packing(call).rows, call.mask.block_kv
-    space = [
-        dataclasses.replace(default, forward=c)
-        for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
-    ]
+    space = [dataclasses.replace(default, forward=c) for c in mosaic_forward_config.search_space(d, dv, *_needs(call))]
     if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
+        if kernel == "dkv":
+            configs = [_with_registers_for_copies(call, c) for c in configs]
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
     return list(dict.fromkeys([default, *space]))
 
 
 def misfit(call: Call, config: Config) -> str | None:
     d, dv, mask = _padded(call.head_dim), _padded(call.value_dim), call.mask
-    if not config.forward.fits(d, dv, _pairing(call), _num_kv_vectors(call)):
+    if not config.forward.fits(d, dv, *_needs(call)):
         return "forward: it needs more shared memory or registers than a Hopper GPU has"
     for name, part, resident, streamed in (
         ("dq", config.dq, _packing(call).rows, mask.block_kv),
@@ -152,6 +152,13 @@ def misfit(call: Call, config: Config) -> str | None:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if cut := _cut(call):
+        few = FewQueries(call, cut)
+        return few.results(*_forward(few.call, config))
+    return _forward(call, config)
+
+
+def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
@@ -184,6 +191,13 @@ def backward(
         dq = mosaic_dq.dq(*given, rows, **_arguments(call), bits=of_rows, config=config.dq)
         dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
+
+
+def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardConfig:
+    """The memory warpgroup of dK/dV loads a packed tile by many copies, for which 24 registers are too few."""
+    return (
+        config if _packing(call).group == 1 else dataclasses.replace(config, compute_registers=232, memory_registers=40)
+    )
 
 
 def _fused(call: Call) -> FusedConfig:
@@ -226,10 +240,19 @@ def _interpret() -> Any:
     return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False
 
 
-def _pairing(call: Call) -> Pairing:
+def _cut(call: Call) -> Cut | None:
+    return Cut.of(call, workers=2 * hopper_sms(), least_rows=64)  # each warpgroup of a CTA is a worker
+
+
+def _needs(call: Call) -> tuple[Pairing, int]:
+    """What the forward's tiles hold: their pairing, and the arrays with one number per key beside K and V."""
+    if cut := _cut(call):
+        call = jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
     packing = _packing(call)
-    return Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
+    pairing = Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
+    has_positions = call.q_positions is not None or call.kv_positions is not None
+    return pairing, (call.kv_segments is not None) + has_positions
 
 
 def _packing(call: Call) -> Packing:
@@ -242,11 +265,6 @@ def _active_keys(call: Call) -> float:
     """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
     density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
     return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
-
-
-def _num_kv_vectors(call: Call) -> int:
-    """Arrays with one number per key that are loaded beside K and V: segments, positions."""
-    return (call.kv_segments is not None) + (call.kv_positions is not None)
 
 
 def _padded(dim: int) -> int:

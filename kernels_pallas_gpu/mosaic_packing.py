@@ -7,7 +7,7 @@ memory: the queries of a tile are loaded head by head from where they are, and i
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,22 +72,23 @@ class Packing:
 
     def load(self, ref: Any, batch: Any, row: Any, head: Any, tile: Any, barrier: Any) -> None:
         """Starts the copies of a tile from ref [B, T, H, D]; `head` is a K/V head if packed, else a query head."""
-        for source, part in self._parts(ref, batch, row, head, tile):
-            plgpu.copy_gmem_to_smem(source, part, barrier)
+        self._copy(ref, batch, row, head, tile, lambda source, part: plgpu.copy_gmem_to_smem(source, part, barrier))
 
     def store(self, tile: Any, ref: Any, batch: Any, row: Any, head: Any, **how: Any) -> None:
-        for target, part in self._parts(ref, batch, row, head, tile):
-            plgpu.copy_smem_to_gmem(part, target, **how)
+        self._copy(ref, batch, row, head, tile, lambda target, part: plgpu.copy_smem_to_gmem(part, target, **how))
 
-    def _parts(self, ref: Any, batch: Any, row: Any, head: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
+    def _copy(self, ref: Any, batch: Any, row: Any, head: Any, tile: Any, copy: Callable[[Any, Any], None]) -> None:
         rows = tile.shape[0]
         if self.group == 1:
-            yield ref.at[batch, pl.ds(row, rows), head], tile
+            copy(ref.at[batch, pl.ds(row, rows), head], tile)
             return
         queries = pl.ds(pl.multiple_of(self.first_query(row), LEAST_QUERIES), self.block_q)
         first = head * self.group + lax.div(lax.rem(row, jnp.int32(self.rows)), jnp.int32(self.block_q))
-        for i in range(rows // self.block_q):
-            yield ref.at[batch, queries, first + i], tile.at[pl.ds(i * self.block_q, self.block_q)]
+
+        @pl.loop(0, rows // self.block_q)  # unrolled, the copies would take more registers
+        def _of_head(i: Any) -> None:
+            here = pl.ds(pl.multiple_of(i * self.block_q, LEAST_QUERIES), self.block_q)
+            copy(ref.at[batch, queries, first + i], tile.at[here])
 
     # -- vectors with a number per query, in the order of the rows -----------------------------------------------------
 

@@ -41,7 +41,7 @@ class PackedHeads:
             query=self.rows(given.query),
             mask=mask,
             q_segments=None if given.q_segments is None else self._tokens(given.q_segments),
-            q_positions=None if given.band == Band() else self._tokens(self._positions()),
+            q_positions=None if given.band == Band() else self._tokens(given.query_positions()),
             sink_lse=None,
             full_is_known=given.full_is_exact,
         )
@@ -88,11 +88,6 @@ class PackedHeads:
         b, t = x.shape
         x = jnp.pad(x, ((0, 0), (0, self.blocks * self.block - t))).reshape(b, self.blocks, 1, self.block)
         return jnp.broadcast_to(x, (b, self.blocks, self.group, self.block)).reshape(b, -1)
-
-    def _positions(self) -> Array:
-        if self.given.q_positions is not None:
-            return self.given.q_positions
-        return jnp.broadcast_to(jnp.arange(self.given.q_len, dtype=jnp.int32), self.given.query.shape[:2])
 
     def _bitmaps(self) -> Array:
         """The words of a block, repeated from head to head."""
