@@ -88,9 +88,10 @@ def unsupported(call: Call) -> str | None:
     packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
     if packing is None:
         return (
-            f"mask.block_q={mask.block_q} must be a multiple of 64, or 8, 16 or 32 where at least 64 / block_q query "
-            f"heads share a K/V head and the mask: here are {call.q_heads} query heads, {call.kv_heads} K/V heads and "
-            f"masks for {mask.heads}"
+            f"mask.block_q={mask.block_q} must be a multiple of 64, or a power of two (at least 8 unless 16, 32 or 64 "
+            f"query heads share a K/V head) that the query heads of a K/V head fill up to a multiple of 64 rows, where "
+            f"these share the mask: here are {call.q_heads} query heads, {call.kv_heads} K/V heads and masks for "
+            f"{mask.heads}"
         )
     if packing.group > 1 and call.bias is not None:
         return f"mask.block_q={mask.block_q} must be a multiple of 64 where there is a bias"

@@ -43,8 +43,10 @@ class Bits(NamedTuple):
         """
         lead = tuple(0 if size == 1 else at for at, size in zip(coords, self.words.shape[:2], strict=True))
         query = packing.query(plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA))
-        # The queries of a packed block are repeated from head to head and fit in one word.
-        first, count = (lax.div(row, jnp.int32(32)), shape[q_axis] // 32) if packing.group == 1 else (0, 1)
+        if packing.group > 1:  # the queries of a packed block fit in one word
+            query, first, count = query + packing.first_query(row), 0, 1
+        else:
+            first, count = lax.div(row, jnp.int32(32)), shape[q_axis] // 32
         words = [self._of_keys((*lead, number, first + n), kv_first, shape, 1 - q_axis) for n in range(count)]
         word = words[0]
         for n, following in enumerate(words[1:], 1):

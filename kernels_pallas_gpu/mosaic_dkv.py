@@ -75,7 +75,8 @@ def dkv(
     q_heads //= packing.group
     group = q_heads // kv_heads
     dtype = q.dtype
-    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # TMA copies tiles of 8 rows
+    k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
+    q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
     tile, wgs = config.tile, config.compute_wgs
     if packing.rows % tile:
         raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")

@@ -82,7 +82,8 @@ def forward(
         interpret=interpret,
     )
     # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
-    q, k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (q, k, v))
+    k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+    q = q if q_len < 8 and packing.group == 1 else common.pad_to(q, packing.whole, 1)
 
     # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
     options: dict[str, jax.Array] = {}
@@ -107,7 +108,7 @@ def forward(
     if sink_lse is not None:
         sink_lse = sink_lse.astype(jnp.float32)[..., None]
         of_rows = jnp.broadcast_to(sink_lse, (*sink_lse.shape[:2], block_q if packing.group > 1 else 1))
-        options["sink_lse"] = of_rows.reshape(len(sink_lse), heads, -1)
+        options["sink_lse"] = packing.of_heads(of_rows)
 
     list_operands = [x for x in lists if x is not None]
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []

@@ -31,6 +31,12 @@ CASES = {
         q_len=40, block_q=32, q_heads=6, kv_heads=1, logits_soft_cap=2.0, dtype="float16"
     ),
     "8 queries of 16 heads, segments and positions": dict(q_len=24, block_q=8, q_heads=16, kv_heads=1, density=1.0),
+    "4 queries of 16 heads, a bit per token, window": dict(
+        q_len=11, kv_len=100, block_q=4, q_heads=16, kv_heads=1, density=1.0, local_window_size=(3, 70)
+    ),
+    "16 queries of 8 heads, odd length, a bit per token": dict(
+        q_len=21, block_q=16, q_heads=8, kv_heads=1, density=1.0
+    ),
 }
 
 
@@ -58,12 +64,14 @@ def test_packed_heads_on_hopper(name):
     check_run(HOPPER, case_of(dataclasses.replace(HOPPER, unit=1), name))
 
 
-def test_vectors_go_to_rows_and_back():
-    packing = Packing.of(8, 2, 16, 2)
-    x = np.arange(3 * 16 * 24).reshape(3, 16, 24)
+@pytest.mark.parametrize(("heads", "row"), [(16, 8 * 8 + 5 * 8 + 2), (8, 4 * 8 + 2 * 8 + 5)])
+def test_vectors_go_to_rows_and_back(heads, row):
+    """Block 1, the third head of the second group, query 5: by query, or by head."""
+    packing = Packing(heads // 2, 8)
+    x = np.arange(3 * heads * 24).reshape(3, heads, 24)
     rows = packing.of_heads(jnp.asarray(x))
     assert rows.shape == (3, 2, 3 * packing.rows)
-    assert rows[1, 1, packing.rows + 2 * 8 + 5] == x[1, 8 + 2, 8 + 5]  # block 1, its third head, query 5
+    assert rows[1, 1, row] == x[1, heads // 2 + 2, 8 + 5]
     np.testing.assert_array_equal(packing.to_heads(rows), x)
     tokens = packing.of_tokens(jnp.asarray(x[:, 0]))
     np.testing.assert_array_equal(tokens, packing.of_heads(jnp.broadcast_to(x[:, :1], x.shape))[:, 0])
@@ -72,7 +80,7 @@ def test_vectors_go_to_rows_and_back():
 @pytest.mark.parametrize(
     ("heads", "mask_heads", "block_q", "bias", "reason"),
     [
-        ((4, 2), 1, 16, False, "mask.block_q=16 must be a multiple of 64, or 8, 16 or 32 where"),
+        ((4, 2), 1, 16, False, "mask.block_q=16 must be a multiple of 64, or a power of two"),
         ((8, 1), 8, 8, False, "and masks for 8"),
         ((8, 1), 1, 4, False, "mask.block_q=4 must be"),
         ((8, 1), 1, 8, True, "where there is a bias"),

@@ -78,7 +78,7 @@ def selected_attention(
         scale=scale, sinks=sinks, return_lse=return_lse, implementation=implementation, config=config
     )
     if cu_seqlens is None:
-        mask = _mask(indices, block_counts, tokens, block_size, window, group)
+        mask = mask_of(indices, block_counts, tokens, block_size, window, group)
         return attention(query, key, value, mask, **options)
     sequences = Sequences.of(cu_seqlens, batch, tokens, block_size)
     if block_counts is not None:
@@ -86,7 +86,7 @@ def selected_attention(
         counts = jnp.broadcast_to(jnp.asarray(block_counts), indices.shape[:3])
         indices = jnp.where(position < counts[..., None], indices, -1)
     query, key, value = (sequences.spread(x) for x in (query, key, value))
-    mask = _mask(sequences.blocks(jnp.asarray(indices)), None, sequences.length, block_size, window, group)
+    mask = mask_of(sequences.blocks(jnp.asarray(indices)), None, sequences.length, block_size, window, group)
     # A block that is out of range lies in a later sequence, where causality excludes it; a window reaches back too far.
     segments = sequences.segment if window is not None else None
     results = attention(query, key, value, mask, segment_ids=segments, **options)
@@ -99,7 +99,7 @@ def selected_attention(
 
 # Query tokens per list: the fewest that fill a matrix product together with the heads of their group, which share the
 # list. Neighbours choose alike, and the union of few tokens stays small.
-def _mask(indices: Any, counts: Any, tokens: int, block_size: int, window: int | None, group: int) -> BlockMask:
+def mask_of(indices: Any, counts: Any, tokens: int, block_size: int, window: int | None, group: int) -> BlockMask:
     block_q = next(n for n in (8, 16, 32, _ROWS) if group % (_ROWS // n) == 0)
     if window is None:
         return BlockMask.from_token_indices(indices, counts, block_kv=block_size, block_q=block_q, is_causal=True)
