@@ -168,7 +168,7 @@ def _steps_of_chunks(
         yield np.asarray(tokens)
 
 
-def write(model: Transformer, read: Prompt, keys: Array, sampler: Sampler) -> Iterator[np.ndarray]:
+def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampler: Sampler) -> Iterator[np.ndarray]:
     """The tokens that follow prompts that are read, i32[B] per key; each attends to all tokens before it.
 
     The cache of `read` is used up.

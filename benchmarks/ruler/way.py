@@ -68,7 +68,9 @@ def answer(
     prompt = read(model, prompts, way, capacity=capacity, profile=profile, chunk=chunk)
     answers: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
-    for tokens in write(model, prompt, jax.random.split(jax.random.key(0), answer_tokens), Sampler()):
+    for tokens in write(
+        model, prompt, [jax.random.key(0)] * answer_tokens, Sampler()
+    ):  # a greedy sampler draws nothing
         for n, token in enumerate(tokens.tolist()):
             done[n] = done[n] or token in stop
             if not done[n]:
