@@ -323,7 +323,11 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="500 tokens must be a multiple of the profile's block of 16"):
         go(lengths=[500])
     with pytest.raises(ValueError, match="2048 tokens are beyond the model's context of 1024"):
-        go(lengths=[2048])
+        go(lengths=[512, 2048])
+    with pytest.raises(ValueError, match=r"budget=0.01 is below 0\.\d+, the share of the blocks that are always on"):
+        go(ways=[Way("hads", 0.01)])
+    with pytest.raises(ValueError, match="niah_single_2 does not fit 128 tokens with 128 for its answer"):
+        go(lengths=[128], ways=[Way("dense", 1.0)])
 
 
 # -- what is made of the records ---------------------------------------------------------------------------------------

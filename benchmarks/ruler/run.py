@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.prompt import Frame, Sample, make
 from benchmarks.ruler.question import Task
 from benchmarks.ruler.way import Way, answer
+from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.records import KEY, Records
+from xsake.model import HadsBudget
 
 
 def run(
@@ -38,20 +40,20 @@ def run(
     `stop` is asked before each batch and way whether to leave the rest.
     """
     frame = Frame.of(tokenizer)
+    material: dict[str, Any] = dict(seed=seed, frame=frame, essay=essay)
+    # What cannot be run is refused now, not after hours.
+    for length in lengths:
+        _check(model, length, profile_for(length), {way.budget for way in ways})
+    for name, task in tasks.items():
+        make(name, task, length=min(lengths), sample=0, **material)
     for length in lengths:
         profile = profile_for(length)
-        if length % profile.block:
-            raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
-        if length > model.config.context:
-            raise ValueError(f"{length} tokens are beyond the model's context of {model.config.context}")
         for name, numbers in _batches(tasks, samples, batch):
             left = [way for way in ways if any(_key(name, length, n, way) not in records for n in numbers)]
             progress(f"{name} at {length}", (len(ways) - len(left)) * len(numbers))
             if not left:
                 continue
-            some = [
-                make(name, tasks[name], length=length, sample=n, seed=seed, frame=frame, essay=essay) for n in numbers
-            ]
+            some = [make(name, tasks[name], length=length, sample=n, **material) for n in numbers]
             for way in left:
                 if stop():
                     return False
@@ -59,6 +61,16 @@ def run(
                 _run_batch(model, tokenizer, records, some, way, length, profile, batch, chunk)
                 progress(f"{name} at {length}, {way}", len(numbers))
     return True
+
+
+def _check(model: Any, length: int, profile: HadsProfile, budgets: Iterable[float]) -> None:
+    if length % profile.block:
+        raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
+    if length > model.config.context:
+        raise ValueError(f"{length} tokens are beyond the model's context of {model.config.context}")
+    for budget in budgets:
+        HadsBudget(profile, budget).check(model.config, length)
+        layer_counts(profile, budget, length)
 
 
 def _batches(tasks: Mapping[str, Task], samples: int, batch: int) -> Iterator[tuple[str, range]]:
