@@ -239,6 +239,32 @@ def test_padding_changes_no_choice(name):
     assert not found[0, :, 9:].any()
 
 
+@pytest.mark.slow  # traces every method
+@pytest.mark.parametrize("name", [name for name in METHODS_HERE if not name.endswith("+forced")])
+def test_no_choice_holds_an_array_of_all_tokens_squared(name):
+    """A model of 12 heads at 32768 tokens: 4096 x 4096 per head, XAttention's, is the most; nothing is computed."""
+    length, block = 32768, 64
+    profile = case.random_profile(q_heads=12, kv_heads=2, head_dim=128, block=block)
+    profile = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (12, 2))
+    counts, lengths = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    traced = jax.make_jaxpr(choose_blocks, static_argnums=0)(
+        program_of(name), profile, True, jnp.int32(0), query, key, counts, lengths
+    )
+    assert length * 128 <= _largest_array(traced.jaxpr) <= 12 * 4096**2
+
+
+def _largest_array(jaxpr: Any) -> int:
+    """Elements of the largest array that a traced program makes."""
+    most = 0
+    for equation in jaxpr.eqns:
+        most = max([most, *(variable.aval.size for variable in equation.outvars)])
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            most = max(most, _largest_array(inner)) if hasattr(inner, "eqns") else most
+    return most
+
+
 def test_a_block_that_a_prompt_ends_in_counts_its_own_tokens_alone():
     query, key = map(jnp.asarray, case.random_inputs(1, 12 * BLOCK, PROFILE, batch=2))
     length = 8 * BLOCK + BLOCK // 2

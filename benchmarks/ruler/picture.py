@@ -58,13 +58,14 @@ def draw(lines: Iterable[dict[str, Any]], path: Path, title: str) -> None:
         axes.set_axis_off()
     for axes, (way, found) in zip(grid.flat, scores.items(), strict=False):
         image = axes.imshow(found, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        axes.set_title(f"{way}: {np.nanmean(found):.0f}%", fontsize=9)
+        axes.set_title(f"{way} ({np.nanmean(found):.0f}% found)", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length / 1024:g}k" for length in lengths])
         axes.set_yticks(range(len(NEEDLE_DEPTHS)), [str(depth) for depth in NEEDLE_DEPTHS])
     for axes in grid[:, 0]:
         axes.set_ylabel("depth of the needle (%)")
-    for axes in grid[-1]:
+    for axes in grid.flat[len(scores) - columns : len(scores)]:  # the lowest of each column
         axes.set_xlabel("tokens")
+        axes.tick_params(labelbottom=True)
     figure.colorbar(image, ax=grid, label="needles found (%)")
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
