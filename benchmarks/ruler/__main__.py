@@ -111,9 +111,18 @@ def _main(args: argparse.Namespace) -> None:
     }
     records = Records(args.out, about)
     console = Console(width=None if Console().is_terminal else 170)
+    total, seen = len(tasks) * args.samples * len(lengths) * len(ways), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        shown = bar.add_task("", total=len(tasks) * args.samples * len(lengths) * len(ways))
+        shown = bar.add_task("", total=total)
+
+        def report(what: str, more: int) -> None:
+            nonlocal seen
+            seen += more
+            bar.update(shown, description=what, completed=seen)
+            if more and not console.is_terminal:  # a log shows no bar
+                print(f"[{time.perf_counter() - start:7.1f} s] {seen} of {total}: {what}", flush=True)
+
         done = run(
             model,
             tokenizer,
@@ -127,7 +136,7 @@ def _main(args: argparse.Namespace) -> None:
             seed=args.seed,
             batch=args.batch,
             chunk=args.chunk,
-            progress=lambda what, more: bar.update(shown, description=what, advance=more),
+            progress=report,
             stop=lambda: time.perf_counter() - start > 60 * args.minutes,
         )
     rows = summarise(records)
