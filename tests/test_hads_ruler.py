@@ -26,6 +26,7 @@ from benchmarks.ruler.fit import largest
 from benchmarks.ruler.masked_prefill import read_masked
 from benchmarks.ruler.noise import NOISE
 from benchmarks.ruler.prompt_layer import METHODS_HERE, choose_blocks, forces, program_of
+from benchmarks.ruler.qa import topics
 from benchmarks.ruler.score import match_all, match_part
 from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import TASKS
@@ -166,6 +167,20 @@ def test_documents_hold_the_answer_and_distractors():
             ) > needed
             assert any(answer.lower() in text.lower() for answer in sample.answers)
     assert len(re.findall(r"Document \d+:", made("qa_1", length=8192)[1])) > 44  # beyond our own, of the essay
+
+
+def test_questions_are_answered_by_their_passages_alone():
+    """RULER looks for substrings: an answer that stands in the question, or is very short, would be found by chance."""
+
+    def said(text: str, asked: dict[str, Any]) -> bool:
+        return bool(match_part(text, asked["answers"]))
+
+    for topic in topics():
+        first, second = topic["passages"]
+        assert not said(first["text"], topic) and said(second["text"], topic)  # both are needed
+        for asked in (first, second, topic):
+            assert not said(asked["ask"], asked) and min(map(len, asked["answers"])) >= 3
+        assert said(first["text"], first) and said(second["text"], second)
 
 
 def test_what_does_not_fit_is_refused():
