@@ -9,12 +9,14 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from xsake._backend import Call
-from xsake._device import compute_capability
+from xsake._device import compute_capability, core_count
+from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
 from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import interpreting
@@ -25,6 +27,7 @@ from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
 _PIPELINED_DOTS = ("9.0", "10.0", "10.3")
 _DTYPES = ("bfloat16", "float16", "float32")
 _MAX_DIM = 512
+_SMS = 108  # of an A100, where no GPU is here to ask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,33 +84,43 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 def default_config(call: Call) -> Config:
     """For each kernel, the first of a list of preferred tilings that fits every GPU."""
-    call = packed_shapes(call)
-    return Config(**{kernel: _default(call, kernel) for kernel in ("forward", "dq", "dkv")})
+    return Config(**{kernel: _default(_run_by(kernel, call), kernel) for kernel in ("forward", "dq", "dkv")})
 
 
 def search_space(call: Call) -> Sequence[Config]:
     """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
-    default, call = default_config(call), packed_shapes(call)
-    capability = compute_capability()
+    default, capability = default_config(call), compute_capability()
     space = [default]
     for kernel in ("forward", "dq", "dkv"):
+        run = _run_by(kernel, call)
         for q, kv, num_warps, num_stages in itertools.product((128, 64, 32, 16), (128, 64, 32, 16), (4, 8), (1, 2, 3)):
             tiling = Tiling(q=q, kv=kv, num_warps=num_warps, num_stages=num_stages)
-            if _worth_trying(call, tiling) and _fits(call, kernel, tiling, capability):
+            if _worth_trying(run, tiling) and _fits(run, kernel, tiling, capability):
                 space.append(dataclasses.replace(default, **{kernel: tiling}))
     return list(dict.fromkeys(space))
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    call, capability = packed_shapes(call), compute_capability()
-    mask = call.mask
+    capability = compute_capability()
     for kernel in ("forward", "dq", "dkv"):
-        tiling = getattr(config, kernel)
+        tiling, run = getattr(config, kernel), _run_by(kernel, call)
+        mask = run.mask
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{kernel}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
-        if not _fits(call, kernel, tiling, capability):
+        if not _fits(run, kernel, tiling, capability):
             return f"{kernel}: it needs more shared memory or registers than this GPU has"
     return None
+
+
+def _cut(call: Call) -> Cut | None:
+    return Cut.of(call, workers=2 * (core_count() or _SMS), least_rows=16)
+
+
+def _run_by(kernel: str, call: Call) -> Call:
+    """The shapes of the call that a kernel runs in place of the given call."""
+    if kernel == "forward" and (cut := _cut(call)):
+        return jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
+    return packed_shapes(call)
 
 
 def _default(call: Call, kernel: str) -> Tiling:
@@ -195,6 +208,9 @@ def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if cut := _cut(call):
+        few = FewQueries(call, cut)
+        return few.results(*triton_forward.forward(few.call, config.forward))
     if packed := PackedHeads.of(call):
         return packed.results(*triton_forward.forward(packed.call, config.forward))
     return triton_forward.forward(call, config.forward)
