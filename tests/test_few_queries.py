@@ -38,7 +38,7 @@ def few(name):
     return make(XLA, kv_len=300, block_q=8, block_kv=16, **CASES[name])
 
 
-@pytest.mark.parametrize("name", sweep(CASES, slow=["one query, one mask", "nothing attends"]))
+@pytest.mark.parametrize("name", sweep(CASES, slow=["one query, one mask", "a mask a head, sinks", "nothing attends"]))
 def test_parts_give_the_whole(name):
     case = few(name)
     given = {**case.inputs, **case.rest, **case.options}

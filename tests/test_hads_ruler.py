@@ -295,6 +295,7 @@ def mask_of(method: str, profile: Any, length: int) -> MethodMask:
 PROMPTS = [np.random.default_rng(n).integers(0, 511, blocks * BLOCK).tolist() for n, blocks in enumerate((9, 11))]
 
 
+@pytest.mark.slow  # the run that goes on reads prompts under masks, too
 def test_masked_prompts_are_read_as_in_one_forward(model):
     read = read_masked(model, PROMPTS, capacity=512, method="mean_top_k", budget=0.6, profile=MODEL_PROFILE)
     found = model.logits(model.norm(read.last))[0, 0]
