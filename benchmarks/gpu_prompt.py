@@ -1,0 +1,155 @@
+"""Time to the first token of one long prompt, the whole model: dense by cuDNN, dense by xsake, and with HADS.
+
+    python -m benchmarks.gpu_prompt                       Qwen2.5-1.5B at 32768 tokens, SmolLM2 at 8192, print
+    python -m benchmarks.gpu_prompt --record              also write benchmarks/results/gpu_prompt.json
+    python -m benchmarks.gpu_prompt --out DIR             write the run to DIR
+    python -m benchmarks.gpu_prompt --models tiny --budgets 0.5 --dense xla     a small run, anywhere
+
+Weights are random and the profile is made from them: what is measured is time, which they do not change, since a budget
+fixes how many blocks are kept. A run reads the prompt and computes the logits of the token after it. cuDNN's is one
+program of all layers; xsake's are a program per layer and chunk, as `xsake generate` runs them. `MFU` counts the
+products of one dense forward, with one row of logits, over the chip's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+import xsake
+from benchmarks import record
+from xsake.autotune.timing import race
+from xsake.hads import HadsProfile, calibrate
+from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer
+from xsake.model.mfu import utilisation
+from xsake.model.prefill import read_prompts
+
+MODELS = {
+    "qwen2.5-1.5b": (
+        ModelConfig(
+            vocab_size=151936,
+            layers=28,
+            width=1536,
+            q_heads=12,
+            kv_heads=2,
+            head_dim=128,
+            mlp_width=8960,
+            context=32768,
+            rope_base=1_000_000.0,
+            norm_eps=1e-6,
+            qkv_bias=True,
+        ),
+        32768,
+        4096,
+    ),
+    "smollm2-135m": (PRESETS["smollm2-135m"], 8192, 2048),
+    "tiny": (PRESETS["tiny"], 512, 256),
+}
+
+
+def make(config: ModelConfig, attention_fn: Any = xsake.attention) -> Transformer:
+    @nnx.jit
+    def weights() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, attention_fn=attention_fn)
+
+    return weights()
+
+
+def profile_of(model: Transformer, block: int) -> HadsProfile:
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 16 * block))
+    return calibrate(model, tokens, name="random", block=block, steps=20)
+
+
+@nnx.jit
+def whole(model: Transformer, tokens: Array) -> Array:
+    return model.logits(model.hidden(tokens)[:, -1:])
+
+
+@nnx.jit
+def logits(model: Transformer, last: Array) -> Array:
+    return model.logits(model.norm(last))
+
+
+def read(model: Transformer, tokens: np.ndarray, **options: Any) -> Array:
+    return logits(model, read_prompts(model, [tokens.tolist()], capacity=len(tokens), **options).last)
+
+
+def measure(name: str, dense: str, budgets: list[float], rounds: int) -> dict[str, Any]:
+    config, length, chunk = MODELS[name]
+    model = make(config)
+    block = 64 if length >= 4096 else 16
+    profile = profile_of(model, block)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
+    peer = make(config, partial(jax.nn.dot_product_attention, implementation=dense))
+    contenders: dict[str, Callable[[], Any]] = {
+        f"dense by {dense}": partial(whole, peer, jnp.asarray(tokens)[None]),
+        "dense": partial(read, model, tokens),
+        f"dense, chunks of {chunk}": partial(read, model, tokens, chunk=chunk),
+    }
+    for budget in budgets:
+        hads = HadsBudget(profile, prompt=budget)
+        contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=hads)
+        contenders[f"HADS {budget:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
+    times = race(contenders, rounds=rounds)
+    flops = config.flops_per_token(length) / 3 - 2 * config.vocab_size * config.width
+    return {
+        "model": name,
+        "length": length,
+        "mfu": {
+            way: utilisation(flops, length / time.median, jax.devices()[0].device_kind, 1)
+            for way, time in times.items()
+            if way.startswith("dense")
+        },
+        "seconds": {way: dataclasses.asdict(time) for way, time in times.items()},
+    }
+
+
+def show(rows: list[dict[str, Any]], dense: str) -> None:
+    table = Table("model", "tokens", "way", "ms", "quartiles", f"times dense by {dense}", "MFU")
+    for row in rows:
+        peer = row["seconds"][f"dense by {dense}"]["median"]
+        for way, time in row["seconds"].items():
+            share = row["mfu"].get(way)
+            table.add_row(
+                row["model"],
+                str(row["length"]),
+                way,
+                f"{time['median'] * 1e3:.1f}",
+                f"{time['low'] * 1e3:.1f}-{time['high'] * 1e3:.1f}",
+                f"{peer / time['median']:.2f}",
+                "" if share is None else f"{share:.0%}",
+            )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen2.5-1.5b,smollm2-135m", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--budgets", default="0.2,0.1")
+    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        rows.append(measure(name, args.dense, list(map(float, args.budgets.split(","))), args.rounds))
+        if args.record or args.out:
+            record.save("gpu_prompt", rows, *([args.out] if args.out else []))
+    show(rows, args.dense)
+
+
+if __name__ == "__main__":
+    main()
