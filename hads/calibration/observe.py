@@ -4,12 +4,13 @@ would feel an error in each head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -63,8 +64,11 @@ def observe_block(
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
 
-def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> list[Touched]:
-    """Each layer's attention, and the gradient of a likelihood with respect to its heads' outputs.
+def touch(
+    model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK
+) -> Iterator[tuple[int, Touched]]:
+    """(number, attention and the gradient of a likelihood with respect to its heads' outputs) of each layer, from the
+    last to the first. Only one layer is on the device; the states before every layer wait on the host.
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
@@ -76,14 +80,13 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     x, rotation = layers.start(tokens)
     inputs = []
     for weights in layers.weights:
-        inputs.append(x)
+        inputs.append(np.asarray(x))
         x = forward_block(layers.graph, model.attention_fn, weights, x, rotation)
     gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
-    touched = []
-    for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
-        gradient, one = touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
-        touched.append(one)
-    return touched[::-1]
+    for number in reversed(range(len(inputs))):
+        before, weights = jnp.asarray(inputs.pop()), layers.weights[number]
+        gradient, one = touch_block(layers.graph, model.attention_fn, weights, before, rotation, gradient)
+        yield number, one
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn"))
