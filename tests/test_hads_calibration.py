@@ -14,6 +14,7 @@ from xsake.hads.calibration import observe
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.calibrate import _for_large_errors
 from xsake.hads.calibration.fit import fit_estimator
+from xsake.hads.calibration.memory import needed
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
@@ -39,9 +40,16 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def profile(model: Transformer) -> hads.HadsProfile:
-    seen: list[tuple[str, int, int]] = []
-    made = hads.calibrate(model, TOKENS, name="tiny", block=16, steps=30, progress=lambda *at: seen.append(at))
-    assert [what for what, *_ in seen] == ["heads of each layer"] * 3 + ["sensitivity of heads"] * 3
+    seen: list[tuple[str, int]] = []
+
+    def progress(what: str, done: int, of: int) -> None:
+        seen.append((what, sum(x.shape[-2:] == (16, 16) for x in jax.live_arrays())))
+
+    made = hads.calibrate(model, TOKENS, name="tiny", block=16, steps=30, progress=progress)
+    assert [what for what, _ in seen] == ["heads of each layer"] * 3 + ["sensitivity of heads"] * 3
+    # No layer's statistics outlive the next layer's: mass, its square and the tokens' feature of two sequences.
+    before, *during = (arrays for _, arrays in seen)
+    assert max(during) <= before + 2 * 3 and during[-1] == before
     return made
 
 
@@ -222,3 +230,13 @@ def test_wrong_calibrations(model: Transformer):
         hads.calibrate(model, TOKENS[:, :128], name="tiny", block=16)
     with pytest.raises(ValueError, match="at least one sequence; got 0"):
         hads.calibrate(model, TOKENS[:0], name="tiny", block=16)
+
+
+def test_memory_follows_one_layer(model: Transformer):
+    """The compiler's count, from shapes alone: more sequences add one layer's statistics, more layers only weights."""
+    shapes = nnx.eval_shape(lambda: Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32))
+    memory = needed(shapes, length=250, sequences=8, block=16)
+    one = 4 * (3 * 4 * 16 * 16 + (4 + 2) * 16 * 5 * 16)
+    assert 8 * one < memory.stages["fit of a layer"] < 4 * 8 * one
+    assert memory.weights == sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    assert memory.device == memory.weights + max(memory.stages.values())
