@@ -1,7 +1,7 @@
 """Calibration: learn a model's heads from a few sequences of dense attention.
 
-Layers are learned one after the other, so that memory does not grow with layers times sequences. With N sequences of T
-tokens, n = T / block, L layers, H query heads and K KV heads of D dimensions, and activations of `width` 2-byte numbers:
+Layers are learned one after the other, so that memory does not grow with layers times sequences. With N sequences of
+T tokens, n = T / block, L layers, H query heads of D dimensions, and activations of `width` 2-byte numbers:
 
     on the device, beside the weights
       4 H n (3 n + 5 D) N           one layer's statistics and pooled vectors, of all sequences
@@ -134,15 +134,17 @@ def _learn_layers(
     model: Any, tokens: Array | np.ndarray, grid: CausalGrid, *, back: int, steps: int, report: Progress
 ) -> Iterator[_Learned]:
     """What all sequences show of each layer; their states wait on the host, and no layer's statistics outlive it."""
-    layers, rotation, states = Layers(model), None, []
+    layers, rotation = Layers(model), None
+    states: list[np.ndarray] = []
     for row in tokens:
         x, rotation = layers.start(jnp.asarray(row[None], jnp.int32))
         states.append(np.asarray(x))
     for number, weights in enumerate(layers.weights):
         report("heads of each layer", number, len(layers.weights))
         seen = []
-        for n, x in enumerate(states):
-            x, one = observe_block(layers.graph, model.attention_fn, weights, jnp.asarray(x), rotation, grid.block)
+        for n, before in enumerate(states):
+            given = jnp.asarray(before), rotation
+            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block)
             states[n] = np.asarray(x)
             seen.append(one)
         yield _learn(seen, grid, back, steps)

@@ -64,9 +64,7 @@ def observe_block(
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
 
-def touch(
-    model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK
-) -> Iterator[tuple[int, Touched]]:
+def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> Iterator[tuple[int, Touched]]:
     """(number, attention and the gradient of a likelihood with respect to its heads' outputs) of each layer, from the
     last to the first. Only one layer is on the device; the states before every layer wait on the host.
 
