@@ -19,12 +19,13 @@ def attend_blocks(
     lengths: Int[Array, "B"],
     *,
     block_size: int,
+    window: int | None = None,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention of each sequence's last T tokens to the keys of the listed blocks, each token's own and before.
 
     `lengths` counts the T tokens. Entries of the list belong to one KV head each; query heads of its group attend to
     the block, for all T tokens. An entry that is not `live` counts for nothing. Partial sums of a head's entries are
-    merged by their largest logits.
+    merged by their largest logits. With a `window`, a token sees itself and the `window - 1` tokens before it.
     """
     b, t, h, d = query.shape
     groups = key.shape[2]
@@ -32,6 +33,8 @@ def attend_blocks(
     slots = block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     places = (lengths - t)[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     ok = live[:, :, None, None] & (slots[:, :, None] <= places[:, None, :, None])  # [B, W, T, block]
+    if window is not None:
+        ok &= slots[:, :, None] > places[:, None, :, None] - window
     where = (row[..., None], jnp.minimum(slots, key.shape[1] - 1), kv_head[..., None])
     k, v = key[where].astype(jnp.float32), value[where].astype(jnp.float32)
     q = (query.astype(jnp.float32) * d**-0.5).reshape(b, t, groups, h // groups, d).swapaxes(1, 2)[row, kv_head]

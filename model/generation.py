@@ -112,6 +112,7 @@ def stream(
         check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
         step = None
         if hads is not None and hads.decode is not None:
+            hads.check(model.config, max(lengths) + max_new_tokens)
             step = sparse_decode.StepRule.of(hads, shortest=min(lengths), capacity=capacity)
         return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step, mesh)
     if hads is not None or chunk is not None:

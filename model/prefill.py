@@ -45,12 +45,13 @@ def read_prompts(
     hads: HadsBudget | None = None,
     chunk: int | None = None,
     mesh: Mesh | None = None,
+    watch: Callable[[Float[Array, "B T width"]], None] | None = None,
 ) -> Prompt:
     """Read prompts of any lengths into a cache of `capacity` slots, `chunk` tokens at a time.
 
     `chunk` is a multiple of the profile's block, or of 64 without HADS; None reads all tokens at once. The budget holds
     in every chunk, and over every prompt to the block. On a mesh, prompts are split over its axis "data", and heads as
-    the model's weights are.
+    the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
     """
     block = check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -60,7 +61,7 @@ def read_prompts(
         row[: len(prompt)] = prompt
     cache = KVCache.empty(model.config, batch=len(prompts), capacity=capacity, dtype=model.dtype, mesh=mesh)
     reader = _Reader(model, _split(lengths, mesh, "data"), hads, mesh)
-    return reader.read(padded, chunk or -(-total // block) * block, cache)
+    return reader.read(padded, chunk or -(-total // block) * block, cache, watch or (lambda states: None))
 
 
 def _split(x: Any, mesh: Mesh | None, *axes: str) -> Array:
@@ -90,7 +91,7 @@ class _Reader:
         blocks = [nnx.split(block) for block in model.blocks]
         self.block_graph, self.block_weights = blocks[0][0], [weights for _, weights in blocks]
 
-    def read(self, padded: np.ndarray, chunk: int, cache: KVCache) -> Prompt:
+    def read(self, padded: np.ndarray, chunk: int, cache: KVCache, watch: Callable[[Array], None]) -> Prompt:
         config, batch = self.model.config, len(padded)
         keys, values = list(cache.keys), list(cache.values)
         pooled: list[PooledKeys | None] = [None] * config.layers
@@ -122,6 +123,7 @@ class _Reader:
                     counts[number][layer],
                     self.lengths,
                 )
+            watch(x)
             last = _take_last(last, x, self.lengths - 1 - start)
         filled = KVCache(keys=tuple(keys), values=tuple(values), length=self.lengths, filled=True)
         return Prompt(last, filled, None if self.hads is None else tuple(pooled))  # type: ignore[arg-type]
@@ -200,8 +202,11 @@ def _read_block(
                 block=static.block,
                 rule=static.rule,
                 density_hint=static.density_hint,
+                window=static.window,
             )
             options = {"mask": mask}
+            if static.window is not None and static.window < end:
+                options |= _dense(start, static.window, query.shape[:2])
         return static.attention_fn(query, *seen, **options), (k, v, new)
 
     return nnx.merge(graph, weights)(x, rotation, attend)

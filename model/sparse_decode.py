@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake.hads.profile.causal_grid import blocks_back
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.pooled_keys import PooledKeys
@@ -31,6 +32,7 @@ class StepRule(NamedTuple):
     block: int
     rule: Rule
     tokens: int = 1
+    window: int | None = None
 
     @classmethod
     def of(cls, hads: HadsBudget, *, shortest: int, capacity: int, tokens: int = 1) -> StepRule:
@@ -42,11 +44,13 @@ class StepRule(NamedTuple):
             raise ValueError(f"{tokens=} at once must be from 1 to 8: read more as a prompt, chunk by chunk")
         assert hads.decode is not None
         profile = hads.profile
+        window = profile.window
+        options: dict[str, Any] = dict(tokens=tokens, reach=window and blocks_back(window, profile.block))
         counts = [
-            step_count(-(-length // profile.block), profile.kv_heads, hads.decode, profile.rule, tokens=tokens)
+            step_count(-(-length // profile.block), profile.kv_heads, hads.decode, profile.rule, **options)
             for length in (shortest + 1, capacity)
         ]
-        return cls(hads.decode, counts[1], profile.block, profile.rule, tokens)
+        return cls(hads.decode, counts[1], profile.block, profile.rule, tokens, window)
 
 
 def learned_layers(hads: HadsBudget) -> tuple[LayerWeights, ...]:
@@ -98,9 +102,10 @@ def forward(
             cache = cache.write(layer, key, value)
             keys = cache.keys[layer]
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
-            options: dict[str, Any] = dict(budget=step.budget, room=step.room, block=step.block, rule=step.rule)
+            options = {name: value for name, value in step._asdict().items() if name != "tokens"}
             chosen = select_step(query, own, learned[layer], lengths, **options)
-            out = attend_blocks(query, keys, cache.values[layer], *chosen, lengths, block_size=step.block)
+            limits: dict[str, Any] = dict(block_size=step.block, window=step.window)
+            out = attend_blocks(query, keys, cache.values[layer], *chosen, lengths, **limits)
             return out, (cache, own)
 
         x, (cache, own) = block(x, rotation, attend)

@@ -77,7 +77,8 @@ def calibrate(
       progress: called as progress(what, done, of).
     """
     count, length = tokens.shape
-    grid = CausalGrid(length, block, rule)
+    window = Layers(model).window
+    grid = CausalGrid(length, block, rule, window)
     if count < 1 or sensitivity_sequences < 1:
         raise ValueError(f"calibration needs at least one sequence; got {count} and {sensitivity_sequences=}")
     grid.check_choice("sequences")
@@ -110,6 +111,7 @@ def calibrate(
         kv_heads=layers[0].kv_heads,
         digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
         rule=rule,
+        window=window,
     )
     profile.check()
     return profile
@@ -137,14 +139,14 @@ def _learn_layers(
     layers, rotation = Layers(model), None
     states: list[np.ndarray] = []
     for row in tokens:
-        x, rotation = layers.start(jnp.asarray(row[None], jnp.int32))
+        x, rotation = layers.start(jnp.asarray(row[None], jnp.int32), windowed=True)
         states.append(np.asarray(x))
     for number, weights in enumerate(layers.weights):
         report("heads of each layer", number, len(layers.weights))
         seen = []
         for n, before in enumerate(states):
             given = jnp.asarray(before), rotation
-            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block)
+            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block, grid.window)
             states[n] = np.asarray(x)
             seen.append(one)
         yield _learn(seen, grid, back, steps)

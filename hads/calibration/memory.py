@@ -37,12 +37,13 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, rule: Ru
     """Of `calibrate` with `sequences` of `length` tokens. The model may hold shapes in place of arrays."""
     from flax import nnx
 
-    layers, grid = Layers(model), CausalGrid(length, block, rule)
+    layers = Layers(model)
+    grid, window = CausalGrid(length, block, rule, layers.window), layers.window
     graph, weights, attention = layers.graph, layers.weights[0], model.attention_fn
     whole = nnx.split(model)
 
     def start(weights: Any, tokens: Any) -> Any:
-        return Layers(nnx.merge(whole[0], weights)).start(tokens)
+        return Layers(nnx.merge(whole[0], weights)).start(tokens, windowed=True)
 
     x, rotation = jax.eval_shape(start, whole[1], jax.ShapeDtypeStruct((1, length), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -54,7 +55,8 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, rule: Ru
             found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + beside
         )
 
-    (_, seen), watch = run(observe.observe_block, graph, attention, weights, x, rotation, block, beside=size(x))
+    watched = graph, attention, weights, x, rotation, block, window
+    (_, seen), watch = run(observe.observe_block, *watched, beside=size(x))
     every = jax.tree.map(lambda one: jax.ShapeDtypeStruct((sequences, *one.shape[1:]), one.dtype), seen)
     pooled, share = every.pooled, every.statistics.mass
     all_seen = size(every)
@@ -62,9 +64,9 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, rule: Ru
     (estimator, _) = estimator
     of_head = jax.ShapeDtypeStruct((share.shape[1],), jnp.float32)
     _, gains = run(_gains, seen.pooled, estimator, of_head, of_head, grid, beside=all_seen + size((pooled, share)))
-    _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, beside=size(x))
+    _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, window, beside=size(x))
     _, likelihood = run(observe.likelihood_gradient, *whole, x, key, observe.CHUNK, beside=size(x))
-    (_, touched), back = run(observe.touch_block, graph, attention, weights, x, rotation, x, beside=2 * size(x))
+    (_, touched), back = run(observe.touch_block, *watched[:5], x, window, beside=2 * size(x))
     kept = jax.ShapeDtypeStruct(seen.statistics.mass.shape, jnp.bool_)
     _, cost = run(cost_of_dropping, touched, kept, grid, beside=size((touched, kept, x)))
     stages = {

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
-from xsake.hads.calibration.layerwise import Layers, run_block
+from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import Pooled, pool
 
@@ -41,25 +41,25 @@ class Touched(NamedTuple):
 def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
     """Each layer's observation, under dense attention."""
     layers = Layers(model)
-    x, rotation = layers.start(tokens)
+    x, rotation = layers.start(tokens, windowed=True)
     seen = []
     for weights in layers.weights:
-        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
+        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block, layers.window)
         seen.append(one)
     return seen
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "block", "window"), donate_argnames="x")
 def observe_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int, window: int | None = None
 ) -> tuple[Array, Observation]:
     """A block's output, and the observation of its attention."""
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        pooled = pool(query, key, CausalGrid(query.shape[1], block))
-        seen.append(Observation(block_statistics(query, key, block=block), pooled))
-        return attention_fn(query, key, value, is_causal=True)
+        pooled = pool(query, key, CausalGrid(query.shape[1], block, window=window))
+        seen.append(Observation(block_statistics(query, key, block=block, window=window), pooled))
+        return attention_fn(query, key, value, **attention_rule(window))
 
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
@@ -75,26 +75,34 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     from flax import nnx
 
     layers = Layers(model)
-    x, rotation = layers.start(tokens)
+    x, rotation = layers.start(tokens, windowed=True)
     inputs = []
     for weights in layers.weights:
         inputs.append(np.asarray(x))
-        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation)
+        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation, layers.window)
     gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
     for number in reversed(range(len(inputs))):
-        before, weights = jnp.asarray(inputs.pop()), layers.weights[number]
-        gradient, one = touch_block(layers.graph, model.attention_fn, weights, before, rotation, gradient)
+        given = layers.weights[number], jnp.asarray(inputs.pop()), rotation, gradient
+        gradient, one = touch_block(layers.graph, model.attention_fn, *given, layers.window)
         yield number, one
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn"))
-def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
-    return run_block(graph, weights, x, rotation, partial(attention_fn, is_causal=True))
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
+def forward_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, window: int | None = None
+) -> Array:
+    return run_block(graph, weights, x, rotation, partial(attention_fn, **attention_rule(window)))
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
 def touch_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
+    graph: Any,
+    attention_fn: Callable,
+    weights: Any,
+    x: Array,
+    rotation: Any,
+    gradient: Array,
+    window: int | None = None,
 ) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
 
@@ -102,7 +110,7 @@ def touch_block(
         seen = []
 
         def attend(query: Array, key: Array, value: Array) -> Array:
-            out = attention_fn(query, key, value, is_causal=True)
+            out = attention_fn(query, key, value, **attention_rule(window))
             seen.append((query, key, value))
             return out if nudge is None else out + nudge
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.causal_grid import CausalGrid, blocks_back
 from xsake.hads.profile.estimator import bucket_of
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
@@ -45,6 +45,7 @@ def select_step(
     room: int,
     block: int,
     rule: Rule,
+    window: int | None = None,
 ) -> StepBlocks:
     """The blocks for the last T tokens of each sequence: exactly `step_count` of each, over all KV heads.
 
@@ -55,10 +56,11 @@ def select_step(
       lengths: tokens of each sequence, the last ones included.
       budget: the share of the cache's blocks that are kept.
       room: slots of the list: `step_count` of the longest sequence to come.
-      block, rule: those of the profile.
+      block, rule, window: those of the profile.
     """
+    reach = pooled.blocks if window is None else blocks_back(window, block)
     rows = ((lengths - query.shape[1])[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]) // block
-    mass = _mass(query, pooled, weights, rows)
+    mass = _mass(query, pooled, weights, rows, reach)
     b, groups, n = mass.shape[0], pooled.mean.shape[1], pooled.blocks
     of_group = weights.sensitivity.reshape(groups, -1)
     omega = of_group.sum(-1)
@@ -70,23 +72,29 @@ def select_step(
     last, column = rows[:, -1][:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
     keys = key_of(shared, last, column, grid)
     # The first tokens may be in an earlier block than the last one, whose near blocks are others.
-    forced = (rule.forces(rows[:, :, None], column) & (column <= rows[:, :, None])).any(1)[:, None]
+    back = rows[:, :, None] - column
+    seen = (back >= 0) & (back <= reach)
+    forced = (rule.forces(rows[:, :, None], column) & seen).any(1)[:, None]
     keys = jnp.where(forced & (keys < FORCED), keys + FORCED, keys)
-    keys = jnp.where(column <= last, keys, -1)
+    keys = jnp.where(seen.any(1)[:, None], keys, -1)
     in_order = jnp.sort(keys, -1)
     gain = gains_of_sorted(in_order, omega[None, :, None], phi[None, :, None])
     gain = jnp.where(in_order < 0, -1.0, gain).reshape(b, groups * n)
     _, at = jax.lax.top_k(gain, min(room, groups * n))
     chosen = jnp.take_along_axis(in_order.reshape(b, -1), at, 1)
     low = (1 << max(n - 1, 1).bit_length()) - 1  # where `key_of` keeps the column
-    blocks = (lengths + block - 1) // block
-    counts = jnp.asarray(_counts(n, groups, budget))[blocks]
+    blocks = jnp.minimum((lengths + block - 1) // block, reach + 1)
+    counts = jnp.asarray(_counts(n, groups, budget))[jnp.minimum(blocks, n)]
     live = (jnp.arange(at.shape[1])[None] < counts[:, None]) & (chosen >= 0)
     return StepBlocks((at // n).astype(jnp.int32), jnp.where(live, chosen & low, 0), live)
 
 
-def step_count(blocks: int, kv_heads: int, budget: float, rule: Rule, *, tokens: int = 1) -> int:
+def step_count(
+    blocks: int, kv_heads: int, budget: float, rule: Rule, *, tokens: int = 1, reach: int | None = None
+) -> int:
     """How many blocks of a layer's cache a token attends to, over all KV heads.
+
+    With a window the budget is a share of the blocks inside: the last token's own and `reach` before it.
 
     ValueError if more than that are always on: with several new tokens, also those of the block before the last.
 
@@ -94,14 +102,16 @@ def step_count(blocks: int, kv_heads: int, budget: float, rule: Rule, *, tokens:
     >>> step_count(100, 2, 0.1, Rule())
     20
     """
-    column, rows = np.arange(blocks), range(max(blocks - min(tokens, 2), 0), blocks)
-    forced = int(np.any([rule.forces(row, column) & (column <= row) for row in rows], 0).sum())
-    if budget * blocks < forced and budget < 1:
+    reach = blocks if reach is None else reach
+    column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
+    seen = (column <= rows) & (rows - column <= reach)
+    forced, inside = int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + 1)
+    if budget * inside < forced and budget < 1:
         raise ValueError(
-            f"a budget of {budget} for new tokens is below {forced / blocks:.4f}, the share of the blocks that are "
-            f"always on with {blocks} blocks in the cache: allow more, or write densely"
+            f"a budget of {budget} for new tokens is below {forced / inside:.4f}, the share of the blocks that are "
+            f"always on with {inside} blocks in the cache: allow more, or write densely"
         )
-    return int(_counts(blocks, kv_heads, budget)[blocks])
+    return int(_counts(inside, kv_heads, budget)[inside])
 
 
 def _counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:
@@ -110,7 +120,7 @@ def _counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "block
 
 
 def _mass(
-    query: Float[Array, "B T H D"], pooled: PooledKeys, weights: LayerWeights, rows: Int[Array, "B T"]
+    query: Float[Array, "B T H D"], pooled: PooledKeys, weights: LayerWeights, rows: Int[Array, "B T"], reach: int
 ) -> Float[Array, "B H n"]:
     """The root of the mean square over the tokens of their estimated masses, a row of which sums to 1."""
     b, t, h, d = query.shape
@@ -129,7 +139,8 @@ def _mass(
     bias = jnp.moveaxis(jnp.asarray(estimator.distance)[:, bucket], 0, 2)
     bias = bias.at[..., 0].add(jnp.asarray(estimator.sink)[None, None])
     logits = products.reshape(b, t, h, n) + bias + jnp.asarray(estimator.tokens)[None, None, :, None] * tokens
-    mass = jax.nn.softmax(jnp.where((distance >= 0)[:, :, None], logits, -jnp.inf), -1)
+    seen = (distance >= 0) & (distance <= reach)
+    mass = jax.nn.softmax(jnp.where(seen[:, :, None], logits, -jnp.inf), -1)
     if t == 1:
         return mass[:, 0]
     root = jnp.sqrt(jnp.square(mass).mean(1))
