@@ -14,7 +14,7 @@ class HadsBudget:
 
     Args:
       profile: of this model, from `xsake.hads.calibrate`.
-      prompt: the share of the causal blocks that is read, over the whole prompt and exact in every chunk of it.
+      prompt: the share of the causal blocks that is read, over the whole prompt; every chunk has an exact part of it.
       decode: the share of the cache's blocks that every new token attends to, in every layer; None for all blocks.
     """
 
