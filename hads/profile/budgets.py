@@ -30,8 +30,8 @@ def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], ch
     """i64[chunks, L, B]: how many blocks each layer keeps in each chunk of each sequence, over all its heads.
 
     The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and as many
-    others as its rows would win if they competed with all rows, which they cannot: `_row_weights`. `chunk` is in tokens,
-    a multiple of the profile's block.
+    others as its rows would win if they competed with all rows, which they cannot: `_row_weights`. `chunk` is in
+    tokens, a multiple of the profile's block.
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block:
         raise ValueError(f"{chunk=} must be a multiple of the profile's block of {profile.block} tokens")
