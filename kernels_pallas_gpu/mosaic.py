@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from xsake._backend import Call
 from xsake._device import compute_capability, cpu_workers
+from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import (
@@ -25,12 +26,13 @@ from xsake.kernels_pallas_gpu import (
     mosaic_fused,
     mosaic_fused_plan,
 )
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 _DTYPES = ("bfloat16", "float16")
 _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
@@ -81,9 +83,18 @@ def unsupported(call: Call) -> str | None:
     mask = call.mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
-    for name, block in (("block_q", mask.block_q), ("block_kv", mask.block_kv)):
-        if block % 64:
-            return f"mask.{name}={block} must be a multiple of 64"
+    if mask.block_kv % 64:
+        return f"mask.block_kv={mask.block_kv} must be a multiple of 64"
+    packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
+    if packing is None:
+        return (
+            f"mask.block_q={mask.block_q} must be a multiple of 64, or a power of two (at least 8 unless 16, 32 or 64 "
+            f"query heads share a K/V head) that the query heads of a K/V head fill up to a multiple of 64 rows, where "
+            f"these share the mask: here are {call.q_heads} query heads, {call.kv_heads} K/V heads and masks for "
+            f"{mask.heads}"
+        )
+    if packing.group > 1 and call.bias is not None:
+        return f"mask.block_q={mask.block_q} must be a multiple of 64 where there is a bias"
     for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
         if dim > _DIMS[-1]:
             return f"{name}={dim} must be at most {_DIMS[-1]}"
@@ -96,11 +107,11 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
-    blocks = call.mask.block_q, call.mask.block_kv
+    blocks = _packing(call).rows, call.mask.block_kv
     return Config(
-        forward=mosaic_forward_config.heuristic(d, dv, _pairing(call), _num_kv_vectors(call)),
+        forward=mosaic_forward_config.heuristic(d, dv, *_needs(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
-        dkv=mosaic_backward_common.default_dkv_config(d, dv, *blocks),
+        dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks)),
         fused=_fused(call),
     )
 
@@ -109,27 +120,26 @@ def search_space(call: Call) -> Sequence[Config]:
     """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
     default = default_config(call)
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
-    blocks = call.mask.block_q, call.mask.block_kv
-    space = [
-        dataclasses.replace(default, forward=c)
-        for c in mosaic_forward_config.search_space(d, dv, _pairing(call), _num_kv_vectors(call))
-    ]
-    if call.mask.bitmaps is None:
+    blocks = _packing(call).rows, call.mask.block_kv
+    space = [dataclasses.replace(default, forward=c) for c in mosaic_forward_config.search_space(d, dv, *_needs(call))]
+    if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
+        if kernel == "dkv":
+            configs = [_with_registers_for_copies(call, c) for c in configs]
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
     return list(dict.fromkeys([default, *space]))
 
 
 def misfit(call: Call, config: Config) -> str | None:
     d, dv, mask = _padded(call.head_dim), _padded(call.value_dim), call.mask
-    if not config.forward.fits(d, dv, _pairing(call), _num_kv_vectors(call)):
+    if not config.forward.fits(d, dv, *_needs(call)):
         return "forward: it needs more shared memory or registers than a Hopper GPU has"
     for name, part, resident, streamed in (
-        ("dq", config.dq, mask.block_q, mask.block_kv),
-        ("dkv", config.dkv, mask.block_kv, mask.block_q),
+        ("dq", config.dq, _packing(call).rows, mask.block_kv),
+        ("dkv", config.dkv, mask.block_kv, _packing(call).rows),
     ):
         if streamed % part.tile:
             return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
@@ -143,6 +153,13 @@ def misfit(call: Call, config: Config) -> str | None:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if cut := _cut(call):
+        few = FewQueries(call, cut)
+        return few.results(*_forward(few.call, config))
+    return _forward(call, config)
+
+
+def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
@@ -164,7 +181,7 @@ def backward(
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
-        if mask.bitmaps is not None:
+        if not _fused_knows(call):
             raise ValueError(_fused_misfit(call, config))
         dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
@@ -177,16 +194,30 @@ def backward(
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 
-def _fused(call: Call) -> mosaic_fused_plan.FusedConfig:
+def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardConfig:
+    """The memory warpgroup of dK/dV loads a packed tile by many copies, for which 24 registers are too few."""
+    return (
+        config if _packing(call).group == 1 else dataclasses.replace(config, compute_registers=232, memory_registers=40)
+    )
+
+
+def _fused(call: Call) -> FusedConfig:
+    if not _fused_knows(call):
+        return FusedConfig(use=False)
     chosen = mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call))
+    # With bitmaps it spills a few registers: tuning has to show that it is faster.
     return chosen if call.mask.bitmaps is None else dataclasses.replace(chosen, use=False)
+
+
+def _fused_knows(call: Call) -> bool:
+    return _packing(call).group == 1
 
 
 def _fused_misfit(call: Call, config: Config) -> str | None:
     if not config.fused.use:
         return None
-    if call.mask.bitmaps is not None:
-        return "fused: its kernel knows no bitmaps; use=False runs the kernels for dQ and for dK and dV"
+    if not _fused_knows(call):
+        return "fused: it knows no blocks under 64 queries; use=False runs the kernels for dQ and for dK and dV"
     problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused)
     return problem and f"fused: {problem}"
 
@@ -212,20 +243,31 @@ def _interpret() -> Any:
     return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False
 
 
-def _pairing(call: Call) -> Pairing:
+def _cut(call: Call) -> Cut | None:
+    return Cut.of(call, workers=2 * hopper_sms(), least_rows=64)  # each warpgroup of a CTA is a worker
+
+
+def _needs(call: Call) -> tuple[Pairing, int]:
+    """What the forward's tiles hold: their pairing, and the arrays with one number per key beside K and V."""
+    if cut := _cut(call):
+        call = jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
-    return Pairing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads, widest)
+    packing = _packing(call)
+    pairing = Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
+    has_positions = call.q_positions is not None or call.kv_positions is not None
+    return pairing, (call.kv_segments is not None) + has_positions
+
+
+def _packing(call: Call) -> Packing:
+    packing = Packing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads)
+    assert packing is not None, unsupported(call)
+    return packing
 
 
 def _active_keys(call: Call) -> float:
     """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
     density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
     return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
-
-
-def _num_kv_vectors(call: Call) -> int:
-    """Arrays with one number per key that are loaded beside K and V: segments, positions."""
-    return (call.kv_segments is not None) + (call.kv_positions is not None)
 
 
 def _padded(dim: int) -> int:

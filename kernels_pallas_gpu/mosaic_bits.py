@@ -8,6 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -26,18 +28,26 @@ class Bits(NamedTuple):
         return cls(number, lax.bitcast_convert_type(jnp.asarray(bitmaps), jnp.int32).swapaxes(3, 4))
 
     def tile(
-        self, coords: tuple[Any, Any], number: Any, q_first: Any, kv_first: Any, shape: tuple[int, int], q_axis: int
+        self,
+        coords: tuple[Any, Any],
+        number: Any,
+        row: Any,
+        kv_first: Any,
+        shape: tuple[int, int],
+        q_axis: int,
+        packing: Packing,
     ) -> jax.Array:
-        """bool[shape] of a tile whose first query and key are number `q_first` and `kv_first` of their blocks.
+        """bool[shape] of a tile whose first row and key are number `row` and `kv_first` of their blocks.
 
         `coords` is the (batch, head) of the lists. Queries lie along `q_axis`, keys along the other.
         """
         lead = tuple(0 if size == 1 else at for at, size in zip(coords, self.words.shape[:2], strict=True))
-        query = plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA)
-        first = lax.div(q_first, jnp.int32(32))
-        words = [
-            self._of_keys((*lead, number, first + n), kv_first, shape, 1 - q_axis) for n in range(shape[q_axis] // 32)
-        ]
+        query = packing.query(plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA))
+        if packing.group > 1:  # the queries of a packed block fit in one word
+            query, first, count = query + packing.first_query(row), 0, 1
+        else:
+            first, count = lax.div(row, jnp.int32(32)), shape[q_axis] // 32
+        words = [self._of_keys((*lead, number, first + n), kv_first, shape, 1 - q_axis) for n in range(count)]
         word = words[0]
         for n, following in enumerate(words[1:], 1):
             word = jnp.where(query < 32 * n, word, following)

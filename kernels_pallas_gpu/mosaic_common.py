@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from xsake.hads.mask.band import Band
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -108,6 +109,7 @@ class ElementRule:
     kv_len: int
     block_kv: int
     band: Band
+    packing: Packing
 
     @property
     def ragged(self) -> bool:
@@ -158,7 +160,7 @@ class ElementRule:
         left, right = self.band
         tests = []
         if left is not None or right is not None:
-            q_pos = iota(0) + q_start if q_positions is None else per_row(q_positions, shape)
+            q_pos = self.packing.query(iota(0)) + q_start if q_positions is None else per_row(q_positions, shape)
             kv_pos = kv_index() if kv_positions is None else per_col(kv_positions, shape)
             if right is not None:
                 tests.append(q_pos + jnp.int32(right) >= kv_pos)

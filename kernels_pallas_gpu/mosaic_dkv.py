@@ -38,6 +38,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 )
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 Array = jax.Array
 
@@ -69,13 +70,17 @@ def dkv(
     """dK [B, S, K, D] and dV [B, S, K, Dv]; `lists` has one row per KV block."""
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
+    packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
+    streamed = q_heads // kv_heads * q_len * (d + dv_dim) * 2
+    q_heads //= packing.group
     group = q_heads // kv_heads
     dtype = q.dtype
-    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # TMA copies tiles of 8 rows
+    k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
+    q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
     tile, wgs = config.tile, config.compute_wgs
-    if block_q % tile:
-        raise ValueError(f"{block_q=} must be a multiple of {config.tile=}")
-    tiles_per_block = block_q // tile
+    if packing.rows % tile:
+        raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
+    tiles_per_block = packing.rows // tile
     rule = LogitRule(
         scale=scale,
         band=band,
@@ -90,15 +95,14 @@ def dkv(
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
     pairs = batch * kv_heads
-    streamed = group * q_len * (d + dv_dim) * 2
     work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
     # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
-    statistic = pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf)
-    neg_delta = pad(-delta, 2, q_size)
+    statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf))
+    neg_delta = packing.of_heads(pad(-delta, 2, q_size))
     skips = rule.by_position and q_positions is None
     q_vectors = vectors(
         q_size,
@@ -106,6 +110,7 @@ def dkv(
         segment=q_segments,
         index=jnp.arange(q_size, dtype=jnp.int32)[None] if skips else None,
     )
+    q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(kv_size, position=kv_positions if rule.by_position else None, segment=kv_segments)
 
     def kernel(
@@ -157,7 +162,7 @@ def dkv(
 
         def q_start_of(g, begin, t):
             block = list_refs.indices[(*coords(g), begin + lax.div(t, tiles_per_block))]
-            return block * block_q + lax.rem(t, tiles_per_block) * tile
+            return block * packing.rows + lax.rem(t, tiles_per_block) * tile
 
         ring = 0 if work.rings == 1 else wg
 
@@ -188,8 +193,8 @@ def dkv(
 
         def bits_of_tile(g, begin, t, part, kv_start):
             number = bit_refs.number[(*coords(g), begin + lax.div(t, tiles_per_block))]
-            q_first, kv_first = lax.rem(t, tiles_per_block) * tile + part * PART, lax.rem(kv_start, block_kv)
-            return bit_refs.tile(coords(g), number, q_first, kv_first, (ROWS, PART), 1)
+            row, kv_first = lax.rem(t, tiles_per_block) * tile + part * PART, lax.rem(kv_start, block_kv)
+            return bit_refs.tile(coords(g), number, row, kv_first, (ROWS, PART), 1, packing)
 
         def walk(block, exists, step):
             """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
@@ -270,9 +275,8 @@ def dkv(
                             )
 
                         if skips and masked:
-                            pl.when(
-                                rule.may_attend(q_vector_smem["index"][ring, slot, part * width], kv_start, width, ROWS)
-                            )(run)
+                            first = q_vector_smem["index"][ring, slot, part * width]
+                            pl.when(rule.may_attend(first, kv_start, packing.queries, ROWS))(run)
                         else:
                             run()
                     if masked:
@@ -411,11 +415,12 @@ def dkv(
                         @pl.when(t < tiles)
                         def _(ring=ring, n=n, begin=begin):
                             slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
-                            queries = pl.ds(q_start_of(g, begin, t), tile)
+                            start = q_start_of(g, begin, t)
+                            queries = pl.ds(start, tile)
                             full, inner_full = q_ready.at[ring, slot], do_ready.at[ring, inner]
 
                             pl.when(n >= config.stages)(lambda: plgpu.barrier_wait(q_free.at[ring, slot]))
-                            plgpu.copy_gmem_to_smem(q_ref.at[b, queries, h], q_smem.at[ring, slot], full)
+                            packing.load(q_ref, b, start, h, q_smem.at[ring, slot], full)
                             plgpu.copy_gmem_to_smem(
                                 statistic_ref.at[b, h, queries], statistic_smem.at[ring, slot], full
                             )
@@ -424,7 +429,7 @@ def dkv(
                                 plgpu.copy_gmem_to_smem(x, q_vector_smem[name].at[ring, slot], full)
 
                             pl.when(n >= config.inner_stages)(lambda: plgpu.barrier_wait(do_free.at[ring, inner]))
-                            plgpu.copy_gmem_to_smem(do_ref.at[b, queries, h], do_smem.at[ring, inner], inner_full)
+                            packing.load(do_ref, b, start, h, do_smem.at[ring, inner], inner_full)
                             plgpu.copy_gmem_to_smem(delta_ref.at[b, h, queries], delta_smem.at[ring, inner], inner_full)
 
                     return tuple(
@@ -478,8 +483,8 @@ def dkv(
                 if simulate
             ],
             plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
-            plgpu.Barrier(num_arrivals=2 + len(q_vectors), num_barriers=outer),
-            plgpu.Barrier(num_arrivals=2, num_barriers=inner),
+            plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1 + len(q_vectors), num_barriers=outer),
+            plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1, num_barriers=inner),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=inner),
             *([plgpu.Barrier(), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)] if split else [None] * 3),

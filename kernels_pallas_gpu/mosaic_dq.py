@@ -33,6 +33,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 )
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 Array = jax.Array
 
@@ -64,25 +65,31 @@ def dq(
     """dQ [B, T, H, D]; `lists` has one row per query block."""
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
+    packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
+    q_heads //= packing.group
     group = q_heads // kv_heads
     dtype = q.dtype
-    q, k, v, dout = (pad_to(x, 8, 1) for x in (q, k, v, dout))  # TMA copies tiles of 8 rows
+    k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
+    q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
     tiles_per_block = block_kv // tile
     rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
     # The heads of a group follow one another and find the K and V that they share in the L2 cache.
-    work = WorkGrid.make(batch * q_heads, q_len, block_q, wgs, kv_len * (d + dv_dim) * 2 // group or 1)
+    work = WorkGrid.make(
+        batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
+    )
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
-    statistics = [pad(rule.row_statistic(lse), 2, q_size), pad(-delta, 2, q_size)]
+    statistics = [packing.of_heads(pad(x, 2, q_size)) for x in (rule.row_statistic(lse), -delta)]
     ragged = kv_len % tile != 0
     skips = rule.by_position and kv_positions is None
     by_index = ragged or skips
     q_vectors = vectors(q_size, position=q_positions if rule.by_position else None, segment=q_segments)
+    q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(
         kv_size,
         position=kv_positions if rule.by_position else None,
@@ -139,10 +146,10 @@ def dq(
             q_start, block, exists = work.place(list_refs, coords, rank, ring)
             if work.rings == 1:
                 q_start = q_start + wg * ROWS
-            rows = pl.ds(q_start, ROWS)
+            rows, first_query = pl.ds(q_start, ROWS), packing.first_query(q_start)
             q_tile, do_tile = q_smem.at[wg], do_smem.at[wg]
-            plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_tile, resident.at[wg])
-            plgpu.copy_gmem_to_smem(do_ref.at[b, rows, h], do_tile, resident.at[wg])
+            packing.load(q_ref, b, q_start, h, q_tile, resident.at[wg])
+            packing.load(do_ref, b, q_start, h, do_tile, resident.at[wg])
             statistic, neg_delta = [
                 plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False) for r in statistic_refs
             ]
@@ -159,11 +166,11 @@ def dq(
 
             def element_mask(slot, keys, t, part):
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
-                q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + q_start
+                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS)
                 ok = rule.attends(
                     (ROWS, PART),
                     0,
-                    q_rows.get("position", q_index),
+                    q_rows.get("position", packing.query(row) + first_query),
                     kv.get("position", kv.get("index")),
                     q_rows.get("segment"),
                     kv.get("segment"),
@@ -173,7 +180,8 @@ def dq(
                     return ok
                 number = bit_refs.number[(*coords, begin + lax.div(t, tiles_per_block))]
                 kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
-                own = bit_refs.tile(coords, number, lax.rem(q_start, block_q), kv_first, (ROWS, PART), 0)
+                row_in_block = lax.rem(q_start, packing.rows)
+                own = bit_refs.tile(coords, number, row_in_block, kv_first, (ROWS, PART), 0, packing)
                 return own if ok is None else ok & own
 
             def accumulate(dq_acc):
@@ -223,9 +231,8 @@ def dq(
                             )
 
                         if skips and masked:
-                            pl.when(
-                                rule.may_attend(q_start, kv_vector_smem["index"][ring, slot, part * width], ROWS, width)
-                            )(run)
+                            first_key = kv_vector_smem["index"][ring, slot, part * width]
+                            pl.when(rule.may_attend(first_query, first_key, packing.queries, width))(run)
                         else:
                             run()
                     if masked:
@@ -242,7 +249,7 @@ def dq(
 
             @pl.when(exists)
             def _store():
-                plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[b, rows, h])
+                packing.store(q_tile, dq_ref, b, q_start, h)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(wg == wgs)
@@ -314,7 +321,7 @@ def dq(
             swizzled((*inner, tile, dv_dim), dtype),
             {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in kv_vectors},
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in ((ROWS, d), (ROWS, tile), (ROWS, tile)) if simulate],
-            plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=2 * packing.pieces(ROWS), num_barriers=wgs),
             plgpu.Barrier(num_arrivals=1 + len(kv_vectors), num_barriers=outer),
             plgpu.Barrier(num_barriers=inner),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),

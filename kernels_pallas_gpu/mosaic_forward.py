@@ -24,6 +24,7 @@ from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairin
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 
 def forward(
@@ -51,19 +52,21 @@ def forward(
     """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included)."""
     batch_size, q_len, num_q_heads, head_dim = q.shape
     _, kv_len, num_kv_heads, v_head_dim = v.shape
+    packing = Packing.required(block_q, lists, num_q_heads, num_kv_heads, bias)
+    heads = num_q_heads // packing.group
     widest = max(head_dim, v_head_dim)
     has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
     given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
     plan = Plan(
         batch_size=batch_size,
-        q_len=q_len,
+        q_len=packing.length(q_len),
         kv_len=kv_len,
-        num_q_heads=num_q_heads,
+        num_q_heads=heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         dtype=q.dtype,
-        block_q=block_q,
+        packing=packing,
         block_kv=block_kv,
         scale=scale,
         soft_cap=soft_cap,
@@ -73,25 +76,26 @@ def forward(
         has_bits=bits is not None,
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
-        pairing=Pairing.of(block_q, lists.indices.shape[1], num_q_heads, num_kv_heads, widest),
-        rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band),
+        pairing=Pairing.of(packing.rows, lists.indices.shape[1], heads, num_kv_heads, widest),
+        rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
         config=config,
         interpret=interpret,
     )
     # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
-    q, k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (q, k, v))
+    k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+    q = q if q_len < 8 and packing.group == 1 else common.pad_to(q, packing.whole, 1)
 
     # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
     options: dict[str, jax.Array] = {}
     if q_segments is not None:
-        options["q_segments"] = common.pad_to(q_segments, plan.tile_rows)
+        options["q_segments"] = packing.of_tokens(common.pad_to(q_segments, block_q))
         options["kv_segments"] = common.pad_to(kv_segments, plan.tile_kv)
     if has_positions:
         if q_positions is None:
             q_positions = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32), (batch_size, q_len))
         if kv_positions is None:
             kv_positions = jnp.broadcast_to(jnp.arange(kv_len, dtype=jnp.int32), (batch_size, kv_len))
-        options["q_positions"] = common.pad_to(q_positions, plan.tile_rows)
+        options["q_positions"] = packing.of_tokens(common.pad_to(q_positions, block_q))
         options["kv_positions"] = common.pad_to(kv_positions, plan.tile_kv)
     if bias is not None:
         if bias.shape[2] > 1:
@@ -102,7 +106,9 @@ def forward(
     if bits is not None:
         options |= bits._asdict()
     if sink_lse is not None:
-        options["sink_lse"] = sink_lse.astype(jnp.float32)
+        sink_lse = sink_lse.astype(jnp.float32)[..., None]
+        of_rows = jnp.broadcast_to(sink_lse, (*sink_lse.shape[:2], block_q if packing.group > 1 else 1))
+        options["sink_lse"] = packing.of_heads(of_rows)
 
     list_operands = [x for x in lists if x is not None]
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
@@ -121,7 +127,7 @@ def forward(
         entry,
         out_type=(
             jax.ShapeDtypeStruct((*q.shape[:3], v_head_dim), q.dtype),
-            jax.ShapeDtypeStruct((batch_size, num_q_heads, plan.num_rows * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * packing.rows), jnp.float32),
         ),
         grid=(plan.num_ctas,),
         grid_names=("cta",),
@@ -131,7 +137,7 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret or None,
     )(q, k, v, *list_operands, *options.values(), *counter)
-    return out[:, :q_len], lse[:, :, :q_len]
+    return out[:, :q_len], packing.to_heads(lse)[:, :, :q_len]
 
 
 def _share_the_work(cta: Cta) -> None:

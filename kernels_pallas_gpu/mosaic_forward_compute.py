@@ -130,6 +130,9 @@ class Tile:
     def q_start(self) -> Any:
         return pl.multiple_of(self.field(Q_START), WG_ROWS) + self.warpgroup.row_offset
 
+    def first_query(self) -> Any:
+        return self.plan.packing.first_query(self.q_start())
+
     def slot(self, step: Any) -> Any:
         return slot_of(self.step0 + step, self.plan.stages)
 
@@ -195,7 +198,7 @@ class Tile:
 
         def with_rule(_: Any, logits: Any) -> Any:
             mask = self.plan.rule.tile(
-                logits.shape, q_start=self.q_start(), kv_start=starts, test_runs=True, **self.q_vectors
+                logits.shape, q_start=self.first_query(), kv_start=starts, test_runs=True, **self.q_vectors
             )
             return jnp.where(mask, logits, -jnp.inf)
 
@@ -213,7 +216,8 @@ class Tile:
             notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
             for i in range(plan.tile_kv // HALF)
         ]
-        live = [plan.rule.any_in_band(self.q_start(), WG_ROWS, key, HALF) & (key >= 0) for key in first_keys]
+        first, count = self.first_query(), plan.packing.queries
+        live = [plan.rule.any_in_band(first, count, key, HALF) & (key >= 0) for key in first_keys]
 
         num_live = sum(x.astype(jnp.int32) for x in live)
         pl.when(num_live == 0)(lambda: self.idle_step(step))
@@ -282,11 +286,8 @@ class Tile:
             num_kv_heads=plan.num_kv_heads,
         )
         bits = Bits(cta.options["number"], cta.options["words"])
-        q_first, kv_first = (
-            lax.rem(self.q_start(), plan.block_q),
-            lax.rem(kv_start, plan.block_kv),
-        )
-        return bits.tile(coords, number, q_first, kv_first, shape, 0)
+        row, kv_first = lax.rem(self.q_start(), plan.block_q), lax.rem(kv_start, plan.block_kv)
+        return bits.tile(coords, number, row, kv_first, shape, 0, plan.packing)
 
     def take_tensor_core(self, step: Any) -> None:
         """For step 0, this warpgroup has arrived at the end of the item before."""
@@ -310,7 +311,7 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            mask = plan.rule.tile(shape, q_start=self.q_start(), kv_start=starts, **vectors)
+            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits
@@ -353,9 +354,7 @@ class Tile:
         batch, head, first_row = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset, self.q_start()
         plgpu.barrier_arrive(cta.stage(cta.barriers.item_free, slot_of(self.turn, 2)))
         if plan.has_sinks:
-            sinks = cta.options["sink_lse"]
-            sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * jnp.float32(LOG2E)
-            sink = lax.broadcast_in_dim(sink, m.shape, [])
+            sink = self.sink(batch, head, first_row, m.shape) * jnp.float32(LOG2E)
             m_new = jnp.maximum(m, sink)
             alpha = jnp.exp2(m - m_new)
             acc *= common.per_row(alpha, acc.shape)
@@ -372,12 +371,20 @@ class Tile:
         lse_tile[...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
         plgpu.commit_smem()
         rows = pl.ds(first_row, WG_ROWS)
-        plgpu.copy_smem_to_gmem(out_tile, cta.out.at[batch, rows, head], commit_group=False)
+        plan.packing.store(out_tile, cta.out, batch, first_row, head, commit_group=False)
         plgpu.copy_smem_to_gmem(lse_tile, cta.lse.at[batch, head, rows], commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         if not plan.separate_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(cta.barriers.q_free.at[self.q_slot])
+
+    def sink(self, batch: Any, head: Any, row: Any, shape: tuple[int, ...]) -> Any:
+        sinks = self.cta.options["sink_lse"]
+        sinks = sinks.at[batch if sinks.shape[0] > 1 else 0, head]
+        if self.plan.packing.group == 1:
+            return lax.broadcast_in_dim(sinks[0], shape, [])
+        rows = pl.ds(lax.rem(row, jnp.int32(self.plan.block_q)), WG_ROWS)
+        return plgpu.load(sinks.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
 def _bias_tile(ref: Any, batch: Any, head: Any, q_start: Any, kv_start: Any, shape: tuple[int, int]) -> jax.Array:

@@ -171,8 +171,7 @@ class MemoryWarpgroup:
             pl.when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
             row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing is Pairing.ROWS else 0)
             head = item.head + (consumer if plan.pairing is Pairing.HEADS else 0)
-            src = cta.q.at[item.batch, pl.ds(row, WG_ROWS), head]
-            plgpu.copy_gmem_to_smem(src, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
+            plan.packing.load(cta.q, item.batch, row, head, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
 
 
 class _Load:

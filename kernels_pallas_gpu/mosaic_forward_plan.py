@@ -13,6 +13,7 @@ from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ElementRule
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 
 class Item(NamedTuple):
@@ -63,7 +64,10 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
+    """All that is known while tracing, of the call as it is packed: `q_len` and `block_q` are in rows.
+
+    `q_vectors`, `kv_vectors`: names of the operands with one number per row or key.
+    """
 
     batch_size: int
     q_len: int
@@ -73,7 +77,7 @@ class Plan:
     head_dim: int
     v_head_dim: int
     dtype: Any
-    block_q: int
+    packing: Packing
     block_kv: int
     scale: float
     soft_cap: float | None
@@ -87,6 +91,10 @@ class Plan:
     rule: ElementRule
     config: ForwardConfig
     interpret: Any
+
+    @property
+    def block_q(self) -> int:
+        return self.packing.rows
 
     @property
     def group(self) -> int:
@@ -276,7 +284,7 @@ class Plan:
             item_ready=plgpu.Barrier(num_barriers=(*self.rings, 2)),
             item_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=(*self.rings, 2)),
             ticket_ready=plgpu.Barrier(num_barriers=(*self.rings, 1)),
-            q_ready=plgpu.Barrier(num_barriers=queries),
+            q_ready=plgpu.Barrier(num_arrivals=self.packing.pieces(WG_ROWS), num_barriers=queries),
             q_free=plgpu.Barrier(num_barriers=queries),
             k_ready=plgpu.Barrier(num_arrivals=self.parts * (1 + len(self.kv_vectors)), num_barriers=ring),
             k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),

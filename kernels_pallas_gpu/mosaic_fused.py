@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake._backend import Call
 from xsake.kernels_pallas_gpu.fixed_point import Units
 from xsake.kernels_pallas_gpu.mosaic_backward_common import pad, pad_bias, run_kernel
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, pad_to
 from xsake.kernels_pallas_gpu.mosaic_fused_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, Operands, Results
@@ -55,6 +56,7 @@ def backward(
         kv_vectors={name: pad(per_key[name], 1, plan.kv_size) for name in plan.kv_vectors},
         lists=ListRefs(*lists),
         bias=None if call.bias is None else pad_bias(call.bias.swapaxes(2, 3), plan.kv_size, q_size),
+        bits=Bits.of(mask.bitmaps, mask.q_bitmap),
         dq=sums,
     )
 

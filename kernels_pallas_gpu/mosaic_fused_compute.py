@@ -30,7 +30,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     release,
     with_zeros,
 )
-from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta
+from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import HALF, HEAD_DIM, TILE
 
 
@@ -64,8 +64,8 @@ class ComputeWarpgroup:
             self.start_s(s, jnp.int32(0))
             return read(s, in_flight=0, interpret=simulate)
 
-        def step(n: Any, s: Any, head: Any, start_of: Any, masked: bool) -> Any:
-            return Tile(self, n, head, start_of(n), masked).run(s, dk, dv)
+        def step(n: Any, s: Any, column: HeadColumn, masked: bool) -> Any:
+            return Tile(self, n, column, masked).run(s, dk, dv)
 
         s = with_zeros(first, self.buffers[2:3], [(ROWS, TILE)], interpret=simulate)
         self.cta.walk(step, s, by_kind=True)
@@ -110,10 +110,11 @@ class ComputeWarpgroup:
 class Tile:
     """64 queries of one head against the warpgroup's keys."""
 
-    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, head: Any, q_start: Any, masked: bool) -> None:
+    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, column: HeadColumn, masked: bool) -> None:
         self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
         self.scratch, self.barriers = warpgroup.scratch, warpgroup.barriers
-        self.n, self.head, self.q_start, self.masked = n, head, q_start, masked
+        self.n, self.column, self.masked = n, column, masked
+        self.head, self.q_start = column.head, column.start_of(n)
         config = self.plan.config
         self.q_slot, self.do_slot, self.ds_slot = (lax.rem(n, x) for x in (config.q_stages, config.do_stages, 2))
         self.q, self.d_out = self.scratch.q.at[self.q_slot], self.scratch.do.at[self.do_slot]
@@ -171,7 +172,7 @@ class Tile:
         queries = {name: plgpu.load(x.at[self.q_slot], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()}
         keys = self.warpgroup.kv_vectors
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start
-        return self.plan.rule.attends(
+        ok = self.plan.rule.attends(
             (ROWS, TILE),
             1,
             queries.get("position", queries.get("index")),
@@ -180,6 +181,10 @@ class Tile:
             keys.get("segment"),
             None,
         )
+        if self.cta.given.bits is None:
+            return ok
+        bits = self.column.bits(self.n, self.warpgroup.kv_start, (ROWS, TILE))
+        return bits if ok is None else ok & bits
 
     def add_dq(self, dq: Any, row_steps: Any) -> None:
         """Adds this warpgroup's half of dQ's columns to the sums in global memory, to which other CTAs add too."""

@@ -8,6 +8,7 @@ from jax import lax
 
 from xsake.kernels_pallas_gpu.mosaic_common import list_coords
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE, Barriers, Plan, Scratch
+from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 
 class Operands(NamedTuple):
@@ -24,6 +25,7 @@ class Operands(NamedTuple):
     kv_vectors: dict[str, Any]
     lists: Any
     bias: Any
+    bits: Any
     dq: Any
 
 
@@ -78,28 +80,21 @@ class Cta:
         return begin, full * self.plan.tiles_per_block, (end - begin) * self.plan.tiles_per_block
 
     def walk(self, step: Callable, carry: Any, *, by_kind: bool) -> Any:
-        """`carry = step(n, carry, head, start_of, masked)` for each of the CTA's tiles, n counting from 0.
+        """`carry = step(n, carry, column, masked)` for each of the CTA's tiles, n counting from 0.
 
-        `start_of(n)` is the tile's first query. With `by_kind`, tiles of full blocks are not `masked`.
+        `column` has the tiles of one head. With `by_kind`, tiles of full blocks are not `masked`.
         """
         plan = self.plan
 
         def walk_head(g: Any, walked: Any) -> Any:
             number, carry = walked
             begin, full_tiles, tiles = self.column(g)
-            head, coords = self.head(g), self.coords(g)
-
-            def start_of(n: Any) -> Any:
-                tile = n + (self.lo - number)
-                block = self.given.lists.indices[(*coords, begin + lax.div(tile, plan.tiles_per_block))]
-                return block * plan.block_q + lax.rem(tile, plan.tiles_per_block) * TILE
+            column = HeadColumn(self, self.head(g), self.coords(g), begin, self.lo - number)
 
             def run(first: Any, last: Any, carry: Any, masked: bool) -> Any:
                 if plan.parts > 1:
                     first, last = lax.max(first, self.lo), lax.min(last, self.hi)
-                return lax.fori_loop(
-                    first - self.lo, last - self.lo, lambda n, c: step(n, c, head, start_of, masked), carry
-                )
+                return lax.fori_loop(first - self.lo, last - self.lo, lambda n, c: step(n, c, column, masked), carry)
 
             full_end = number + full_tiles if by_kind else number
             if by_kind:
@@ -107,3 +102,33 @@ class Cta:
             return number + tiles, run(full_end, number + tiles, carry, True)
 
         return lax.fori_loop(0, plan.group, walk_head, (jnp.int32(0), carry))[1]
+
+
+class HeadColumn(NamedTuple):
+    """The tiles of queries of one head that list the CTA's column; its tile n is number n + `ahead` of the list."""
+
+    cta: Cta
+    head: Any
+    coords: tuple[Any, Any]
+    begin: Any
+    ahead: Any
+
+    def start_of(self, n: Any) -> Any:
+        """The first query of tile n."""
+        entry, offset = self._place(n)
+        return self.cta.given.lists.indices[(*self.coords, entry)] * self.cta.plan.block_q + offset
+
+    def bits(self, n: Any, kv_start: Any, shape: tuple[int, int]) -> Any:
+        """bool[keys, queries] of tile n and the keys from `kv_start` on."""
+        entry, offset = self._place(n)
+        bits, plan = self.cta.given.bits, self.cta.plan
+        kv_first = lax.rem(kv_start, jnp.int32(plan.block_kv))
+        return bits.tile(
+            self.coords, bits.number[(*self.coords, entry)], offset, kv_first, shape, 1, Packing(1, plan.block_q)
+        )
+
+    def _place(self, n: Any) -> tuple[Any, Any]:
+        """(entry of the lists, number of the tile's first query in its block)."""
+        per_block = self.cta.plan.tiles_per_block
+        tile = n + self.ahead
+        return self.begin + lax.div(tile, per_block), lax.rem(tile, per_block) * TILE

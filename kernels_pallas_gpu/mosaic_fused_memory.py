@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.mosaic_backward_common import drain
-from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta
+from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE
 
 
@@ -20,8 +20,8 @@ def load(cta: Cta) -> None:
         steps = given.steps.channels.at[cta.batch, cta.kv_head]
         plgpu.copy_gmem_to_smem(steps, scratch.channel_steps, barriers.kv_ready)
 
-    def step(n: Any, _: Any, head: Any, start_of: Any, masked: bool) -> None:
-        queries = pl.ds(start_of(n), TILE)
+    def step(n: Any, _: Any, column: HeadColumn, masked: bool) -> None:
+        head, queries = column.head, pl.ds(column.start_of(n), TILE)
         slot, ready = _next(n, barriers.q_free, barriers.q_ready, plan.config.q_stages)
         plgpu.copy_gmem_to_smem(given.q.at[cta.batch, queries, head], scratch.q.at[slot], ready)
         plgpu.copy_gmem_to_smem(given.statistic.at[cta.batch, head, queries], scratch.statistic.at[slot], ready)

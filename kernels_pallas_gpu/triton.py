@@ -16,6 +16,7 @@ from jaxtyping import Float
 from xsake._backend import Call
 from xsake._device import compute_capability
 from xsake._fields import check_fields
+from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import interpreting
 from xsake.kernels_pallas_gpu import triton_backward, triton_forward
 from xsake.kernels_pallas_gpu.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
@@ -57,7 +58,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(call: Call) -> str | None:
-    mask = call.mask
+    mask = packed_shapes(call).mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
     if call.bias is not None and call.bias.dtype.name not in _DTYPES:
@@ -80,12 +81,13 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 def default_config(call: Call) -> Config:
     """For each kernel, the first of a list of preferred tilings that fits every GPU."""
+    call = packed_shapes(call)
     return Config(**{kernel: _default(call, kernel) for kernel in ("forward", "dq", "dkv")})
 
 
 def search_space(call: Call) -> Sequence[Config]:
     """The default, and one kernel changed at a time: their times add up, and no kernel changes another's time."""
-    default = default_config(call)
+    default, call = default_config(call), packed_shapes(call)
     capability = compute_capability()
     space = [default]
     for kernel in ("forward", "dq", "dkv"):
@@ -97,7 +99,8 @@ def search_space(call: Call) -> Sequence[Config]:
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    mask, capability = call.mask, compute_capability()
+    call, capability = packed_shapes(call), compute_capability()
+    mask = call.mask
     for kernel in ("forward", "dq", "dkv"):
         tiling = getattr(config, kernel)
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
@@ -192,6 +195,8 @@ def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if packed := PackedHeads.of(call):
+        return packed.results(*triton_forward.forward(packed.call, config.forward))
     return triton_forward.forward(call, config.forward)
 
 
@@ -204,4 +209,8 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
+    if packed := PackedHeads.of(call):
+        given = *packed.statistics(lse, delta), packed.rows(d_out)
+        dq, dk, dv, _ = triton_backward.backward(packed.call, config.dq, config.dkv, *given, with_bias=False)
+        return packed.of_rows(dq), dk, dv, None
     return triton_backward.backward(call, config.dq, config.dkv, lse, delta, d_out, with_bias=with_bias)

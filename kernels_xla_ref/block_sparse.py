@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -19,7 +20,9 @@ from jaxtyping import Float, Int
 
 from xsake._backend import Call
 from xsake._buckets import power_of_two_at_least
+from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields, whole
+from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import vary, varying_axes
 
 NEG_INF = float("-inf")
@@ -54,21 +57,21 @@ class Config:
 
 
 def default_config(call: Call) -> Config:
-    return Config(forward=_default_tiling(call, 16), backward=_default_tiling(call, 4))
+    return Config(forward=_forward_tiling(call, 16), backward=_default_tiling(packed_shapes(call), 4))
 
 
 def search_space(call: Call) -> Sequence[Config]:
     """How many tiles a step takes. Smaller tiles than the heuristic's gained nothing on the one CPU tried."""
-    default = default_config(call)
-    tilings = [_default_tiling(call, tiles) for tiles in (1, 2, 4, 8, 16, 32, 64)]
-    forward = [dataclasses.replace(default, forward=t) for t in tilings]
-    backward = [dataclasses.replace(default, backward=t) for t in tilings]
+    default, counts = default_config(call), (1, 2, 4, 8, 16, 32, 64)
+    forward = [dataclasses.replace(default, forward=_forward_tiling(call, n)) for n in counts]
+    backward = [dataclasses.replace(default, backward=_default_tiling(packed_shapes(call), n)) for n in counts]
     return list(dict.fromkeys([default, *forward, *backward]))
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    mask = call.mask
-    for name, tiling in (("forward", config.forward), ("backward", config.backward)):
+    given = (("forward", config.forward, _forward_shapes(call)), ("backward", config.backward, packed_shapes(call)))
+    for name, tiling, run in given:
+        mask = run.mask
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{name}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
     return None
@@ -78,6 +81,31 @@ def _default_tiling(call: Call, tiles: int) -> Tiling:
     """Tiles of about 128 x 128, and so many a step that the cores are busy and their caches suffice (measured)."""
     q, kv = _tile(call.mask.block_q, call.q_len), _tile(call.mask.block_kv, call.kv_len)
     return Tiling(q=q, kv=kv, chunk=max(1, min(tiles * 128 * 128 // (q * kv), 256)))
+
+
+def _forward_tiling(call: Call, tiles: int) -> Tiling:
+    run = _forward_shapes(call)
+    tiling = _default_tiling(run, tiles)
+    if _cut(call) is None:
+        return tiling
+    blocks = run.batch * run.q_heads * run.mask.capacity  # a step takes no more tiles than there are
+    return dataclasses.replace(tiling, chunk=min(tiling.chunk, blocks * (run.mask.block_kv // tiling.kv)))
+
+
+def few_queries(call: Call) -> FewQueries | None:
+    cut = _cut(call)
+    return None if cut is None else FewQueries(call, cut)
+
+
+def _cut(call: Call) -> Cut | None:
+    return Cut.of(call, workers=1, least_rows=1)
+
+
+def _forward_shapes(call: Call) -> Call:
+    """The shapes of the call that the forward runs."""
+    if cut := _cut(call):
+        return jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
+    return packed_shapes(call)
 
 
 def _tile(block: int, length: int) -> int:
@@ -337,6 +365,10 @@ def _logits(
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if few := few_queries(call):
+        return few.results(*forward_of_tiles(few.call, config))
+    if packed := PackedHeads.of(call):
+        return packed.results(*forward_of_tiles(packed.call, config))
     return forward_of_tiles(call, config)
 
 
@@ -401,6 +433,10 @@ def backward(
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
     """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
+    if packed := PackedHeads.of(call):
+        given = *packed.statistics(lse, delta), packed.rows(d_out)
+        dq, dk, dv, _ = backward(packed.call, config, *given, with_bias=False)
+        return packed.of_rows(dq), dk, dv, None
     tiles = _Tiles(call, config.backward)
     q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
     d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta, 0.0)

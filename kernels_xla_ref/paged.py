@@ -28,8 +28,11 @@ class Pages(NamedTuple):
 
 def forward(call: Call, config: Config, pages: Pages) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     """As `block_sparse.forward`; of the call's key and value only the shapes matter."""
-    key, value = (_Tiles(call, config, x, pages.table) for x in (pages.key, pages.value))
-    return block_sparse.forward_of_tiles(call, config, (key, value))
+    few = block_sparse.few_queries(call)
+    run = call if few is None else few.call
+    key, value = (_Tiles(run, config, x, pages.table) for x in (pages.key, pages.value))
+    results = block_sparse.forward_of_tiles(run, config, (key, value))
+    return results if few is None else few.results(*results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from xsake.model.attend import MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.fields import Whole, check
 from xsake.model.hads_budget import HadsBudget
-from xsake.model.prefill import check_reading, read_prompts
+from xsake.model.prefill import Prompt, check_reading, read_prompts
 from xsake.model.sampling import Sampler
 from xsake.model.sharding import check_generation, shard_model
 from xsake.model.transformer import Transformer
@@ -169,18 +169,30 @@ def _steps_of_chunks(
     step: sparse_decode.StepRule | None,
     mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
+    read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
+    if hads is None or read.pooled is None or step is None:
+        yield from write(model, read, keys, sampler)
+        return
+    last, cache, pooled = read
     graph, weights = nnx.split(model)
-    last, cache, pooled = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
     tokens = _first(graph, sampler, weights, last, keys[0])
     yield np.asarray(tokens)
-    if hads is None or pooled is None or step is None:
-        for key in keys[1:]:
-            tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
-            yield np.asarray(tokens)
-        return
     learned = sparse_decode.learned_layers(hads)
     for key in keys[1:]:
         tokens, cache, pooled = sparse_decode.decode(graph, sampler, step, weights, tokens, cache, pooled, learned, key)
+        yield np.asarray(tokens)
+
+
+def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampler: Sampler) -> Iterator[np.ndarray]:
+    """The tokens that follow prompts that are read, i32[B] per key; each attends to all tokens before it.
+
+    The cache of `read` is used up.
+    """
+    graph, weights = nnx.split(model)
+    tokens, cache = _first(graph, sampler, weights, read.last, keys[0]), read.cache
+    yield np.asarray(tokens)
+    for key in keys[1:]:
+        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
         yield np.asarray(tokens)
 
 

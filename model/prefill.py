@@ -44,18 +44,22 @@ def read_prompts(
     capacity: int,
     hads: HadsBudget | None = None,
     chunk: int | None = None,
+    pad_to: int = 0,
     mesh: Mesh | None = None,
     watch: Callable[[Float[Array, "B T width"]], None] | None = None,
 ) -> Prompt:
     """Read prompts of any lengths into a cache of `capacity` slots, `chunk` tokens at a time.
 
     `chunk` is a multiple of the profile's block, or of 64 without HADS; None reads all tokens at once. The budget holds
-    in every chunk, and over every prompt to the block. On a mesh, prompts are split over its axis "data", and heads as
-    the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
+    in every chunk, and over every prompt to the block. Prompts are padded to `pad_to` tokens at least, which changes no
+    result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split over its axis "data", and
+    heads as the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
     """
     block = check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    total = min(-(-int(lengths.max()) // block) * block, capacity)
+    if pad_to > capacity:
+        raise ValueError(f"{pad_to=} is beyond the cache of {capacity} tokens: make the cache larger")
+    total = min(-(-max(int(lengths.max()), pad_to) // block) * block, capacity)
     padded = np.zeros((len(prompts), total), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -104,7 +108,9 @@ class _Reader:
             empty = PooledKeys(*(_split(x, self.mesh, "data", "model") for x in PooledKeys.empty(**shape)))
             pooled = [jax.tree.map(jnp.copy, empty) for _ in range(config.layers)]
             learned = [LayerWeights.of(profile, layer) for layer in range(config.layers)]
-            counts = chunk_counts(profile, self.hads.prompt, np.asarray(self.lengths).tolist(), chunk).astype(np.int32)
+            kept = chunk_counts(profile, self.hads.prompt, np.asarray(self.lengths).tolist(), chunk)
+            counts = np.zeros((len(counts), *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
+            counts[: len(kept)] = kept
         last = jnp.zeros((batch, 1, config.width), self.model.dtype)
         for number, start in enumerate(range(0, padded.shape[1], chunk)):
             tokens = _split(padded[:, start : start + chunk], self.mesh, "data")

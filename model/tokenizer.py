@@ -83,15 +83,22 @@ class Tokenizer:
 
         A message is {"role": "system" | "user" | "assistant", "content": text}.
         """
+        return self.encode_chat_text(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """The text of which `chat` gives the tokens."""
         if self.template is None:
             raise ValueError("this model has no chat template: it continues text, with `encode`")
-        text = render(
+        return render(
             self.template,
             messages=list(messages),
             add_generation_prompt=True,
             bos_token=self.bos or "",
             eos_token=self.eos or "",
         )
+
+    def encode_chat_text(self, text: str) -> list[int]:
+        """Tokens of what a chat template wrote, which has its special tokens already."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -32,6 +32,8 @@ MOSAIC = [
     "soft cap and sinks",
     "bitmaps",
     "a bit per token, D 64, block 64",
+    "8 queries of 16 heads, a bit per token",
+    "16 queries of 4 heads",
 ]
 
 MOSAIC_SCRIPT = """

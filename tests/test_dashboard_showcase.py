@@ -32,6 +32,7 @@ def pages(tmp_path):
     return folder
 
 
+@pytest.mark.slow  # the server has tests of its own
 def test_one_command_writes_the_documents_of_the_server(tmp_path):
     write_run(tmp_path / "runs" / "</script>", 5, config={"steps": 5})  # finished: its status does not change
     result = CliRunner().invoke(app, ["showcase", str(tmp_path / "runs"), "--out", str(tmp_path / "site")])

@@ -37,6 +37,7 @@ def loss(attention, **arguments):
 
 
 @pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=["mask", "bias and soft cap"]))
+@pytest.mark.slow  # a Hessian times a vector takes the same derivatives
 def test_hessian(name):
     arguments = ARGUMENTS[name]
     found = jax.jit(jax.hessian(loss(xsake.attention, **arguments, implementation="xla")))(inputs())

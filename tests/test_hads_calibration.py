@@ -160,6 +160,7 @@ def test_observation_is_what_the_layers_did(model: Transformer):
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.slow  # the profile of a tiny model depends on them
 def test_gradients_are_those_of_the_whole_model(model: Transformer):
     tokens, key = jnp.asarray(TOKENS[:1]), jax.random.key(5)
 

@@ -141,9 +141,9 @@ def test_chunks_of_everything_change_nothing(model, dense, name):
 
 
 def test_a_sparse_prompt_is_read_as_in_one_forward(model):
-    """The last states, and the cache, against the model's own forward with `HadsMask`."""
+    """The last states, and the cache, padded, against the model's own forward with `HadsMask`."""
     prompt = PROMPTS[1]
-    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7))
+    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7), pad_to=256)
     masks = hads.HadsMask.of(MODEL_PROFILE, 0.7, len(prompt))
     expected = run(model, np.asarray([prompt]), mask_fn=masks)[:, -1]
     np.testing.assert_allclose(model.logits(model.norm(read.last))[:, 0], expected, rtol=2e-3, atol=2e-3)
@@ -190,3 +190,5 @@ def test_wrong_readings_are_refused(model, options, message):
 def test_a_prompt_beyond_the_cache_is_refused(model):
     with pytest.raises(ValueError, match="a prompt of 203 tokens does not fit a cache of 128"):
         read_prompts(model, PROMPTS, capacity=128)
+    with pytest.raises(ValueError, match="pad_to=512 is beyond the cache of 256 tokens"):
+        read_prompts(model, PROMPTS, capacity=256, pad_to=512)

@@ -99,7 +99,7 @@ def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     return np.round(logits), np.asarray(jax.nn.softmax(np.where(grid.causal(), np.round(logits), -np.inf), -1))
 
 
-@pytest.mark.parametrize("name", sweep(COUNTS, slow=["a number per head", "a threshold"]))
+@pytest.mark.parametrize("name", sweep(COUNTS, slow=["all heads together", "a threshold"]))
 def test_choice_is_xlas(name: str):
     """Also with other constants of the rule than the present ones."""
     other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)

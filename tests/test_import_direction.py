@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("xsake.hads.mask", "xsake.tuning_db"),
     ("xsake._backend",),
+    ("xsake._few_queries", "xsake._packed_heads"),
     (
         "xsake._registry",
         "xsake.kernels_pallas_gpu",

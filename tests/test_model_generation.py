@@ -49,6 +49,7 @@ def test_sparse_prefill_of_every_block_changes_nothing(model, greedy):
     assert generate(model, PROMPTS, max_new_tokens=NEW, mask_fn=everything) == greedy
 
 
+@pytest.mark.slow  # test_model_transformer has masks of layers
 def test_masks_are_those_of_the_prompt_and_may_be_trees(model, greedy):
     """A callable pytree is an argument of the compiled function: changed arrays in it compile nothing."""
 

@@ -52,6 +52,14 @@ def test_smoke(name):
     check_run(TARGET, make(TARGET, **(SMALL | changes)), config=config(fused))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_bitmaps():
+    case = make(TARGET, **(SMALL | dict(q_len=150, kv_len=200, exact_lengths=True, q_heads=2, mask=(1, 2))))
+    chosen = np.random.default_rng(0).random((1, 2, 150, 200)) < 0.5
+    check_run(TARGET, case.replace(elements=chosen), config=config(FusedConfig(early=1, parts=2)))
+
+
 @pytest.mark.slow  # test_mosaic_interpret.py has them: element by element, the kernels are the same
 @pytest.mark.timeout(240)
 def test_segments_and_positions():

@@ -50,6 +50,7 @@ def test_smoke(name):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow  # the other test walks tiles, too
 def test_one_cta_walks_all_tiles():
     """The longest tile comes first, and one tile has no keys; the next tile's logits are computed ahead."""
     case = make(TARGET, **(SMALL | dict(q_len=96, block_q=32, block_kv=32, density=0.35, seed=1)))

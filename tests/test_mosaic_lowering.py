@@ -35,6 +35,10 @@ SHAPES = {
     "bitmaps": dict(bitmaps="of elements"),
     "bitmaps, D 256": dict(bitmaps="of elements", head_dim=256),
     "a bit per token, D 64, block 64": dict(bitmaps="of tokens", head_dim=64, block_q=64, block_kv=64),
+    "8 queries of 16 heads, a bit per token": dict(
+        bitmaps="of tokens", block_q=8, block_kv=64, q_heads=32, kv_heads=2, mask_heads=2
+    ),
+    "16 queries of 4 heads": dict(block_q=16, block_kv=64, q_heads=8, kv_heads=2, mask_heads=2),
 }
 ARGUMENTS = {
     "segments, positions and window": dict(
@@ -136,6 +140,7 @@ def _given(call) -> tuple:
             "bitmaps",
             "bitmaps, D 256",
             "a bit per token, D 64, block 64",
+            "16 queries of 4 heads",
         ],
     ),
 )
@@ -149,7 +154,7 @@ def test_defaults_lower(name):
     "name",
     sweep(
         ARGUMENTS,
-        slow=["window beyond every length", "row bias", "column bias", "soft cap and sinks", "negative scale"],
+        slow=[name for name in ARGUMENTS if name not in ("a chunk of a prompt", "segments, positions and window")],
     ),
 )
 def test_every_argument_lowers(name):

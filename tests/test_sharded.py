@@ -107,6 +107,7 @@ def test_the_numbers_of_one_device(which):
 
 
 @pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
+@pytest.mark.slow  # some cases above have such lengths
 def test_lengths_that_are_not_whole_blocks(exchange):
     ids = tuple(np.broadcast_to(np.arange(n, dtype=np.int32) // 50, (2, n)) for n in (107, 150))
     case = make(XLA, q_len=107, kv_len=150, mask_causal=False, sinks=(4,), segment_ids=ids)
@@ -114,6 +115,7 @@ def test_lengths_that_are_not_whole_blocks(exchange):
 
 
 @pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
+@pytest.mark.slow  # test_partition has explicit axes
 def test_explicit_axes_with_heads_cut_too(exchange):
     case = make(XLA, **SIZES, mask_causal=True, mask=(1, 2))
     check_sharded(case, mesh_of(AxisType.Explicit, data=2, model=2, seq=2), exchange, "contiguous")
@@ -263,6 +265,7 @@ def test_rows_are_cut_alike_under_jit(order):
     np.testing.assert_array_equal(np.diff(np.asarray(concrete.kv_row_ptr))[1], blocks[:, :, rows[1]].sum(-1))
 
 
+@pytest.mark.slow  # test_padding has such lists
 def test_lists_that_do_not_fit_give_nan():
     q = jnp.ones((1, 64, 2, 16))
     mesh = mesh_of(seq=4)

@@ -84,6 +84,7 @@ def test_gradients_inside_shard_map(implementation, name):
         check(case, collect(case, *jax.jit(f)(case.inputs, mask, case.cotangents)))
 
 
+@pytest.mark.slow  # test_partition cuts the batch
 def test_batch_only_with_everything_else_replicated(implementation):
     """Sinks, a bias for all, lengths and a replicated mask."""
     lengths = np.array([70, 3, 41, 0, 12, 66, 70, 35], np.int32) * implementation.unit

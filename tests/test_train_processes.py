@@ -18,9 +18,10 @@ pytestmark = pytest.mark.xdist_group("training")
     ("mesh", "devices", "changes"),
     [
         ((2, 1), 1, {}),  # each reads its half of every batch
-        pytest.param((1, 1, 8), 4, {"length": 256}, marks=pytest.mark.slow, id="sequence"),  # each has half the tokens
+        pytest.param((1, 1, 8), 4, {"length": 256}, id="sequence"),  # each has half the tokens
     ],
 )
+@pytest.mark.slow  # test_sharded_processes has two processes in CI
 def test_two_processes_agree(tmp_path, mesh, devices, changes):
     """Checkpoints are written by both, the run file by one."""
     data, run = make_data(tmp_path / "data"), tmp_path / "together"

@@ -72,6 +72,7 @@ def test_eight_devices_give_the_losses_of_one(tmp_path, fsdp):
 
 
 @needs_8
+@pytest.mark.slow  # test_train_sequence trains on eight devices
 def test_state_is_split_as_the_rules_say(tmp_path):
     """Weights and both of Adam's moments: with fsdp, an eighth of each matrix on every device."""
     trainer = Trainer(make_config(), data=make_data(tmp_path / "data"), mesh=(4, 2), fsdp=True)

@@ -109,6 +109,18 @@ def _chosen(
     grid: CausalGrid,
 ) -> Bool[Array, "B H rows n"]:
     mass = _mass(query, key, pooled, weights.estimator, lengths, first, grid)
+    return keep_by_gain(mass, weights, counts, lengths, first, grid)
+
+
+def keep_by_gain(
+    mass: Float[Array, "B H rows n"],
+    weights: LayerWeights,
+    counts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    first: int,
+    grid: CausalGrid,
+) -> Bool[Array, "B H rows n"]:
+    """`choose` for rows of blocks from row `first` on, on any masses; rows past a sequence's end keep nothing."""
     b, h, rows, n = mass.shape
     row, column = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32)
     sides = (lengths + grid.block - 1) // grid.block

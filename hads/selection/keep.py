@@ -14,10 +14,12 @@ from xsake.hads.profile.causal_grid import CausalGrid
 def keep_largest(
     priority: Float[Array, "B H n n"],
     grid: CausalGrid,
-    count: Int[Array, ""] | int,
+    count: Int[Array, ""] | Int[Array, "B"] | int,
     forced: Array | np.ndarray | None = None,
 ) -> Bool[Array, "B H n n"]:
     """Exactly `count` causal blocks per sequence, over all heads: the forced blocks and those of highest priority.
+
+    `count` is the same for all sequences, or one number per sequence.
 
     Of equal priorities, later rows come first (a pattern with coarse steps gives its remainder to the last rows), and
     in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks per row.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -119,6 +120,12 @@ class Call:
     @property
     def value_dim(self) -> int:
         return self.value.shape[3]
+
+    def query_positions(self) -> Int[Array, "B T"]:
+        """Those given, or the indices."""
+        if self.q_positions is not None:
+            return self.q_positions
+        return jnp.broadcast_to(jnp.arange(self.q_len, dtype=jnp.int32), self.query.shape[:2])
 
     @property
     def full_is_exact(self) -> bool:

@@ -6,15 +6,13 @@ memory.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake._trace import vary, varying_axes
+from xsake._device import compute_capability
+from xsake._trace import interpreting, vary, varying_axes
 
 _SCORES_AT_A_TIME = 2**22  # numbers
 
@@ -38,61 +36,121 @@ def choose_blocks(
     by_weight: bool,
     keep_first: bool,
     segment: Int[Array, "B T"] | None = None,
+    lse: Float[Array, "B T H"] | None = None,
 ) -> Int[Array, "B T heads count"]:
     """The `count` best blocks of each token, the best first, -1 where there are fewer. Nothing of it is differentiated.
 
     A token chooses among its own block, which is always the first choice, and those before it; `keep_first` makes block
     0 of its sequence the second. `by_weight`: the score is the softmax over the blocks that end at the token or before,
-    added up over the query heads of a K/V head, which choose together. Otherwise the score is the logit, and every
-    query head chooses for itself. With `segment` ids, a token sees blocks whose first token has the same id.
+    added up over the query heads of a K/V head, which choose together; `lse` is the logsumexp of that softmax, where it
+    is known. Otherwise the score is the logit, and every query head chooses for itself. With `segment` ids, a token
+    sees blocks whose first token has the same id.
     """
-    query, blocks = lax.stop_gradient((query, blocks))
+    query, blocks, lse = lax.stop_gradient((query, blocks, lse))
+    n, rules = blocks.shape[1], _Rules(blocks.shape[1], block_size, keep_first, segment)
+    if by_weight and lse is not None and _has_kernel(query):
+        from xsake._selection import triton_weights  # a GPU module, which `import xsake` must not bring along
+
+        weights = triton_weights.group_weights(query, blocks, lse, block_size=block_size, scale=scale)
+        token = jnp.arange(query.shape[1], dtype=jnp.int32)
+        found = rules.best(weights[:, :, None], token, segment, count)
+    else:
+        found = _in_parts(query, blocks, rules, count, scale, by_weight, segment, lse)
+    assert found.shape[3] == min(count, n)
+    return lax.stop_gradient(found.astype(jnp.int32))
+
+
+def _has_kernel(query: Array) -> bool:
+    capability = compute_capability()
+    has_gpu = interpreting() or (capability is not None and float(capability) >= 8.0)
+    return has_gpu and query.dtype.name in ("bfloat16", "float16", "float32")
+
+
+class _Rules:
+    """Which blocks a token sees, and which it takes whatever the scores are."""
+
+    def __init__(self, n: int, block_size: int, keep_first: bool, segment: Array | None):
+        self.n, self.block_size, self.keep_first = n, block_size, keep_first
+        self.of_blocks = None if segment is None else segment[:, ::block_size][:, :n]
+
+    def same(self, ids: Array | None) -> Array | None:
+        """bool[b, tokens, n]: whether a block begins in the token's sequence; None where there is one sequence."""
+        if ids is None or self.of_blocks is None:
+            return None
+        return (ids[:, :, None] == self.of_blocks[:, None, :]) & (ids >= 0)[:, :, None]
+
+    def complete(self, token: Array, ids: Array | None) -> Array:
+        """bool[b | 1, tokens, n]: whether a block ends at the token or before."""
+        ends = ((jnp.arange(self.n, dtype=jnp.int32) + 1) * self.block_size)[None] <= token[:, None] + 1
+        same = self.same(ids)
+        return ends[None] if same is None else ends[None] & same
+
+    def best(self, x: Array, token: Array, ids: Array | None, count: int) -> Array:
+        """i32[b, tokens, heads, count] from scores [b, k, heads of k, tokens, n] of blocks that are complete."""
+        block = jnp.arange(self.n, dtype=jnp.int32)[None]
+        before, own = block * self.block_size <= token[:, None], token[:, None] // self.block_size == block
+        first = jnp.broadcast_to(block == 0, own.shape)[None]
+        before, same = before[None], self.same(ids)
+        if same is not None and self.of_blocks is not None:
+            before = before & same
+            starts = jnp.diff(self.of_blocks, axis=1, prepend=self.of_blocks[:, :1] - 1) != 0
+            first = starts[:, None, :] & before
+        own, before, first = (y[:, None, None] for y in (own[None], before, first))
+        if self.keep_first:
+            x = jnp.where(first, jnp.finfo(x.dtype).max, x)
+        x = jnp.where(before, jnp.where(own, jnp.inf, x), -jnp.inf)
+        score, number = lax.top_k(x, min(count, self.n))
+        number = jnp.where(score == -jnp.inf, -1, number)
+        return number.reshape(x.shape[0], -1, *number.shape[3:]).swapaxes(1, 2)
+
+
+def _in_parts(
+    query: Array,
+    blocks: Array,
+    rules: _Rules,
+    count: int,
+    scale: float,
+    by_weight: bool,
+    segment: Array | None,
+    lse: Array | None,
+) -> Array:
+    """A few tokens at a time, so that their scores fit in a cache."""
     b, t, h, d = query.shape
     n, k = blocks.shape[1:3]
     together = max(1, min(t, _SCORES_AT_A_TIME // max(b * h * n, 1)))
     parts = -(-t // together)
-    padding = parts * together - t
     wide = np.promote_types(query.dtype, jnp.float32)
-    grouped = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(b, parts, together, k, h // k, d)
-    first_of_block = jnp.arange(n, dtype=jnp.int32) * block_size
-    of_blocks = None if segment is None else segment[:, ::block_size][:, :n]
-    of_tokens = None
-    if segment is not None:
-        of_tokens = jnp.pad(segment, ((0, 0), (0, padding)), constant_values=-1).reshape(b, parts, together)
 
-    def best(part: tuple) -> Array:
-        q, token, ids = part  # [b, tokens, k, group, d], [tokens], [b, tokens]
-        x = jnp.einsum("btkgd,bnkd->bkgtn", q, blocks, preferred_element_type=wide, precision=lax.Precision.HIGHEST)
+    def cut(x: Array, fill: int = 0) -> Array:
+        """[B, T, ...] to [parts, B, tokens, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, parts * together - t), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        return jnp.moveaxis(x.reshape(b, parts, together, *x.shape[2:]), 1, 0)
+
+    def best(part: dict[str, Array]) -> Array:
+        x = jnp.einsum(
+            "btkgd,bnkd->bkgtn", part["query"], blocks, preferred_element_type=wide, precision=lax.Precision.HIGHEST
+        )
         x = (x * scale).astype(wide)
-        own = token[:, None] // block_size == jnp.arange(n)[None]
-        before = first_of_block[None] <= token[:, None]
-        complete = first_of_block[None] + block_size <= token[:, None] + 1
-        first = jnp.broadcast_to(jnp.arange(n)[None] == 0, own.shape)
-        own, before, complete, first = (y[None, None, None] for y in (own, before, complete, first))
-        if ids is not None and of_blocks is not None:
-            same = (ids[:, :, None] == of_blocks[:, None, :]) & (ids >= 0)[:, :, None]
-            before, complete = (y & same[:, None, None] for y in (before, complete))
-            starts = jnp.concatenate([jnp.ones_like(of_blocks[:, :1], bool), of_blocks[:, 1:] != of_blocks[:, :-1]], 1)
-            first = starts[:, None, None, None] & before
         if by_weight:
-            x = jnp.where(complete, x, -jnp.inf)
-            top = x.max(-1, keepdims=True)
-            weight = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
-            total = weight.sum(-1, keepdims=True)
-            x = (weight / jnp.where(total == 0, 1.0, total)).sum(2, keepdims=True)
-        if keep_first:
-            x = jnp.where(first, jnp.finfo(wide).max, x)
-        x = jnp.where(before, jnp.where(own, jnp.inf, x), -jnp.inf)
-        score, number = lax.top_k(x, min(count, n))
-        number = jnp.where(score == -jnp.inf, -1, number)
-        return number.reshape(b, -1, *number.shape[3:]).swapaxes(1, 2)  # [b, tokens, heads, count]
+            complete = rules.complete(part["token"], part.get("segment"))[:, None, None]
+            total = part.get("lse")
+            if total is None:
+                x = jnp.where(complete, x, -jnp.inf)
+                top = x.max(-1, keepdims=True)
+                weight = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
+                total = weight.sum(-1, keepdims=True)
+                weight = weight / jnp.where(total == 0, 1.0, total)
+            else:
+                weight = jnp.where(complete, jnp.exp(x - jnp.moveaxis(total, 1, 3)[..., None]), 0.0)
+            x = weight.sum(2, keepdims=True)
+        return rules.best(x, part["token"], part.get("segment"), count)
 
-    token = jnp.arange(parts * together, dtype=jnp.int32).reshape(parts, together)
-    given: tuple[Any, ...] = (jnp.moveaxis(grouped, 1, 0), token)
-    axes = varying_axes((query, blocks) if segment is None else (query, blocks, segment))
-    if of_tokens is None:
-        found = lax.map(lambda part: best((*part, None)), vary(given, axes))
-    else:
-        found = lax.map(best, vary((*given, jnp.moveaxis(of_tokens, 1, 0)), axes))
-    found = jnp.moveaxis(found, 0, 1).reshape(b, parts * together, *found.shape[3:])[:, :t]
-    return jax.lax.stop_gradient(found.astype(jnp.int32))
+    given = {"query": cut(query.reshape(b, t, k, h // k, d))}
+    given["token"] = jnp.arange(parts * together, dtype=jnp.int32).reshape(parts, together)
+    if segment is not None:
+        given["segment"] = cut(segment, -1)
+    if lse is not None:
+        given["lse"] = cut(lse.reshape(b, t, k, h // k).astype(wide))
+    axes = varying_axes([x for x in (query, blocks, segment, lse) if x is not None])
+    found = lax.map(best, vary(given, axes))
+    return jnp.moveaxis(found, 0, 1).reshape(b, parts * together, *found.shape[3:])[:, :t]

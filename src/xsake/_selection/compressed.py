@@ -16,8 +16,9 @@ _BLOCK = 64  # of the mask: queries, and compressed keys
 
 def compressed_attention(
     query: Array, key: Array, value: Array, *, block_size: int, segment: Array | None, **options: Any
-) -> Array:
-    """[B, T, H, Dv] for key [B, n, K, D] and value [B, n, K, Dv]; 0 for a query before the end of its first block."""
+) -> tuple[Array, Array]:
+    """[B, T, H, Dv] for key [B, n, K, D] and value [B, n, K, Dv], 0 for a query before the end of its first block; and
+    the lse [B, T, H]."""
     t, n = query.shape[1], key.shape[1]
     token, last = np.arange(t, dtype=np.int32), (np.arange(n, dtype=np.int32) + 1) * block_size - 1
     rows, columns = (np.arange(0, length, _BLOCK) for length in (t, n))
@@ -27,4 +28,5 @@ def compressed_attention(
     if segment is not None:
         segments = (segment, segment[:, ::block_size][:, :n])
     positions = (jnp.asarray(token)[None], jnp.asarray(last)[None])
-    return attention(query, key, value, mask, is_causal=True, positions=positions, segment_ids=segments, **options)
+    options |= dict(positions=positions, segment_ids=segments, return_lse=True)
+    return attention(query, key, value, mask, is_causal=True, **options)

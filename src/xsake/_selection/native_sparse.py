@@ -109,6 +109,10 @@ def native_sparse_attention(
             "compressed_key is given, but nothing uses it: give gate_compressed, or leave out block_indices"
         )
 
+    branch, lse = None, None
+    if gates["compressed"] is not None:
+        given = dict(block_size=block_size, segment=segment, **options)
+        branch, lse = compressed_attention(q, k_blocks, v_blocks, **given)
     if block_indices is None:
         block_indices = choose_blocks(
             q,
@@ -119,6 +123,7 @@ def native_sparse_attention(
             by_weight=True,
             keep_first=keep_first,
             segment=segment,
+            lse=lse,
         )
         if sequences is not None:
             block_indices = sequences.own_blocks(block_indices)
@@ -136,8 +141,7 @@ def native_sparse_attention(
             **options,
         ),
     )
-    if gates["compressed"] is not None:
-        branch = compressed_attention(q, k_blocks, v_blocks, block_size=block_size, segment=segment, **options)
+    if branch is not None:
         out = out + _gated(gates["compressed"], branch if sequences is None else sequences.gather(branch))
     if window is not None:
         branch = attention(q, k, v, is_causal=True, local_window_size=(window - 1, 0), segment_ids=segment, **options)

@@ -12,7 +12,7 @@ from xsake._selection.sequences import Sequences
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.token_selection import with_window
 
-BLOCK_Q = 16  # query tokens per list: neighbours choose alike, and the union of few tokens stays small
+_ROWS = 64  # of a matrix product
 
 
 def selected_attention(
@@ -73,11 +73,12 @@ def selected_attention(
         )
     if indices.shape[2] not in (1, num_kv_heads, num_q_heads):
         raise ValueError(f"block_indices has {indices.shape[2]} heads; it must be 1, {num_kv_heads=} or {num_q_heads=}")
+    group = num_q_heads // max(num_kv_heads, indices.shape[2])  # heads that choose together
     options: dict[str, Any] = dict(
         scale=scale, sinks=sinks, return_lse=return_lse, implementation=implementation, config=config
     )
     if cu_seqlens is None:
-        mask = _mask(indices, block_counts, tokens, block_size, window)
+        mask = mask_of(indices, block_counts, tokens, block_size, window, group)
         return attention(query, key, value, mask, **options)
     sequences = Sequences.of(cu_seqlens, batch, tokens, block_size)
     if block_counts is not None:
@@ -85,7 +86,7 @@ def selected_attention(
         counts = jnp.broadcast_to(jnp.asarray(block_counts), indices.shape[:3])
         indices = jnp.where(position < counts[..., None], indices, -1)
     query, key, value = (sequences.spread(x) for x in (query, key, value))
-    mask = _mask(sequences.blocks(jnp.asarray(indices)), None, sequences.length, block_size, window)
+    mask = mask_of(sequences.blocks(jnp.asarray(indices)), None, sequences.length, block_size, window, group)
     # A block that is out of range lies in a later sequence, where causality excludes it; a window reaches back too far.
     segments = sequences.segment if window is not None else None
     results = attention(query, key, value, mask, segment_ids=segments, **options)
@@ -96,8 +97,10 @@ def selected_attention(
     return sequences.gather(results)
 
 
-def _mask(indices: Any, counts: Any, tokens: int, block_size: int, window: int | None) -> BlockMask:
-    block_q = min(BLOCK_Q, max(tokens, 1))
+# Query tokens per list: the fewest that fill a matrix product together with the heads of their group, which share the
+# list. Neighbours choose alike, and the union of few tokens stays small.
+def mask_of(indices: Any, counts: Any, tokens: int, block_size: int, window: int | None, group: int) -> BlockMask:
+    block_q = next(n for n in (8, 16, 32, _ROWS) if group % (_ROWS // n) == 0)
     if window is None:
         return BlockMask.from_token_indices(indices, counts, block_kv=block_size, block_q=block_q, is_causal=True)
     return with_window(indices, counts, window, block_kv=block_size, block_q=block_q)

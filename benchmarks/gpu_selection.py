@@ -1,0 +1,191 @@
+"""Tokens that choose their own blocks, beside dense attention by cuDNN: groups of query heads, lengths, directions.
+
+    python -m benchmarks.gpu_selection                          all of it, measure and print
+    python -m benchmarks.gpu_selection --record                 also write benchmarks/results/gpu_selection.json
+    python -m benchmarks.gpu_selection --out DIR                write the run to DIR
+    python -m benchmarks.gpu_selection --tokens 256 --heads 8 --groups 4 --dense xla    a small run, anywhere
+
+64 query heads of 128 numbers; every token chooses 16 blocks of 64 keys, its own block among them. Two choices are
+measured. `scored`: by native sparse attention's own scores, on inputs of which 16 neighbouring tokens share four fifths
+of the variance. `uniform`: at random among the blocks so far, so that neighbours share next to nothing: no model
+chooses like that, and it is the worst case for lists that neighbours have in common. `union` is how many blocks such a
+list has for each block that a token chose. TFLOP/s count what is chosen: two products forward, seven with the backward.
+
+The whole operation has the three branches of native sparse attention, with a window of 512 tokens. `--dense` is the
+implementation of jax.nn.dot_product_attention that is raced, causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+import xsake
+from benchmarks import record
+from xsake._selection.choose import choose_blocks, pooled
+from xsake._selection.selected import mask_of
+from xsake.autotune.timing import race
+
+BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
+ALIKE = 16  # neighbouring tokens that share four fifths of the variance
+
+
+def inputs(tokens: int, heads: int, kv_heads: int) -> tuple[Array, Array, Array, Array]:
+    """(query, key, value, cotangent of the output)."""
+
+    def array(seed: int, n: int) -> Array:
+        shared, own = jax.random.split(jax.random.key(seed))
+        common = jax.random.normal(shared, (1, -(-tokens // ALIKE), n, DIM), jnp.bfloat16).repeat(ALIKE, 1)[:, :tokens]
+        noise = jax.random.normal(own, (1, tokens, n, DIM), jnp.bfloat16)
+        return (common * 0.8**0.5 + noise * 0.2**0.5).astype(jnp.bfloat16)
+
+    return array(0, heads), array(1, kv_heads), array(2, kv_heads), array(3, heads)
+
+
+@partial(jax.jit, static_argnums=0)
+def scored(scale: float, query: Array, key: Array) -> Array:
+    options = dict(block_size=BLOCK, count=COUNT, scale=scale, by_weight=True, keep_first=True)
+    return choose_blocks(query, pooled(key, BLOCK), **options)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def uniform(tokens: int, kv_heads: int) -> Array:
+    own = jnp.arange(tokens, dtype=jnp.int32)[None, :, None, None] // BLOCK
+    drawn = jax.random.uniform(jax.random.key(4), (1, tokens, kv_heads, COUNT - 1))
+    others = (drawn * (own + 1)).astype(jnp.int32)
+    return jnp.concatenate([jnp.broadcast_to(own, (1, tokens, kv_heads, 1)), others], -1)
+
+
+def union(indices: Array, group: int) -> tuple[float, float]:
+    """(blocks of a list for each block that a token chose, keys that a token attends on average)."""
+    mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group)
+    listed = jnp.diff(mask.kv_row_ptr).mean()
+    token = jnp.arange(indices.shape[1])[None, :, None, None]
+    different = jnp.sort(indices, -1)
+    different = jnp.where(jnp.diff(different, axis=-1, prepend=-2) != 0, different, -1)
+    keys = jnp.where(different < 0, 0, jnp.clip(token + 1 - different * BLOCK, 0, BLOCK)).sum(-1)
+    return float(listed / (different >= 0).sum(-1).mean()), float(keys.mean())
+
+
+def both(function: Callable[..., Array]) -> Callable[..., Any]:
+    def run(query: Array, key: Array, value: Array, d_out: Array, *rest: Array) -> Any:
+        out, backward = jax.vjp(lambda *qkv: function(*qkv, *rest), query, key, value)
+        return out, backward(d_out)
+
+    return run
+
+
+def selected(query: Array, key: Array, value: Array, indices: Array) -> Array:
+    return xsake.selected_attention(query, key, value, indices, block_size=BLOCK)
+
+
+def whole(query: Array, key: Array, value: Array) -> Array:
+    gate = jnp.full(query.shape[:3], 0.5, query.dtype)
+    gates = dict(gate_compressed=gate, gate_selected=gate, gate_window=gate)
+    options = dict(block_size=BLOCK, num_selected=COUNT, window=min(WINDOW, query.shape[1]))
+    return xsake.native_sparse_attention(query, key, value, **gates, **options)
+
+
+def error(query: Array, key: Array, value: Array, indices: Array) -> float:
+    """Of the first 4096 tokens, against XLA in float32, relative to the norm."""
+    n = min(query.shape[1], 4096)
+    few = [x[:, :n] for x in (query, key, value)]
+    exact = xsake.selected_attention(
+        *(x.astype(jnp.float32) for x in few), indices[:, :n], block_size=BLOCK, implementation="xla"
+    )
+    found = selected(*few, indices[:, :n]).astype(jnp.float32)
+    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+
+def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choices: list[str]) -> list[dict[str, Any]]:
+    query, key, value, d_out = inputs(tokens, heads, heads // group)
+    rows = []
+    for choice in choices:
+        indices = scored(DIM**-0.5, query, key) if choice == "scored" else uniform(tokens, heads // group)
+        listed, keys = union(indices, group)
+        contenders: dict[str, Callable[[], Any]] = {
+            "selected, forward": partial(jax.jit(selected), query, key, value, indices),
+            "selected, forward+backward": partial(jax.jit(both(selected)), query, key, value, d_out, indices),
+        }
+        if choice == "scored":
+            dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
+            contenders |= {
+                "whole, forward": partial(jax.jit(whole), query, key, value),
+                "whole, forward+backward": partial(jax.jit(both(whole)), query, key, value, d_out),
+                f"dense {dense}, forward": partial(jax.jit(dot), query, key, value),
+                f"dense {dense}, forward+backward": partial(jax.jit(both(dot)), query, key, value, d_out),
+            }
+        times = race(contenders, rounds=rounds)
+        rows.append(
+            {
+                "tokens": tokens,
+                "heads": heads,
+                "group": group,
+                "choice": choice,
+                "union": listed,
+                "keys": keys,
+                "error": error(query, key, value, indices),
+                "memory": {name: _temporary(run) for name, run in contenders.items() if "dense" not in name},
+                "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
+            }
+        )
+    return rows
+
+
+def _temporary(run: Any) -> int | None:
+    """Bytes beside inputs and outputs."""
+    found = run.func.lower(*run.args).compile().memory_analysis()
+    return None if found is None else found.temp_size_in_bytes
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("tokens", "group", "choice", "union", "error", "what", "ms", "quartiles", "TFLOP/s")
+    for row in rows:
+        for name, time in row["seconds"].items():
+            flops = (4 if name.endswith(" forward") else 14) * row["tokens"] * row["heads"] * row["keys"] * DIM
+            table.add_row(
+                str(row["tokens"]),
+                str(row["group"]),
+                row["choice"],
+                f"{row['union']:.2f}",
+                f"{row['error']:.1e}",
+                name,
+                f"{time['median'] * 1e3:.2f}",
+                f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
+                f"{flops / time['median'] / 1e12:.0f}" if name.startswith("selected") else "",
+            )
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="65536,32768,8192")
+    parser.add_argument("--groups", default="16,8,4,1", help="query heads per K/V head")
+    parser.add_argument("--heads", type=int, default=64, help="query heads")
+    parser.add_argument("--choices", default="scored,uniform")
+    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for tokens in map(int, args.tokens.split(",")):
+        for group in map(int, args.groups.split(",")):
+            rows += measure(tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","))
+            if args.record or args.out:
+                record.save("gpu_selection", rows, *([args.out] if args.out else []))
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

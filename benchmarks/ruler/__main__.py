@@ -1,0 +1,166 @@
+"""RULER's thirteen tasks on a model, read densely, with HADS and with other methods at equal numbers of blocks.
+
+    python -m benchmarks.ruler smollm2 --out ruler.jsonl
+    python -m benchmarks.ruler qwen2.5-coder-1.5b --profile qwen-32768.json --lengths 4096,8192,16384,32768 \\
+        --methods dense,hads,sink_window+forced,x_attention_8,oracle_gain --budgets 0.2,0.1 --out ruler.jsonl
+    python -m benchmarks.ruler smollm2 --tasks needle --samples 2 --out ruler.jsonl       for the picture
+    python -m benchmarks.ruler.picture ruler.jsonl --out needles.png
+
+A prompt and its answer have at most the given length. The prompt is read under a method's masks; the answer is written
+greedily, and attends to all tokens. HADS reads as `xsake generate --hads` does; other methods read in one piece.
+
+Answers are appended to FILE.jsonl as they come: a run that was cut off goes on where it stopped, and loses at most the
+batch in flight. Scores go to FILE.json. Tasks run from 1024 tokens on; RULER's own lengths begin at 4096.
+
+Needs the model's file and what reads it: pip install 'xsake[model]' (flax, gguf, jinja2, tokenizers). The network is
+used only to fetch a published model that is not there yet. The haystack is the prose of Python's language reference,
+which comes with Python, or the text that --essay names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import record
+from benchmarks.ruler.essay import Essay
+from benchmarks.ruler.prompt import tasks_named
+from benchmarks.ruler.prompt_layer import METHODS_HERE
+from benchmarks.ruler.run import run
+from benchmarks.ruler.summary import as_json, summarise, tables
+from benchmarks.ruler.tasks import NEEDLE, TASKS
+from benchmarks.ruler.way import ways_of
+from xsake import _atomic
+from xsake._cli.hads import model_name
+from xsake.hads.profile import file as profile_file
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.records import Records
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    try:
+        _main(args)
+    except (ValueError, OSError, NotImplementedError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ruler", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a published model (smollm2, qwen2.5-coder-1.5b), or a GGUF or safetensors file")
+    parser.add_argument("--out", type=Path, required=True, help="records, one JSON line per answer")
+    parser.add_argument("--lengths", default="4096,8192", help="tokens of a prompt with its answer, comma-separated")
+    parser.add_argument(
+        "--methods", default="dense,hads", help=f"dense, hads, {', '.join(METHODS_HERE)}, comma-separated"
+    )
+    parser.add_argument("--budgets", default="0.2,0.1", help="shares of the blocks, comma-separated")
+    parser.add_argument("--tasks", default="all", help=f"all, {NEEDLE} (for the picture), {', '.join(TASKS)}")
+    parser.add_argument("--samples", type=int, default=10, help="per task and length; per depth for the needle")
+    parser.add_argument("--batch", type=int, default=1, help="prompts at a time, of one task")
+    parser.add_argument(
+        "--chunk", type=int, help="dense and hads read so many tokens at a time; by default all at once"
+    )
+    parser.add_argument("--profile", type=Path, help="of `xsake calibrate`; by default the one that comes with xsake")
+    parser.add_argument("--essay", type=Path, help="plain text for the haystack, its paragraphs between empty lines")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after so long; the rest is left for another run"
+    )
+    return parser
+
+
+def _main(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    # First what can be refused at once.
+    if args.samples < 1 or args.batch < 1:
+        raise ValueError(f"--samples {args.samples} and --batch {args.batch} must be at least 1")
+    ways, tasks = ways_of(args.methods, args.budgets), tasks_named(args.tasks.split(","))
+    if not ways:
+        raise ValueError("--methods names no method")
+    lengths = [int(length) for length in args.lengths.split(",")]
+    essay = Essay.python_reference() if args.essay is None else Essay.read(args.essay)
+    name = model_name(args.model)
+    given = None if args.profile is None else HadsProfile.load(args.profile)
+    if given is not None and given.model != name:
+        raise ValueError(f"{args.profile} is the profile of {given.model!r}, not of {name!r}: calibrate this model")
+    profiles = {length: profile_file.shipped(name, length) if given is None else given for length in lengths}
+    summary = args.out.with_suffix(".json")
+    if summary == args.out:
+        raise ValueError(f"--out {args.out} is for records, one JSON line each: name a .jsonl file")
+
+    model, tokenizer = _load(args.model)
+    about = {
+        "benchmark": "ruler",
+        "model": name,
+        "dtype": str(np.dtype(model.dtype)),
+        "profile": "shipped" if args.profile is None else hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16],
+        "essay": essay.digest,
+        "seed": args.seed,
+        "chunk": args.chunk,
+    }
+    records = Records(args.out, about)
+    console = Console(width=None if Console().is_terminal else 170)
+    total, seen = len(tasks) * args.samples * len(lengths) * len(ways), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        shown = bar.add_task("", total=total)
+
+        def report(what: str, more: int) -> None:
+            nonlocal seen
+            seen += more
+            bar.update(shown, description=what, completed=seen)
+            if more and not console.is_terminal:  # a log shows no bar
+                print(f"[{time.perf_counter() - start:7.1f} s] {seen} of {total}: {what}", flush=True)
+
+        done = run(
+            model,
+            tokenizer,
+            records,
+            tasks=tasks,
+            lengths=lengths,
+            ways=ways,
+            samples=args.samples,
+            profile_for=profiles.__getitem__,
+            essay=essay,
+            seed=args.seed,
+            batch=args.batch,
+            chunk=args.chunk,
+            progress=report,
+            stop=lambda: time.perf_counter() - start > 60 * args.minutes,
+        )
+    rows = summarise(records)
+    found = {"environment": record.environment(), "about": about, "scores": as_json(rows)}
+    _atomic.write_text(summary, json.dumps(found, indent=1) + "\n")
+    for table in tables(rows):
+        console.print(table)
+    console.print(f"{len(records)} answers are in {args.out}, scores in {summary}", soft_wrap=True)
+    if not done:
+        console.print("The time is over before all was done: run again to go on.")
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from xsake.model import load_pretrained, load_tokenizer, open_model
+    from xsake.model.fetch import cache_folder
+
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    opened = open_model(name)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
+    return load_pretrained(opened, dtype=dtype, param_dtype=dtype), load_tokenizer(opened)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Run samples in every way and record each answer as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.ruler.essay import Essay
+from benchmarks.ruler.prompt import Frame, Sample, make
+from benchmarks.ruler.question import Task
+from benchmarks.ruler.way import Way, answer
+from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.records import KEY, Records
+from xsake.model import HadsBudget
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    records: Records,
+    *,
+    tasks: Mapping[str, Task],
+    lengths: Sequence[int],
+    ways: Sequence[Way],
+    samples: int,
+    profile_for: Callable[[int], HadsProfile],
+    essay: Essay,
+    seed: int = 0,
+    batch: int = 1,
+    chunk: int | None = None,
+    progress: Callable[[str, int], None] = lambda what, done: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Every sample of every task and length, in every way; returns whether all was done.
+
+    What `records` has is not run again. All tasks get their first samples before any gets more, so that a run that is
+    cut off has about as many of each. `progress` is called with what comes next, and how many answers were done;
+    `stop` is asked before each batch and way whether to leave the rest.
+    """
+    frame = Frame.of(tokenizer)
+    material: dict[str, Any] = dict(seed=seed, frame=frame, essay=essay)
+    # What cannot be run is refused now, not after hours.
+    for length in lengths:
+        _check(model, length, profile_for(length), {way.budget for way in ways})
+    for name, task in tasks.items():
+        make(name, task, length=min(lengths), sample=0, **material)
+    for length in lengths:
+        profile = profile_for(length)
+        for name, numbers in _batches(tasks, samples, batch):
+            left = [way for way in ways if any(_key(name, length, n, way) not in records for n in numbers)]
+            progress(f"{name} at {length}", (len(ways) - len(left)) * len(numbers))
+            if not left:
+                continue
+            some = [make(name, tasks[name], length=length, sample=n, **material) for n in numbers]
+            for way in left:
+                if stop():
+                    return False
+                progress(f"{name} at {length}, {way}", 0)
+                _run_batch(model, tokenizer, records, some, way, length, profile, batch, chunk)
+                progress(f"{name} at {length}, {way}", len(numbers))
+    return True
+
+
+def _check(model: Any, length: int, profile: HadsProfile, budgets: Iterable[float]) -> None:
+    if length % profile.block:
+        raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
+    if length > model.config.context:
+        raise ValueError(f"{length} tokens are beyond the model's context of {model.config.context}")
+    for budget in budgets:
+        HadsBudget(profile, budget).check(model.config, length)
+        layer_counts(profile, budget, length)
+
+
+def _batches(tasks: Mapping[str, Task], samples: int, batch: int) -> Iterator[tuple[str, range]]:
+    for first in range(0, samples, batch):
+        for name in tasks:
+            yield name, range(first, min(first + batch, samples))
+
+
+def _key(name: str, length: int, sample: int, way: Way) -> tuple[str, str, float, str]:
+    return f"{name}/{length}/{sample}", way.method, way.budget, "profile"
+
+
+def _run_batch(
+    model: Any,
+    tokenizer: Any,
+    records: Records,
+    samples: Sequence[Sample],
+    way: Way,
+    length: int,
+    profile: HadsProfile,
+    batch: int,
+    chunk: int | None,
+) -> None:
+    start = time.perf_counter()
+    prompts = [sample.tokens for sample in samples]
+    prompts += prompts[-1:] * (batch - len(prompts))  # a batch of another size would compile anew
+    answers = answer(
+        model,
+        prompts,
+        way,
+        capacity=length,
+        profile=profile,
+        answer_tokens=samples[0].answer_tokens,
+        stop=tokenizer.stop,
+        chunk=chunk,
+    )
+    seconds = (time.perf_counter() - start) / len(samples)
+    lines = [
+        _line(sample, way, tokenizer.decode(found), seconds) for sample, found in zip(samples, answers, strict=False)
+    ]
+    records.add(line for line in lines if tuple(line[name] for name in KEY) not in records)
+
+
+def _line(sample: Sample, way: Way, said: str, seconds: float) -> dict[str, Any]:
+    return {
+        "sequence": sample.name,
+        "method": way.method,
+        "budget": way.budget,
+        "layers": "profile",
+        "task": sample.task,
+        "length": sample.length,
+        "tokens": len(sample.tokens),
+        "depth": sample.depth,
+        "answers": list(sample.answers),
+        "said": said,
+        "score": sample.score(said, sample.answers),
+        "seconds": round(seconds, 3),
+    }

@@ -1,0 +1,55 @@
+"""Group packing by copies: small query blocks of heads that share a mask are computed as taller blocks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract.case import check_run, make
+from contract.target import TARGETS
+
+import xsake
+from xsake import _packed_heads
+from xsake._arguments import build_call
+from xsake._packed_heads import PackedHeads, packs
+
+XLA = next(t for t in TARGETS if t.name == "xla")
+CASES = {
+    "sinks and a bit per token": dict(q_heads=12, block_q=8, mask=(2, 2), density=1.0, sinks=(12,), mask_causal=True),
+    "a window, lengths and positions": dict(
+        q_heads=6,
+        mask=(1, 1),
+        local_window_size=(30, 9),
+        key_value_seq_lengths=np.array([100, 57], np.int32),
+        positions=np.arange(107, dtype=np.int32)[None] + np.array([[0], [5]], np.int32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_heads(name, monkeypatch):
+    case = make(XLA, **CASES[name])
+    if "a bit per token" in name:
+        rng = np.random.default_rng(0)
+        case = case.replace(chosen=rng.random((2, 2, case.query.shape[1], case.blocks.shape[-1])) < 0.4)
+    packed = []
+    monkeypatch.setattr(_packed_heads, "packs", lambda call: packed.append(packs(call)) or packed[-1])
+    check_run(XLA, case)
+    assert any(packed)
+
+
+def test_an_empty_row_stays_empty_and_nan_of_a_sink_is_kept():
+    x = jnp.zeros((1, 16, 4, 8))
+    mask = xsake.BlockMask.from_blocks(np.zeros((2, 1), bool), block_q=8, block_kv=16, q_len=16, kv_len=16)
+    call = build_call(x, x[:, :, :2], x[:, :, :2], mask, default_blocks=(16, 16), sinks=jnp.array([0, -jnp.inf, 1, 2]))
+    packed = PackedHeads(call)
+    assert packed.call.query.shape == (1, 32, 2, 8)
+    lse = jnp.full((1, 2, 32), -jnp.inf)
+    out, both = packed.results(packed.call.query, lse)
+    np.testing.assert_array_equal(out, np.zeros(x.shape))
+    np.testing.assert_array_equal(both[0, :, 0], [0, -np.inf, 1, 2])
+    out, both = PackedHeads(
+        jax.tree.map(lambda y: jnp.full_like(y, jnp.nan) if y is call.sink_lse else y, call)
+    ).results(packed.call.query, lse)
+    assert np.isnan(out).all() and np.isnan(both).all()
