@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake.model.config import ModelConfig
 
@@ -35,14 +36,20 @@ class KVCache:
     filled: bool = False
 
     @classmethod
-    def empty(cls, config: ModelConfig, *, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> KVCache:
-        """Room for `capacity` tokens of each of `batch` sequences; `dtype` must be the model's."""
+    def empty(
+        cls, config: ModelConfig, *, batch: int, capacity: int, dtype: Any = jnp.bfloat16, mesh: Mesh | None = None
+    ) -> KVCache:
+        """Room for `capacity` tokens of each of `batch` sequences; `dtype` must be the model's.
+
+        On a mesh, sequences are split over its axis "data" and KV heads over its axis "model".
+        """
         if batch < 1:
             raise ValueError(f"{batch=} must be at least 1")
         if not 1 <= capacity <= config.context:
             raise ValueError(f"{capacity=} must be between 1 and the model's context of {config.context} tokens")
         shape = (batch, capacity, config.kv_heads, config.head_dim)
-        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
+        where = None if mesh is None else NamedSharding(mesh, PartitionSpec("data", None, "model", None))
+        keys, values = (tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.layers)) for _ in range(2))
         return cls(keys=keys, values=values, length=jnp.zeros(batch, jnp.int32))
 
     @property

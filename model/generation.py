@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake.model import sparse_decode
 from xsake.model.attend import MaskFn
@@ -20,6 +21,7 @@ from xsake.model.fields import Whole, check
 from xsake.model.hads_budget import HadsBudget
 from xsake.model.prefill import Prompt, check_reading, read_prompts
 from xsake.model.sampling import Sampler
+from xsake.model.sharding import check_generation, shard_model
 from xsake.model.transformer import Transformer
 
 
@@ -34,6 +36,7 @@ def generate(
     mask_fn: MaskFn | None = None,
     hads: HadsBudget | None = None,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> list[list[int]]:
     """Continues prompts of any lengths; returns the new tokens of each prompt, up to and without a stop token.
 
@@ -48,6 +51,8 @@ def generate(
       hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
       chunk: read this many tokens of the prompt at a time, a multiple of the profile's block (without HADS, of 64): the
         memory of a forward follows the chunk. Not together with `mask_fn`.
+      mesh: of `xsake.model.sharding.make_mesh`: prompts are split over its axis "data", weights and cache over its axis
+        "model". The tokens are those of one device. A model from `shard_model` is not copied anew.
 
     Prompt and cache are padded to multiples of 64 tokens, which changes no result, so that prompts of other lengths
     rarely compile anew. With a `mask_fn` the prompt is not padded.
@@ -60,7 +65,7 @@ def generate(
     """
     new: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
-    options: dict[str, Any] = dict(sampler=sampler, seed=seed, mask_fn=mask_fn, hads=hads, chunk=chunk)
+    options: dict[str, Any] = dict(sampler=sampler, seed=seed, mask_fn=mask_fn, hads=hads, chunk=chunk, mesh=mesh)
     for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
         for row, token in enumerate(tokens.tolist()):
             done[row] = done[row] or token in stop
@@ -81,6 +86,7 @@ def stream(
     mask_fn: MaskFn | None = None,
     hads: HadsBudget | None = None,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
     lengths = [len(prompt) for prompt in prompts]
@@ -96,6 +102,9 @@ def stream(
         )
     if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
         raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
+    if mesh is not None:
+        check_generation(mesh, len(prompts))
+        model = shard_model(model, mesh)
     context = model.config.context
     capacity = _round_up(max(lengths) + max_new_tokens, context)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
@@ -103,8 +112,9 @@ def stream(
         check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
         step = None
         if hads is not None and hads.decode is not None:
+            hads.check(model.config, max(lengths) + max_new_tokens)
             step = sparse_decode.StepRule.of(hads, shortest=min(lengths), capacity=capacity)
-        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step)
+        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step, mesh)
     if hads is not None or chunk is not None:
         raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
     padded = np.zeros((len(prompts), max(lengths)), np.int32)
@@ -118,6 +128,7 @@ def stream(
         keys,
         sampler or Sampler(),
         mask_fn,
+        mesh,
     )
 
 
@@ -133,8 +144,11 @@ def _steps(
     keys: Array,
     sampler: Sampler,
     mask_fn: MaskFn,
+    mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
     graph, weights = nnx.split(model)
+    if mesh is not None:
+        padded, lengths = jax.device_put((padded, lengths), NamedSharding(mesh, PartitionSpec("data")))
     if jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
         mask_fn = jax.tree_util.Partial(mask_fn)
     tokens, cache = _prefill(graph, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
@@ -153,8 +167,9 @@ def _steps_of_chunks(
     hads: HadsBudget | None,
     chunk: int | None,
     step: sparse_decode.StepRule | None,
+    mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
-    read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
     if hads is None or read.pooled is None or step is None:
         yield from write(model, read, keys, sampler)
         return

@@ -14,7 +14,7 @@ class HadsBudget:
 
     Args:
       profile: of this model, from `xsake.hads.calibrate`.
-      prompt: the share of the causal blocks that is read, over the whole prompt and exact in every chunk of it.
+      prompt: the share of the causal blocks that is read, over the whole prompt; every chunk has an exact part of it.
       decode: the share of the cache's blocks that every new token attends to, in every layer; None for all blocks.
     """
 
@@ -28,7 +28,7 @@ class HadsBudget:
                 raise ValueError(f"{name}={value!r} must be a share of the blocks, above 0 and at most 1")
 
     def check(self, config: ModelConfig, length: int) -> None:
-        """Raise ValueError if the profile cannot be this model's, or if the model has a window within `length`."""
+        """Raise ValueError if the profile cannot be this model's, or if it does not know the window within `length`."""
         p = self.profile
         wanted = (config.layers, config.q_heads, config.kv_heads, config.head_dim)
         if (p.layers, p.q_heads, p.kv_heads, p.head_dim) != wanted:
@@ -36,8 +36,17 @@ class HadsBudget:
                 f"the profile of {p.model!r} is for (layers, query heads, KV heads, head_dim)="
                 f"{(p.layers, p.q_heads, p.kv_heads, p.head_dim)}; this model has {wanted}: calibrate this model"
             )
-        if config.window is not None and config.window < length:
+        if p.window == config.window and not config.window_from:
+            return
+        if min(config.window or length, p.window or length) >= length:
+            return
+        if config.window is not None and config.window_from:
             raise NotImplementedError(
-                f"this model's attention has a window of {config.window} tokens, which HADS does not model: use at "
-                f"most {config.window} tokens, not {length}, or read densely"
+                f"only the layers from {config.window_from} on have a window of {config.window} tokens, which HADS "
+                f"does not model: use at most {config.window} tokens, not {length}, or read densely"
             )
+        ours, its = ("no window" if x is None else f"a window of {x} tokens" for x in (config.window, p.window))
+        raise ValueError(
+            f"this model's attention has {ours}, and the profile of {p.model!r} was made for {its}, which matters at "
+            f"{length} tokens: calibrate this model again"
+        )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from xsake.hads import chunk_counts, density_bucket
@@ -44,12 +45,15 @@ def read_prompts(
     hads: HadsBudget | None = None,
     chunk: int | None = None,
     pad_to: int = 0,
+    mesh: Mesh | None = None,
+    watch: Callable[[Float[Array, "B T width"]], None] | None = None,
 ) -> Prompt:
     """Read prompts of any lengths into a cache of `capacity` slots, `chunk` tokens at a time.
 
     `chunk` is a multiple of the profile's block, or of 64 without HADS; None reads all tokens at once. The budget holds
     in every chunk, and over every prompt to the block. Prompts are padded to `pad_to` tokens at least, which changes no
-    result: prompts of other lengths then compile nothing anew.
+    result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split over its axis "data", and
+    heads as the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
     """
     block = check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -59,8 +63,14 @@ def read_prompts(
     padded = np.zeros((len(prompts), total), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    cache = KVCache.empty(model.config, batch=len(prompts), capacity=capacity, dtype=model.dtype)
-    return _Reader(model, jnp.asarray(lengths), hads).read(padded, chunk or -(-total // block) * block, cache)
+    cache = KVCache.empty(model.config, batch=len(prompts), capacity=capacity, dtype=model.dtype, mesh=mesh)
+    reader = _Reader(model, _split(lengths, mesh, "data"), hads, mesh)
+    return reader.read(padded, chunk or -(-total // block) * block, cache, watch or (lambda states: None))
+
+
+def _split(x: Any, mesh: Mesh | None, *axes: str) -> Array:
+    """The array on the mesh, its first dimensions split over these axes."""
+    return jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def check_reading(
@@ -79,13 +89,13 @@ def check_reading(
 
 
 class _Reader:
-    def __init__(self, model: Transformer, lengths: Int[Array, "B"], hads: HadsBudget | None):
-        self.model, self.lengths, self.hads = model, lengths, hads
+    def __init__(self, model: Transformer, lengths: Int[Array, "B"], hads: HadsBudget | None, mesh: Mesh | None):
+        self.model, self.lengths, self.hads, self.mesh = model, lengths, hads, mesh
         self.graph, self.weights = nnx.split(model)
         blocks = [nnx.split(block) for block in model.blocks]
         self.block_graph, self.block_weights = blocks[0][0], [weights for _, weights in blocks]
 
-    def read(self, padded: np.ndarray, chunk: int, cache: KVCache) -> Prompt:
+    def read(self, padded: np.ndarray, chunk: int, cache: KVCache, watch: Callable[[Array], None]) -> Prompt:
         config, batch = self.model.config, len(padded)
         keys, values = list(cache.keys), list(cache.values)
         pooled: list[PooledKeys | None] = [None] * config.layers
@@ -95,14 +105,15 @@ class _Reader:
             profile = self.hads.profile
             blocks = -(-cache.capacity // profile.block)
             shape = dict(batch=batch, kv_heads=config.kv_heads, blocks=blocks, head_dim=config.head_dim)
-            pooled = [PooledKeys.empty(**shape) for _ in range(config.layers)]
+            empty = PooledKeys(*(_split(x, self.mesh, "data", "model") for x in PooledKeys.empty(**shape)))
+            pooled = [jax.tree.map(jnp.copy, empty) for _ in range(config.layers)]
             learned = [LayerWeights.of(profile, layer) for layer in range(config.layers)]
             kept = chunk_counts(profile, self.hads.prompt, np.asarray(self.lengths).tolist(), chunk)
             counts = np.zeros((len(counts), *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
             counts[: len(kept)] = kept
         last = jnp.zeros((batch, 1, config.width), self.model.dtype)
         for number, start in enumerate(range(0, padded.shape[1], chunk)):
-            tokens = padded[:, start : start + chunk]
+            tokens = _split(padded[:, start : start + chunk], self.mesh, "data")
             x, rotation = _start(self.graph, self.weights, tokens, np.int32(start))
             for layer in range(config.layers):
                 x, (keys[layer], values[layer], pooled[layer]) = _read_block(
@@ -118,6 +129,7 @@ class _Reader:
                     counts[number][layer],
                     self.lengths,
                 )
+            watch(x)
             last = _take_last(last, x, self.lengths - 1 - start)
         filled = KVCache(keys=tuple(keys), values=tuple(values), length=self.lengths, filled=True)
         return Prompt(last, filled, None if self.hads is None else tuple(pooled))  # type: ignore[arg-type]
@@ -196,8 +208,11 @@ def _read_block(
                 block=static.block,
                 rule=static.rule,
                 density_hint=static.density_hint,
+                window=static.window,
             )
             options = {"mask": mask}
+            if static.window is not None and static.window < end:
+                options |= _dense(start, static.window, query.shape[:2])
         return static.attention_fn(query, *seen, **options), (k, v, new)
 
     return nnx.merge(graph, weights)(x, rotation, attend)

@@ -49,6 +49,24 @@ def make_mesh(data: int = 1, model: int = 1, sequence: int = 1) -> Mesh:
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:wanted])
 
 
+def shard_model(model: Any, mesh: Mesh, *, fsdp: bool = False) -> Any:
+    """The model with its weights on the mesh, by the trainer's rules. Weights that are there already are not copied."""
+    from flax import nnx
+
+    graph, weights = nnx.split(model)
+    params = nnx.to_pure_dict(weights)
+    nnx.replace_by_pure_dict(weights, jax.device_put(params, parameter_shardings(params, mesh, fsdp=fsdp)))
+    return nnx.merge(graph, weights)
+
+
+def check_generation(mesh: Mesh, prompts: int) -> None:
+    """Raise ValueError if a mesh cannot serve generation: prompts are split over "data", heads over "model"."""
+    if mesh.shape["sequence"] > 1:
+        raise ValueError(f"generation does not cut sequences: sequence={mesh.shape['sequence']} of the mesh must be 1")
+    if prompts % mesh.shape["data"]:
+        raise ValueError(f"{prompts} prompts cannot be divided over the mesh's data={mesh.shape['data']}")
+
+
 def parameter_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -1,4 +1,4 @@
-"""One forward per token, in which every layer attends to the blocks of its cache that HADS chooses."""
+"""A forward for one or a few new tokens, in which every layer attends to the blocks of its cache that HADS chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Int
 
+from xsake.hads.profile.causal_grid import blocks_back
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.pooled_keys import PooledKeys
@@ -29,17 +31,26 @@ class StepRule(NamedTuple):
     room: int
     block: int
     rule: Rule
+    tokens: int = 1
+    window: int | None = None
 
     @classmethod
-    def of(cls, hads: HadsBudget, *, shortest: int, capacity: int) -> StepRule:
-        """ValueError if the budget does not cover the blocks that are always on, with the shortest prompt."""
+    def of(cls, hads: HadsBudget, *, shortest: int, capacity: int, tokens: int = 1) -> StepRule:
+        """For at most `tokens` new tokens at once, up to 8.
+
+        ValueError if the budget does not cover the blocks that are always on, with the shortest prompt.
+        """
+        if not 1 <= tokens <= 8:
+            raise ValueError(f"{tokens=} at once must be from 1 to 8: read more as a prompt, chunk by chunk")
         assert hads.decode is not None
         profile = hads.profile
+        window = profile.window
+        options: dict[str, Any] = dict(tokens=tokens, reach=window and blocks_back(window, profile.block))
         counts = [
-            step_count(-(-tokens // profile.block), profile.kv_heads, hads.decode, profile.rule)
-            for tokens in (shortest + 1, capacity)
+            step_count(-(-length // profile.block), profile.kv_heads, hads.decode, profile.rule, **options)
+            for length in (shortest + 1, capacity)
         ]
-        return cls(hads.decode, counts[1], profile.block, profile.rule)
+        return cls(hads.decode, counts[1], profile.block, profile.rule, tokens, window)
 
 
 def learned_layers(hads: HadsBudget) -> tuple[LayerWeights, ...]:
@@ -52,16 +63,36 @@ def decode(
     sampler: Sampler,
     step: StepRule,
     weights: Any,
-    tokens: Array,
+    tokens: Int[Array, "B"],
     cache: KVCache,
     pooled: tuple[PooledKeys, ...],
     learned: tuple[LayerWeights, ...],
     key: Array,
 ) -> tuple[Array, KVCache, tuple[PooledKeys, ...]]:
     """(the next token of every sequence, the cache and its pooled keys with the given tokens)."""
-    model: Transformer = nnx.merge(graph, weights)
-    x, rotation = model.start(tokens[:, None], cache.slots(1))
-    lengths = cache.length + 1
+    logits, cache, pooled = forward(nnx.merge(graph, weights), step, tokens[:, None], cache, pooled, learned)
+    return sampler(logits[:, 0], key), cache, pooled
+
+
+def forward(
+    model: Transformer,
+    step: StepRule,
+    tokens: Int[Array, "B T"],
+    cache: KVCache,
+    pooled: tuple[PooledKeys, ...],
+    learned: tuple[LayerWeights, ...],
+) -> tuple[Float[Array, "B T vocab"], KVCache, tuple[PooledKeys, ...]]:
+    """(logits after each of a few new tokens, the cache and its pooled keys with these tokens).
+
+    The tokens share the blocks that a layer chooses, and each attends to those of their keys that are not after it.
+    Logits of tokens past the cache's capacity are NaN.
+    """
+    count = tokens.shape[1]
+    if count > 1 and count > step.tokens:
+        raise ValueError(f"{count} new tokens at once, but the step's rule is for {step.tokens}: make it for {count}")
+    places = cache.slots(count)
+    x, rotation = model.start(tokens, places)
+    lengths = cache.length + count
     now = []
     for layer, block in enumerate(model.blocks):
 
@@ -70,13 +101,15 @@ def decode(
         ) -> tuple[Array, Any]:
             cache = cache.write(layer, key, value)
             keys = cache.keys[layer]
-            own = pooled[layer].write_last(keys, lengths, block=step.block)
-            chosen = select_step(query, own, learned[layer], lengths, **step._asdict())
-            out = attend_blocks(query, keys, cache.values[layer], *chosen, lengths, block_size=step.block)
+            own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
+            options = {name: value for name, value in step._asdict().items() if name != "tokens"}
+            chosen = select_step(query, own, learned[layer], lengths, **options)
+            limits: dict[str, Any] = dict(block_size=step.block, window=step.window)
+            out = attend_blocks(query, keys, cache.values[layer], *chosen, lengths, **limits)
             return out, (cache, own)
 
         x, (cache, own) = block(x, rotation, attend)
         now.append(own)
     logits = model.logits(model.norm(x))
-    fits = (lengths <= cache.capacity)[:, None]
-    return sampler(jnp.where(fits, logits[:, 0], np.nan), key), cache.advance(1), tuple(now)
+    fits = (places < cache.capacity)[..., None]
+    return jnp.where(fits, logits, np.nan), cache.advance(count), tuple(now)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hads_case as case
 import hypothesis.strategies as st
 import numpy as np
@@ -69,3 +71,20 @@ def test_thresholds_fall_with_the_budget():
     profile = case.random_profile()
     values = [budgets.threshold(profile, b, 1024) for b in (0.2, 0.4, 0.6, 1.0)]
     assert values == sorted(values, reverse=True) and values[-1] == 0
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_chunks_divide_the_budget_as_rows_that_compete(window: int | None):
+    profile = dataclasses.replace(case.random_profile(), window=window)
+    lengths, heads, chunk = [1024, 700], profile.q_heads, 256
+    counts = budgets.chunk_counts(profile, 0.5, lengths, chunk)
+    for n, length in enumerate(lengths):
+        grid = profile.grid(length)
+        assert counts[:, :, n].sum(0).tolist() == budgets.layer_counts(profile, 0.5, length).tolist()
+        starts = np.arange(0, grid.side, chunk // grid.block)
+        forced, allowed = (heads * np.add.reduceat(x.sum(-1), starts) for x in (grid.forced(), grid.causal()))
+        mine = counts[: len(starts), :, n].T
+        assert (mine >= forced).all() and (mine <= allowed).all()
+        share = (mine - forced) / (allowed - forced)
+        # Rows of a window are all alike; others need a smaller share of their blocks the longer they are.
+        assert (np.diff(share[:, :-1]) < 0).all() if window is None else (np.ptp(share[:, 1:-1], -1) < 0.05).all()

@@ -14,12 +14,16 @@ from xsake.hads.calibration import observe
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.calibrate import _for_large_errors
 from xsake.hads.calibration.fit import fit_estimator
+from xsake.hads.calibration.memory import needed
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
+from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import FREE_SHARES
 from xsake.hads.profile.rule import RULE
+from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.pooled import pool
 from xsake.model import PRESETS, Transformer
 
@@ -36,11 +40,16 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def profile(model: Transformer) -> hads.HadsProfile:
-    seen: list[tuple[str, int, int]] = []
-    made = hads.calibrate(model, TOKENS, name="tiny", block=16, steps=30, progress=lambda *at: seen.append(at))
-    assert [what for what, *_ in seen] == ["dense attention"] * 2 + ["sensitivity of heads"] * 2 + [
-        "fitting estimators"
-    ] * 3
+    seen: list[tuple[str, int]] = []
+
+    def progress(what: str, done: int, of: int) -> None:
+        seen.append((what, sum(x.shape[-2:] == (16, 16) for x in jax.live_arrays())))
+
+    made = hads.calibrate(model, TOKENS, name="tiny", block=16, steps=30, progress=progress)
+    assert [what for what, _ in seen] == ["heads of each layer"] * 3 + ["sensitivity of heads"] * 3
+    # No layer's statistics outlive the next layer's: mass, its square and the tokens' feature of two sequences.
+    before, *during = (arrays for _, arrays in seen)
+    assert max(during) <= before + 2 * 3 and during[-1] == before
     return made
 
 
@@ -116,9 +125,9 @@ def test_tables_follow_one_threshold_over_all_layers_and_heads():
     gain = (
         rng.exponential(size=(3, 2, 20, 20)).astype(np.float32) * np.array([1, 2, 4], np.float32)[:, None, None, None]
     )
-    gain = np.where(grid.forced(), np.inf, np.where(grid.causal(), gain, -1.0)).astype(np.float32)
-    tables = tabulate([gain], grid)
-    free = np.sort(gain[np.isfinite(gain) & (gain >= 0)])
+    free_gain = gain[:, :, grid.causal() & ~grid.forced()]
+    tables = tabulate([free_gain])
+    free = np.sort(free_gain, axis=None)
     for share, cut, layers, heads in zip(
         FREE_SHARES, tables.log_thresholds, tables.layer_shares, tables.head_shares, strict=True
     ):
@@ -162,8 +171,41 @@ def test_gradients_are_those_of_the_whole_model(model: Transformer):
         return observe._signed_likelihood(watched.logits, watched.hidden(tokens), key, 64)
 
     wanted = jax.jit(jax.grad(likelihood))([jnp.zeros((1, 250, 4, 16))] * 2)
-    for layer, want in zip(observe.touch(model, tokens, key, chunk=64), wanted, strict=True):
+    for (number, layer), want in zip(observe.touch(model, tokens, key, chunk=64), reversed(wanted), strict=True):
+        assert want is wanted[number]
         np.testing.assert_allclose(layer.gradient, want, rtol=1e-3, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: hads.HadsProfile, model: Transformer):
+    """Against calibration with every layer's statistics and gradients in memory together."""
+    grid, count = CausalGrid(250, 16), len(TOKENS)
+    free = grid.causal() & ~grid.forced()
+    seen = [observe.observe(model, jnp.asarray(row[None]), 16) for row in TOKENS]
+    layers = [jax.tree.map(lambda *x: jnp.concatenate(x), *(sequence[at] for sequence in seen)) for at in range(2)]
+    mass, square = (np.stack([layer.statistics[at] for layer in layers])[..., free] for at in (0, 1))
+    variance = np.maximum(square - mass**2, 0).sum((1, 3)) / mass.sum((1, 3))
+    wanted = int(uniform_counts(1, 4, 1.5 * grid.forced_blocks / grid.blocks, grid)[0])
+    sums = np.zeros((2, 2, 4))
+    for n, row in enumerate(TOKENS):
+        for at, one in dict(observe.touch(model, jnp.asarray(row[None]), jax.random.key(n))).items():
+            rule = dict(sensitivity=np.ones(4, np.float32), burstiness=variance[at])
+            kept = choose(seen[n][at].statistics.mass, grid, count=wanted, **rule)
+            sums[:, at] += np.asarray(cost_of_dropping(one, kept, grid))
+    sensitivity = _for_large_errors(sums[0] / sums[1], RULE)
+    gains = np.zeros((count, 2, 4, free.sum()), np.float32)
+    for at, layer in enumerate(layers):
+        estimator, _ = fit_estimator(layer.pooled, layer.statistics.share, grid, steps=30)
+        for name in estimator._fields:
+            np.testing.assert_allclose(getattr(profile, name)[at], getattr(estimator, name), rtol=1e-4, atol=1e-5)
+        found = block_mass(layer.pooled, estimator, grid)
+        gain = np.asarray(sorted_gains(found, grid, sensitivity[at], RULE.own_part * variance[at])[-1])
+        gains[:, at] = gain[np.isfinite(gain) & (gain >= 0)].reshape(count, 4, -1)
+    tables = tabulate(gains)
+    np.testing.assert_allclose(profile.sensitivity, sensitivity, rtol=1e-4)
+    np.testing.assert_allclose(profile.burstiness, RULE.own_part * variance, rtol=1e-5)
+    np.testing.assert_allclose(profile.log_thresholds, tables.log_thresholds, atol=1e-3)
+    np.testing.assert_allclose(profile.head_shares, tables.head_shares, atol=2 / free.sum())
+    np.testing.assert_allclose(profile.layer_shares, tables.layer_shares, atol=2 / free.sum())
 
 
 def test_profile_of_a_tiny_model(profile: hads.HadsProfile, model: Transformer):
@@ -189,3 +231,13 @@ def test_wrong_calibrations(model: Transformer):
         hads.calibrate(model, TOKENS[:, :128], name="tiny", block=16)
     with pytest.raises(ValueError, match="at least one sequence; got 0"):
         hads.calibrate(model, TOKENS[:0], name="tiny", block=16)
+
+
+def test_memory_follows_one_layer(model: Transformer):
+    """The compiler's count, from shapes alone: more sequences add one layer's statistics, more layers only weights."""
+    shapes = nnx.eval_shape(lambda: Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32))
+    memory = needed(shapes, length=250, sequences=8, block=16)
+    one = 4 * (3 * 4 * 16 * 16 + (4 + 2) * 16 * 5 * 16)
+    assert 8 * one < memory.stages["fit of a layer"] < 4 * 8 * one
+    assert memory.weights == sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    assert memory.device == memory.weights + max(memory.stages.values())

@@ -160,8 +160,10 @@ def test_windows_hold_across_chunks(windowed):
     assert generate(windowed, PROMPTS, max_new_tokens=2, chunk=64) == generate(windowed, PROMPTS, max_new_tokens=2)
 
 
-def test_windows_are_not_for_hads(windowed):
-    with pytest.raises(NotImplementedError, match="window of 40 tokens, which HADS does not model"):
+def test_windows_need_a_profile_that_knows_them(windowed):
+    with pytest.raises(
+        ValueError, match="has a window of 40 tokens, and the profile of 'random' was made for no window"
+    ):
         generate(windowed, PROMPTS, max_new_tokens=2, hads=HadsBudget(MODEL_PROFILE, 0.7))
 
 

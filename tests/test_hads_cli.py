@@ -16,7 +16,7 @@ from xsake._cli import hads as cli
 from xsake.hads import HadsProfile
 from xsake.hads.study.summary import retention
 from xsake.hads.study.texts import load_texts
-from xsake.model import PRESETS, Transformer
+from xsake.model import PRESETS, Transformer, save_pretrained
 
 
 def encode(text: str) -> list[int]:
@@ -38,6 +38,16 @@ def tokens(tmp_path: Path) -> Path:
     arrays = {"calm": filler[:1], "lively": filler[1:], "copy": filler[2:], "copy.items": items}
     np.savez(path, **arrays)
     return path
+
+
+@pytest.mark.slow  # what it prints is tested with the calibration
+def test_a_dry_run_tells_the_memory_and_writes_nothing(tokens: Path, tmp_path: Path):
+    save_pretrained(Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32), tmp_path / "model")
+    options = ["--out", tmp_path / "profile.json", "--model", tmp_path / "model", "--length", 300, "--block", 16]
+    code, said = run("calibrate", tokens, *options, "--dry-run")
+    assert code == 0, said
+    assert "4 sequences of 300 tokens" in said and "on the device at most" in said and "on the host" in said
+    assert not (tmp_path / "profile.json").exists()
 
 
 @pytest.mark.slow

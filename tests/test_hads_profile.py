@@ -99,7 +99,7 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     refused("", "not a HADS profile, or is damaged")
     refused(json.dumps(good)[:-20], "damaged")
     refused("[1, 2]", "damaged")
-    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3 and 4: calibrate again")
+    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3 to 5: calibrate again")
     refused(json.dumps(good | {"format": "other"}), "format 'other'")
     refused(json.dumps({k: v for k, v in good.items() if k != "block"}), "block")
     refused(json.dumps(good | {"block": -64}), "block=-64 must be")

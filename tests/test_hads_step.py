@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from sweep import sweep
 from tiny_model import TINY, build
 
 from xsake import hads
 from xsake.hads.profile.estimator import bucket_of
 from xsake.hads.selection.step import select_step, step_count
 from xsake.kernels_xla_ref.gathered import attend_blocks
-from xsake.model import HadsBudget, KVCache, generate
+from xsake.model import HadsBudget, KVCache, generate, sparse_decode
+from xsake.model.prefill import read_prompts
 
 PROFILE = case.random_profile(head_dim=16)
 BLOCK, CAPACITY, LENGTHS = PROFILE.block, 320, np.array([301, 190], np.int32)
@@ -133,6 +136,80 @@ def test_sequences_are_written_alone_as_in_a_batch(model):
     options = dict(max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8, decode=0.35))
     together = generate(model, PROMPTS, **options)
     assert [generate(model, [prompt], **options)[0] for prompt in PROMPTS] == together
+
+
+@pytest.fixture(scope="module")
+def read(model):
+    """Prompts that are read densely: the cache, and its pooled keys by a budget of all blocks."""
+    return read_prompts(model, PROMPTS, capacity=256, hads=HadsBudget(ONE_LAYER, 1.0))
+
+
+NEW = np.random.default_rng(9).integers(512, size=(2, 8)).astype(np.int32)  # after 150 and 203 tokens: two blocks
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def after(graph, step, weights, tokens, cache, pooled):
+    model = nnx.merge(graph, weights)
+    if step is None:
+        return model(tokens, cache=cache)
+    return sparse_decode.forward(model, step, tokens, cache, pooled, (hads.LayerWeights.of(ONE_LAYER, 0),))
+
+
+@pytest.mark.parametrize("tokens", sweep([2, 8], slow=[2]))
+def test_several_tokens_at_once_are_what_one_after_the_other_are(model, read, tokens):
+    """Dense, and with a budget of all blocks: logits of the tokens that follow one another without a cache."""
+    graph, weights = nnx.split(model)
+    whole = np.zeros((2, 256), np.int32)
+    for row, (prompt, new) in zip(whole, zip(PROMPTS, NEW, strict=True), strict=True):
+        row[: len(prompt) + 8] = prompt + new.tolist()
+    wanted = np.asarray(jax.jit(lambda w, t: nnx.merge(graph, w)(t))(weights, whole))
+    step = sparse_decode.StepRule.of(HadsBudget(ONE_LAYER, 1.0, decode=1.0), shortest=150, capacity=256, tokens=tokens)
+    dense, *_ = after(graph, None, weights, NEW[:, :tokens], read.cache, read.pooled)
+    sparse, cache, pooled = after(graph, step, weights, NEW[:, :tokens], read.cache, read.pooled)
+    for row, prompt in enumerate(PROMPTS):
+        expected = wanted[row, len(prompt) : len(prompt) + tokens]
+        np.testing.assert_allclose(dense[row], expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(sparse[row], expected, rtol=1e-3, atol=1e-3)
+    again = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=16, head_dim=16)
+    again = again.write(cache.keys[0], cache.length, start=0, block=16)
+    for a, b in zip(pooled[0], again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_several_tokens_share_the_blocks_that_are_chosen():
+    """Exact counts, the near blocks of the first token too; attention against softmax over these blocks' keys."""
+    rng = np.random.default_rng(3)
+    shapes = ((2, 4, 4, 16), (2, CAPACITY, 2, 16), (2, CAPACITY, 2, 16))
+    query, key, value = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    lengths = np.array([290, 191], np.int32)  # the tokens of the first sequence are in two blocks
+    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=CAPACITY // BLOCK, head_dim=16)
+    pooled = pooled.write(key, jnp.asarray(lengths), start=0, block=BLOCK)
+    chosen = chosen_of(query, pooled, lengths, budget=0.4, room=16)
+    out = jax.jit(partial(attend_blocks, block_size=BLOCK))(query, key, value, *chosen, jnp.asarray(lengths))
+    query, key, value, out = (np.asarray(x, np.float64) for x in (query, key, value, out))
+    chosen = jax.tree.map(np.asarray, chosen)
+    for row, length in enumerate(lengths):
+        lists = [{int(j) for h, j, on in zip(*(x[row] for x in chosen), strict=True) if on and h == k} for k in (0, 1)]
+        blocks = -(-int(length) // BLOCK)
+        assert sum(map(len, lists)) == step_count(blocks, 2, 0.4, PROFILE.rule, tokens=4)
+        first = (int(length) - 4) // BLOCK
+        assert all({0, first - 1, first, blocks - 1} <= found and max(found) < blocks for found in lists)
+        for t, head in np.ndindex(4, 4):
+            at = np.concatenate([np.arange(j * BLOCK, (j + 1) * BLOCK) for j in sorted(lists[head // 2])])
+            at = at[at <= length - 4 + t]
+            logits = key[row, at, head // 2] @ query[row, t, head] / 4
+            p = np.exp(logits - logits.max())
+            wanted = p @ value[row, at, head // 2] / p.sum()
+            np.testing.assert_allclose(out[row, t, head], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_numbers_of_tokens_are_refused(model, read):
+    budget = HadsBudget(ONE_LAYER, 1.0, decode=0.45)
+    with pytest.raises(ValueError, match="tokens=9 at once must be from 1 to 8"):
+        sparse_decode.StepRule.of(budget, shortest=150, capacity=256, tokens=9)
+    step = sparse_decode.StepRule.of(budget, shortest=150, capacity=256)
+    with pytest.raises(ValueError, match="2 new tokens at once, but the step's rule is for 1"):
+        after(*nnx.split(model)[:1], step, nnx.state(model), NEW[:, :2], read.cache, read.pooled)
 
 
 def test_a_full_cache_is_an_error(model):

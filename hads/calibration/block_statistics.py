@@ -38,8 +38,11 @@ def block_statistics(
     *,
     block: int,
     scale: float | None = None,
+    window: int | None = None,
 ) -> BlockStatistics:
     """Dense causal attention's statistics, in float32; memory grows with `block * T`, not with T ** 2.
+
+    With a `window`, a token sees itself and the `window - 1` tokens before it.
 
     >>> import jax
     >>> x = jax.random.normal(jax.random.key(0), (1, 256, 2, 16))
@@ -47,7 +50,7 @@ def block_statistics(
     (1, 2, 4, 4)
     """
     query, key = jnp.asarray(query), jnp.asarray(key)
-    grid = CausalGrid(query.shape[1], block)
+    grid = CausalGrid(query.shape[1], block, window=window)
 
     def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
         weights = attention_rows(q, key, i, grid, scale)
@@ -100,9 +103,11 @@ def attention_rows(
     # Products of 16-bit numbers are exact in float32, whatever the precision.
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
     logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
-    t = i * grid.block + jnp.arange(grid.block)
-    logits = jnp.where(t[:, None] >= jnp.arange(grid.length)[None], logits, -jnp.inf)
-    return jax.nn.softmax(logits, -1)
+    back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(grid.length)[None]
+    seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
+    if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count
+        seen |= back >= grid.length
+    return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1)
 
 
 def block_sums(weights: Float[Array, "*lead T"], grid: CausalGrid) -> Float[Array, "*lead n"]:

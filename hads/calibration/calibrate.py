@@ -1,24 +1,41 @@
-"""Calibration: learn a model's heads from a few sequences of dense attention."""
+"""Calibration: learn a model's heads from a few sequences of dense attention.
+
+Layers are learned one after the other, so that memory does not grow with layers times sequences. With N sequences of
+T tokens, n = T / block, L layers, H query heads of D dimensions, and activations of `width` 2-byte numbers:
+
+    on the device, beside the weights
+      4 H n (3 n + 5 D) N           one layer's statistics and pooled vectors, of all sequences
+      2 T (4 width + 6 mlp_width)   about: one block's forward and backward, of one sequence
+      4 H T block rows              logits of a few rows of blocks, some copies of them; a gigabyte on an accelerator
+    on the host
+      2 H n² N L                    gains of the blocks that compete, the lower triangle in 4 bytes
+      2 T width (N + L)             the sequences' states, and one sequence's states before every layer
+
+Qwen2.5-Coder-1.5B (L = 28, H = 12, D = 128, width 1536) at T = 32768 and N = 8 in blocks of 64: the statistics of a
+layer are 0.4 GB, where those of all layers would be 12 GB; the host holds 5 GB. `calibration.memory` asks the compiler.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from xsake.hads.calibration.fit import STEPS, fit_estimator
-from xsake.hads.calibration.observe import Observation, observe, touch
+from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.calibration.observe import Observation, observe_block, touch
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import Estimator
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
@@ -44,11 +61,12 @@ def calibrate(
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
 
-    Runs the model densely over N sequences, one at a time, and backwards over the first `sensitivity_sequences`; then
-    fits each layer's estimator of block mass. Use text like that which the model will read; 8 to 16 sequences suffice.
+    Runs the model densely over N sequences, layer by layer, and fits each layer's estimator of block mass; then runs it
+    backwards over the first `sensitivity_sequences`. Use text like that which the model will read; 8 to 16 sequences
+    suffice. The memory that it needs is told at the head of this module.
 
     Args:
-      model: an `xsake.model.Transformer`, or a module like it (`calibration.observe` says what is used).
+      model: an `xsake.model.Transformer`, or a module like it (`calibration.layerwise` says what is used).
       tokens: N sequences of T tokens. The longer, the more distances are known.
       name: what the profile calls the model.
       block: block size of the masks to come.
@@ -59,41 +77,30 @@ def calibrate(
       progress: called as progress(what, done, of).
     """
     count, length = tokens.shape
-    grid = CausalGrid(length, block, rule)
+    window = Layers(model).window
+    grid = CausalGrid(length, block, rule, window)
     if count < 1 or sensitivity_sequences < 1:
         raise ValueError(f"calibration needs at least one sequence; got {count} and {sensitivity_sequences=}")
     grid.check_choice("sequences")
     report = progress or (lambda what, done, of: None)
 
-    seen: list[list[Observation]] = []
-    for n in range(count):
-        report("dense attention", n, count)
-        seen.append(jax.block_until_ready(observe(model, jnp.asarray(tokens[n : n + 1], jnp.int32), block)))
-    layers = [_stack([sequence[layer] for sequence in seen]) for layer in range(len(seen[0]))]
-    variance = np.stack([_variance(layer, grid) for layer in layers])
-    burstiness = rule.own_part * variance
-
     back = min(sensitivity_sequences, count)
-    sensitivity = _for_large_errors(_sensitivity(model, tokens[:back], seen, variance, grid, seed, report), rule)
-    del seen
-
-    estimators, gains = [], []
-    for number, layer in enumerate(layers):
-        report("fitting estimators", number, len(layers))
-        estimator, _ = fit_estimator(layer.pooled, layer.statistics.share, grid, steps=steps)
-        estimators.append(estimator)
-        gains.append(np.asarray(_gains(layer.pooled, estimator, sensitivity[number], burstiness[number], grid)))
-    by_sequence = [np.stack([gain[n] for gain in gains]) for n in range(count)]
-    tables = tabulate(by_sequence, grid)
-    report("fitting estimators", len(layers), len(layers))
-
+    layers = list(_learn_layers(model, tokens, grid, back=back, steps=steps, report=report))
+    sensitivity = _for_large_errors(
+        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, seed, report), rule
+    )
+    tables = tabulate(
+        np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(layers, sensitivity, strict=True)])
+        for n in range(count)
+    )
+    estimators = [layer.estimator for layer in layers]
     profile = HadsProfile(
         features=np.stack([e.features for e in estimators]),
         tokens=np.stack([e.tokens for e in estimators]),
         distance=np.stack([e.distance for e in estimators]),
         sink=np.stack([e.sink for e in estimators]),
         sensitivity=sensitivity,
-        burstiness=burstiness,
+        burstiness=np.stack([layer.burstiness for layer in layers]),
         free_shares=FREE_SHARES,
         layer_shares=tables.layer_shares,
         head_shares=tables.head_shares,
@@ -101,9 +108,10 @@ def calibrate(
         model=name,
         block=block,
         length=length,
-        kv_heads=layers[0].pooled.key.shape[1],
+        kv_heads=layers[0].kv_heads,
         digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
         rule=rule,
+        window=window,
     )
     profile.check()
     return profile
@@ -114,43 +122,87 @@ def digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
-def _stack(observations: list[Observation]) -> Observation:
-    """One layer's observations of all sequences as one batch."""
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *observations)
+class _Learned(NamedTuple):
+    """What is kept of a layer, on the host."""
+
+    estimator: Estimator
+    burstiness: Float[np.ndarray, "H"]
+    kept: list[np.ndarray]  # of each sequence of the backward pass, the bits of `_packed`
+    gains: list[np.ndarray]  # of each sequence, f32[H, free blocks], of heads that are all equally sensitive
+    kv_heads: int
 
 
-def _variance(layer: Observation, grid: CausalGrid) -> np.ndarray:
-    """f32[H]: variance of a block's mass among its queries, over the mass; over all blocks that are not forced."""
-    free = grid.causal() & ~grid.forced()
-    mass = np.asarray(layer.statistics.mass)[..., free]
-    variance = np.maximum(np.asarray(layer.statistics.square)[..., free] - mass**2, 0)
-    return (variance.sum((0, -1)) / np.maximum(mass.sum((0, -1)), 1e-9)).astype(np.float32)
+def _learn_layers(
+    model: Any, tokens: Array | np.ndarray, grid: CausalGrid, *, back: int, steps: int, report: Progress
+) -> Iterator[_Learned]:
+    """What all sequences show of each layer; their states wait on the host, and no layer's statistics outlive it."""
+    layers, rotation = Layers(model), None
+    states: list[np.ndarray] = []
+    for row in tokens:
+        x, rotation = layers.start(jnp.asarray(row[None], jnp.int32), windowed=True)
+        states.append(np.asarray(x))
+    for number, weights in enumerate(layers.weights):
+        report("heads of each layer", number, len(layers.weights))
+        seen = []
+        for n, before in enumerate(states):
+            given = jnp.asarray(before), rotation
+            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block, grid.window)
+            states[n] = np.asarray(x)
+            seen.append(one)
+        yield _learn(seen, grid, back, steps)
+    report("heads of each layer", len(layers.weights), len(layers.weights))
+
+
+def _learn(seen: list[Observation], grid: CausalGrid, back: int, steps: int) -> _Learned:
+    variance = _variance(seen, grid)
+    burstiness = np.float32(grid.rule.own_part) * variance
+    heads = len(variance)
+    equal = np.ones(heads, np.float32)
+    budget = min(max(grid.rule.reference_budget, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
+    wanted = int(uniform_counts(1, heads, budget, grid)[0])
+    kept = [
+        _packed(_choose(one.statistics.mass, grid, sensitivity=equal, burstiness=variance, count=wanted))
+        for one in seen[:back]
+    ]
+    pooled = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(one.pooled for one in seen))
+    share = jnp.concatenate([one.statistics.share for one in seen])
+    estimator, _ = fit_estimator(pooled, share, grid, steps=steps)
+    gains = [_free(np.asarray(_gains(one.pooled, estimator, equal, burstiness, grid))[0]) for one in seen]
+    return _Learned(estimator, burstiness, kept, gains, pooled.key.shape[1])
+
+
+def _variance(seen: list[Observation], grid: CausalGrid) -> Float[np.ndarray, "H"]:
+    """Variance of a block's mass among its queries, over the mass; over all blocks that are not forced."""
+    sums = [_free_sums(one.statistics.mass, one.statistics.square, grid) for one in seen]
+    variance, mass = np.sum([np.asarray(x, np.float64) for x in sums], 0)
+    return (variance / np.maximum(mass, 1e-9)).astype(np.float32)
+
+
+@partial(jax.jit, static_argnames="grid")
+def _free_sums(mass: Array, square: Array, grid: CausalGrid) -> Float[Array, "two H"]:
+    """Sums over the blocks that are not forced: of the variance of their mass among their queries, and of the mass."""
+    free = jnp.asarray(grid.causal() & ~grid.forced())
+    parts = jnp.stack([jnp.maximum(square - mass**2, 0), mass])
+    return jnp.where(free, parts, 0).sum((1, -2, -1))
 
 
 def _sensitivity(
     model: Any,
     tokens: Array | np.ndarray,
-    seen: list[list[Observation]],
-    variance: np.ndarray,
+    kept: list[list[np.ndarray]],
     grid: CausalGrid,
     seed: int,
     report: Progress,
 ) -> np.ndarray:
     """f64[L, H]: squared error per squared dropped mass, with the blocks that the rule keeps if all heads are alike."""
-    layers, heads = variance.shape
-    budget = min(max(grid.rule.reference_budget, 1.5 * grid.forced_blocks / grid.blocks), 1.0)
-    wanted = int(uniform_counts(1, heads, budget, grid)[0])
-    equal = np.ones(heads, np.float32)
-    errors, drops = np.zeros((layers, heads)), np.zeros((layers, heads))
+    sums = []
     for n in range(len(tokens)):
         report("sensitivity of heads", n, len(tokens))
         touched = touch(model, jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
-        for number, layer in enumerate(touched):
-            mass = seen[n][number].statistics.mass
-            kept = _choose(mass, grid, sensitivity=equal, burstiness=variance[number], count=wanted)
-            error, dropped = cost_of_dropping(layer, kept, grid)
-            errors[number] += np.asarray(error)
-            drops[number] += np.asarray(dropped)
+        costs = {at: np.asarray(cost_of_dropping(one, _unpacked(kept[at][n], grid), grid)) for at, one in touched}
+        sums.append(np.stack([costs[at] for at in range(len(kept))]).astype(np.float64))
+    report("sensitivity of heads", len(tokens), len(tokens))
+    errors, drops = np.sum(sums, 0).swapaxes(0, 1)
     ratio = errors / np.maximum(drops, 1e-12)
     # A head that drops next to nothing tells nothing; it must not come out as infinitely or not at all sensitive.
     typical = np.median(ratio)
@@ -169,3 +221,16 @@ def _gains(
     pooled: Pooled, estimator: Any, sensitivity: np.ndarray | Array, burstiness: np.ndarray | Array, grid: CausalGrid
 ) -> Array:
     return sorted_gains(block_mass(pooled, estimator, grid), grid, sensitivity, burstiness)[-1]
+
+
+def _free(gains: Float[np.ndarray, "H n n"]) -> Float[np.ndarray, "H free"]:
+    """Without the blocks that are forced (infinite) or that causality forbids (negative): every head has as many."""
+    return gains[np.isfinite(gains) & (gains >= 0)].reshape(len(gains), -1)
+
+
+def _packed(kept: Bool[Array, "one H n n"]) -> np.ndarray:
+    return np.packbits(np.asarray(kept), axis=-1)
+
+
+def _unpacked(bits: np.ndarray, grid: CausalGrid) -> Bool[Array, "one H n n"]:
+    return jnp.asarray(np.unpackbits(bits, axis=-1, count=grid.side).astype(bool))

@@ -28,13 +28,23 @@ class Layers:
             raise ValueError("the model's blocks are not alike: they cannot share a program")
         self.weights = [weights for _, weights in split]
 
-    def start(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T width"], Any]:
-        """What the first block gets: embedded tokens, and the rotary positions."""
-        window = getattr(getattr(self.model, "config", None), "window", None)
-        if window is not None and window < tokens.shape[1]:
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself among them, in every layer; None for all, or if layers differ."""
+        config = getattr(self.model, "config", None)
+        return None if getattr(config, "window_from", 0) else getattr(config, "window", None)
+
+    def start(self, tokens: Int[Array, "B T"], *, windowed: bool = False) -> tuple[Float[Array, "B T width"], Any]:
+        """What the first block gets: embedded tokens, and the rotary positions.
+
+        NotImplementedError if the model has a window within the tokens, unless the caller honours `window`.
+        """
+        limit = getattr(getattr(self.model, "config", None), "window", None)
+        if limit is not None and limit < tokens.shape[1] and not (windowed and self.window is not None):
             raise NotImplementedError(
-                f"this model's attention has a window of {window} tokens, which is not modelled here: use sequences of "
-                f"at most {window} tokens, not {tokens.shape[1]}"
+                f"this model's attention has a window of {limit} tokens"
+                f"{'' if self.window else ' in some layers'}, which is not modelled here: use sequences of at most "
+                f"{limit} tokens, not {tokens.shape[1]}"
             )
         return self.model.start(tokens)
 
@@ -45,3 +55,8 @@ def run_block(graph: Any, weights: Any, x: Array, rotation: Any, attend: Attend)
 
     out, _ = nnx.merge(graph, weights)(x, rotation, lambda q, k, v: (attend(q, k, v), None))
     return out
+
+
+def attention_rule(window: int | None) -> dict[str, Any]:
+    """The arguments of dense attention in a model with this window."""
+    return {"is_causal": True} if window is None else {"is_causal": True, "local_window_size": (window - 1, 0)}

@@ -4,17 +4,18 @@ would feel an error in each head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
-from xsake.hads.calibration.layerwise import Layers, run_block
+from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import Pooled, pool
 
@@ -40,31 +41,32 @@ class Touched(NamedTuple):
 def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
     """Each layer's observation, under dense attention."""
     layers = Layers(model)
-    x, rotation = layers.start(tokens)
+    x, rotation = layers.start(tokens, windowed=True)
     seen = []
     for weights in layers.weights:
-        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block)
+        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block, layers.window)
         seen.append(one)
     return seen
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "block", "window"), donate_argnames="x")
 def observe_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int, window: int | None = None
 ) -> tuple[Array, Observation]:
     """A block's output, and the observation of its attention."""
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        pooled = pool(query, key, CausalGrid(query.shape[1], block))
-        seen.append(Observation(block_statistics(query, key, block=block), pooled))
-        return attention_fn(query, key, value, is_causal=True)
+        pooled = pool(query, key, CausalGrid(query.shape[1], block, window=window))
+        seen.append(Observation(block_statistics(query, key, block=block, window=window), pooled))
+        return attention_fn(query, key, value, **attention_rule(window))
 
     return run_block(graph, weights, x, rotation, attend), seen[0]
 
 
-def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> list[Touched]:
-    """Each layer's attention, and the gradient of a likelihood with respect to its heads' outputs.
+def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> Iterator[tuple[int, Touched]]:
+    """(number, attention and the gradient of a likelihood with respect to its heads' outputs) of each layer, from the
+    last to the first. Only one layer is on the device; the states before every layer wait on the host.
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
@@ -73,27 +75,34 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     from flax import nnx
 
     layers = Layers(model)
-    x, rotation = layers.start(tokens)
+    x, rotation = layers.start(tokens, windowed=True)
     inputs = []
     for weights in layers.weights:
-        inputs.append(x)
-        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation)
+        inputs.append(np.asarray(x))
+        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation, layers.window)
     gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
-    touched = []
-    for weights, x in zip(reversed(layers.weights), reversed(inputs), strict=True):
-        gradient, one = touch_block(layers.graph, model.attention_fn, weights, x, rotation, gradient)
-        touched.append(one)
-    return touched[::-1]
+    for number in reversed(range(len(inputs))):
+        given = layers.weights[number], jnp.asarray(inputs.pop()), rotation, gradient
+        gradient, one = touch_block(layers.graph, model.attention_fn, *given, layers.window)
+        yield number, one
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn"))
-def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
-    return run_block(graph, weights, x, rotation, partial(attention_fn, is_causal=True))
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
+def forward_block(
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, window: int | None = None
+) -> Array:
+    return run_block(graph, weights, x, rotation, partial(attention_fn, **attention_rule(window)))
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
 def touch_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
+    graph: Any,
+    attention_fn: Callable,
+    weights: Any,
+    x: Array,
+    rotation: Any,
+    gradient: Array,
+    window: int | None = None,
 ) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
 
@@ -101,7 +110,7 @@ def touch_block(
         seen = []
 
         def attend(query: Array, key: Array, value: Array) -> Array:
-            out = attention_fn(query, key, value, is_causal=True)
+            out = attention_fn(query, key, value, **attention_rule(window))
             seen.append((query, key, value))
             return out if nudge is None else out + nudge
 

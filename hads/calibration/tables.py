@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import FREE_SHARES
 
 
@@ -19,24 +19,20 @@ class Tables(NamedTuple):
     log_thresholds: np.ndarray  # [X]
 
 
-def tabulate(gains: list[np.ndarray], grid: CausalGrid) -> Tables:
-    """From each sequence's gains [L, H, n, n], in any order within a head.
+def tabulate(gains: Iterable[Float[np.ndarray, "L H free"]]) -> Tables:
+    """From the gains of each sequence's blocks that are neither forced nor forbidden, in any order within a head.
 
-    Infinite gains (forced blocks) and negative ones (forbidden blocks) do not count. Each sequence has a threshold of
-    its own at each budget; the tables hold means over sequences of the shares and of the threshold's logarithm.
+    Each sequence has a threshold of its own at each budget; the tables hold means over sequences of the shares and of
+    the threshold's logarithm. One sequence's gains are in memory at a time, if `gains` makes them one at a time.
     """
-    with ThreadPoolExecutor() as pool:
-        shares, logs = zip(*pool.map(lambda gain: _one(gain, grid), gains), strict=True)
+    shares, logs = zip(*map(_one, gains), strict=True)
     by_head = np.mean(shares, 0).astype(np.float32)
     return Tables(by_head.mean(-1), by_head, np.mean(logs, 0).astype(np.float32))
 
 
-def _one(gain: np.ndarray, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
+def _one(gains: Float[np.ndarray, "L H free"]) -> tuple[np.ndarray, np.ndarray]:
     """Of one sequence: the shares [X, L, H] and the logarithms of the thresholds [X]."""
-    flat = gain.reshape(*gain.shape[:2], -1)
-    flat = np.where(np.isfinite(flat), flat, np.float32(-1))
-    free = np.sort(flat[flat >= 0])[::-1]
-    places = np.clip(np.round(FREE_SHARES * len(free)).astype(int) - 1, 0, len(free) - 1)
-    cuts = free[places]
-    counts = np.stack([(flat >= cut).sum(-1) for cut in cuts])
-    return counts / (grid.blocks - grid.forced_blocks), np.log(np.maximum(cuts, 1e-30))
+    places = np.clip(np.round(FREE_SHARES * gains.size).astype(int) - 1, 0, gains.size - 1)
+    cuts = np.sort(gains, axis=None)[gains.size - 1 - places]
+    counts = np.stack([(gains >= cut).sum(-1) for cut in cuts])
+    return counts / gains.shape[-1], np.log(np.maximum(cuts, 1e-30))

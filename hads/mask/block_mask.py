@@ -177,10 +177,11 @@ class BlockMask:
         columns: tuple[ArrayT, ...] | None = None,
         *,
         density_hint: float | None = None,
+        local_window_size: Window = None,
         **grid: Any,
     ) -> BlockMask:
         """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
-        checked = Grid.of(**grid, window=None)
+        checked = Grid.of(**grid, window=local_window_size)
         lists = finished(jnp, *rows) + (finished(jnp, *columns) if columns else (None,) * 4)
         names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, lists, strict=True))
         complete = rows[0].shape[-1] >= checked.num_allowed

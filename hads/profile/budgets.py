@@ -29,8 +29,9 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
 def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], chunk: int) -> np.ndarray:
     """i64[chunks, L, B]: how many blocks each layer keeps in each chunk of each sequence, over all its heads.
 
-    The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and the same
-    share of its other blocks. `chunk` is in tokens, a multiple of the profile's block.
+    The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and as many
+    others as its rows would win if they competed with all rows, which they cannot: `_row_weights`. `chunk` is in
+    tokens, a multiple of the profile's block.
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block:
         raise ValueError(f"{chunk=} must be a multiple of the profile's block of {profile.block} tokens")
@@ -38,18 +39,24 @@ def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], ch
     counts = np.zeros((chunks, profile.layers, len(lengths)), np.int64)
     for n, length in enumerate(lengths):
         grid = profile.grid(length)
-        forced, allowed = (_per_chunk(rows.sum(-1), chunk // grid.block) for rows in (grid.forced(), grid.causal()))
-        room = profile.q_heads * (allowed - forced)
-        by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
+        forced, allowed = (profile.q_heads * rows.sum(-1) for rows in (grid.forced(), grid.causal()))
+        room, starts = allowed - forced, np.arange(0, grid.side, chunk // grid.block)
+        by_layer = layer_counts(profile, budget, length) - forced.sum()
         for layer, free in enumerate(by_layer):
-            kept = apportion(room.astype(float), int(free), room) + profile.q_heads * forced
-            counts[: len(room), layer, n] = kept
+            kept = apportion(_row_weights(grid), int(free), room) + forced
+            counts[: len(starts), layer, n] = np.add.reduceat(kept, starts)
     return counts
 
 
-def _per_chunk(per_row: np.ndarray, rows: int) -> np.ndarray:
-    """Sums over each `rows` rows."""
-    return np.add.reduceat(per_row, np.arange(0, len(per_row), rows))
+def _row_weights(grid: CausalGrid) -> np.ndarray:
+    """f64[side]: how many blocks that are not forced a row wins among all rows, but for a factor.
+
+    A row of twice as many blocks needs fewer than twice as many of them: its weight is the root of their number. Of a
+    row whose errors count w times, the blocks of a w-th of the gain are kept too: w ** (1 / 3) times as many. Both
+    exponents were measured: SmolLM2 at 4096 tokens, three domains, budgets of 20% to 43%.
+    """
+    free = (grid.causal() & ~grid.forced()).sum(-1)
+    return np.sqrt(free) * np.cbrt(grid.row_weights())
 
 
 def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:

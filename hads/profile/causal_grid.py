@@ -1,4 +1,4 @@
-"""The square, causal grid of blocks that HADS chooses from."""
+"""The square, causal grid of blocks that HADS chooses from, or the band of it that a window leaves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from xsake.hads.profile.rule import RULE, Rule
 class CausalGrid:
     """`length` tokens, queries and keys alike, cut into blocks of `block`; the last block may be short.
 
-    `rule` says which blocks are forced, and how much each row counts.
+    `rule` says which blocks are forced, and how much each row counts. With a `window`, a token sees itself and the
+    `window - 1` tokens before it: blocks of which no query of their row sees a key are not there, and do not count.
 
     >>> grid = CausalGrid(1024, 64)
     >>> grid.side, grid.blocks, grid.forced_blocks
     (16, 136, 46)
+    >>> CausalGrid(1024, 64, window=256).blocks
+    70
     """
 
     length: int
     block: int
     rule: Rule = RULE
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ValueError(f"window={self.window!r} must be None or an int of at least 1")
         for name in ("length", "block"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -37,8 +43,15 @@ class CausalGrid:
 
     @property
     def blocks(self) -> int:
-        """Blocks per head that causality allows; budgets are shares of these."""
-        return self.side * (self.side + 1) // 2
+        """Blocks per head that causality and the window allow; budgets are shares of these."""
+        outside = self.side - 1 - self.reach
+        return (self.side * (self.side + 1) - outside * (outside + 1)) // 2
+
+    @property
+    def reach(self) -> int:
+        """How many blocks back a row's farthest block lies."""
+        farthest = self.side - 1
+        return farthest if self.window is None else min(farthest, blocks_back(self.window, self.block))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -51,12 +64,16 @@ class CausalGrid:
         return i[:, None] - i
 
     def causal(self) -> np.ndarray:
-        return self.distance() >= 0
+        """bool[side, side]: some query of the block sees some key of the block."""
+        return (self.distance() >= 0) & (self.distance() <= self.reach)
 
     def full(self) -> np.ndarray:
         """bool[side, side]: every query of the block sees every key of the block, and all these tokens exist."""
         whole = (np.arange(self.side) + 1) * self.block <= self.length
-        return whole[:, None] & (self.distance() >= (1 if self.block > 1 else 0))
+        seen = self.distance() >= (1 if self.block > 1 else 0)
+        if self.window is not None:
+            seen &= (self.distance() + 1) * self.block <= self.window
+        return whole[:, None] & seen
 
     def forced(self) -> np.ndarray:
         """bool[side, side]: the forced blocks, which are always on (`Rule.forces`)."""
@@ -79,3 +96,12 @@ class CausalGrid:
                 f"{what} of {self.length} tokens have {self.side} blocks of {self.block}, most of them always on: use "
                 f"at least {least * self.block} tokens, or smaller blocks"
             )
+
+
+def blocks_back(window: int, block: int) -> int:
+    """How many blocks before its own a block's first token sees, at least in part.
+
+    >>> blocks_back(256, 64), blocks_back(257, 64), blocks_back(258, 64), blocks_back(1, 64)
+    (4, 4, 5, 0)
+    """
+    return -(-(window - 1) // block)

@@ -17,7 +17,7 @@ from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
 from xsake.hads.profile.rule import VERSION_3, Rule
 
-FORMAT, VERSION = "xsake.HadsProfile", 4
+FORMAT, VERSION, WITH_WINDOW = "xsake.HadsProfile", 4, 5
 
 _PER_HEAD = [name for name, field in ARRAYS.items() if field["axes"][:2] == ("layers", "heads")]
 _TABLES = [name for name in ARRAYS if name not in _PER_HEAD]
@@ -25,8 +25,11 @@ _TABLES = [name for name in ARRAYS if name not in _PER_HEAD]
 
 def save(profile: HadsProfile, path: str | os.PathLike) -> None:
     profile.check()
-    head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    # Only a window needs the later version: without it, every xsake since version 4 can read the file.
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION if profile.window is None else WITH_WINDOW}
     head |= {name: getattr(profile, name) for name in STATIC} | {"rule": dataclasses.asdict(profile.rule)}
+    if profile.window is None:
+        del head["window"]
     head |= {"feature_kinds": KINDS, "distance_buckets": BUCKETS.tolist()}
     tables = {name: _numbers(getattr(profile, name)) for name in _TABLES}
     lines = [
@@ -51,10 +54,10 @@ def load(path: str | os.PathLike) -> HadsProfile:
         version = data["format"], data["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{damaged}: {error!r}") from error
-    if version not in ((FORMAT, 3), (FORMAT, VERSION)):
+    if version not in ((FORMAT, 3), (FORMAT, VERSION), (FORMAT, WITH_WINDOW)):
         raise ValueError(
             f"{os.fspath(path)} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} versions "
-            f"3 and {VERSION}: calibrate again"
+            f"3 to {WITH_WINDOW}: calibrate again"
         )
     try:
         profile = _profile(data, VERSION_3 if version[1] == 3 else Rule(**data["rule"]))
@@ -90,8 +93,9 @@ def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
     for name in _PER_HEAD:
         flat = np.asarray([line[name] for line in data["heads"]], np.float32)
         arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
-    static: dict[str, Any] = {name: data[name] for name in STATIC if name != "rule"}
-    for name in ("block", "length", "kv_heads"):
+    static: dict[str, Any] = {name: data[name] for name in STATIC if name not in ("rule", "window")}
+    static["window"] = data["window"] if data["version"] == WITH_WINDOW else None
+    for name in ("block", "length", "kv_heads", *(["window"] if data["version"] == WITH_WINDOW else [])):
         if type(static[name]) is not int or static[name] < 1:
             raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
     texts = [static["model"], *static["digests"]] if isinstance(static["digests"], list) else [None]

@@ -49,6 +49,8 @@ class HadsProfile:
     - `kv_heads`: number of KV heads.
     - `digests`: of the sequences of calibration, so that nobody evaluates on them.
     - `rule`: the constants that the profile was made with and is used with.
+    - `window`: tokens that a token of this model sees, itself among them; None for all. Blocks outside the window are
+      never chosen, and budgets are shares of the blocks inside.
 
     The fields below are the only list of a profile's contents: shapes, files and checks are derived from them.
     """
@@ -69,6 +71,7 @@ class HadsProfile:
     kv_heads: int
     digests: tuple[str, ...]
     rule: Rule
+    window: int | None = None
 
     @property
     def layers(self) -> int:
@@ -84,7 +87,7 @@ class HadsProfile:
 
     def grid(self, length: int) -> CausalGrid:
         """The blocks of a sequence, chosen from by this profile's rule."""
-        return CausalGrid(length, self.block, self.rule)
+        return CausalGrid(length, self.block, self.rule, self.window)
 
     def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
@@ -146,7 +149,16 @@ def shapes(*, layers: int, heads: int, pairs: int, budgets: int) -> dict[str, tu
 
 
 def profile_shape(
-    *, layers: int, q_heads: int, kv_heads: int, head_dim: int, model: str, block: int, length: int, rule: Rule = RULE
+    *,
+    layers: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    model: str,
+    block: int,
+    length: int,
+    rule: Rule = RULE,
+    window: int | None = None,
 ) -> HadsProfile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
 
@@ -154,4 +166,5 @@ def profile_shape(
     """
     wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
-    return HadsProfile(**arrays, model=model, block=block, length=length, kv_heads=kv_heads, digests=(), rule=rule)
+    about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads, window=window)
+    return HadsProfile(**arrays, **about, digests=(), rule=rule)

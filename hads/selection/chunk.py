@@ -54,6 +54,7 @@ def select_chunk(
     block: int,
     rule: Rule,
     density_hint: float | None = None,
+    window: int | None = None,
 ) -> BlockMask:
     """The mask of one layer for the queries of a chunk, which are tokens `start` to `start + T` of their sequences.
 
@@ -70,25 +71,28 @@ def select_chunk(
       start: a multiple of the block.
       block, rule: those of the profile.
       density_hint: the budget, by which attention looks up its tuned configuration.
+      window: of the profile. If it is within the start + T keys, the mask has no rule: it says which blocks are read,
+        and the call must say which tokens see each other, by `positions`, `is_causal` and `local_window_size`.
     """
     length = query.shape[1]
     if start % block:
         raise ValueError(f"{start=} must be a multiple of the profile's block of {block} tokens")
     if key.shape[1] < start + length:
         raise ValueError(f"{length} queries from token {start} on need {start + length} keys; got {key.shape[1]}")
-    grid = CausalGrid(start + length, block, rule)
+    grid = CausalGrid(start + length, block, rule, window)
     if pooled.blocks < grid.side:
         raise ValueError(f"{grid.side} blocks of keys are there, but only {pooled.blocks} pooled ones")
     given = jax.lax.stop_gradient((query, key[:, : start + length], pooled, weights))
     blocks = _chosen(*given, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32), start // block, grid)
+    windowed = window is not None and window < grid.length
     return BlockMask.from_blocks(
         blocks,
         block_q=block,
         block_kv=block,
         q_len=length,
         kv_len=start + length,
-        is_causal=start == 0,
-        local_window_size=None if start == 0 else (None, start),
+        is_causal=start == 0 and not windowed,
+        local_window_size=None if start == 0 or windowed else (None, start),
         transpose=False,
         density_hint=density_hint,
     )
@@ -120,7 +124,8 @@ def keep_by_gain(
     b, h, rows, n = mass.shape
     row, column = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32)
     sides = (lengths + grid.block - 1) // grid.block
-    exists = (row[None] < sides[:, None])[:, None, :, None] & (column[None] <= row[:, None])[None, None]
+    back = row[:, None] - column[None]
+    exists = (row[None] < sides[:, None])[:, None, :, None] & ((back >= 0) & (back <= grid.reach))[None, None]
     keys = key_of(mass, row[None, None, :, None], column[None, None, None], grid)
     keys = jnp.where(exists, keys, -1)
     in_order = jnp.sort(keys, -1)
@@ -154,7 +159,8 @@ def _mass(
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
     tokens = _over_keys(mean * d**-0.5, key, pooled, lengths, grid)
     logits = products.reshape(b, h, rows, n) + bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * tokens
-    return jax.nn.softmax(jnp.where(distance >= 0, logits, -jnp.inf), -1)
+    allowed = (distance >= 0) & (distance <= grid.reach)
+    return jax.nn.softmax(jnp.where(allowed[None, None], logits, -jnp.inf), -1)
 
 
 def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -> tuple[Array, Array]:

@@ -51,15 +51,19 @@ class PooledKeys(NamedTuple):
             )
         )
 
-    def write_last(self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int) -> PooledKeys:
-        """With the block of each sequence's last token, from the keys of the cache."""
-        last = jnp.maximum(lengths - 1, 0) // block
-        slots = last[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
-        # A slot past the cache repeats its last one, which `lengths` leaves out.
-        own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
-        new = _pool(own, slots < lengths[:, None], block)
-        row = jnp.arange(keys.shape[0])
-        return PooledKeys(*(old.at[row, :, last].set(x[:, :, 0]) for old, x in zip(self, new, strict=True)))
+    def write_last(
+        self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int, tokens: int = 1
+    ) -> PooledKeys:
+        """With the blocks of each sequence's last `tokens` tokens, from the keys of the cache."""
+        row, now = jnp.arange(keys.shape[0]), self
+        for back in range(-(-(tokens - 1) // block) + 1):  # as many blocks as the tokens can touch
+            last = jnp.maximum(jnp.maximum(lengths - 1, 0) // block - back, 0)
+            slots = last[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
+            # A slot past the cache repeats its last one, which `lengths` leaves out.
+            own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
+            new = _pool(own, slots < lengths[:, None], block)
+            now = PooledKeys(*(old.at[row, :, last].set(x[:, :, 0]) for old, x in zip(now, new, strict=True)))
+        return now
 
 
 def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> tuple[Array, ...]:

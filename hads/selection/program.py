@@ -34,6 +34,8 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
     for name, value, most in (("head_dim", head_dim, 256), ("block", grid.block, 128)):
         if value & (value - 1) or not 16 <= value <= most:
             return f"{name}={value} must be a power of two from 16 to {most}"
+    if grid.reach < grid.side - 1:
+        return f"a window of {grid.window} tokens, which the kernels do not know"
     if grid.side > _MAX_SIDE:
         return f"{grid.side} blocks per row must be at most {_MAX_SIDE}"
     return None

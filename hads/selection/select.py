@@ -96,6 +96,8 @@ def select(
     options: dict[str, Any] = dict(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
+    if grid.window is not None and grid.window < grid.length:
+        options["local_window_size"] = (grid.window - 1, 0)
     options["density_hint"] = _density_bucket(budget, density_hint)
     if not isinstance(given.query, jax.core.Tracer):
         blocks = _blocks(grid, heads, profile.kv_heads, cut, given)

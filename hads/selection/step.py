@@ -1,7 +1,8 @@
-"""HADS for one new token: the blocks of the cache that it attends to, chosen from pooled keys alone.
+"""HADS for a few new tokens: the blocks of the cache that they attend to, chosen from pooled keys alone.
 
-There is one list per KV head, which the query heads of the group share, and one count over all KV heads of a layer. The
-estimate is the calibrated one, for a block of one query. Its fifth feature, the query's logits with every key, would
+There is one list per KV head, which the query heads of the group and the new tokens share, and one count over all KV
+heads of a layer. The estimate is the calibrated one, for a block of one query; of several tokens' masses the root of
+the mean square counts, as among the queries of a block. The fifth feature, the query's logits with every key, would
 read the whole cache; its second-order form is taken instead, from the keys' means and variances:
 
     log of the mean exponential of q k / sqrt(D)  ~  q k̄ / sqrt(D) + ½ q² var k / D
@@ -17,17 +18,17 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.causal_grid import CausalGrid, blocks_back
 from xsake.hads.profile.estimator import bucket_of
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
-from xsake.hads.selection.gain import gains_of_sorted, key_of
+from xsake.hads.selection.gain import FORCED, gains_of_sorted, key_of
 from xsake.hads.selection.pooled import query_parts, spread_weights
 from xsake.hads.selection.pooled_keys import PooledKeys
 
 
 class StepBlocks(NamedTuple):
-    """The blocks that one token of each sequence attends to: entries of all KV heads in one list of W slots."""
+    """The blocks that the new tokens of each sequence attend to: entries of all KV heads in one list of W slots."""
 
     kv_head: Int[Array, "B W"]
     block: Int[Array, "B W"]
@@ -35,7 +36,7 @@ class StepBlocks(NamedTuple):
 
 
 def select_step(
-    query: Float[Array, "B one H D"],
+    query: Float[Array, "B T H D"],
     pooled: PooledKeys,
     weights: LayerWeights,
     lengths: Int[Array, "B"],
@@ -44,19 +45,22 @@ def select_step(
     room: int,
     block: int,
     rule: Rule,
+    window: int | None = None,
 ) -> StepBlocks:
-    """The blocks for the last token of each sequence: exactly `step_count` of each, over all KV heads.
+    """The blocks for the last T tokens of each sequence: exactly `step_count` of each, over all KV heads.
 
     Args:
-      query: of the last token, rotary positions applied.
-      pooled: of the cache's keys, the last token's own among them (`PooledKeys.write_last`).
+      query: of the last tokens, rotary positions applied. One to eight tokens are meant: all of them share the blocks.
+      pooled: of the cache's keys, the last tokens' own among them (`PooledKeys.write_last`).
       weights: of this layer.
-      lengths: tokens of each sequence, the last one included.
+      lengths: tokens of each sequence, the last ones included.
       budget: the share of the cache's blocks that are kept.
       room: slots of the list: `step_count` of the longest sequence to come.
-      block, rule: those of the profile.
+      block, rule, window: those of the profile.
     """
-    mass = _mass(query[:, 0], pooled, weights, lengths, block)
+    reach = pooled.blocks if window is None else blocks_back(window, block)
+    rows = ((lengths - query.shape[1])[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]) // block
+    mass = _mass(query, pooled, weights, rows, reach)
     b, groups, n = mass.shape[0], pooled.mean.shape[1], pooled.blocks
     of_group = weights.sensitivity.reshape(groups, -1)
     omega = of_group.sum(-1)
@@ -65,36 +69,49 @@ def select_step(
     shared = jnp.einsum("bkgj,kg->bkj", mass.reshape(b, groups, -1, n), part, precision=jax.lax.Precision.HIGHEST)
 
     grid = CausalGrid(n * block, block, rule)
-    last, column = ((lengths - 1) // block)[:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
-    keys = jnp.where(column <= last, key_of(shared, last, column, grid), -1)
+    last, column = rows[:, -1][:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
+    keys = key_of(shared, last, column, grid)
+    # The first tokens may be in an earlier block than the last one, whose near blocks are others.
+    back = rows[:, :, None] - column
+    seen = (back >= 0) & (back <= reach)
+    forced = (rule.forces(rows[:, :, None], column) & seen).any(1)[:, None]
+    keys = jnp.where(forced & (keys < FORCED), keys + FORCED, keys)
+    keys = jnp.where(seen.any(1)[:, None], keys, -1)
     in_order = jnp.sort(keys, -1)
     gain = gains_of_sorted(in_order, omega[None, :, None], phi[None, :, None])
     gain = jnp.where(in_order < 0, -1.0, gain).reshape(b, groups * n)
     _, at = jax.lax.top_k(gain, min(room, groups * n))
     chosen = jnp.take_along_axis(in_order.reshape(b, -1), at, 1)
     low = (1 << max(n - 1, 1).bit_length()) - 1  # where `key_of` keeps the column
-    blocks = (lengths + block - 1) // block
-    counts = jnp.asarray(_counts(n, groups, budget))[blocks]
+    blocks = jnp.minimum((lengths + block - 1) // block, reach + 1)
+    counts = jnp.asarray(_counts(n, groups, budget))[jnp.minimum(blocks, n)]
     live = (jnp.arange(at.shape[1])[None] < counts[:, None]) & (chosen >= 0)
     return StepBlocks((at // n).astype(jnp.int32), jnp.where(live, chosen & low, 0), live)
 
 
-def step_count(blocks: int, kv_heads: int, budget: float, rule: Rule) -> int:
+def step_count(
+    blocks: int, kv_heads: int, budget: float, rule: Rule, *, tokens: int = 1, reach: int | None = None
+) -> int:
     """How many blocks of a layer's cache a token attends to, over all KV heads.
 
-    ValueError if more than that are always on.
+    With a window the budget is a share of the blocks inside: the last token's own and `reach` before it.
+
+    ValueError if more than that are always on: with several new tokens, also those of the block before the last.
 
     >>> from xsake.hads.profile.rule import Rule
     >>> step_count(100, 2, 0.1, Rule())
     20
     """
-    forced = int(rule.forces(blocks - 1, np.arange(blocks)).sum())
-    if budget * blocks < forced and budget < 1:
+    reach = blocks if reach is None else reach
+    column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
+    seen = (column <= rows) & (rows - column <= reach)
+    forced, inside = int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + 1)
+    if budget * inside < forced and budget < 1:
         raise ValueError(
-            f"a budget of {budget} for new tokens is below {forced / blocks:.4f}, the share of the blocks that are "
-            f"always on with {blocks} blocks in the cache: allow more, or write densely"
+            f"a budget of {budget} for new tokens is below {forced / inside:.4f}, the share of the blocks that are "
+            f"always on with {inside} blocks in the cache: allow more, or write densely"
         )
-    return int(_counts(blocks, kv_heads, budget)[blocks])
+    return int(_counts(inside, kv_heads, budget)[inside])
 
 
 def _counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:
@@ -103,23 +120,28 @@ def _counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "block
 
 
 def _mass(
-    query: Float[Array, "B H D"], pooled: PooledKeys, weights: LayerWeights, lengths: Array, block: int
+    query: Float[Array, "B T H D"], pooled: PooledKeys, weights: LayerWeights, rows: Int[Array, "B T"], reach: int
 ) -> Float[Array, "B H n"]:
-    b, h, d = query.shape
+    """The root of the mean square over the tokens of their estimated masses, a row of which sums to 1."""
+    b, t, h, d = query.shape
     groups, n = pooled.mean.shape[1], pooled.blocks
     q = query.astype(jnp.float32)
     estimator = weights.estimator
-    ours = (
-        jnp.concatenate(query_parts(q, jnp.zeros_like(q)), -1) * spread_weights(jnp.asarray(estimator.features))[None]
-    )
-    by_group = (b, groups, h // groups)
-    products = jnp.einsum("bkgd,bkjd->bkgj", ours.reshape(*by_group, -1), pooled.parts(n))
-    mean = jnp.einsum("bkgd,bkjd->bkgj", (q * d**-0.5).reshape(*by_group, d), pooled.mean)
-    spread = jnp.einsum("bkgd,bkjd->bkgj", (q * q * (0.5 / d)).reshape(*by_group, d), pooled.variance)
-    tokens = (mean + spread).reshape(b, h, n)
-    distance = (lengths - 1)[:, None] // block - jnp.arange(n, dtype=jnp.int32)[None]
+    features = spread_weights(jnp.asarray(estimator.features))[None, None]
+    ours = jnp.concatenate(query_parts(q, jnp.zeros_like(q)), -1) * features
+    by_group = (b, t, groups, h // groups)
+    products = jnp.einsum("btkgd,bkjd->btkgj", ours.reshape(*by_group, -1), pooled.parts(n))
+    mean = jnp.einsum("btkgd,bkjd->btkgj", (q * d**-0.5).reshape(*by_group, d), pooled.mean)
+    spread = jnp.einsum("btkgd,bkjd->btkgj", (q * q * (0.5 / d)).reshape(*by_group, d), pooled.variance)
+    tokens = (mean + spread).reshape(b, t, h, n)
+    distance = rows[..., None] - jnp.arange(n, dtype=jnp.int32)[None, None]
     bucket = jnp.asarray(bucket_of(np.arange(n)).astype(np.int32))[jnp.maximum(distance, 0)]
-    bias = jnp.asarray(estimator.distance)[:, bucket].swapaxes(0, 1)
-    bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[None])
-    logits = products.reshape(b, h, n) + bias + jnp.asarray(estimator.tokens)[None, :, None] * tokens
-    return jax.nn.softmax(jnp.where((distance >= 0)[:, None], logits, -jnp.inf), -1)
+    bias = jnp.moveaxis(jnp.asarray(estimator.distance)[:, bucket], 0, 2)
+    bias = bias.at[..., 0].add(jnp.asarray(estimator.sink)[None, None])
+    logits = products.reshape(b, t, h, n) + bias + jnp.asarray(estimator.tokens)[None, None, :, None] * tokens
+    seen = (distance >= 0) & (distance <= reach)
+    mass = jax.nn.softmax(jnp.where(seen[:, :, None], logits, -jnp.inf), -1)
+    if t == 1:
+        return mass[:, 0]
+    root = jnp.sqrt(jnp.square(mass).mean(1))
+    return root / root.sum(-1, keepdims=True)

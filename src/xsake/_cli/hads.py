@@ -33,11 +33,22 @@ def calibrate(
     block: Annotated[int, typer.Option(help="Tokens per block.", min=8)] = 64,
     domains: Domains = None,
     dtype: DType = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say how much memory it takes, as the compiler counts it.")
+    ] = False,
 ) -> None:
-    """Measure a model's heads on a few texts, and write the profile by which HADS chooses their blocks."""
+    """Measure a model's heads on a few texts, and write the profile by which HADS chooses their blocks.
+
+    Layers are measured one after the other. A device holds the model, one block's forward and backward over one
+    sequence, and the statistics of one layer over all sequences: the larger LENGTH / BLOCK, the more, by its square.
+    The host holds about as much. Ask with --dry-run for the numbers of a model, a length and a number of sequences.
+    """
     with plain_errors():
         import numpy as np
 
+        if dry_run:
+            _say_memory(model, texts, domains, dtype, length=length, sequences=sequences, block=block)
+            return
         from xsake.hads.calibration.calibrate import calibrate
         from xsake.hads.study.texts import load_texts
 
@@ -109,21 +120,49 @@ def evaluate(
         write(records, out, model=loaded, profile=learned, text=found[0])
 
 
+def _say_memory(
+    model: str, texts: list[Path], domains: str | None, dtype: str | None, *, length: int, sequences: int, block: int
+) -> None:
+    from flax import nnx
+    from rich.console import Console
+    from rich.table import Table
+
+    from xsake.hads.calibration.memory import needed
+    from xsake.hads.study.texts import load_texts
+    from xsake.model import Transformer, load_tokenizer, open_model
+
+    file, kind = open_model(model), _dtype(dtype)
+    encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
+    count = len(load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode))
+    types: dict[str, Any] = dict(dtype=kind, param_dtype=kind)
+    shapes = nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types))
+    memory = needed(shapes, length=length, sequences=count, block=block)
+    table = Table("memory", "GB", title=f"{model_name(model)}, {count} sequences of {length} tokens")
+    for what, size in {"the weights": memory.weights, **memory.stages, "on the device at most": memory.device}.items():
+        table.add_row(what, f"{size / 1e9:.2f}")
+    table.add_row("on the host", f"{memory.host / 1e9:.2f}")
+    Console().print(table)
+
+
 def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callable[[str], list[int]] | None]:
     """The model and, if some text is plain, its tokenizer's `encode`."""
+    from xsake.model import load_pretrained, load_tokenizer, open_model
+
+    file, kind = open_model(model), _dtype(dtype)
+    encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
+    return load_pretrained(file, dtype=kind, param_dtype=kind), encode
+
+
+def _dtype(name: str | None) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from xsake.model import load_pretrained, load_tokenizer, open_model
-
     kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in kinds:
-        raise ValueError(f"{dtype=} must be float32 or bfloat16")
-    file = open_model(model)
-    encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
-    return load_pretrained(file, dtype=kinds[dtype], param_dtype=kinds[dtype]), encode
+    if name is None:
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if name not in kinds:
+        raise ValueError(f"dtype={name!r} must be float32 or bfloat16")
+    return kinds[name]
 
 
 def model_name(model: str) -> str:

@@ -1,0 +1,101 @@
+"""HADS in models whose tokens see a window: blocks outside are never chosen, and budgets count those inside."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hads_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_model import TINY, build
+
+from xsake import hads
+from xsake.hads.calibration.block_statistics import block_statistics
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.model import HadsBudget, generate
+
+WINDOW, BLOCK, LENGTH = 70, 16, 203
+PROFILE = dataclasses.replace(case.random_profile(layers=1, head_dim=16), window=WINDOW)
+GRID = PROFILE.grid(LENGTH)
+
+
+def visible(length: int, window: int) -> np.ndarray:
+    """bool[T, T]: the query sees the key."""
+    back = np.arange(length)[:, None] - np.arange(length)
+    return (back >= 0) & (back < window)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 18, 70, 203, 500])
+def test_the_grid_has_the_blocks_of_visible_tokens(window: int):
+    grid = CausalGrid(LENGTH, BLOCK, window=window)
+    tokens = np.zeros((grid.side * BLOCK,) * 2, bool)
+    tokens[:LENGTH, :LENGTH] = visible(LENGTH, window)
+    tiles = tokens.reshape(grid.side, BLOCK, grid.side, BLOCK)
+    np.testing.assert_array_equal(grid.causal(), tiles.any((1, 3)))
+    np.testing.assert_array_equal(grid.full(), tiles.all((1, 3)))
+    assert grid.blocks == grid.causal().sum()
+    assert not (grid.forced() & ~grid.causal()).any()
+
+
+def test_statistics_are_those_of_dense_weights_in_the_window():
+    query, key = case.random_inputs(1, LENGTH, PROFILE)
+    stats = jax.jit(lambda q, k: block_statistics(q, k, block=BLOCK, window=WINDOW))(query, key)
+    logits = np.einsum("bthd,bshd->bhts", np.float64(query), np.repeat(np.float64(key), 2, 2)) / 4
+    weights = case.softmax(np.where(visible(LENGTH, WINDOW), logits, -np.inf))
+    starts = np.arange(0, LENGTH, BLOCK)
+    sums = np.add.reduceat(np.add.reduceat(weights, starts, -1), starts, -2)
+    np.testing.assert_allclose(stats.mass, sums / np.minimum(BLOCK, LENGTH - starts)[:, None], rtol=2e-5, atol=1e-7)
+
+
+def test_a_mask_keeps_an_exact_number_of_blocks_inside_the_window():
+    query, key = case.random_inputs(2, LENGTH, PROFILE)
+    mask = jax.jit(lambda q, k: hads.select(q, k, PROFILE, 0.7, layer=0, transpose=False))(query, key)
+    blocks = np.asarray(mask.to_blocks())
+    assert blocks.sum() == round(0.7 * 4 * GRID.blocks) and not (blocks & ~GRID.causal()).any()
+    assert mask.is_causal and mask.local_window_size == (WINDOW - 1, 0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(config=dataclasses.replace(TINY, layers=1, window=WINDOW))
+
+
+PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, LENGTH))]
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 128])
+def test_all_blocks_of_the_window_are_dense_attention(model, chunk):
+    """In a prompt that is read whole or in chunks, and in the tokens that follow it."""
+    dense = generate(model, PROMPTS, max_new_tokens=4)
+    assert generate(model, PROMPTS, max_new_tokens=4, hads=HadsBudget(PROFILE, 1.0, decode=1.0), chunk=chunk) == dense
+
+
+def test_profiles_of_other_windows_are_refused(model, tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    again = hads.HadsProfile.load(tmp_path / "profile.json")
+    assert again.window == WINDOW and again.grid(LENGTH) == GRID
+    other = dataclasses.replace(PROFILE, window=None)
+    with pytest.raises(ValueError, match="a window of 70 tokens, and the profile of 'random' was made for no window"):
+        generate(model, PROMPTS, max_new_tokens=1, hads=HadsBudget(other, 1.0))
+    short = [PROMPTS[0][:68]]
+    with pytest.raises(ValueError, match="which matters at 72 tokens"):
+        generate(model, short, max_new_tokens=4, hads=HadsBudget(other, 1.0, decode=1.0))
+    some = build(config=dataclasses.replace(TINY, window=WINDOW, window_from=1))
+    with pytest.raises(NotImplementedError, match="only the layers from 1 on have a window of 70 tokens"):
+        generate(some, PROMPTS, max_new_tokens=1, hads=HadsBudget(case.random_profile(head_dim=16), 1.0))
+    with pytest.raises(NotImplementedError, match="a window of 70 tokens in some layers, which is not modelled here"):
+        hads.calibrate(some, np.zeros((1, 160), np.int32), name="tiny", block=16)
+
+
+@pytest.mark.slow
+def test_a_windowed_model_is_calibrated_beyond_its_window(model):
+    tokens = np.random.default_rng(0).integers(512, size=(2, LENGTH))
+    profile = hads.calibrate(model, tokens, name="tiny", block=BLOCK, steps=10)
+    assert profile.window == WINDOW and (profile.head_shares <= 1).all()
+    run = nnx.jit(lambda model, mask_fn: model(jnp.asarray(tokens), mask_fn=mask_fn))
+    dense = nnx.jit(lambda model: model(jnp.asarray(tokens)))(model)
+    all_blocks = run(model, hads.HadsMask.of(profile, 1.0, LENGTH))
+    np.testing.assert_allclose(all_blocks, dense, atol=1e-3)
