@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
+import xsake
+from xsake._device import platform_of
 from xsake.hads.profile.causal_grid import blocks_back
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
@@ -104,12 +106,41 @@ def forward(
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
             options = {name: value for name, value in step._asdict().items() if name != "tokens"}
             chosen = select_step(query, own, learned[layer], lengths, **options)
+            attend_to = attend_listed if platform_of(query) == "gpu" else attend_blocks
             limits: dict[str, Any] = dict(block_size=step.block, window=step.window)
-            out = attend_blocks(query, keys, cache.values[layer], *chosen, lengths, **limits)
-            return out, (cache, own)
+            return attend_to(query, keys, cache.values[layer], *chosen, lengths, **limits), (cache, own)
 
         x, (cache, own) = block(x, rotation, attend)
         now.append(own)
     logits = model.logits(model.norm(x))
     fits = (places < cache.capacity)[..., None]
     return jnp.where(fits, logits, np.nan), cache.advance(count), tuple(now)
+
+
+def attend_listed(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K D"],
+    kv_head: Int[Array, "B W"],
+    block: Int[Array, "B W"],
+    live: Bool[Array, "B W"],
+    lengths: Int[Array, "B"],
+    *,
+    block_size: int,
+    window: int | None = None,
+) -> Float[Array, "B T H D"]:
+    """As `attend_blocks`, but nothing is gathered: the list becomes a mask, and kernels read the blocks where they are.
+
+    Keys past a sequence's length must be finite.
+    """
+    b, tokens = query.shape[:2]
+    slots, groups = key.shape[1:3]
+    blocks = -(-slots // block_size)
+    listed = jnp.zeros((b, groups, 1, blocks), bool)
+    listed = listed.at[jnp.arange(b)[:, None], kv_head, 0, block].max(live)
+    sizes: dict[str, Any] = dict(block_q=64, block_kv=block_size, q_len=tokens, kv_len=slots)
+    mask = xsake.BlockMask.from_blocks(listed, **sizes, capacity=min(block.shape[1], blocks), transpose=False)
+    last = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+    positions = last, jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (b, slots))
+    reach = None if window is None else (window - 1, 0)
+    return xsake.attention(query, key, value, mask, is_causal=True, positions=positions, local_window_size=reach)

@@ -20,6 +20,7 @@ from xsake.hads.selection.step import select_step, step_count
 from xsake.kernels_xla_ref.gathered import attend_blocks
 from xsake.model import HadsBudget, KVCache, generate, sparse_decode
 from xsake.model.prefill import read_prompts
+from xsake.model.sparse_decode import attend_listed
 
 PROFILE = case.random_profile(head_dim=16)
 BLOCK, CAPACITY, LENGTHS = PROFILE.block, 320, np.array([301, 190], np.int32)
@@ -94,6 +95,18 @@ def test_gathered_attention_is_attention_to_the_listed_blocks(inputs, pooled):
             logits = np.float64(key[row, at, head // 2]) @ np.float64(query[row, 0, head]) / 4
             p = np.exp(logits - logits.max())
             np.testing.assert_allclose(out[row, 0, head], p @ value[row, at, head // 2] / p.sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_list_as_a_mask_is_attended_as_gathered(inputs, pooled):
+    query, key, value = inputs
+    chosen = chosen_of(query, pooled, LENGTHS, budget=0.4, room=24)
+    given = (query, key, value, *chosen, jnp.asarray(LENGTHS))
+    for window in (None, 100):
+        gathered, listed = (
+            jax.jit(partial(attend, block_size=BLOCK, window=window))(*given)
+            for attend in (attend_blocks, attend_listed)
+        )
+        np.testing.assert_allclose(listed, gathered, rtol=1e-4, atol=1e-5)
 
 
 def test_pooled_keys_follow_the_cache(inputs):
