@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import xsake
 from benchmarks import record
 from benchmarks.hads.compile_ahead import compile_calibration, compile_evaluation
-from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, PUBLISHED
+from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, RIVALS
 from benchmarks.hads.pretrained import attention_16, join
 from benchmarks.hads.settings import BUDGETS, FIRST, Settings
 from benchmarks.hads.stages import STAGES
@@ -94,7 +94,7 @@ def main() -> None:
     if "calibrate" in stages:
         compile_calibration(study)
     if set(stages) - {"calibrate"}:
-        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *PUBLISHED]))
+        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *RIVALS]))
     for name, stage in STAGES.items():
         if name in stages and not study.stop():
             study.say(f"-- {name}")

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.hads import v1
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
-from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, PUBLISHED, STRENGTHENED
+from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
 from benchmarks.hads.settings import FIRST, TASK_METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
@@ -71,11 +71,11 @@ def first(study: Study) -> None:
 def screen(study: Study) -> None:
     """Every method on some texts, and the data for the pictures of heads and of one mask."""
     s = study.settings
-    names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *PUBLISHED])
+    names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *RIVALS])
     texts = study.read(EVALUATION, s.screened // len(EVALUATION))
     if study.evaluate(texts, names, s.budgets):
-        # Above, rivals have our division among layers, which makes them stronger. As published, they have none.
-        best = ["hads", "oracle_top_k", *study.best_rivals(among=PUBLISHED)]
+        # Above, rivals are lent our division among layers, which makes them stronger. Their papers have none.
+        best = ["hads", "oracle_top_k", *study.best_rivals(among=RIVALS)]
         study.evaluate(texts, study.wanted(best), s.budgets, layers="uniform")
     study.report()
     if not study.stop():
@@ -117,13 +117,14 @@ def seed(study: Study) -> None:
 
 
 def full(study: Study) -> None:
-    """HADS, the three best rivals and the oracles on all texts.
+    """HADS, its two nearest kin, the three best rivals and the oracles on all texts.
 
     The outer loop is over batches of texts, so that a run that is cut off has whole batches.
     """
     best = study.best_rivals()
     texts = study.read(EVALUATION, study.settings.sequences)
-    done = study.evaluate(texts, study.wanted(["hads", *best]), study.settings.budgets)
+    ours = ["hads", "hads_group", "hads_shares_top_k+forced"]
+    done = study.evaluate(texts, study.wanted([*ours, *best]), study.settings.budgets)
     done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "oracle_gain"]), study.settings.budgets)
     study.report()
     study.say("all texts are read" if done else "not all texts are read: run again")

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.hads import v1
-from benchmarks.hads.methods import METHODS, PUBLISHED, STRENGTHENED
+from benchmarks.hads.methods import METHODS, RIVALS, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
 from benchmarks.hads.table import lines_of
@@ -24,7 +24,7 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import as_json, retention, summarise
+from xsake.hads.study.summary import as_json, layer_division, retention, summarise
 from xsake.hads.study.texts import Text, load_texts
 
 
@@ -127,7 +127,7 @@ class Study:
             stop=self.stop,
         )
 
-    def best_rivals(self, count: int = 3, among: Collection[str] = (*PUBLISHED, *STRENGTHENED)) -> list[str]:
+    def best_rivals(self, count: int = 3, among: Collection[str] = (*RIVALS, *STRENGTHENED)) -> list[str]:
         """The `count` best methods by the mean over budgets of the logarithm of KL, on the screened texts."""
         logs: dict[str, list[float]] = defaultdict(list)
         for row in summarise(self.records):
@@ -141,6 +141,7 @@ class Study:
         """Write the summary of all records, and unless `quiet` print its table."""
         rows = summarise(self.records)
         found = {"environment": record.environment()} | as_json(self.about(), rows, retention(self.records))
+        found |= {"layer_division": layer_division(self.records)}
         _atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)
