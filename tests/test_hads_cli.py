@@ -75,7 +75,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     code, said = run("evaluate", tokens, *other, "--model", "another.gguf")
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
-    assert code == 1 and "unknown ['nonsense']; groups are short, ours, published" in said
+    assert code == 1 and "unknown ['nonsense']; groups are short, ours, rivals" in said
 
 
 def test_texts(tokens: Path, tmp_path: Path):

@@ -165,9 +165,9 @@ def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("empty_registry")
-def test_a_rival_is_registered_as_published_and_with_forced_blocks():
+def test_a_rival_is_registered_with_and_without_forced_blocks():
     register_rival("nearest", lambda layer: layer.everywhere(-layer.grid.distance()))
-    assert registry.GROUPS == {"published": ["nearest"], "forced": ["nearest+forced"]}
+    assert registry.GROUPS == {"rivals": ["nearest"], "forced": ["nearest+forced"]}
     plain, forced = registry.METHODS["nearest"], registry.METHODS["nearest+forced"]
     assert plain.program is forced.program and not plain.forced and forced.forced  # one compiled program for both
     run = jax.jit(lambda q, k, forced: plain.program(Layer(q, k, GRID, 1, 400, PROFILE, with_forced=forced)))
@@ -194,9 +194,7 @@ def test_names_are_registered_once():
 def test_groups():
     assert expand("oracles, hads")[-1] == "hads" and "oracle_gain" in expand("oracles")
     assert expand("short") == methods.GROUPS["short"] and set(methods.GROUPS["short"]) <= set(methods.METHODS)
-    with pytest.raises(
-        ValueError, match=r"unknown \['odd'\]; groups are short, ours, published, .*; methods are hads, "
-    ):
+    with pytest.raises(ValueError, match=r"unknown \['odd'\]; groups are short, ours, rivals, .*; methods are hads, "):
         expand("hads,odd")
     with pytest.raises(ValueError, match="no method is named; groups are short"):
         expand(" , ")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.hads import ablations, patterns, published, scores, v1
-from benchmarks.hads.methods import ABLATIONS, METHODS, PUBLISHED, STRENGTHENED
+from benchmarks.hads import ablations, patterns, rivals, scores, v1
+from benchmarks.hads.methods import ABLATIONS, METHODS, RIVALS, STRENGTHENED
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
@@ -38,7 +38,8 @@ SHIPPED = (
     methods.x_attention_16,
     methods.flash_prefill,
 )
-PRIORITIES = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *published.METHODS, *v1.METHODS)}
+_RIVALS = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *rivals.METHODS)}
+PRIORITIES = _RIVALS | {own.__name__: own for own in (*ablations.BY_PRIORITY, *v1.METHODS)}
 
 
 @cache
@@ -55,10 +56,10 @@ def v1_profile() -> v1.V1Profile:
 
 
 def test_every_rival_is_registered_in_both_forms():
-    assert set(PUBLISHED) == set(PRIORITIES)
-    assert set(STRENGTHENED) == {f"{name}+forced" for name in PRIORITIES}
+    assert set(RIVALS) == set(_RIVALS)
+    assert set(STRENGTHENED) == {f"{name}+forced" for name in _RIVALS}
     assert {name for name in METHODS if name.startswith("hads_v1")} == v1.NAMES
-    assert {*PUBLISHED, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
+    assert {*RIVALS, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def test_ablations_keep_exactly_their_count():
     def run(masks, query, key):
         return {name: mask.blocks(1, query, key) for name, mask in masks.items()}
 
-    masks = {name: MethodMask.of(name, PROFILE, [300, 301]) for name in ABLATIONS}
+    masks = {name: MethodMask.of(name, PROFILE, [300, 301]) for name in ablations.ABLATIONS}
     for name, blocks in jax.device_get(run(masks, *map(jnp.asarray, inputs()))).items():
         assert blocks.sum((1, 2, 3)).tolist() == [301, 301], name
         assert blocks[..., case.forced_blocks(16)].all(), name

@@ -125,6 +125,7 @@ def _line(text: Text, method: str, budget: float, layers: str, density: float, o
         "sequence": text.name,
         "domain": text.domain,
         "digest": text.digest,
+        "document": text.document or text.name,
         "method": method,
         "budget": budget,
         "layers": layers,

@@ -43,12 +43,14 @@ def register(name: str, method: Method, *, group: str) -> None:
     GROUPS.setdefault(group, []).append(name)
 
 
-def register_rival(name: str, priority: Callable[[Layer], Priority]) -> None:
-    """Register the method that keeps the blocks of highest priority, in two forms: `name` in the group "published", and
-    `name+forced`, with HADS's forced blocks always kept, in the group "forced"."""
+def register_rival(
+    name: str, priority: Callable[[Layer], Priority], groups: tuple[str, str] = ("rivals", "forced")
+) -> None:
+    """Register the method that keeps the blocks of highest priority, in two forms: `name` in the first of the groups,
+    and `name+forced`, with HADS's forced blocks always kept, in the second."""
     program = partial(_by_priority, priority)
-    register(name, Method(program, forced=False), group="published")
-    register(f"{name}+forced", Method(program), group="forced")
+    register(name, Method(program, forced=False), group=groups[0])
+    register(f"{name}+forced", Method(program), group=groups[1])
 
 
 def _by_priority(priority: Callable[[Layer], Priority], x: Layer) -> Blocks:
