@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from flax import nnx
 
 from xsake.hads import HadsMask
 from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.profile.fingerprint import digest, fingerprint, knows_runs, shared
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.bootstrap import holm, paired_difference
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import evaluate
@@ -110,6 +113,24 @@ def test_evaluation_records_each_sequence_and_goes_on_where_it_stopped(model: Tr
         run([*TEXTS, Text("short", "numbers", TOKENS[0, :100])])
     with pytest.raises(ValueError, match='must be "profile" or "uniform"'):
         run(TEXTS, layers="equal")
+
+
+def test_texts_of_the_calibration_are_refused_shifted_and_in_part(model: Transformer, tmp_path: Path):
+    rng = np.random.default_rng(1)
+    seen, other = rng.integers(0, 512, (2, 3000)).astype(np.int32)
+    known = dataclasses.replace(PROFILE, digests=(fingerprint(seen), "0123456789abcdef"))
+    assert shared(other, known.digests) == 0 and not knows_runs(known.digests) and knows_runs(known.digests[:1])
+    assert shared(seen[:16], [digest(seen[:16])]) == 1 and shared(seen[1:17], [digest(seen[:16])]) == 0
+    assert shared(seen, ()) == 0 and shared(seen[:3], known.digests) == 0
+    path = tmp_path / "profile.json"
+    known.save(path)
+    assert HadsProfile.load(path).digests == known.digests
+
+    mixed = np.concatenate([other[:800], seen[900:1100]])
+    for tokens, share in ((seen[37:1037], "100%"), (mixed, "1.%|2.%")):
+        with pytest.raises(ValueError, match=rf"calibrated on a text \(({share}) of it\): evaluate on other texts"):
+            text = Text("a text", "numbers", tokens)
+            evaluate(model, known, [text], methods=["hads"], budgets=[0.6], records=Records(tmp_path / "r", ABOUT))
 
 
 def test_damaged_records(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.fingerprint import fingerprint
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
@@ -102,16 +102,11 @@ def calibrate(
         block=block,
         length=length,
         kv_heads=layers[0].pooled.key.shape[1],
-        digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
+        digests=tuple(fingerprint(sequence) for sequence in np.asarray(tokens)),
         rule=rule,
     )
     profile.check()
     return profile
-
-
-def digest(tokens: np.ndarray) -> str:
-    """A short name made from a sequence's tokens."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 def _stack(observations: list[Observation]) -> Observation:

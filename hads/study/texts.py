@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xsake.hads.calibration.calibrate import digest
+from xsake.hads.profile.fingerprint import digest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,7 @@ def evaluate(
     with plain_errors():
         import jax.numpy as jnp
 
+        from xsake.hads.profile.fingerprint import knows_runs
         from xsake.hads.profile.profile import HadsProfile
         from xsake.hads.study.evaluation import evaluate
         from xsake.hads.study.groups import expand
@@ -91,6 +92,8 @@ def evaluate(
         name = model_name(model)
         if learned.model != name:
             raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
+        if not knows_runs(learned.digests):
+            print(f"{profile} is of an older version: it recognises its own texts only whole, not parts of them")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
         loaded, encode = _load(model, texts, dtype)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
