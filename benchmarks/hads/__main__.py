@@ -9,7 +9,8 @@ INPUTS holds the model's GGUF file, whole (`*.gguf`) or in pieces (`*.gguf.00`, 
 the next run goes on from there. Needs `gguf`, and neither `tokenizers` nor the command line.
 
 Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
-texts), `screen` (every method on 16 texts), `tasks`, `seed` (the project's first table), `full` (HADS, the three best
+texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the weight of the
+last rows given to every method, and to none), `seed` (the project's first table), `full` (HADS, the three best
 rivals and the oracles on all texts). Programs are compiled side by side while the model is calibrated.
 """
 

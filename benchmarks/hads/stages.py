@@ -10,7 +10,7 @@ from benchmarks import record
 from benchmarks.hads import v1
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
 from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
-from benchmarks.hads.settings import FIRST, TASK_METHODS
+from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, TASK_METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -95,6 +95,22 @@ def tasks(study: Study) -> None:
     study.report(quiet=True)
 
 
+def last_rows(study: Study) -> None:
+    """Tasks and some texts with the weight of the last rows, which HADS's rule alone has, given to every method, and to
+    none."""
+    s = study.settings
+    natural = study.read(EVALUATION, s.screened // len(EVALUATION))
+    asking = study.read([f"{name}-{s.length}" for name in TASKS], s.sequences)
+    names, budgets = study.wanted(LAST_ROWS_METHODS), [b for b in s.task_budgets if b in s.budgets]
+    for setting in ("every", "none"):
+        for texts in (natural, asking):
+            if not study.evaluate(texts, names, budgets, last_rows=setting):
+                return
+        for domain, method, budget, asked, share in sorted(retention(study.records, setting)):
+            study.say(f"{setting:6} {domain:21} {method:22} at {budget:.0%} keeps {share:6.1%} of {asked} answers")
+    study.report(quiet=True)
+
+
 def seed(study: Study) -> None:
     """The project's first table: patterns at their unequal shares of blocks, then all at HADS's share; with times."""
     s = study.settings
@@ -131,5 +147,5 @@ def full(study: Study) -> None:
 
 
 STAGES: dict[str, Callable[[Study], None]] = {
-    stage.__name__: stage for stage in (calibrate, first, screen, tasks, seed, full)
+    stage.__name__: stage for stage in (calibrate, first, screen, tasks, last_rows, seed, full)
 }

@@ -18,13 +18,14 @@ from benchmarks.hads import v1
 from benchmarks.hads.methods import METHODS, RIVALS, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
+from benchmarks.hads.summaries import extras
 from benchmarks.hads.table import lines_of
 from xsake import _atomic
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import as_json, layer_division, retention, summarise
+from xsake.hads.study.summary import as_json, retention, summarise
 from xsake.hads.study.texts import Text, load_texts
 
 
@@ -100,7 +101,12 @@ class Study:
     # -- what stages do ------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, texts: Sequence[Text], methods: Sequence[str], budgets: Sequence[float], layers: str = "profile"
+        self,
+        texts: Sequence[Text],
+        methods: Sequence[str],
+        budgets: Sequence[float],
+        layers: str = "profile",
+        last_rows: str = "own",
     ) -> bool:
         """Budget by budget, methods in the order given; True if all was done."""
         s = self.settings
@@ -121,6 +127,7 @@ class Study:
             records=self.records,
             batch=min(s.batch, len(texts)),
             layers=layers,
+            last_rows=last_rows,
             attention_dtype=s.attention_dtype,
             knowledge=self.knowledge(methods),
             progress=report,
@@ -141,7 +148,7 @@ class Study:
         """Write the summary of all records, and unless `quiet` print its table."""
         rows = summarise(self.records)
         found = {"environment": record.environment()} | as_json(self.about(), rows, retention(self.records))
-        found |= {"layer_division": layer_division(self.records)}
+        found |= extras(self.records)
         _atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)

@@ -42,9 +42,20 @@ def main() -> None:
         about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
         lines = list(with_documents(lines, documents))
         found = {"environment": json.loads(path.read_text())["environment"]}
-        found |= as_json(about, summarise(lines), retention(lines)) | {"layer_division": layer_division(lines)}
+        found |= as_json(about, summarise(lines), retention(lines)) | extras(lines)
         _atomic.write_text(path, json.dumps(found, indent=1) + "\n")
         print(path.name, len(lines), "lines")
+
+
+def extras(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What a summary of this study has beyond `as_json`: what the division among layers is worth, and the results with
+    the weight of the last rows given to every method and to none, if these were run."""
+    lines, found = list(lines), {}
+    for last_rows in ("every", "none"):
+        if rows := summarise(lines, last_rows=last_rows):
+            whole = as_json({}, rows, retention(lines, last_rows))
+            found[last_rows] = {name: whole[name] for name in ("methods", "tasks")}
+    return {"layer_division": layer_division(lines), "last_rows": found}
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,4 +1,5 @@
-"""The texts of the HADS study, as tokens of a model: eight domains out of Debian packages, and three tasks.
+"""The texts of the HADS study, as tokens of a model: eight domains out of Debian packages, and three tasks, each
+asked at the end and in the middle.
 
     mkdir packages && cd packages
     apt-get download linux-doc-6.1 perl-doc git-doc postgresql-doc-15 python3.11-doc libpython3.11-stdlib anarchism

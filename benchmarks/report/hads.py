@@ -79,6 +79,7 @@ def study(run: dict[str, Any]) -> str:
             *lent(run, budgets),
             f"- {origin(run)}",
             *answers(run["tasks"]),
+            *last_rows(run),
         ]
     )
 
@@ -191,22 +192,45 @@ def answers(tasks: Sequence[Row]) -> list[str]:
     """The share that each method keeps of the answers that the dense model gets right."""
     if not tasks:
         return []
+    middle = [t for t in tasks if "_middle" in t["domain"]]
+    if middle and len(middle) < len(tasks):
+        return [*answers([t for t in tasks if t not in middle]), *answers(middle)]
     budgets = sorted({t["budget"] for t in tasks})
     names = list(dict.fromkeys(t["domain"] for t in tasks))
+    where = "in the middle of the text" if middle else "at the end of the text"
     by = {(t["method"], t["domain"], t["budget"]): t["retention"] for t in tasks}
     asked = {t["domain"]: t["asked"] for t in tasks}
-    heads = [f"{name.split('-')[0]} at {b:.0%}" for name in names for b in budgets]
-    counts = ", ".join(f"{name.split('-')[0]}: {asked[name]}" for name in names)
+    words = {name: name.split("-")[0].removesuffix("_middle") for name in names}
+    heads = [f"{words[name]} at {b:.0%}" for name in names for b in budgets]
+    counts = ", ".join(f"{words[name]}: {asked[name]}" for name in names)
     cells = [
         [title(method), *(f"{by[method, name, b]:.0%}" for name in names for b in budgets)]
         for method in dict.fromkeys(t["method"] for t in tasks)
     ]
     return [
         "",
-        f"Share kept of the answers that the dense model gets right ({counts}):",
+        f"Share kept of the answers that the dense model gets right, asked {where} ({counts}):",
         "",
         *table(["method", *heads], cells),
     ]
+
+
+def last_rows(run: dict[str, Any]) -> list[str]:
+    """KL and answers with the weight of the last rows given to every method, and to none, where this was run."""
+    settings = {"every": "every method (a rival's last rows keep as many blocks as HADS's)", "none": "no method"}
+    lines = []
+    for setting, found in run.get("last_rows", {}).items():
+        by = {(r["method"], r["budget"]): r for r in found["methods"] if r["layers"] == "profile"}
+        budgets = sorted({budget for _, budget in by})
+        names = ranked(list(by.values()), {name for name, _ in by})
+        cells = [[title(name), *(cell(by.get((name, b))) for b in budgets)] for name in names]
+        lines += [
+            "",
+            f"With the weight of the last rows given to {settings[setting]}, KL and perplexity over dense:",
+            "",
+        ]
+        lines += [*table(["method", *(f"{b:.0%}" for b in budgets)], cells), *answers(found["tasks"])]
+    return lines
 
 
 def first_table() -> str:

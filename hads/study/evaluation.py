@@ -37,6 +37,7 @@ def evaluate(
     records: Records,
     batch: int = 1,
     layers: str = "profile",
+    last_rows: str = "own",
     attention_dtype: Any = None,
     knowledge: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -54,6 +55,7 @@ def evaluate(
       batch: sequences at a time.
       layers: how a budget is divided among layers: "profile" by the profile's table, the same for every method, or
         "uniform".
+      last_rows: which methods give the last rows of blocks more weight: "own", "every" or "none" (`MethodMask`).
       attention_dtype: queries, keys and values are rounded to this dtype, in the dense model too.
       knowledge: by a method's name, what the method must know of the model beyond the profile (`Layer.knowledge`).
       progress: called as progress(what, done, of).
@@ -87,7 +89,12 @@ def evaluate(
         some, budget, method, active, compared = waiting
         compared, density = jax.device_get(compared), np.asarray(active).sum((0, 2)) / total
         records.add(
-            _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
+            _line(
+                text,
+                (method, budget, layers, last_rows),
+                float(density[n]),
+                jax.tree.map(lambda x, n=n: x[n], compared),
+            )
             for n, text in enumerate(some)
         )
 
@@ -98,7 +105,7 @@ def evaluate(
         left = [
             (budget, method)
             for budget, method in work
-            if any((text.name, method, budget, layers) not in records for text in some)
+            if any((text.name, method, budget, layers, last_rows) not in records for text in some)
         ]
         if not left:
             continue
@@ -110,7 +117,9 @@ def evaluate(
                 finish(waiting)
                 return False
             report(f"{method} at {budget:.0%}", first, len(texts))
-            mask_fn = MethodMask.of(method, on_device, counts[budget], knowledge=beyond.get(method))
+            mask_fn = MethodMask.of(
+                method, on_device, counts[budget], knowledge=beyond.get(method), last_rows=last_rows
+            )
             sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype)
             compared = compare(model, dense, sparse, tokens)
             finish(waiting)
@@ -125,16 +134,14 @@ def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np
     return uniform_counts(profile.layers, profile.q_heads, budget, profile.grid(length))
 
 
-def _line(text: Text, method: str, budget: float, layers: str, density: float, one: Compared) -> dict[str, Any]:
+def _line(text: Text, case: tuple[str, float, str, str], density: float, one: Compared) -> dict[str, Any]:
     divergence = np.asarray(one.divergence, np.float64)
     return {
         "sequence": text.name,
         "domain": text.domain,
         "digest": text.digest,
         "document": text.document or text.name,
-        "method": method,
-        "budget": budget,
-        "layers": layers,
+        **dict(zip(("method", "budget", "layers", "last_rows"), case, strict=True)),
         "density": density,
         "kl": float(divergence.mean()),
         "kl_p99": float(np.quantile(divergence, 0.99)),

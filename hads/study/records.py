@@ -10,7 +10,8 @@ from typing import Any
 
 from xsake import _atomic
 
-KEY = ("sequence", "method", "budget", "layers")
+KEY = ("sequence", "method", "budget", "layers", "last_rows")
+OLDER = {"last_rows": "own"}  # what a line means that does not say it
 
 
 class Records:
@@ -79,4 +80,4 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _key(line: dict[str, Any]) -> tuple:
-    return tuple(line[name] for name in KEY)
+    return tuple((OLDER | line)[name] for name in KEY)

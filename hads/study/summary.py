@@ -30,13 +30,18 @@ class Summary(NamedTuple):
     loss_against: Difference | None = None  # loss (log perplexity) of HADS minus this method's, on the same sequences
 
 
-def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[Summary]:
+def with_last_rows(lines: Iterable[dict[str, Any]], last_rows: str) -> list[dict[str, Any]]:
+    """The lines of one setting of `MethodMask.last_rows`; lines of older records, which do not name it, are "own"."""
+    return [line for line in lines if line.get("last_rows", "own") == last_rows]
+
+
+def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads", last_rows: str = "own") -> list[Summary]:
     """One row for each method, budget and division among layers, best KL first within a budget.
 
     A method is compared with `reference` at the same budget and division, on the sequences that both have read.
     """
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for line in lines:
+    for line in with_last_rows(lines, last_rows):
         if "asked" in line:  # a text that asks something is not natural text
             continue
         groups[line["budget"], line["layers"], line["method"]][line["sequence"]] = line
@@ -87,10 +92,10 @@ def _differences(row: Summary) -> dict[str, Difference | None]:
     return {"against": row.against, "loss_against": row.loss_against}
 
 
-def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, int, float]]:
+def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
     """(domain, method, budget, items that the dense model answers, share of these that the sparse one answers)."""
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for line in lines:
+    for line in with_last_rows(lines, last_rows):
         if "asked" in line:
             one = sums[line["domain"], line["method"], line["budget"]]
             one[0] += line["dense_right"]
@@ -102,7 +107,7 @@ def layer_division(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """KL with the profile's division of the budget among layers and with equal shares, on the sequences that have both:
     one entry per method and budget."""
     found: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for line in lines:
+    for line in with_last_rows(lines, "own"):
         if "asked" not in line:
             found[line["method"], line["budget"]][line["sequence"]][line["layers"]] = line["kl"]
     made = []
