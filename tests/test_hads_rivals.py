@@ -154,6 +154,14 @@ def test_every_rival_keeps_exactly_its_count(name: str, priorities: dict):
         assert kept[..., case.forced_blocks(16)].all()
 
 
+def test_no_rival_leaves_a_row_without_a_key():
+    names = ("blasst", "sparge")
+    masks = {name: MethodMask.of(name, PROFILE, [64, 70]) for name in names}  # 4 heads with 16 rows each
+    run = jax.jit(lambda masks, q, k: {name: mask.blocks(1, q, k) for name, mask in masks.items()})
+    for name, blocks in jax.device_get(run(masks, *map(jnp.asarray, inputs()))).items():
+        assert blocks[..., np.eye(16, dtype=bool)].all() and blocks.sum((1, 2, 3)).tolist() == [70, 70], name
+
+
 @pytest.mark.slow
 def test_fixed_patterns_are_what_they_are_called(priorities: dict):
     def kept(name: str, share: float) -> np.ndarray:

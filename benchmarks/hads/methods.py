@@ -21,4 +21,8 @@ OURS, ORACLES, ABLATIONS = (tuple(GROUPS[group]) for group in ("ours", "oracles"
 RIVALS = tuple(GROUPS["rivals"])
 STRENGTHENED = tuple(GROUPS["forced"])  # the rivals with HADS's forced blocks
 
-__all__ = ["ABLATIONS", "METHODS", "ORACLES", "OURS", "RIVALS", "STRENGTHENED"]
+# Records of rivals of another version are not continued. 2: every rival keeps the diagonal block, and `sparge` has the
+# similarity threshold of its public code.
+RIVALS_VERSION = 2
+
+__all__ = ["ABLATIONS", "METHODS", "ORACLES", "OURS", "RIVALS", "RIVALS_VERSION", "STRENGTHENED"]

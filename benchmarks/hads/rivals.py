@@ -54,11 +54,12 @@ def flex_prefill(x: Layer) -> Priority:
 
 def sparge(x: Layer) -> Priority:
     """SpargeAttention: a given share of the mean-pooled map in every row. A block whose queries or keys differ too much
-    among themselves (mean cosine below 0.6) has no pooled score and comes first, nearer blocks before farther ones."""
+    among themselves (mean cosine below 0.1, the default of its public code; its paper searches one per head) has no
+    pooled score and comes first, nearer blocks before farther ones."""
     share = ranking.constant_share(scores.mean_shares(x.query, x.key, x.grid))
     group = x.query.shape[2] // x.key.shape[2]
-    unlike_query = scores.self_similarity(x.query, x.grid)[..., :, None] < 0.6
-    unlike_key = jnp.repeat(scores.self_similarity(x.key, x.grid), group, 1)[..., None, :] < 0.6
+    unlike_query = scores.self_similarity(x.query, x.grid)[..., :, None] < 0.1
+    unlike_key = jnp.repeat(scores.self_similarity(x.key, x.grid), group, 1)[..., None, :] < 0.1
     nearness = x.everywhere(2.0 - x.grid.distance() / x.grid.side)
     return jnp.where(unlike_query | unlike_key, nearness, share)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.hads import v1
-from benchmarks.hads.methods import METHODS, RIVALS, STRENGTHENED
+from benchmarks.hads.methods import METHODS, RIVALS, RIVALS_VERSION, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
 from benchmarks.hads.summaries import extras
@@ -96,6 +96,7 @@ class Study:
             "block": s.block,
             "dtype": jnp.dtype(self.model.dtype).name,
             "attention_dtype": dtype,
+            "rivals": RIVALS_VERSION,
         }
 
     # -- what stages do ------------------------------------------------------------------------------------------------

@@ -17,13 +17,28 @@ ALWAYS = ("sink_window", "oracle_top_k", "oracle_gain")
 KIN = ("hads_group", "hads_shares_top_k+forced")  # HADS with something taken away
 NAMES = {
     "ada_kv": "our block-level AdaKV",
+    "big_bird": "BigBird's pattern",
+    "blasst": "our block-level BLASST",
+    "cobs": "our block-level COBS",
+    "duo": "our block-level DuoAttention",
+    "entropy_infer": "our block-level EntropyInfer",
+    "flex_prefill": "our block-level FlexPrefill",
     "flash_prefill": "our block-level FlashPrefill",
     "hads_group": "HADS, one mask per K/V head",
     "hads_shares_top_k": "ablation of HADS: its head shares, mean-pooled top-k",
+    "hads_v1": "HADS, first idea",
+    "hads_v1_random": "HADS, first idea, random blocks",
+    "longformer": "Longformer's pattern",
     "mean_top_k": "mean-pooled top-k",
     "oracle_gain": "oracle: true masses, HADS's rule",
     "oracle_top_k": "oracle: true masses, equal numbers for all rows and heads",
+    "power": "our block-level PowerAttention",
+    "prism": "our block-level Prism",
+    "quest": "our block-level Quest",
     "sink_window": "sink + window",
+    "sliding_window": "window",
+    "sparge": "our block-level SpargeAttention",
+    "vertical_slash": "our block-level vertical-slash of MInference",
     "x_attention_16": "our block-level XAttention, stride 16",
     "x_attention_8": "our block-level XAttention, stride 8",
 }
@@ -118,6 +133,8 @@ def facts(
     exceptions = f" Not below 0: {listed(others)}." if others else ""
     surer = [r for r in rivals if is_below(r["loss_against"])]
     worse = [r for r in rivals if r["loss_against"]["low"] is not None and r["loss_against"]["low"] > 0]
+    mended = sorted({plain(name) for name, _ in by if "_older" in name})
+    left_out = f" Not counted, since mended after the run: {'; '.join(mended)}." if mended else ""
     kin = [by[name, b] for name in KIN for b in budgets if (name, b) in by and not is_below(by[name, b]["against"])]
     kin_lost = [by[n, b] for n in KIN for b in budgets if (n, b) in by and by[n, b]["loss_against"]["mean"] > 0]
     names = {r["method"] for r in rivals}
@@ -134,7 +151,7 @@ def facts(
     return [
         f"- {len(names)} rivals (with and without HADS's forced blocks) at {len(budgets)} budgets: the 95% interval of "
         f"HADS's KL minus the rival's KL, paired by text, documents resampled whole, lies below 0 in {len(below)} of "
-        f"{len(rivals)} comparisons.{exceptions}",
+        f"{len(rivals)} comparisons.{exceptions}{left_out}",
         f"- The same for the logarithm of perplexity: below 0 in {len(surer)}, above 0 in {len(worse)}"
         + (f" ({listed(worse)})." if worse else "."),
         *([f"- Of HADS's own kin, KL not surely above HADS's: {listed(kin)}."] if kin else []),
@@ -309,8 +326,9 @@ def bare(name: str) -> str:
 
 def plain(name: str) -> str:
     """A method's name in words."""
-    method = name.removesuffix("+forced")
-    return NAMES.get(method, method) + (" + forced blocks" if name.endswith("+forced") else "")
+    method = name.removesuffix("+forced").removesuffix("_older")
+    version = ", older version" if "_older" in name else ""
+    return NAMES.get(method, method) + version + (" + forced blocks" if name.endswith("+forced") else "")
 
 
 def _longest_first(path: Any) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.methods import METHODS
-from xsake.hads.study.records import Records
+from xsake.hads.study.records import Records, key_of
 from xsake.hads.study.texts import Text
 
 # Licences and other boilerplate are in many texts: different documents of one package shared up to 2.4% of their runs.
@@ -105,7 +105,7 @@ def evaluate(
         left = [
             (budget, method)
             for budget, method in work
-            if any((text.name, method, budget, layers, last_rows) not in records for text in some)
+            if any(key_of(text.name, method, budget, layers, last_rows) not in records for text in some)
         ]
         if not left:
             continue

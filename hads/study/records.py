@@ -10,8 +10,7 @@ from typing import Any
 
 from xsake import _atomic
 
-KEY = ("sequence", "method", "budget", "layers", "last_rows")
-OLDER = {"last_rows": "own"}  # what a line means that does not say it
+KEY = ("sequence", "method", "budget", "layers")
 
 
 class Records:
@@ -79,5 +78,10 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return parsed
 
 
+def key_of(sequence: str, method: str, budget: float, layers: str, last_rows: str = "own") -> tuple:
+    """What tells lines apart: the names of KEY and, if methods do not weigh the last rows as they are, who does."""
+    return sequence, method, budget, layers, *([] if last_rows == "own" else [last_rows])
+
+
 def _key(line: dict[str, Any]) -> tuple:
-    return tuple((OLDER | line)[name] for name in KEY)
+    return key_of(*(line[name] for name in KEY), last_rows=line.get("last_rows", "own"))
