@@ -84,4 +84,5 @@ def key_of(sequence: str, method: str, budget: float, layers: str, last_rows: st
 
 
 def _key(line: dict[str, Any]) -> tuple:
-    return key_of(*(line[name] for name in KEY), last_rows=line.get("last_rows", "own"))
+    sequence, method, budget, layers = (line[name] for name in KEY)
+    return key_of(sequence, method, budget, layers, line.get("last_rows", "own"))
