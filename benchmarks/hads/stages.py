@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1
+from benchmarks.hads import v1, x_heads
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
 from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
 from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, TASK_METHODS
@@ -22,7 +22,7 @@ from xsake.hads.study.summary import retention, summarise
 
 
 def calibrate(study: Study) -> None:
-    """Make the HADS profile and, if HADS-v1 is asked for, its profile; a profile whose file exists is kept."""
+    """Make the HADS profile and what other methods must know, if they are asked for; a file that exists is kept."""
     if study.profile_path.exists():
         study.say(f"{study.profile_path.name} is there")
     else:
@@ -30,6 +30,9 @@ def calibrate(study: Study) -> None:
     if study.wanted(v1.NAMES) and not study.v1_path.exists():
         study.say("measuring the heads for HADS-v1")
         v1.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.v1_path)
+    if study.wanted(x_heads.NAMES) and not study.x_path.exists():
+        study.say("measuring the heads' thresholds for XAttention")
+        x_heads.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.x_path)
 
 
 def _calibrate_hads(study: Study) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1
+from benchmarks.hads import v1, x_heads
 from benchmarks.hads.methods import METHODS, RIVALS, RIVALS_VERSION, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
@@ -52,8 +52,9 @@ class Study:
         out.mkdir(parents=True, exist_ok=True)
         self.profile_path = out / f"profile-{settings}.json"
         self.v1_path = out / f"v1-{settings}.npz"
+        self.x_path = out / f"x-heads-{settings}.npz"
         self.records_path = out / f"records-{settings}.jsonl"
-        for path in (self.profile_path, self.v1_path, self.records_path):
+        for path in (self.profile_path, self.v1_path, self.x_path, self.records_path):
             if earlier is not None and not path.exists() and (earlier / path.name).exists():
                 shutil.copy(earlier / path.name, path)
         self._records: Records | None = None
@@ -76,10 +77,17 @@ class Study:
     def profile(self) -> HadsProfile:
         return HadsProfile.load(_calibrated(self.profile_path))
 
-    def knowledge(self, methods: Iterable[str]) -> dict[str, v1.V1Profile]:
-        """What each of the methods knows beyond the profile: HADS-v1 its own profile, the others nothing."""
-        names = v1.NAMES.intersection(methods)
-        return dict.fromkeys(names, v1.V1Profile.load(_calibrated(self.v1_path))) if names else {}
+    def knowledge(self, methods: Iterable[str]) -> dict[str, Any]:
+        """What each of the methods knows beyond the profile: HADS-v1 its own profile, XAttention per head its
+        thresholds, the others nothing."""
+        wanted, known = set(methods), {}
+        for names, kind, path in (
+            (v1.NAMES, v1.V1Profile, self.v1_path),
+            (x_heads.NAMES, x_heads.Thresholds, self.x_path),
+        ):
+            if mine := names & wanted:
+                known |= dict.fromkeys(mine, kind.load(_calibrated(path)))
+        return known
 
     @property
     def records(self) -> Records:

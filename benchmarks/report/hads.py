@@ -40,6 +40,7 @@ NAMES = {
     "sparge": "our block-level SpargeAttention",
     "vertical_slash": "our block-level vertical-slash of MInference",
     "x_attention_16": "our block-level XAttention, stride 16",
+    "x_attention_8_heads": "our block-level XAttention, stride 8, a threshold per head",
     "x_attention_8": "our block-level XAttention, stride 8",
 }
 
