@@ -22,7 +22,7 @@ def test_older_records_get_present_names_and_documents(tmp_path: Path):
         assert summaries.read(path) == (about, [line | {"method": name} for line in lines])
     found = list(summaries.with_documents([*lines, {"asked": 1}], {"a": "a/one", "b": "a/one"}))
     assert [line.get("document") for line in found] == ["a/one", "a/one", None]
-    with pytest.raises(ValueError, match=r"documents\.json does not know a/1 \(b\)"):
+    with pytest.raises(ValueError, match=r"documents\.tsv does not know a/1 \(b\)"):
         list(summaries.with_documents(lines, {"a": "a/one"}))
 
 

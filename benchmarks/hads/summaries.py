@@ -1,10 +1,10 @@
 """The summaries of recorded runs, made anew from their records.
 
     python -m benchmarks.hads.summaries                      rewrites benchmarks/results/hads/summary-*.json
-    python -m benchmarks.hads.summaries --texts texts.npz    first makes documents.json there
+    python -m benchmarks.hads.summaries --texts texts.npz    first makes documents.tsv there
 
 A summary keeps the environment of its run. Older records do not name the documents of their texts. For these,
-`documents.json` has the document of every text by the digest of its tokens, from the study's texts made anew by
+`documents.tsv` has the document of every text by the digest of its tokens, from the study's texts made anew by
 `benchmarks.hads.texts`: a text is found there only if its tokens are the recorded ones.
 """
 
@@ -43,9 +43,9 @@ def main() -> None:
     texts = parser.parse_args().texts
     if texts is not None:
         found = [one for length in LENGTHS for one in load_texts([texts], length=length, domains=EVALUATION)]
-        named = {"documents": {text.digest: text.document for text in found}}
-        _atomic.write_text(FOLDER / "documents.json", json.dumps(named, indent=1) + "\n")
-    documents = json.loads((FOLDER / "documents.json").read_text())["documents"]
+        rows = {f"{text.digest}\t{text.document}\n" for text in found}
+        _atomic.write_text(FOLDER / "documents.tsv", "".join(sorted(rows)))
+    documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
     for path in sorted(FOLDER.glob("summary-*.json")):
         which = path.stem.removeprefix("summary-")
         about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
@@ -82,7 +82,7 @@ def with_documents(lines: Iterable[dict[str, Any]], documents: dict[str, str]) -
             yield line
             continue
         if line["digest"] not in documents:
-            raise ValueError(f"documents.json does not know {line['sequence']} ({line['digest']})")
+            raise ValueError(f"documents.tsv does not know {line['sequence']} ({line['digest']})")
         yield line | {"document": documents[line["digest"]]}
 
 
