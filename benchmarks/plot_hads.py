@@ -10,7 +10,7 @@ import json
 import numpy as np
 
 from benchmarks.hads import union_picture
-from benchmarks.hads.methods import PUBLISHED, STRENGTHENED
+from benchmarks.hads.methods import RIVALS, STRENGTHENED
 from benchmarks.hads.union_density import MOST
 from benchmarks.report.hads import ALWAYS, FOLDER, budgets_of, ranked
 from xsake.hads.study.bootstrap import Difference
@@ -23,8 +23,11 @@ def main() -> None:
         which = path.stem.removeprefix("summary-")
         run = json.loads(path.read_text())
         rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
-        best = [*ranked(rows, PUBLISHED)[:6], *ranked(rows, STRENGTHENED)[:4]]
-        summaries = [Summary(**r | {"against": r["against"] and Difference(**r["against"])}) for r in rows]
+        best = [*ranked(rows, RIVALS)[:6], *ranked(rows, STRENGTHENED)[:4]]
+        summaries = [
+            Summary(**r | {name: r[name] and Difference(**r[name]) for name in ("against", "loss_against")})
+            for r in rows
+        ]
         answers = [tuple(task.values()) for task in run["tasks"]]
         quality_over_density(summaries, answers, FOLDER / f"quality-{which}.png", ["hads", "hads_v1", *best, *ALWAYS])
         portrait = FOLDER / f"portrait-{which}.npz"

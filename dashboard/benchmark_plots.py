@@ -185,7 +185,7 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     notes = [
         "All methods keep equally many blocks in every layer. The first plot shows HADS, the best oracle, sink and "
         "window, and the six nearest rivals; the table has all methods.",
-        "In the differences, intervals are 95% intervals of a paired bootstrap over texts, not quartiles; below 0, "
+        "In the differences, intervals are 95% intervals of a paired bootstrap over documents, not quartiles; below 0, "
         "HADS is nearer to the dense model.",
     ]
     return _there(made), notes
@@ -196,7 +196,7 @@ def _there(made: list[Plot | None]) -> list[Plot]:
 
 
 def _is_rival(method: str) -> bool:
-    """A published method or a pattern as it is: no variant of HADS, no oracle, no blocks of HADS's forced upon it."""
+    """Our version of another method, or a pattern: no variant of HADS, no oracle, none of HADS's forced blocks."""
     return role(method) == "peer" and not method.endswith("+forced")
 
 

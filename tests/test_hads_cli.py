@@ -81,11 +81,11 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "holds a run of" in said
     other = [*options[:3], tmp_path / "other", *options[4:]]
     code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "calm")
-    assert code == 1 and "the profile was calibrated on ['calm/0']: evaluate on other texts" in said
+    assert code == 1 and "the profile was calibrated on calm/0 (100% of it): evaluate on other texts" in said
     code, said = run("evaluate", tokens, *other, "--model", "another.gguf")
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
-    assert code == 1 and "unknown ['nonsense']; groups are short, ours, published" in said
+    assert code == 1 and "unknown ['nonsense']; groups are short, ours, rivals" in said
 
 
 def test_texts(tokens: Path, tmp_path: Path):

@@ -158,6 +158,21 @@ def test_a_method_is_a_mask_function():
         MethodMask.of("no_such", PROFILE, [300, 301])
 
 
+def test_the_weight_of_the_last_rows_for_every_method_or_for_none():
+    rival = "mean_top_k+forced"
+    cases = (("hads", "own"), ("hads", "none"), (rival, "own"), (rival, "every"))
+    masks = {of: MethodMask.of(of[0], PROFILE, [300, 301], last_rows=of[1]) for of in cases}
+    run = jax.jit(lambda masks, q, k: {of: mask.blocks(1, q, k) for of, mask in masks.items()})
+    kept = jax.device_get(run(masks, *map(jnp.asarray, inputs())))
+    assert all(blocks.sum((1, 2, 3)).tolist() == [301, 301] for blocks in kept.values())
+    assert kept[rival, "every"][..., case.forced_blocks(16)].all()
+    last = {of: blocks[..., -2:, :].sum((1, 2, 3)) for of, blocks in kept.items()}
+    assert (last[rival, "every"] == last["hads", "own"]).all() and (last[rival, "own"] != last["hads", "own"]).any()
+    assert last["hads", "none"].sum() < last["hads", "own"].sum()
+    with pytest.raises(ValueError, match="last_rows='all' must be one of own, every, none"):
+        MethodMask.of("hads", PROFILE, [300, 301], last_rows="all")
+
+
 @pytest.fixture
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "METHODS", {})
@@ -165,9 +180,9 @@ def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("empty_registry")
-def test_a_rival_is_registered_as_published_and_with_forced_blocks():
+def test_a_rival_is_registered_with_and_without_forced_blocks():
     register_rival("nearest", lambda layer: layer.everywhere(-layer.grid.distance()))
-    assert registry.GROUPS == {"published": ["nearest"], "forced": ["nearest+forced"]}
+    assert registry.GROUPS == {"rivals": ["nearest"], "forced": ["nearest+forced"]}
     plain, forced = registry.METHODS["nearest"], registry.METHODS["nearest+forced"]
     assert plain.program is forced.program and not plain.forced and forced.forced  # one compiled program for both
     run = jax.jit(lambda q, k, forced: plain.program(Layer(q, k, GRID, 1, 400, PROFILE, with_forced=forced)))
@@ -194,9 +209,7 @@ def test_names_are_registered_once():
 def test_groups():
     assert expand("oracles, hads")[-1] == "hads" and "oracle_gain" in expand("oracles")
     assert expand("short") == methods.GROUPS["short"] and set(methods.GROUPS["short"]) <= set(methods.METHODS)
-    with pytest.raises(
-        ValueError, match=r"unknown \['odd'\]; groups are short, ours, published, .*; methods are hads, "
-    ):
+    with pytest.raises(ValueError, match=r"unknown \['odd'\]; groups are short, ours, rivals, .*; methods are hads, "):
         expand("hads,odd")
     with pytest.raises(ValueError, match="no method is named; groups are short"):
         expand(" , ")

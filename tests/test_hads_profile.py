@@ -110,6 +110,7 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     refused(json.dumps(good | {"heads": 7}), "damaged")
     refused(json.dumps(good | {"free_shares": [10**400]}), "damaged")
     refused(json.dumps(good | {"digests": "abc"}), "digests a list of strings")
+    refused(json.dumps(good | {"digests": ["0123456789abcdef:***"]}), "fingerprint .* is damaged")
     refused(json.dumps(good | {"model": 3}), "model must be a string")
     refused(json.dumps(good | {"rule": good["rule"] | {"dense_rows": -1}}), "dense_rows=-1 must be an int from 0")
     refused(json.dumps(good | {"rule": good["rule"] | {"own_part": float("nan")}}), "own_part=nan must be a number")

@@ -5,6 +5,7 @@ They are of the benchmarks, not of the package: most of these tests run in `make
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.hads import ablations, patterns, published, scores, v1
-from benchmarks.hads.methods import ABLATIONS, METHODS, PUBLISHED, STRENGTHENED
+from benchmarks.hads import ablations, patterns, rivals, scores, v1, x_heads
+from benchmarks.hads.methods import ABLATIONS, METHODS, RIVALS, STRENGTHENED
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
@@ -26,6 +27,7 @@ from xsake.hads.study import methods
 from xsake.hads.study.layer import Layer
 from xsake.hads.study.layerwise import attend, project
 from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.scores import antidiagonal_shares
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(block=16)
@@ -38,7 +40,8 @@ SHIPPED = (
     methods.x_attention_16,
     methods.flash_prefill,
 )
-PRIORITIES = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *published.METHODS, *v1.METHODS)}
+_RIVALS = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *rivals.METHODS, *x_heads.METHODS)}
+PRIORITIES = _RIVALS | {own.__name__: own for own in (*ablations.BY_PRIORITY, *v1.METHODS)}
 
 
 @cache
@@ -55,10 +58,10 @@ def v1_profile() -> v1.V1Profile:
 
 
 def test_every_rival_is_registered_in_both_forms():
-    assert set(PUBLISHED) == set(PRIORITIES)
-    assert set(STRENGTHENED) == {f"{name}+forced" for name in PRIORITIES}
+    assert set(RIVALS) == set(_RIVALS)
+    assert set(STRENGTHENED) == {f"{name}+forced" for name in _RIVALS}
     assert {name for name in METHODS if name.startswith("hads_v1")} == v1.NAMES
-    assert {*PUBLISHED, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
+    assert {*RIVALS, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +135,10 @@ def priorities() -> dict[str, np.ndarray]:
     @jax.jit
     def run(query, key, profile, number, count):
         layer = Layer(query, key, GRID, number, count, profile, knowledge=v1_profile())
-        return {name: method(layer) for name, method in PRIORITIES.items()}
+        with_thresholds = dataclasses.replace(layer, knowledge=x_heads.Thresholds(jnp.full((2, 4), 0.9)))
+        return {
+            name: method(with_thresholds if name in x_heads.NAMES else layer) for name, method in PRIORITIES.items()
+        }
 
     return run(*map(jnp.asarray, inputs()), PROFILE, 1, 300)
 
@@ -151,6 +157,50 @@ def test_every_rival_keeps_exactly_its_count(name: str, priorities: dict):
             assert kept.sum((1, 2, 3)).tolist() == [count, count]
             assert not kept[..., ~GRID.causal()].any()
         assert kept[..., case.forced_blocks(16)].all()
+
+
+def test_no_rival_leaves_a_row_without_a_key():
+    names = ("blasst", "sparge")
+    masks = {name: MethodMask.of(name, PROFILE, [64, 70]) for name in names}  # 4 heads with 16 rows each
+    run = jax.jit(lambda masks, q, k: {name: mask.blocks(1, q, k) for name, mask in masks.items()})
+    for name, blocks in jax.device_get(run(masks, *map(jnp.asarray, inputs()))).items():
+        assert blocks[..., np.eye(16, dtype=bool)].all() and blocks.sum((1, 2, 3)).tolist() == [70, 70], name
+
+
+def test_thresholds_of_heads(tmp_path: Path):
+    query, key = inputs()
+    got = np.asarray(x_heads.needed(jnp.asarray(query[:1]), jnp.asarray(key[:1]), GRID))
+    starts = np.arange(0, LENGTH, 16)
+    weights = case.dense_weights(query[:1], key[:1])[0]
+    mass = np.add.reduceat(np.add.reduceat(weights, starts, 2), starts, 1) / GRID.sizes[:, None]
+    shares = np.asarray(scores_of_x(jnp.asarray(query[:1]), jnp.asarray(key[:1]))[0], np.float64)
+    wanted = []
+    for h in range(4):
+        rows = []
+        for i in range(16):
+            order = np.argsort(-mass[h, i, : i + 1])
+            fewest = order[: int((np.cumsum(mass[h, i, order]) < 0.9).sum()) + 1]
+            ranked = np.argsort(-shares[h, i, : i + 1])
+            last = max(int(np.flatnonzero(ranked == j)[0]) for j in fewest)
+            rows.append(shares[h, i, ranked[:last]].sum())
+        wanted.append(np.mean(rows))
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+    x_heads.Thresholds(got[None]).save(tmp_path / "x.npz")
+    assert np.array_equal(x_heads.Thresholds.load(tmp_path / "x.npz").share, got[None])
+
+    # At the fitted thresholds, heads keep what their thresholds say.
+    layer = Layer(jnp.asarray(query[:1]), jnp.asarray(key[:1]), GRID, 0, 300, PROFILE)
+    with pytest.raises(ValueError, match=r"needs knowledge=Thresholds\(...\) .*; got None"):
+        x_heads.x_attention_8_heads(layer)
+    layer = dataclasses.replace(layer, knowledge=x_heads.Thresholds(jnp.asarray([[0.2, 0.4, 0.6, 0.8]])))
+    above = np.asarray(x_heads.x_attention_8_heads(layer))[0] > 0
+    for h, share in enumerate((0.2, 0.4, 0.6, 0.8)):
+        ranked = np.argsort(-shares[h, 9, :10])
+        fewest = ranked[: int((np.cumsum(shares[h, 9, ranked]) <= share).sum()) + 1]
+        assert set(np.flatnonzero(above[h, 9])) == {*fewest.tolist(), 0, 9}
+
+
+scores_of_x = jax.jit(lambda q, k: antidiagonal_shares(q, k, GRID, 8))
 
 
 @pytest.mark.slow
@@ -177,7 +227,7 @@ def test_ablations_keep_exactly_their_count():
     def run(masks, query, key):
         return {name: mask.blocks(1, query, key) for name, mask in masks.items()}
 
-    masks = {name: MethodMask.of(name, PROFILE, [300, 301]) for name in ABLATIONS}
+    masks = {name: MethodMask.of(name, PROFILE, [300, 301]) for name in ablations.ABLATIONS}
     for name, blocks in jax.device_get(run(masks, *map(jnp.asarray, inputs()))).items():
         assert blocks.sum((1, 2, 3)).tolist() == [301, 301], name
         assert blocks[..., case.forced_blocks(16)].all(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from flax import nnx
 
 from xsake.hads import HadsMask
 from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.profile.fingerprint import digest, fingerprint, knows_runs, shared
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.bootstrap import holm, paired_difference
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.records import Records, read
-from xsake.hads.study.summary import summarise
-from xsake.hads.study.texts import Text
+from xsake.hads.study.summary import layer_division, summarise
+from xsake.hads.study.texts import Text, load_texts
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(head_dim=16)
@@ -112,6 +115,24 @@ def test_evaluation_records_each_sequence_and_goes_on_where_it_stopped(model: Tr
         run(TEXTS, layers="equal")
 
 
+def test_texts_of_the_calibration_are_refused_shifted_and_in_part(model: Transformer, tmp_path: Path):
+    rng = np.random.default_rng(1)
+    seen, other = rng.integers(0, 512, (2, 3000)).astype(np.int32)
+    known = dataclasses.replace(PROFILE, digests=(fingerprint(seen), "0123456789abcdef"))
+    assert shared(other, known.digests) == 0 and not knows_runs(known.digests) and knows_runs(known.digests[:1])
+    assert shared(seen[:16], [digest(seen[:16])]) == 1 and shared(seen[1:17], [digest(seen[:16])]) == 0
+    assert shared(seen, ()) == 0 and shared(seen[:3], known.digests) == 0
+    path = tmp_path / "profile.json"
+    known.save(path)
+    assert HadsProfile.load(path).digests == known.digests
+
+    mixed = np.concatenate([other[:800], seen[900:1100]])
+    for tokens, share in ((seen[37:1037], "100%"), (mixed, "1.%|2.%")):
+        with pytest.raises(ValueError, match=rf"calibrated on a text \(({share}) of it\): evaluate on other texts"):
+            text = Text("a text", "numbers", tokens)
+            evaluate(model, known, [text], methods=["hads"], budgets=[0.6], records=Records(tmp_path / "r", ABOUT))
+
+
 def test_damaged_records(tmp_path: Path):
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({"about": ABOUT}) + "\nnot json\n" + json.dumps({"sequence": 1}) + "\n")
@@ -133,6 +154,50 @@ def test_bootstrap_interval_is_that_of_a_mean():
     assert paired_difference(a, a + 1) == (pytest.approx(-1), pytest.approx(-1), pytest.approx(-1), 0.0)
     with pytest.raises(ValueError, match=r"got shapes \(400,\) and \(3,\)"):
         paired_difference(a, b[:3])
+
+
+def test_bootstrap_draws_whole_documents():
+    """Eight copies of a text say no more than the text."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0, 1, 50), rng.normal(0.3, 1, 50)
+    once, copies = paired_difference(a, b), (np.repeat(x, 8) for x in (a, b))
+    many = paired_difference(*copies, [f"document {n // 8}" for n in range(400)])
+    assert many.mean == pytest.approx(once.mean)
+    assert many.high - many.low == pytest.approx(once.high - once.low, rel=0.05)
+    uneven = paired_difference(np.array([1.0, 1.0, 1.0, 5.0]), np.zeros(4), ["a", "a", "a", "b"])
+    assert uneven.mean == 2.0 and (uneven.low, uneven.high) == (1.0, 5.0)
+    one = paired_difference(a, b, ["a book"] * 50)
+    assert (one.low, one.high, one.not_below, one.is_below) == (None, None, 1.0, False)
+    with pytest.raises(ValueError, match="each of 50 sequences; got 2 names"):
+        paired_difference(a, b, ["x", "y"])
+
+
+def test_summaries_know_documents_and_both_divisions():
+    line = {"density": 0.2, "budget": 0.2, "loss": 2.0, "same_token": 1.0, "layers": "profile"}
+    lines = [
+        line | {"sequence": str(n), "document": "ab"[n // 3], "method": m, "kl": kl, "sparse_loss": 2.1 - kl}
+        for n in range(6)
+        for m, kl in (("hads", 0.1), ("other", 0.2 + n))
+    ]
+    lines += [one | {"layers": "uniform", "kl": 2 * one["kl"]} for one in lines if one["sequence"] == "1"]
+    other = next(row for row in summarise(lines) if (row.method, row.layers) == ("other", "profile"))
+    assert (other.sequences, other.documents) == (6, 2)
+    assert (other.against.low, other.against.high) == (pytest.approx(-4.1), pytest.approx(-1.1))
+    assert other.loss_against.mean == pytest.approx(2.6)
+    ours = {"method": "hads", "budget": 0.2, "sequences": 1, "profile": 0.1, "uniform": 0.2}
+    assert layer_division(lines)[0] == ours
+
+
+def test_texts_name_their_documents(tmp_path: Path):
+    tokens = np.arange(20, dtype=np.uint16).reshape(2, 10)
+    np.savez(tmp_path / "a.npz", rfc=tokens, **{"rfc.documents": np.array(["rfc1.txt", "rfc1.txt"])}, code=tokens)
+    (tmp_path / "book.txt").write_text("x" * 25)
+    found = load_texts([tmp_path / "a.npz", tmp_path / "book.txt"], length=10, encode=lambda text: [1] * len(text))
+    named = {"rfc": "rfc/rfc1.txt", "code": None, "book": "book/book.txt"}
+    assert [text.document for text in found] == [named[text.domain] for text in found] and len(found) == 6
+    np.savez(tmp_path / "b.npz", rfc=tokens, **{"rfc.documents": np.array(["rfc1.txt"])})
+    with pytest.raises(ValueError, match=r"rfc\.documents must be 2 names"):
+        load_texts([tmp_path / "b.npz"], length=10)
 
 
 def test_holm():

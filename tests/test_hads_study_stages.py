@@ -30,7 +30,15 @@ SETTINGS = Settings(
     sequences=2,
     name="tiny",
     screened=8,
-    methods=("hads", "hads_equal_heads", "oracle_top_k", "sliding_window", "sliding_window+forced", "hads_v1"),
+    methods=(
+        "hads",
+        "hads_equal_heads",
+        "oracle_top_k",
+        "sliding_window",
+        "sliding_window+forced",
+        "hads_v1",
+        "x_attention_8_heads",
+    ),
     budgets=(0.4, 0.6),
     task_budgets=(0.4,),
     seed={"sliding_window": 0.4, "hads": 0.6},
@@ -41,7 +49,7 @@ SETTINGS = Settings(
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, rng = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
     arrays = {name: rng.integers(0, 500, (2, LENGTH)).astype(np.uint16) for name in (*CALIBRATION, *EVALUATION)}
-    for name in ("copy", "pairs", "needles"):
+    for name in tasks.NAMES:
         asked, items = tasks.copy(arrays["prose"][0].astype(np.int32), rng, span=16)
         arrays |= {f"{name}-{LENGTH}": asked[None], f"{name}-{LENGTH}.items": items[None]}
     np.savez(folder / "texts.npz", **arrays)
@@ -95,6 +103,8 @@ def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, capsys):
     summary = json.loads((tmp_path / "second" / "summary-256-16.json").read_text())
     assert {row["sequences"] for row in summary["methods"] if row["method"] == "hads"} == {8}
     assert {one["budget"] for one in summary["tasks"]} <= {0.4}
+    assert set(summary["last_rows"]) == {"every", "none"}
+    assert {row["method"] for row in summary["last_rows"]["every"]["methods"]} == {"hads"}
     seed = json.loads((tmp_path / "second" / "seed-256-16.json").read_text())["results"]
     assert [(row["method"], row["active_blocks"]) for row in seed] == [
         ("dense", 1.0),

@@ -34,8 +34,15 @@ def test_tasks_ask_for_what_stands_before():
         assert len(answer) == 9 and answer[1:].isdigit() and text.count(f"{answer}.") == 2
 
     made = tasks.make([np.resize(filler, 4000)] * 2, encode)
-    assert [text.name for text in made] == [f"{name}/{n}" for name in ("copy", "pairs", "needles") for n in (0, 1)]
-    assert [int(text.items.max()) for text in made] == [56, 56, 16, 16, 4, 4]
+    assert [text.name for text in made] == [f"{name}/{n}" for name in tasks.NAMES for n in (0, 1)]
+    assert [int(text.items.max()) for text in made] == [56, 56, 16, 16, 4, 4] * 2
+    for text in made:  # asked at the end, or at 5/8 of the text, with the filler after it
+        last = int(np.flatnonzero(text.items)[-1])
+        end = 2500 if text.domain.endswith("_middle") else 4000
+        assert end - 20 < last < end and len(text.tokens) == 4000
+        assert (text.tokens[end:] == np.resize(filler, 4000)[end:]).all()
+    with pytest.raises(ValueError, match="end=0 must be from 1 to 1000"):
+        tasks.copy(filler, rng, end=0)
 
     for task, least in ((tasks.copy, "spans"), (tasks.pairs, "pairs")):
         with pytest.raises(ValueError, match=f"100 tokens are too few for .*{least}"):

@@ -9,7 +9,8 @@ INPUTS holds the model's GGUF file, whole (`*.gguf`) or in pieces (`*.gguf.00`, 
 the next run goes on from there. Needs `gguf`, and neither `tokenizers` nor the command line.
 
 Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
-texts), `screen` (every method on 16 texts), `tasks`, `seed` (the project's first table), `full` (HADS, the three best
+texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the weight of the
+last rows given to every method, and to none), `seed` (the project's first table), `full` (HADS, the three best
 rivals and the oracles on all texts). Programs are compiled side by side while the model is calibrated.
 """
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import xsake
 from benchmarks import record
 from benchmarks.hads.compile_ahead import compile_calibration, compile_evaluation
-from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, PUBLISHED
+from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, RIVALS
 from benchmarks.hads.pretrained import attention_16, join
 from benchmarks.hads.settings import BUDGETS, FIRST, Settings
 from benchmarks.hads.stages import STAGES
@@ -94,7 +95,7 @@ def main() -> None:
     if "calibrate" in stages:
         compile_calibration(study)
     if set(stages) - {"calibrate"}:
-        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *PUBLISHED]))
+        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *RIVALS]))
     for name, stage in STAGES.items():
         if name in stages and not study.stop():
             study.say(f"-- {name}")

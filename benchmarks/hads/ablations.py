@@ -6,13 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from benchmarks.hads.ranking import head_shares, scaled_count
 from benchmarks.hads.scores import mean_shares
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import ranking
-from xsake.hads.study.layer import Blocks, Layer
+from xsake.hads.study.layer import Blocks, Layer, Priority
 from xsake.hads.study.methods import METHODS, choose_by_gain, estimated_mass
 from xsake.hads.study.registry import Method
-from xsake.hads.study.scores import antidiagonal_shares
+from xsake.hads.study.scores import antidiagonal_shares, mean_logits
 
 
 def rule_on_mean_pool(x: Layer) -> Blocks:
@@ -44,6 +45,16 @@ def no_burstiness(profile: HadsProfile) -> HadsProfile:
     return dataclasses.replace(profile, burstiness=jnp.zeros_like(profile.burstiness))
 
 
+def hads_shares_top_k(x: Layer) -> Priority:
+    """HADS's division among heads without its estimate and rule: a constant number of blocks per row by mean-pooled
+    score, heads in the proportions that calibration found, diagonal block on. The idea of budgets per head from one
+    offline pass is TCA-Attention's; the shares are HADS's own."""
+    heads = jnp.maximum(head_shares(x), 0.01)
+    score = scaled_count(mean_logits(x.query, x.key, x.grid), heads)
+    return score + x.everywhere(ranking.diagonal(x.grid))
+
+
+BY_PRIORITY = (hads_shares_top_k,)
 _hads = METHODS["hads"].program
 ABLATIONS = {
     "hads_equal_heads": Method(_hads, adapt=equal_heads),

@@ -24,7 +24,9 @@ from jax import Array
 from benchmarks import record
 from xsake.hads import HadsProfile, LayerWeights, PooledKeys
 from xsake.hads.profile import file as profile_file
+from xsake.hads.profile.fingerprint import shared
 from xsake.hads.study.divergence import compare
+from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, KVCache, Transformer, load_pretrained, load_tokenizer
 from xsake.model.prefill import Prompt, read_prompts
@@ -145,7 +147,7 @@ def main() -> None:
     encode = load_tokenizer(given.model).encode if any(path.suffix != ".npz" for path in given.texts) else None
     options = dict(length=given.length, limit=given.sequences, encode=encode)
     texts = load_texts(given.texts, domains=given.domains and given.domains.split(","), **options)
-    if known := [text.name for text in texts if text.digest in profile.digests]:
+    if known := [text.name for text in texts if shared(text.tokens, profile.digests) > MOST_SHARED]:
         raise SystemExit(f"the profile was calibrated on {known}: evaluate on other texts")
     model = load_pretrained(given.model, dtype=dtype, param_dtype=dtype)
     measured = []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.hads import v1
+from benchmarks.hads import v1, x_heads
 from benchmarks.hads.methods import METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -44,7 +44,8 @@ def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
     number = jax.ShapeDtypeStruct((), jnp.int32)
     profile = _profile_shape(study)
     for name in methods:
-        known = v1.shape(config.layers, config.q_heads) if name in v1.NAMES else None
+        shape = v1.shape if name in v1.NAMES else x_heads.shape if name in x_heads.NAMES else None
+        known = shape and shape(config.layers, config.q_heads)
         mask_fn = jax.eval_shape(
             lambda p, k, name=name: MethodMask.of(name, p, np.zeros(config.layers), knowledge=k), profile, known
         )

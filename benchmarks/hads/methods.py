@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from benchmarks.hads.ablations import ABLATIONS as _ABLATIONS
+from benchmarks.hads.ablations import BY_PRIORITY as _BY_PRIORITY
 from benchmarks.hads.patterns import PATTERNS
-from benchmarks.hads.published import METHODS as _PUBLISHED
+from benchmarks.hads.rivals import METHODS as _RIVALS
 from benchmarks.hads.v1 import METHODS as _V1
+from benchmarks.hads.x_heads import METHODS as _X_HEADS
 from xsake.hads.study.methods import GROUPS, METHODS
 from xsake.hads.study.registry import register, register_rival
 
-for _rival in (*PATTERNS, *_PUBLISHED, *_V1):
+for _rival in (*PATTERNS, *_RIVALS, *_X_HEADS):
     register_rival(_rival.__name__, _rival)
 for _name, _method in _ABLATIONS.items():
     register(_name, _method, group="ablations")
+for _own in (*_BY_PRIORITY, *_V1):  # ours, with and without forced blocks: no rivals
+    register_rival(_own.__name__, _own, groups=("ablations", "ablations"))
 
 OURS, ORACLES, ABLATIONS = (tuple(GROUPS[group]) for group in ("ours", "oracles", "ablations"))
-PUBLISHED = tuple(GROUPS["published"])
-STRENGTHENED = tuple(GROUPS["forced"])  # the published methods with HADS's forced blocks
+RIVALS = tuple(GROUPS["rivals"])
+STRENGTHENED = tuple(GROUPS["forced"])  # the rivals with HADS's forced blocks
 
-__all__ = ["ABLATIONS", "METHODS", "ORACLES", "OURS", "PUBLISHED", "STRENGTHENED"]
+# Records of rivals of another version are not continued. 2: every rival keeps the diagonal block, and `sparge` has the
+# similarity threshold of its public code.
+RIVALS_VERSION = 2
+
+__all__ = ["ABLATIONS", "METHODS", "ORACLES", "OURS", "RIVALS", "RIVALS_VERSION", "STRENGTHENED"]

@@ -1,4 +1,4 @@
-"""Block scores of published methods that do not come with xsake, written from their papers' formulas.
+"""Block scores of the rivals that do not come with xsake, written from their papers' formulas.
 
 Each score takes a layer's queries and keys and gives [B, H, n, n]: -inf in logits and 0 in shares where causality
 forbids.

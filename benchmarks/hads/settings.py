@@ -13,6 +13,8 @@ BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling budgets first: a 
 STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
 FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in STRONG), *STRONG)
 TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
+# Compared with the weight of the last rows given to every method, and to none.
+LAST_ROWS_METHODS = (*TASK_METHODS, "flash_prefill", "flash_prefill+forced", "hads_shares_top_k+forced", "oracle_gain")
 # The project's first table: each pattern at the share of blocks that it had there.
 SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 0.5, "hads": 0.43}
 

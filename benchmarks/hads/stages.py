@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1
+from benchmarks.hads import v1, x_heads
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
-from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, PUBLISHED, STRENGTHENED
-from benchmarks.hads.settings import FIRST, TASK_METHODS
+from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
+from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, TASK_METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -22,7 +22,7 @@ from xsake.hads.study.summary import retention, summarise
 
 
 def calibrate(study: Study) -> None:
-    """Make the HADS profile and, if HADS-v1 is asked for, its profile; a profile whose file exists is kept."""
+    """Make the HADS profile and what other methods must know, if they are asked for; a file that exists is kept."""
     if study.profile_path.exists():
         study.say(f"{study.profile_path.name} is there")
     else:
@@ -30,6 +30,9 @@ def calibrate(study: Study) -> None:
     if study.wanted(v1.NAMES) and not study.v1_path.exists():
         study.say("measuring the heads for HADS-v1")
         v1.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.v1_path)
+    if study.wanted(x_heads.NAMES) and not study.x_path.exists():
+        study.say("measuring the heads' thresholds for XAttention")
+        x_heads.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.x_path)
 
 
 def _calibrate_hads(study: Study) -> None:
@@ -71,11 +74,11 @@ def first(study: Study) -> None:
 def screen(study: Study) -> None:
     """Every method on some texts, and the data for the pictures of heads and of one mask."""
     s = study.settings
-    names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *PUBLISHED])
+    names = study.wanted([*OURS, *ABLATIONS, *ORACLES, *STRENGTHENED, *RIVALS])
     texts = study.read(EVALUATION, s.screened // len(EVALUATION))
     if study.evaluate(texts, names, s.budgets):
-        # Above, rivals have our division among layers, which makes them stronger. As published, they have none.
-        best = ["hads", "oracle_top_k", *study.best_rivals(among=PUBLISHED)]
+        # Above, rivals are lent our division among layers, which makes them stronger. Their papers have none.
+        best = ["hads", "oracle_top_k", *study.best_rivals(among=RIVALS)]
         study.evaluate(texts, study.wanted(best), s.budgets, layers="uniform")
     study.report()
     if not study.stop():
@@ -92,6 +95,22 @@ def tasks(study: Study) -> None:
     study.evaluate(texts, study.wanted(TASK_METHODS), [b for b in s.task_budgets if b in s.budgets])
     for domain, method, budget, asked, share in sorted(retention(study.records)):
         study.say(f"{domain:14} {method:22} at {budget:.0%} keeps {share:6.1%} of {asked} answers")
+    study.report(quiet=True)
+
+
+def last_rows(study: Study) -> None:
+    """Tasks and some texts with the weight of the last rows, which HADS's rule alone has, given to every method, and to
+    none."""
+    s = study.settings
+    natural = study.read(EVALUATION, s.screened // len(EVALUATION))
+    asking = study.read([f"{name}-{s.length}" for name in TASKS], s.sequences)
+    names, budgets = study.wanted(LAST_ROWS_METHODS), [b for b in s.task_budgets if b in s.budgets]
+    for setting in ("every", "none"):
+        for texts in (natural, asking):
+            if not study.evaluate(texts, names, budgets, last_rows=setting):
+                return
+        for domain, method, budget, asked, share in sorted(retention(study.records, setting)):
+            study.say(f"{setting:6} {domain:21} {method:22} at {budget:.0%} keeps {share:6.1%} of {asked} answers")
     study.report(quiet=True)
 
 
@@ -117,18 +136,19 @@ def seed(study: Study) -> None:
 
 
 def full(study: Study) -> None:
-    """HADS, the three best rivals and the oracles on all texts.
+    """HADS, its two nearest kin, the three best rivals and the oracles on all texts.
 
     The outer loop is over batches of texts, so that a run that is cut off has whole batches.
     """
     best = study.best_rivals()
     texts = study.read(EVALUATION, study.settings.sequences)
-    done = study.evaluate(texts, study.wanted(["hads", *best]), study.settings.budgets)
+    ours = ["hads", "hads_group", "hads_shares_top_k+forced"]
+    done = study.evaluate(texts, study.wanted([*ours, *best]), study.settings.budgets)
     done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "oracle_gain"]), study.settings.budgets)
     study.report()
     study.say("all texts are read" if done else "not all texts are read: run again")
 
 
 STAGES: dict[str, Callable[[Study], None]] = {
-    stage.__name__: stage for stage in (calibrate, first, screen, tasks, seed, full)
+    stage.__name__: stage for stage in (calibrate, first, screen, tasks, last_rows, seed, full)
 }

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1
-from benchmarks.hads.methods import METHODS, PUBLISHED, STRENGTHENED
+from benchmarks.hads import v1, x_heads
+from benchmarks.hads.methods import METHODS, RIVALS, RIVALS_VERSION, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
+from benchmarks.hads.summaries import extras
 from benchmarks.hads.table import lines_of
 from xsake import _atomic
 from xsake.hads.calibration.layerwise import Layers
@@ -51,8 +52,9 @@ class Study:
         out.mkdir(parents=True, exist_ok=True)
         self.profile_path = out / f"profile-{settings}.json"
         self.v1_path = out / f"v1-{settings}.npz"
+        self.x_path = out / f"x-heads-{settings}.npz"
         self.records_path = out / f"records-{settings}.jsonl"
-        for path in (self.profile_path, self.v1_path, self.records_path):
+        for path in (self.profile_path, self.v1_path, self.x_path, self.records_path):
             if earlier is not None and not path.exists() and (earlier / path.name).exists():
                 shutil.copy(earlier / path.name, path)
         self._records: Records | None = None
@@ -75,10 +77,17 @@ class Study:
     def profile(self) -> HadsProfile:
         return HadsProfile.load(_calibrated(self.profile_path))
 
-    def knowledge(self, methods: Iterable[str]) -> dict[str, v1.V1Profile]:
-        """What each of the methods knows beyond the profile: HADS-v1 its own profile, the others nothing."""
-        names = v1.NAMES.intersection(methods)
-        return dict.fromkeys(names, v1.V1Profile.load(_calibrated(self.v1_path))) if names else {}
+    def knowledge(self, methods: Iterable[str]) -> dict[str, Any]:
+        """What each of the methods knows beyond the profile: HADS-v1 its own profile, XAttention per head its
+        thresholds, the others nothing."""
+        wanted, known = set(methods), {}
+        for names, kind, path in (
+            (v1.NAMES, v1.V1Profile, self.v1_path),
+            (x_heads.NAMES, x_heads.Thresholds, self.x_path),
+        ):
+            if mine := names & wanted:
+                known |= dict.fromkeys(mine, kind.load(_calibrated(path)))
+        return known
 
     @property
     def records(self) -> Records:
@@ -95,12 +104,18 @@ class Study:
             "block": s.block,
             "dtype": jnp.dtype(self.model.dtype).name,
             "attention_dtype": dtype,
+            "rivals": RIVALS_VERSION,
         }
 
     # -- what stages do ------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, texts: Sequence[Text], methods: Sequence[str], budgets: Sequence[float], layers: str = "profile"
+        self,
+        texts: Sequence[Text],
+        methods: Sequence[str],
+        budgets: Sequence[float],
+        layers: str = "profile",
+        last_rows: str = "own",
     ) -> bool:
         """Budget by budget, methods in the order given; True if all was done."""
         s = self.settings
@@ -121,13 +136,14 @@ class Study:
             records=self.records,
             batch=min(s.batch, len(texts)),
             layers=layers,
+            last_rows=last_rows,
             attention_dtype=s.attention_dtype,
             knowledge=self.knowledge(methods),
             progress=report,
             stop=self.stop,
         )
 
-    def best_rivals(self, count: int = 3, among: Collection[str] = (*PUBLISHED, *STRENGTHENED)) -> list[str]:
+    def best_rivals(self, count: int = 3, among: Collection[str] = (*RIVALS, *STRENGTHENED)) -> list[str]:
         """The `count` best methods by the mean over budgets of the logarithm of KL, on the screened texts."""
         logs: dict[str, list[float]] = defaultdict(list)
         for row in summarise(self.records):
@@ -141,6 +157,7 @@ class Study:
         """Write the summary of all records, and unless `quiet` print its table."""
         rows = summarise(self.records)
         found = {"environment": record.environment()} | as_json(self.about(), rows, retention(self.records))
+        found |= extras(self.records)
         _atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)

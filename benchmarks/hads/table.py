@@ -24,7 +24,7 @@ def lines_of(rows: Sequence[Summary]) -> list[str]:
             cells = []
             for budget in budgets:
                 one = found.get(budget)
-                doubt = "" if one is None or one.against is None or one.against.high < 0 else "*"
+                doubt = "" if one is None or one.against is None or one.against.is_below else "*"
                 cells.append(f"{'' if one is None else f'{one.kl:.4f}{doubt}':>10}")
             texts = max(one.sequences for one in found.values())
             off = max(one.off_budget for one in found.values())

@@ -1,4 +1,5 @@
-"""The texts of the HADS study, as tokens of a model: eight domains out of Debian packages, and three tasks.
+"""The texts of the HADS study, as tokens of a model: eight domains out of Debian packages, and three tasks, each
+asked at the end and in the middle.
 
     mkdir packages && cd packages
     apt-get download linux-doc-6.1 perl-doc git-doc postgresql-doc-15 python3.11-doc libpython3.11-stdlib anarchism
@@ -6,7 +7,9 @@
     cd .. && python -m benchmarks.hads.texts packages --out texts.npz
 
 Calibrate on some domains and evaluate on others: CALIBRATION and EVALUATION below. A sequence lies within one document
-where the document is long enough; otherwise short documents follow one another. Nothing here uses the network.
+where the document is long enough; otherwise short documents follow one another. DOMAIN.documents in the file names the
+document of every sequence, for intervals that do not take two parts of a document for two independent texts. Nothing
+here uses the network.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ EVALUATION = {
 TASK_FILLER = "prose"
 FROM_ONE_DOCUMENT = 8  # sequences at most, so that there are many documents
 LEAST_CHARACTERS = 4000  # shorter documents are stubs
+SHORT = "short documents"  # the name that all sequences have that are made of several documents
 
 
 def read(path: Path) -> str:
@@ -55,9 +59,9 @@ def read(path: Path) -> str:
     return text
 
 
-def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], tokens: int) -> list[np.ndarray]:
-    """Different documents in a random order, until there are more than `tokens` tokens."""
-    found: list[np.ndarray] = []
+def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], tokens: int) -> dict[str, np.ndarray]:
+    """Different documents by their paths, in a random order, until there are more than `tokens` tokens."""
+    found: dict[str, np.ndarray] = {}
     seen: set[bytes] = set()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
@@ -69,22 +73,28 @@ def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], t
             if digest in seen or len(text) < LEAST_CHARACTERS:
                 continue
             seen.add(digest)
-            found.append(np.asarray(encode(text), np.uint16))
-            if sum(map(len, found)) > tokens:
+            found[str(path.relative_to(folder))] = np.asarray(encode(text), np.uint16)
+            if sum(map(len, found.values())) > tokens:
                 break
     return found
 
 
-def sequences(found: list[np.ndarray], length: int, count: int) -> np.ndarray:
-    """u16[N, length], N at most `count`: from long documents first, then from short ones one after the other."""
+def sequences(found: dict[str, np.ndarray], length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """u16[N, length], N at most `count`, from long documents first, then from short ones one after the other; and
+    str[N], the document of each sequence.
+
+    Neighbours in the run of short documents share the document that one ends and the other begins with. So the whole
+    run counts as one document.
+    """
     cuts = [
-        document[n * length : (n + 1) * length]
-        for document in found
+        (name, document[n * length : (n + 1) * length])
+        for name, document in found.items()
         for n in range(min(len(document) // length, FROM_ONE_DOCUMENT))
     ]
-    short = np.concatenate([np.zeros(0, np.uint16), *(d for d in found if len(d) < length)])
-    cuts += [short[n * length : (n + 1) * length] for n in range(len(short) // length)]
-    return np.stack(cuts[:count])
+    short = np.concatenate([np.zeros(0, np.uint16), *(d for d in found.values() if len(d) < length)])
+    cuts += [(SHORT, short[n * length : (n + 1) * length]) for n in range(len(short) // length)]
+    names, tokens = zip(*cuts[:count], strict=True)
+    return np.stack(tokens), np.array(names)
 
 
 def main() -> None:
@@ -104,8 +114,9 @@ def main() -> None:
         if not packages:
             raise SystemExit(f"{args.packages} has no {name}_*.deb: the top of this file says how to get it")
         found = documents(packages[0], pattern, encode, 2 * args.count * args.length)
-        arrays[domain] = sequences(found, args.length, args.count)
-        print(f"{domain}: {len(arrays[domain])} sequences from {len(found)} documents", flush=True)
+        arrays[domain], names = sequences(found, args.length, args.count)
+        arrays[f"{domain}.documents"] = names
+        print(f"{domain}: {len(names)} sequences from {len(set(names))} documents", flush=True)
     for length in (args.length // 2, args.length):
         made = tasks.make(arrays[TASK_FILLER][: args.tasks, :length], encode)
         for name in tasks.NAMES:

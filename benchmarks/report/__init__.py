@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_hops": attention.gpu_hops,
     "gpu_profile": attention.gpu_profile,
     "gpu_speed": attention.gpu_speed,
+    "hads_every_method": hads.every_method,
     "hads_first_table": hads.first_table,
     "hads_mask_cost": hads.mask_cost,
     "hads_shards": shards.cost,

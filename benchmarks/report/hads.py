@@ -9,21 +9,39 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads.methods import PUBLISHED, STRENGTHENED
+from benchmarks.hads.methods import RIVALS, STRENGTHENED
 from benchmarks.report.words import source, table
 
 FOLDER = record.RESULTS / "hads"
 ALWAYS = ("sink_window", "oracle_top_k", "oracle_gain")
+KIN = ("hads_group", "hads_shares_top_k+forced")  # HADS with something taken away
 NAMES = {
-    "ada_kv": "AdaKV",
-    "flash_prefill": "FlashPrefill",
+    "ada_kv": "our block-level AdaKV",
+    "big_bird": "BigBird's pattern",
+    "blasst": "our block-level BLASST",
+    "cobs": "our block-level COBS",
+    "duo": "our block-level DuoAttention",
+    "entropy_infer": "our block-level EntropyInfer",
+    "flex_prefill": "our block-level FlexPrefill",
+    "flash_prefill": "our block-level FlashPrefill",
+    "hads_group": "HADS, one mask per K/V head",
+    "hads_shares_top_k": "ablation of HADS: its head shares, mean-pooled top-k",
+    "hads_v1": "HADS, first idea",
+    "hads_v1_random": "HADS, first idea, random blocks",
+    "longformer": "Longformer's pattern",
     "mean_top_k": "mean-pooled top-k",
     "oracle_gain": "oracle: true masses, HADS's rule",
     "oracle_top_k": "oracle: true masses, equal numbers for all rows and heads",
+    "power": "our block-level PowerAttention",
+    "prism": "our block-level Prism",
+    "quest": "our block-level Quest",
     "sink_window": "sink + window",
-    "tca": "TCA-Attention",
-    "x_attention_16": "XAttention, stride 16",
-    "x_attention_8": "XAttention, stride 8",
+    "sliding_window": "window",
+    "sparge": "our block-level SpargeAttention",
+    "vertical_slash": "our block-level vertical-slash of MInference",
+    "x_attention_16": "our block-level XAttention, stride 16",
+    "x_attention_8_heads": "our block-level XAttention, stride 8, a threshold per head",
+    "x_attention_8": "our block-level XAttention, stride 8",
 }
 
 Row = dict[str, Any]
@@ -43,38 +61,41 @@ def short() -> str:
     run = studies()[0]
     rows, by = compared(run)
     budgets = [b for b in budgets_of(run) if b in (0.1, 0.2, 0.43)]
-    published, forced = ranked(rows, PUBLISHED), ranked(rows, STRENGTHENED)
-    shown = ("hads", forced[0], *published[:2], "sink_window", "oracle_gain")
+    rivals, forced = ranked(rows, RIVALS), ranked(rows, STRENGTHENED)
+    shown = ("hads", *KIN, forced[0], *rivals[:2], "sink_window", "oracle_gain")
     cells = [
-        [title(name), *(f"{by[name, b]['kl']:.4f}" for b in budgets), str(by[name, budgets[0]]["sequences"])]
-        for name in shown
+        [title(name), *(cell(by[name, b]) for b in budgets), str(by[name, budgets[0]]["sequences"])] for name in shown
     ]
-    gaps = " / ".join(f"{by['hads', b]['perplexity_gap']:+.1%}" for b in budgets)
     lines = table(["method", *(f"{b:.0%} of blocks" for b in budgets), "texts"], cells)
-    return "\n".join([*lines, "", f"{shape(run)}. Perplexity of HADS over dense: {gaps}. {origin(run)}"])
+    return "\n".join([*lines, "", f"{shape(run)}. {origin(run)}"])
 
 
 def study(run: dict[str, Any]) -> str:
     rows, by = compared(run)
     budgets = budgets_of(run)
-    published, forced = ranked(rows, PUBLISHED), ranked(rows, STRENGTHENED)
-    shown = ["hads", *forced[:3], *published[:3], *(name for name in ALWAYS if (name, budgets[0]) in by)]
-    sequences = max(by[name, budgets[0]]["sequences"] for name in shown)
+    plain_rivals, forced = ranked(rows, RIVALS), ranked(rows, STRENGTHENED)
+    shown = ["hads", *KIN, *forced[:3], *plain_rivals[:3], *ALWAYS]
+    shown = [name for name in shown if (name, budgets[0]) in by]
+    most = by["hads", budgets[0]]
+    sequences = most["sequences"]
     cells = []
     for name in dict.fromkeys(shown):
         own = by[name, budgets[0]]["sequences"]
         texts = "" if own == sequences else f" ({own} texts)"
         cells.append([f"{title(name)}{texts}", *(cell(by.get((name, b)), own) for b in budgets)])
-    rivals = [r for r in rows if r["method"] in PUBLISHED or r["method"] in STRENGTHENED]
+    rivals = [r for r in rows if r["method"] in RIVALS or r["method"] in STRENGTHENED]
     return "\n".join(
         [
-            f"KL divergence from dense attention on {sequences} texts, nats per token, by share of active blocks:",
+            f"KL divergence from dense attention on {sequences} texts of {most['documents']} documents, nats per "
+            "token, and in brackets perplexity over dense, by share of active blocks:",
             "",
             *table(["method", *(f"{b:.0%}" for b in budgets)], cells),
             "",
-            *facts(by, budgets, published, forced, rivals),
+            *facts(by, budgets, plain_rivals, forced, rivals),
+            *lent(run, budgets),
             f"- {origin(run)}",
             *answers(run["tasks"]),
+            *last_rows(run),
         ]
     )
 
@@ -93,23 +114,30 @@ def shape(run: dict[str, Any]) -> str:
     return f"{run['about']['length']} tokens, blocks of {run['about']['block']}"
 
 
-def cell(row: Row | None, sequences: int) -> str:
-    """KL, and the number of texts if it differs from `sequences`, that of the table's row."""
+def cell(row: Row | None, sequences: int | None = None) -> str:
+    """KL and perplexity over dense, and the number of texts if it differs from `sequences`, that of the table's row."""
     if row is None:
         return ""
-    return f"{row['kl']:.4f}" + (f" ({row['sequences']} texts)" if row["sequences"] != sequences else "")
+    texts = "" if sequences in (None, row["sequences"]) else f", {row['sequences']} texts"
+    return f"{row['kl']:.4f} ({row['perplexity_gap']:+.2%}{texts})"
 
 
 def facts(
     by: dict[tuple[str, float], Row],
     budgets: Sequence[float],
-    published: Sequence[str],
+    plain_rivals: Sequence[str],
     forced: Sequence[str],
     rivals: Sequence[Row],
 ) -> list[str]:
-    below = [r for r in rivals if r["against"] is not None and r["against"]["high"] < 0]
-    others = [f"{plain(r['method'])} at {r['budget']:.0%}" for r in rivals if r not in below]
-    exceptions = f" Not below 0: {', '.join(others)}." if others else ""
+    below = [r for r in rivals if is_below(r["against"])]
+    others = [r for r in rivals if r not in below]
+    exceptions = f" Not below 0: {listed(others)}." if others else ""
+    surer = [r for r in rivals if is_below(r["loss_against"])]
+    worse = [r for r in rivals if r["loss_against"]["low"] is not None and r["loss_against"]["low"] > 0]
+    mended = sorted({plain(name) for name, _ in by if "_older" in name})
+    left_out = f" Not counted, since mended after the run: {'; '.join(mended)}." if mended else ""
+    kin = [by[name, b] for name in KIN for b in budgets if (name, b) in by and not is_below(by[name, b]["against"])]
+    kin_lost = [by[n, b] for n in KIN for b in budgets if (n, b) in by and by[n, b]["loss_against"]["mean"] > 0]
     names = {r["method"] for r in rivals}
 
     def over(best: Sequence[str]) -> str:
@@ -120,39 +148,107 @@ def facts(
         )
         return " / ".join(f"{share:.2f}" for share in shares)
 
-    gaps = " / ".join(f"{by['hads', b]['perplexity_gap']:+.2%}" for b in budgets)
     off = max(r["off_budget"] for r in by.values())
     return [
-        f"- {len(names)} methods (as published, and with HADS's forced blocks) at {len(budgets)} budgets: the 95% "
-        f"interval of HADS's KL minus the method's KL, paired by text, lies below 0 in {len(below)} of {len(rivals)} "
-        f"comparisons.{exceptions}",
-        f"- HADS's KL over the KL of the best method as published, by budget: {over(published)}; over the KL of the "
-        f"best method with HADS's forced blocks: {over(forced)}.",
-        f"- Perplexity of HADS over dense, by budget: {gaps}. The active blocks of every method differ from the budget "
-        f"by at most {off:.2%}, on every text.",
+        f"- {len(names)} rivals (with and without HADS's forced blocks) at {len(budgets)} budgets: the 95% interval of "
+        f"HADS's KL minus the rival's KL, paired by text, documents resampled whole, lies below 0 in {len(below)} of "
+        f"{len(rivals)} comparisons.{exceptions}{left_out}",
+        f"- The same for the logarithm of perplexity: below 0 in {len(surer)}, above 0 in {len(worse)}"
+        + (f" ({listed(worse)})." if worse else "."),
+        *([f"- Of HADS's own kin, KL not surely above HADS's: {listed(kin)}."] if kin else []),
+        *([f"- Of HADS's own kin, mean perplexity below HADS's: {listed(kin_lost)}."] if kin_lost else []),
+        f"- HADS's KL over the KL of the best rival without forced blocks, by budget: {over(plain_rivals)}; with "
+        f"HADS's forced blocks: {over(forced)}.",
+        f"- The active blocks of every method differ from the budget by at most {off:.2%}, on every text.",
     ]
+
+
+def is_below(difference: Row | None) -> bool:
+    return difference is not None and difference["high"] is not None and difference["high"] < 0
+
+
+def listed(rows: Sequence[Row]) -> str:
+    """Methods, each with its budgets."""
+    budgets: dict[str, list[str]] = {}
+    for r in sorted(rows, key=lambda r: r["budget"]):
+        budgets.setdefault(plain(r["method"]), []).append(f"{r['budget']:.0%}")
+    return "; ".join(f"{name} at {', '.join(of)}" for name, of in budgets.items())
+
+
+def lent(run: dict[str, Any], budgets: Sequence[float]) -> list[str]:
+    """What the profile's division of blocks among layers, which every method gets, is worth to each."""
+    at = 0.2
+    shown = [r for r in run.get("layer_division", ()) if r["budget"] == at and at in budgets]
+    if not shown:
+        return []
+    said = "; ".join(f"{bare(r['method'])} {r['uniform']:.4f} without it, {r['profile']:.4f} with it" for r in shown)
+    return [
+        f"- The division of blocks among layers is HADS's, and lent to every method. KL at {at:.0%} on "
+        f"{shown[0]['sequences']} texts: {said}."
+    ]
+
+
+def every_method() -> str:
+    """All methods of the studies in which every method was tried, best first: KL and perplexity."""
+    parts = []
+    for run in studies():
+        rows, by = compared(run)
+        names = {r["method"] for r in rows}
+        if len(names) <= 20:
+            continue
+        budgets = [b for b in budgets_of(run) if b in (0.1, 0.2, 0.43)]
+        cells = [
+            [title(name), *(cell(by.get((name, b))) for b in budgets), str(by[name, budgets[0]]["sequences"])]
+            for name in ranked(rows, names)
+        ]
+        heads = ["method", *(f"{b:.0%}" for b in budgets), "texts"]
+        parts.append("\n".join([f"### All methods, {shape(run)}", "", *table(heads, cells)]))
+    return "\n\n".join(parts)
 
 
 def answers(tasks: Sequence[Row]) -> list[str]:
     """The share that each method keeps of the answers that the dense model gets right."""
     if not tasks:
         return []
+    middle = [t for t in tasks if "_middle" in t["domain"]]
+    if middle and len(middle) < len(tasks):
+        return [*answers([t for t in tasks if t not in middle]), *answers(middle)]
     budgets = sorted({t["budget"] for t in tasks})
     names = list(dict.fromkeys(t["domain"] for t in tasks))
+    where = "in the middle of the text" if middle else "at the end of the text"
     by = {(t["method"], t["domain"], t["budget"]): t["retention"] for t in tasks}
     asked = {t["domain"]: t["asked"] for t in tasks}
-    heads = [f"{name.split('-')[0]} at {b:.0%}" for name in names for b in budgets]
-    counts = ", ".join(f"{name.split('-')[0]}: {asked[name]}" for name in names)
+    words = {name: name.split("-")[0].removesuffix("_middle") for name in names}
+    heads = [f"{words[name]} at {b:.0%}" for name in names for b in budgets]
+    counts = ", ".join(f"{words[name]}: {asked[name]}" for name in names)
     cells = [
         [title(method), *(f"{by[method, name, b]:.0%}" for name in names for b in budgets)]
         for method in dict.fromkeys(t["method"] for t in tasks)
     ]
     return [
         "",
-        f"Share kept of the answers that the dense model gets right ({counts}):",
+        f"Share kept of the answers that the dense model gets right, asked {where} ({counts}):",
         "",
         *table(["method", *heads], cells),
     ]
+
+
+def last_rows(run: dict[str, Any]) -> list[str]:
+    """KL and answers with the weight of the last rows given to every method, and to none, where this was run."""
+    settings = {"every": "every method (a rival's last rows keep as many blocks as HADS's)", "none": "no method"}
+    lines = []
+    for setting, found in run.get("last_rows", {}).items():
+        by = {(r["method"], r["budget"]): r for r in found["methods"] if r["layers"] == "profile"}
+        budgets = sorted({budget for _, budget in by})
+        names = ranked(list(by.values()), {name for name, _ in by})
+        cells = [[title(name), *(cell(by.get((name, b))) for b in budgets)] for name in names]
+        lines += [
+            "",
+            f"With the weight of the last rows given to {settings[setting]}, KL and perplexity over dense:",
+            "",
+        ]
+        lines += [*table(["method", *(f"{b:.0%}" for b in budgets)], cells), *answers(found["tasks"])]
+    return lines
 
 
 def first_table() -> str:
@@ -225,10 +321,15 @@ def title(name: str) -> str:
     return "**HADS**" if name == "hads" else plain(name)
 
 
+def bare(name: str) -> str:
+    return "HADS" if name == "hads" else plain(name)
+
+
 def plain(name: str) -> str:
     """A method's name in words."""
-    method = name.removesuffix("+forced")
-    return NAMES.get(method, method) + (" + forced blocks" if name.endswith("+forced") else "")
+    method = name.removesuffix("+forced").removesuffix("_older")
+    version = ", older version" if "_older" in name else ""
+    return NAMES.get(method, method) + version + (" + forced blocks" if name.endswith("+forced") else "")
 
 
 def _longest_first(path: Any) -> tuple[int, int]:

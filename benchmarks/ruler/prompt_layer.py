@@ -25,7 +25,8 @@ from xsake.hads.study.layer import Blocks, Layer, Priority
 
 _RIVALS = (
     *("sink_window", "sliding_window", "longformer", "power"),
-    *("mean_top_k", "x_attention_8", "x_attention_16", "flash_prefill", "quest", "cobs", "sparge", "blasst", "tca"),
+    *("mean_top_k", "x_attention_8", "x_attention_16", "flash_prefill", "quest", "cobs", "sparge", "blasst"),
+    "hads_shares_top_k",
 )
 METHODS_HERE = (
     *(f"{name}{form}" for name in _RIVALS for form in ("", "+forced")),

@@ -17,7 +17,6 @@ layer are 0.4 GB, where those of all layers would be 12 GB; the host holds 5 GB.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
+from xsake.hads.profile.fingerprint import fingerprint
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
@@ -109,17 +109,12 @@ def calibrate(
         block=block,
         length=length,
         kv_heads=layers[0].kv_heads,
-        digests=tuple(digest(sequence) for sequence in np.asarray(tokens)),
+        digests=tuple(fingerprint(sequence) for sequence in np.asarray(tokens)),
         rule=rule,
         window=window,
     )
     profile.check()
     return profile
-
-
-def digest(tokens: np.ndarray) -> str:
-    """A short name made from a sequence's tokens."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 class _Learned(NamedTuple):

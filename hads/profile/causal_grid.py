@@ -84,6 +84,10 @@ class CausalGrid:
         """f32[side]: how much an error in each row counts (`Rule.row_weight`)."""
         return self.rule.row_weight(np.arange(self.side), self.side).astype(np.float32)
 
+    def last_rows(self) -> np.ndarray:
+        """bool[side]: the last rows, in which an error counts more."""
+        return np.arange(self.side) >= self.side - self.rule.last_rows
+
     @property
     def forced_blocks(self) -> int:
         return int(self.forced().sum())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from xsake import _atomic
+from xsake.hads.profile import fingerprint
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
 from xsake.hads.profile.rule import VERSION_3, Rule
@@ -101,6 +102,7 @@ def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
     texts = [static["model"], *static["digests"]] if isinstance(static["digests"], list) else [None]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("model must be a string, and digests a list of strings")
+    fingerprint.check(static["digests"])
     return HadsProfile(**arrays, **static | {"digests": tuple(static["digests"]), "rule": rule})
 
 

@@ -47,7 +47,7 @@ class HadsProfile:
     - `length`: tokens per sequence of calibration. Other lengths are served too: only distances depend on the length,
       and a distance beyond those of calibration counts as the farthest one seen.
     - `kv_heads`: number of KV heads.
-    - `digests`: of the sequences of calibration, so that nobody evaluates on them.
+    - `digests`: fingerprints of the sequences of calibration, so that nobody evaluates on them or on parts of them.
     - `rule`: the constants that the profile was made with and is used with.
     - `window`: tokens that a token of this model sees, itself among them; None for all. Blocks outside the window are
       never chosen, and budgets are shares of the blocks inside.

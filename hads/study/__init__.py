@@ -1,1 +1,1 @@
-"""The study: HADS beside fixed patterns, published methods and oracles, at exactly equal numbers of blocks."""
+"""The study: HADS beside patterns, block-level versions of other methods, and oracles, at equal block counts."""

@@ -14,13 +14,17 @@ from jax import Array
 
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts, uniform_counts
+from xsake.hads.profile.fingerprint import shared
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.methods import METHODS
-from xsake.hads.study.records import Records
+from xsake.hads.study.records import Records, key_of
 from xsake.hads.study.texts import Text
+
+# Licences and other boilerplate are in many texts: different documents of one package shared up to 2.4% of their runs.
+MOST_SHARED = 0.05
 
 
 def evaluate(
@@ -33,6 +37,7 @@ def evaluate(
     records: Records,
     batch: int = 1,
     layers: str = "profile",
+    last_rows: str = "own",
     attention_dtype: Any = None,
     knowledge: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -41,7 +46,8 @@ def evaluate(
     """Run every method at every budget over every text, teacher-forced, and record each sequence's numbers.
 
     The dense model reads a text once; each method then chooses its masks from the sparse model's own queries and keys.
-    Sequences that `records` has already are not run again.
+    Sequences that `records` has already are not run again. Texts that share more than MOST_SHARED of their content with
+    the calibration's are refused; a profile that knows its texts only whole (`fingerprint.knows_runs`) misses parts.
 
     Args:
       methods: names of `METHODS`.
@@ -49,6 +55,7 @@ def evaluate(
       batch: sequences at a time.
       layers: how a budget is divided among layers: "profile" by the profile's table, the same for every method, or
         "uniform".
+      last_rows: which methods give the last rows of blocks more weight: "own", "every" or "none" (`MethodMask`).
       attention_dtype: queries, keys and values are rounded to this dtype, in the dense model too.
       knowledge: by a method's name, what the method must know of the model beyond the profile (`Layer.knowledge`).
       progress: called as progress(what, done, of).
@@ -64,8 +71,9 @@ def evaluate(
     if len(lengths) != 1:
         raise ValueError(f"texts must have one length; got {sorted(lengths)}")
     length = lengths.pop()
-    if seen := [text.name for text in texts if text.digest in profile.digests]:
-        raise ValueError(f"the profile was calibrated on {seen[:3]}: evaluate on other texts")
+    overlap = {text.name: shared(text.tokens, profile.digests) for text in texts}
+    if seen := [f"{name} ({share:.0%} of it)" for name, share in overlap.items() if share > MOST_SHARED]:
+        raise ValueError(f"the profile was calibrated on {', '.join(seen[:3])}: evaluate on other texts")
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
     total = profile.q_heads * profile.layers * profile.grid(length).blocks
@@ -81,7 +89,12 @@ def evaluate(
         some, budget, method, active, compared = waiting
         compared, density = jax.device_get(compared), np.asarray(active).sum((0, 2)) / total
         records.add(
-            _line(text, method, budget, layers, float(density[n]), jax.tree.map(lambda x, n=n: x[n], compared))
+            _line(
+                text,
+                (method, budget, layers, last_rows),
+                float(density[n]),
+                jax.tree.map(lambda x, n=n: x[n], compared),
+            )
             for n, text in enumerate(some)
         )
 
@@ -92,7 +105,7 @@ def evaluate(
         left = [
             (budget, method)
             for budget, method in work
-            if any((text.name, method, budget, layers) not in records for text in some)
+            if any(key_of(text.name, method, budget, layers, last_rows) not in records for text in some)
         ]
         if not left:
             continue
@@ -104,7 +117,9 @@ def evaluate(
                 finish(waiting)
                 return False
             report(f"{method} at {budget:.0%}", first, len(texts))
-            mask_fn = MethodMask.of(method, on_device, counts[budget], knowledge=beyond.get(method))
+            mask_fn = MethodMask.of(
+                method, on_device, counts[budget], knowledge=beyond.get(method), last_rows=last_rows
+            )
             sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype)
             compared = compare(model, dense, sparse, tokens)
             finish(waiting)
@@ -119,15 +134,14 @@ def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np
     return uniform_counts(profile.layers, profile.q_heads, budget, profile.grid(length))
 
 
-def _line(text: Text, method: str, budget: float, layers: str, density: float, one: Compared) -> dict[str, Any]:
+def _line(text: Text, case: tuple[str, float, str, str], density: float, one: Compared) -> dict[str, Any]:
     divergence = np.asarray(one.divergence, np.float64)
     return {
         "sequence": text.name,
         "domain": text.domain,
         "digest": text.digest,
-        "method": method,
-        "budget": budget,
-        "layers": layers,
+        "document": text.document or text.name,
+        **dict(zip(("method", "budget", "layers", "last_rows"), case, strict=True)),
         "density": density,
         "kl": float(divergence.mean()),
         "kl_p99": float(np.quantile(divergence, 0.99)),

@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.keep import keep_largest
 
+LOWEST = -1e30  # the least priority of a block that may be kept
 Blocks = Bool[Array, "B H n n"]
 Priority = Float[Array, "B H n n"]
 
@@ -23,8 +24,9 @@ class Layer:
     """A layer's queries and keys, its number in the model, the number of blocks to keep, and what is known beforehand.
 
     `with_forced` says whether HADS's forced blocks are always kept. `knowledge` is a pytree for a method that must know
-    more of the model than a HADS profile says; None for all others. Everything but the grid may be traced, so that one
-    compiled program serves every layer, budget and profile.
+    more of the model than a HADS profile says; None for all others. `last_count`, if given, is the number of blocks
+    that the rule's last rows keep together; the other rows share the rest of `count`. Everything but the grid may be
+    traced, so that one compiled program serves every layer, budget and profile.
     """
 
     query: Float[Array, "B T H D"]
@@ -35,6 +37,7 @@ class Layer:
     profile: HadsProfile
     with_forced: Array | bool = False
     knowledge: Any = None
+    last_count: Int[Array, "B"] | None = None
 
     @property
     def forced(self) -> Array:
@@ -50,4 +53,17 @@ class Layer:
 
     def keep(self, priority: Priority) -> Blocks:
         """Exactly `count` blocks: the forced ones if `with_forced`, then those of the highest priorities."""
-        return keep_largest(priority, self.grid, self.count, self.forced)
+        if self.last_count is None:
+            return keep_largest(priority, self.grid, self.count, self.forced)
+        last = jnp.asarray(self.grid.last_rows())[None, None, :, None]
+        parts = (last, self.last_count), (~last, self.count - self.last_count)
+        of_last, of_others = (
+            keep_largest(
+                jnp.where(rows, jnp.maximum(priority, LOWEST), -jnp.inf),
+                self.grid,
+                count,
+                self.forced[None, None] & rows,
+            )
+            for rows, count in parts
+        )
+        return of_last | of_others

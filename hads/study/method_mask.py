@@ -17,11 +17,13 @@ from xsake.hads.selection.select import check_inputs
 from xsake.hads.study.layer import Blocks, Layer
 from xsake.hads.study.methods import METHODS
 
+LAST_ROWS = ("own", "every", "none")
+
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("profile", "counts", "with_forced", "knowledge"),
-    meta_fields=("program", "transpose"),
+    meta_fields=("program", "transpose", "last_rows"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodMask:
@@ -29,6 +31,11 @@ class MethodMask:
 
     Counts are over a layer's query heads, as `hads.layer_counts` gives them. A pytree: new counts, another profile, new
     knowledge, and forced blocks or none, do not recompile.
+
+    `last_rows` says who gives the last rows of blocks more weight, which helps answers that begin there:
+    - "own": each method as it is: HADS's rule does (`Rule.last_weight`), rivals do not.
+    - "every": a rival's last rows keep together as many blocks as HADS's last rows do, the best by its own priority.
+    - "none": HADS's rule does not, either.
     """
 
     program: Callable[[Layer], Blocks]
@@ -37,12 +44,24 @@ class MethodMask:
     with_forced: Any
     knowledge: Any = None
     transpose: bool = False
+    last_rows: str = "own"
 
     @classmethod
     def of(
-        cls, name: str, profile: HadsProfile, counts: Any, *, knowledge: Any = None, transpose: bool = False
+        cls,
+        name: str,
+        profile: HadsProfile,
+        counts: Any,
+        *,
+        knowledge: Any = None,
+        transpose: bool = False,
+        last_rows: str = "own",
     ) -> MethodMask:
+        if last_rows not in LAST_ROWS:
+            raise ValueError(f"{last_rows=} must be one of {', '.join(LAST_ROWS)}")
         method = METHODS[name]
+        if last_rows == "none":
+            profile = dataclasses.replace(profile, rule=dataclasses.replace(profile.rule, last_weight=1.0))
         return cls(
             program=method.program,
             profile=profile if method.adapt is None else method.adapt(profile),
@@ -50,6 +69,7 @@ class MethodMask:
             with_forced=jnp.asarray(method.forced),
             knowledge=knowledge,
             transpose=transpose,
+            last_rows=last_rows,
         )
 
     def blocks(self, layer: Any, query: Array, key: Array) -> Blocks:
@@ -57,7 +77,11 @@ class MethodMask:
         grid = check_inputs(query, key, self.profile, layer)
         query, key = jax.lax.stop_gradient((query, key))
         count = self.counts[layer]
-        return self.program(Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge))
+        x = Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge)
+        if self.last_rows == "every":
+            ours = METHODS["hads"].program(x) & jnp.asarray(grid.last_rows())[None, None, :, None]
+            x = dataclasses.replace(x, last_count=ours.sum((1, 2, 3)))
+        return self.program(x)
 
     def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
         return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1], self.transpose)

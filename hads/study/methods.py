@@ -1,6 +1,6 @@
-"""The methods that come with xsake: HADS, a fixed pattern, three published methods, and oracles.
+"""The methods that come with xsake: HADS, a fixed pattern, block-level versions of published methods, and oracles.
 
-Published methods are written from their papers' formulas, at HADS's block size.
+These versions are ours: written from the papers' formulas, at HADS's block size. They are not the authors' code.
 """
 
 from __future__ import annotations

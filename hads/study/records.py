@@ -78,5 +78,11 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return parsed
 
 
+def key_of(sequence: str, method: str, budget: float, layers: str, last_rows: str = "own") -> tuple:
+    """What tells lines apart: the names of KEY and, if methods do not weigh the last rows as they are, who does."""
+    return sequence, method, budget, layers, *([] if last_rows == "own" else [last_rows])
+
+
 def _key(line: dict[str, Any]) -> tuple:
-    return tuple(line[name] for name in KEY)
+    sequence, method, budget, layers = (line[name] for name in KEY)
+    return key_of(sequence, method, budget, layers, line.get("last_rows", "own"))

@@ -13,8 +13,12 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
+
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.layer import Blocks, Layer, Priority
+from xsake.hads.study.ranking import ALWAYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +47,16 @@ def register(name: str, method: Method, *, group: str) -> None:
     GROUPS.setdefault(group, []).append(name)
 
 
-def register_rival(name: str, priority: Callable[[Layer], Priority]) -> None:
-    """Register the method that keeps the blocks of highest priority, in two forms: `name` in the group "published", and
-    `name+forced`, with HADS's forced blocks always kept, in the group "forced"."""
+def register_rival(
+    name: str, priority: Callable[[Layer], Priority], groups: tuple[str, str] = ("rivals", "forced")
+) -> None:
+    """Register the method that keeps the diagonal blocks and those of highest priority, in two forms: `name` in the
+    first of the groups, and `name+forced`, with HADS's forced blocks always kept, in the second."""
     program = partial(_by_priority, priority)
-    register(name, Method(program, forced=False), group="published")
-    register(f"{name}+forced", Method(program), group="forced")
+    register(name, Method(program, forced=False), group=groups[0])
+    register(f"{name}+forced", Method(program), group=groups[1])
 
 
 def _by_priority(priority: Callable[[Layer], Priority], x: Layer) -> Blocks:
-    return x.keep(priority(x))
+    """Diagonal blocks come first, whatever the method says: no row is left without a key."""
+    return x.keep(jnp.maximum(priority(x), x.everywhere(np.where(x.grid.distance() == 0, ALWAYS, -np.inf))))

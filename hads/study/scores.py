@@ -1,4 +1,4 @@
-"""Block scores of the published methods that come with xsake, and the parts that such scores are made of.
+"""Block scores of the rivals that come with xsake, and the parts that such scores are made of.
 
 Each score takes a layer's queries and keys and gives [B, H, n, n]: -inf in logits and 0 in shares where causality
 forbids.

@@ -19,6 +19,7 @@ class Summary(NamedTuple):
     budget: float
     layers: str
     sequences: int
+    documents: int  # that the sequences come from; records that name none count each sequence as one
     density: float  # active blocks as a share of the causal blocks, mean over sequences
     off_budget: float  # how far any sequence's density is from the budget, as a share of the budget
     kl: float  # nats per token, mean over sequences
@@ -26,26 +27,35 @@ class Summary(NamedTuple):
     same_token: float
     against: Difference | None  # KL of HADS minus this method's; None for HADS itself, or without common sequences
     adjusted: float | None  # probability that HADS is not better, corrected for the number of comparisons
+    loss_against: Difference | None = None  # loss (log perplexity) of HADS minus this method's, on the same sequences
 
 
-def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[Summary]:
+def with_last_rows(lines: Iterable[dict[str, Any]], last_rows: str) -> list[dict[str, Any]]:
+    """The lines of one setting of `MethodMask.last_rows`; lines of older records, which do not name it, are "own"."""
+    return [line for line in lines if line.get("last_rows", "own") == last_rows]
+
+
+def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads", last_rows: str = "own") -> list[Summary]:
     """One row for each method, budget and division among layers, best KL first within a budget.
 
     A method is compared with `reference` at the same budget and division, on the sequences that both have read.
     """
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for line in lines:
+    for line in with_last_rows(lines, last_rows):
         if "asked" in line:  # a text that asks something is not natural text
             continue
         groups[line["budget"], line["layers"], line["method"]][line["sequence"]] = line
     differences: dict[tuple, Difference] = {}
+    losses: dict[tuple, Difference] = {}
     for key, mine in groups.items():
         budget, layers, method = key
         ours = groups.get((budget, layers, reference), {})
         both = sorted(set(mine) & set(ours))
         if method != reference and both:
-            a, b = (np.array([group[name]["kl"] for name in both]) for group in (ours, mine))
-            differences[key] = paired_difference(a, b)
+            documents = [_document(mine[name]) for name in both]
+            for what, found in (("kl", differences), ("sparse_loss", losses)):
+                a, b = (np.array([group[name][what] for name in both]) for group in (ours, mine))
+                found[key] = paired_difference(a, b, documents)
     adjusted = dict(zip(differences, holm(np.array([d.not_below for d in differences.values()])), strict=True))
 
     rows = []
@@ -60,6 +70,7 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
                 budget,
                 layers,
                 len(values),
+                len(set(map(_document, values))),
                 float(density.mean()),
                 float(np.abs(density / budget - 1).max()),
                 float(np.mean([line["kl"] for line in values])),
@@ -67,20 +78,45 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads") -> list[
                 float(np.mean([line["same_token"] for line in values])),
                 differences.get(key),
                 float(adjusted[key]) if key in adjusted else None,
+                losses.get(key),
             )
         )
     return sorted(rows, key=lambda row: (row.layers, row.budget, row.kl))
 
 
-def retention(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, float, int, float]]:
+def _document(line: dict[str, Any]) -> str:
+    return line.get("document", line["sequence"])
+
+
+def _differences(row: Summary) -> dict[str, Difference | None]:
+    return {"against": row.against, "loss_against": row.loss_against}
+
+
+def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
     """(domain, method, budget, items that the dense model answers, share of these that the sparse one answers)."""
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for line in lines:
+    for line in with_last_rows(lines, last_rows):
         if "asked" in line:
             one = sums[line["domain"], line["method"], line["budget"]]
             one[0] += line["dense_right"]
             one[1] += line["both_right"]
     return [(*key, dense, both / dense) for key, (dense, both) in sums.items() if dense]
+
+
+def layer_division(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """KL with the profile's division of the budget among layers and with equal shares, on the sequences that have both:
+    one entry per method and budget."""
+    found: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for line in with_last_rows(lines, "own"):
+        if "asked" not in line:
+            found[line["method"], line["budget"]][line["sequence"]][line["layers"]] = line["kl"]
+    made = []
+    for (method, budget), by in found.items():
+        both = [of for of in by.values() if len(of) == 2]
+        if both:
+            means = {layers: float(np.mean([of[layers] for of in both])) for layers in ("profile", "uniform")}
+            made.append({"method": method, "budget": budget, "sequences": len(both), **means})
+    return made
 
 
 def as_json(
@@ -90,6 +126,8 @@ def as_json(
     names = ("domain", "method", "budget", "asked", "retention")
     return {
         "about": about,
-        "methods": [row._asdict() | {"against": row.against and row.against._asdict()} for row in rows],
+        "methods": [
+            row._asdict() | {name: one and one._asdict() for name, one in _differences(row).items()} for row in rows
+        ],
         "tasks": [dict(zip(names, one, strict=True)) for one in kept],
     }

@@ -11,7 +11,7 @@ from xsake.hads.study.summary import Summary
 
 def table(rows: Sequence[Summary], title: str) -> Table:
     """Methods by budget, best first. Where there are several texts, the last columns are HADS minus the method with its
-    95% interval, and the number of texts."""
+    95% interval (none if all texts are parts of one document), and the number of texts."""
     several = any(row.sequences > 1 for row in rows)
     made = Table(title=title)
     names = ["budget", "method", "blocks", "KL (nats)", "perplexity", "same token"]
@@ -33,7 +33,9 @@ def table(rows: Sequence[Summary], title: str) -> Table:
         ]
         if several:
             difference = row.against
-            interval = "" if difference is None else rf"\[{difference.low:+.4f}, {difference.high:+.4f}]"
+            interval = ""
+            if difference is not None and difference.low is not None:
+                interval = rf"\[{difference.low:+.4f}, {difference.high:+.4f}]"
             cells += ["" if difference is None else f"{difference.mean:+.4f}", interval, str(row.sequences)]
         made.add_row(*cells)
     return made

@@ -18,7 +18,7 @@ DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default
 
 # The names that `xsake.hads.study.methods` registers, written out: --help must not import that module.
 METHODS = (
-    "Groups: short, ours, published, forced, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
+    "Groups: short, ours, rivals, forced, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
     "x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced (with HADS's forced "
     "blocks), oracle_top_k, oracle_top_k+forced, oracle_top_p+forced, oracle_gain."
 )
@@ -81,7 +81,9 @@ def evaluate(
     domains: Domains = None,
     dtype: DType = None,
 ) -> None:
-    """Compare HADS with a fixed pattern, published methods and oracles at exactly equal numbers of blocks.
+    """Compare HADS with other methods and with oracles at exactly equal numbers of blocks.
+
+    The methods are a fixed pattern and xsake's own block-level versions of published methods.
 
     Each method changes the model's predictions; the table says how much, and whether HADS changes them less. Texts with
     questions (.npz files with `.items`) also show how many of the dense model's right answers each method keeps.
@@ -89,6 +91,7 @@ def evaluate(
     with plain_errors():
         import jax.numpy as jnp
 
+        from xsake.hads.profile.fingerprint import knows_runs
         from xsake.hads.profile.profile import HadsProfile
         from xsake.hads.study.evaluation import evaluate
         from xsake.hads.study.groups import expand
@@ -100,6 +103,8 @@ def evaluate(
         name = model_name(model)
         if learned.model != name:
             raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
+        if not knows_runs(learned.digests):
+            print(f"{profile} is of an older version: it recognises its own texts only whole, not parts of them")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
         loaded, encode = _load(model, texts, dtype)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)

@@ -1,7 +1,8 @@
-"""Published training-free methods that do not come with xsake, each as the priorities of a layer's blocks.
+"""Our block-level versions of published training-free methods, each as the priorities of a layer's blocks.
 
-They are written from the papers' formulas, at HADS's block size. Where a method searches or learns settings offline,
-the settings here come from the HADS profile, and the method's docstring says so.
+They are written from the papers' formulas, at HADS's block size, and are not the authors' code: a method that selects
+tokens selects blocks here, and its knob is set by the budget. Docstrings say what else differs. More of them, which
+come with xsake: `xsake.hads.study.methods`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import numpy as np
 from jax import Array
 
 from benchmarks.hads import scores
-from benchmarks.hads.ranking import head_shares, pooled_mass, scaled_count
+from benchmarks.hads.ranking import pooled_mass, scaled_count
 from xsake.hads.study import ranking
 from xsake.hads.study.layer import Layer, Priority
-from xsake.hads.study.scores import mean_logits
 
 
 def quest(x: Layer) -> Priority:
@@ -54,11 +54,12 @@ def flex_prefill(x: Layer) -> Priority:
 
 def sparge(x: Layer) -> Priority:
     """SpargeAttention: a given share of the mean-pooled map in every row. A block whose queries or keys differ too much
-    among themselves (mean cosine below 0.6) has no pooled score and comes first, nearer blocks before farther ones."""
+    among themselves (mean cosine below 0.1, the default of its public code; its paper searches one per head) has no
+    pooled score and comes first, nearer blocks before farther ones."""
     share = ranking.constant_share(scores.mean_shares(x.query, x.key, x.grid))
     group = x.query.shape[2] // x.key.shape[2]
-    unlike_query = scores.self_similarity(x.query, x.grid)[..., :, None] < 0.6
-    unlike_key = jnp.repeat(scores.self_similarity(x.key, x.grid), group, 1)[..., None, :] < 0.6
+    unlike_query = scores.self_similarity(x.query, x.grid)[..., :, None] < 0.1
+    unlike_key = jnp.repeat(scores.self_similarity(x.key, x.grid), group, 1)[..., None, :] < 0.1
     nearness = x.everywhere(2.0 - x.grid.distance() / x.grid.side)
     return jnp.where(unlike_query | unlike_key, nearness, share)
 
@@ -93,13 +94,6 @@ def ada_kv(x: Layer) -> Priority:
     return _on_diagonal(x, pooled_mass(pooled, 0.5 * uniform))
 
 
-def tca(x: Layer) -> Priority:
-    """TCA-like: a constant number of blocks per row, heads in the proportions that calibration found, by mean-pooled
-    score."""
-    heads = jnp.maximum(head_shares(x), 0.01)
-    return _on_diagonal(x, scaled_count(mean_logits(x.query, x.key, x.grid), heads))
-
-
 def _on_diagonal(x: Layer, priority: Priority) -> Priority:
     return priority + x.everywhere(ranking.diagonal(x.grid))
 
@@ -114,4 +108,4 @@ def _divergence(p: Array, q: Array) -> Array:
     return jnp.sqrt(jnp.maximum(kl(p) + kl(q), 0) / 2)
 
 
-METHODS = (vertical_slash, flex_prefill, sparge, prism, quest, cobs, blasst, entropy_infer, ada_kv, tca)
+METHODS = (vertical_slash, flex_prefill, sparge, prism, quest, cobs, blasst, entropy_infer, ada_kv)

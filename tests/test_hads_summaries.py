@@ -1,0 +1,51 @@
+"""Summaries made anew from records, and the tables of settings that a run may or may not have."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hads import summaries
+from benchmarks.report import hads as report
+
+LINE = {"budget": 0.2, "layers": "profile", "density": 0.2, "loss": 2.0, "sparse_loss": 2.1, "same_token": 1.0}
+
+
+def test_older_records_get_present_names_and_documents(tmp_path: Path):
+    lines = [LINE | {"sequence": f"a/{n}", "digest": "ab"[n], "method": "tca+forced", "kl": 1.0} for n in (0, 1)]
+    path = tmp_path / "records.jsonl.xz"
+    for about, name in (({}, "hads_shares_top_k+forced"), ({"rivals": 2}, "tca+forced")):
+        path.write_bytes(lzma.compress("\n".join(map(json.dumps, [{"about": about}, *lines])).encode()))
+        assert summaries.read(path) == (about, [line | {"method": name} for line in lines])
+    found = list(summaries.with_documents([*lines, {"asked": 1}], {"a": "a/one", "b": "a/one"}))
+    assert [line.get("document") for line in found] == ["a/one", "a/one", None]
+    with pytest.raises(ValueError, match=r"documents\.tsv does not know a/1 \(b\)"):
+        list(summaries.with_documents(lines, {"a": "a/one"}))
+
+
+def test_every_setting_of_the_last_rows_gets_its_tables():
+    asked = {"asked": 4, "dense_right": 4}
+    lines = [
+        LINE | {"sequence": domain, "domain": domain, "method": method, "kl": 0.1, "last_rows": setting} | more
+        for setting, right in (("own", 4), ("every", 3), ("none", 2))
+        for method in ("hads", "sink_window")
+        for domain, more in (
+            ("prose", {}),
+            ("copy-8192", asked | {"both_right": right}),
+            ("copy_middle-8192", asked | {"both_right": 1}),
+        )
+    ]
+    found = summaries.extras(lines)["last_rows"]
+    assert {name: len(of["methods"]) for name, of in found.items()} == {"every": 2, "none": 2}
+    said = "\n".join(report.last_rows({"last_rows": found}))
+    assert said.count("With the weight of the last rows given to ") == 2 and "| **HADS** | 0.1000 (+10.52%) |" in said
+    assert (
+        said.count("asked at the end of the text (copy: 4)")
+        == said.count("asked in the middle of the text (copy: 4)")
+        == 2
+    )
+    assert said.count("| **HADS** | 75% |") == said.count("| **HADS** | 50% |") == 1
+    assert said.count("| sink + window | 25% |") == 2 and report.last_rows({}) == []
