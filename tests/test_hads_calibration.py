@@ -176,6 +176,7 @@ def test_gradients_are_those_of_the_whole_model(model: Transformer):
         np.testing.assert_allclose(layer.gradient, want, rtol=1e-3, atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow  # the recorded profiles are made this way
 def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: hads.HadsProfile, model: Transformer):
     """Against calibration with every layer's statistics and gradients in memory together."""
     grid, count = CausalGrid(250, 16), len(TOKENS)

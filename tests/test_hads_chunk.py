@@ -136,6 +136,7 @@ EVERYTHING = {"dense": dict(chunk=128), "all blocks": dict(hads=HadsBudget(MODEL
 
 
 @pytest.mark.parametrize("name", sweep(list(EVERYTHING), slow=["all blocks"]))
+@pytest.mark.slow  # test_a_sparse_prompt_is_read_as_in_one_forward reads chunks
 def test_chunks_of_everything_change_nothing(model, dense, name):
     assert generate(model, PROMPTS, max_new_tokens=3, **EVERYTHING[name]) == dense
 

@@ -67,6 +67,7 @@ PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, l
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 128])
+@pytest.mark.slow  # the other tests choose inside windows
 def test_all_blocks_of_the_window_are_dense_attention(model, chunk):
     """In a prompt that is read whole or in chunks, and in the tokens that follow it."""
     dense = generate(model, PROMPTS, max_new_tokens=4)

@@ -49,11 +49,14 @@ def everything(case, mask, rest):
     return run
 
 
+WHICH = [f"{kind}: {heads}" for kind in KINDS for heads in HEADS]
+
+
 @pytest.mark.parametrize(
     "which",
     sweep(
-        [f"{kind}: {heads}" for kind in KINDS for heads in HEADS],
-        slow=["auto: one K/V head", "explicit: grouped", "explicit: fewer K/V heads than devices"],
+        WHICH,
+        slow=[name for name in WHICH if name not in ("auto: grouped", "explicit: one K/V head")],
     ),
 )
 def test_each_device_computes_its_part(which):
@@ -119,7 +122,7 @@ def test_heads_that_cannot_be_cut_are_gathered_with_a_warning():
     np.testing.assert_allclose(out, xsake.attention(q, k, k), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, slow=["auto"]))
 def test_a_mask_that_was_made_inside_jit_follows(kind):
     mesh = mesh_of(kind)
     q = jax.random.normal(jax.random.key(0), (2, 64, 4, 16))

@@ -39,7 +39,7 @@ CASES = {
     "bfloat16": dict(mask_causal=True, dtype="bfloat16", sinks=(4, 2)),
 }
 QUICK = {  # the other pairs reach no other code
-    "gather contiguous": (),  # lengths that are not whole blocks are gathered below
+    "gather contiguous": (),  # two processes gather, in test_sharded_processes
     "gather zigzag": (),
     "ring contiguous": (),
     "ring zigzag": ("all arguments",),
@@ -122,6 +122,7 @@ def test_explicit_axes_with_heads_cut_too(exchange):
 
 
 @pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
+@pytest.mark.slow  # the cases above run the same program, in a shard_map of our own
 def test_inside_the_callers_shard_map(exchange):
     case = make(XLA, **SIZES, mask_causal=True)
     mesh, rows = mesh_of(seq=8), case.mask().shard_rows(8)
@@ -207,6 +208,7 @@ def test_the_sparse_exchange_moves_what_is_listed_and_no_more():
     assert sum(sizes_of(text, "all-to-all")) == 2 * B * N * 3 * 16 * D  # keys and values of one head, in a loop
 
 
+@pytest.mark.slow  # it simulates an operation that CPUs lack
 def test_elsewhere_than_on_cpus_only_what_is_there_travels(monkeypatch):
     """By the documented meaning of `ragged_all_to_all`, which XLA has for GPUs and TPUs alone."""
     chosen = jax.lax.platform_dependent
@@ -231,6 +233,7 @@ def test_elsewhere_than_on_cpus_only_what_is_there_travels(monkeypatch):
     check_sharded(case, mesh_of(data=2, seq=4), "sparse", "contiguous")
 
 
+@pytest.mark.slow  # the cases above have gradients
 def test_gradients_come_back_scattered():
     text = compiled_text("gather", gradient=True)
     assert f"[{T},{T}]" not in text and f"f32[{B},{T},{K},{D}]" not in text
@@ -314,9 +317,8 @@ PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", 
 @pytest.mark.parametrize(
     ("exchange", "platform"),
     [
-        ("gather", "cuda"),
         ("ring", "tpu"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("ring", "cuda"), ("sparse", "cuda"))),
+        *(pytest.param(x, "cuda", marks=pytest.mark.slow) for x in ("gather", "ring", "sparse")),
     ],
 )
 def test_lowers_for_other_platforms(exchange, platform, monkeypatch):

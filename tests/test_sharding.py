@@ -47,6 +47,7 @@ RESULTS = (HEADS, P("data", None, "model"))
 
 
 @pytest.mark.parametrize("name", sweep(MASKS, slow=["a mask a kv head", "a mask a batch", "one mask for all"]))
+@pytest.mark.slow  # the next tests have gradients in a shard_map
 def test_gradients_through_shard_map(implementation, name):
     """Differentiated outside. Bias and sinks are shared over the batch: their gradients are sums over devices."""
     case = _case(implementation, MASKS[name])
