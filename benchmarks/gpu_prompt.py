@@ -30,6 +30,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from xsake._plan.models import PUBLISHED
 from xsake.autotune.timing import race
 from xsake.hads import HadsProfile, calibrate
 from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer
@@ -37,23 +38,7 @@ from xsake.model.mfu import utilisation
 from xsake.model.prefill import read_prompts
 
 MODELS = {
-    "qwen2.5-1.5b": (
-        ModelConfig(
-            vocab_size=151936,
-            layers=28,
-            width=1536,
-            q_heads=12,
-            kv_heads=2,
-            head_dim=128,
-            mlp_width=8960,
-            context=32768,
-            rope_base=1_000_000.0,
-            norm_eps=1e-6,
-            qkv_bias=True,
-        ),
-        32768,
-        4096,
-    ),
+    "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),
     "smollm2-135m": (PRESETS["smollm2-135m"], 8192, 2048),
     "tiny": (PRESETS["tiny"], 512, 256),
 }
