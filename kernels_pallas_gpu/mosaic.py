@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from xsake._backend import Call
+from xsake._backend import Call, shapes_of
 from xsake._device import compute_capability, cpu_workers
 from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
@@ -250,7 +250,7 @@ def _cut(call: Call) -> Cut | None:
 def _needs(call: Call) -> tuple[Pairing, int]:
     """What the forward's tiles hold: their pairing, and the arrays with one number per key beside K and V."""
     if cut := _cut(call):
-        call = jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
+        call = shapes_of(lambda call: FewQueries(call, cut).call, call)
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
     packing = _packing(call)
     pairing = Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)

@@ -9,12 +9,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from xsake._backend import Call
+from xsake._backend import Call, shapes_of
 from xsake._device import compute_capability, core_count
 from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
@@ -119,7 +118,7 @@ def _cut(call: Call) -> Cut | None:
 def _run_by(kernel: str, call: Call) -> Call:
     """The shapes of the call that a kernel runs in place of the given call."""
     if kernel == "forward" and (cut := _cut(call)):
-        return jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
+        return shapes_of(lambda call: FewQueries(call, cut).call, call)
     return packed_shapes(call)
 
 

@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake._backend import Call
+from xsake._backend import Call, shapes_of
 from xsake._buckets import power_of_two_at_least
 from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields, whole
@@ -104,7 +103,7 @@ def _cut(call: Call) -> Cut | None:
 def _forward_shapes(call: Call) -> Call:
     """The shapes of the call that the forward runs."""
     if cut := _cut(call):
-        return jax.eval_shape(lambda call: FewQueries(call, cut).call, call)
+        return shapes_of(lambda call: FewQueries(call, cut).call, call)
     return packed_shapes(call)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import xsake
 from xsake import _packed_heads
@@ -53,3 +54,20 @@ def test_an_empty_row_stays_empty_and_nan_of_a_sink_is_kept():
         jax.tree.map(lambda y: jnp.full_like(y, jnp.nan) if y is call.sink_lse else y, call)
     ).results(packed.call.query, lse)
     assert np.isnan(out).all() and np.isnan(both).all()
+
+
+@pytest.mark.parametrize("queries", [32, 3])
+def test_arrays_on_explicit_axes(queries):
+    """A configuration is chosen for arrays that lie on several devices: tall blocks, and few queries."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    sizes = ((queries, 8), (64, 2), (64, 2))
+    arrays = [jnp.asarray(rng.standard_normal((2, length, heads, 16)), jnp.float32) for length, heads in sizes]
+    blocks = rng.random((2, -(-queries // 16), 4)) < 0.7
+    mask = xsake.BlockMask.from_blocks(blocks, block_q=16, block_kv=16, q_len=queries, kv_len=64, transpose=False)
+    attend = jax.jit(lambda *qkv: xsake.attention(*qkv, mask))
+    expected = attend(*arrays)
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("data", None, "model", None))
+        found = attend(*(jax.device_put(x, where) for x in arrays))
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)

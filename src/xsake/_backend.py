@@ -7,7 +7,7 @@ module, its name in `_registry.py` and in the shared test suite.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -132,6 +132,11 @@ class Call:
         """Whether full blocks need no element test, since the call excludes nothing that the mask's rule allows."""
         by_index = self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
         return self.full_is_known or by_index
+
+
+def shapes_of(change: Callable[[Call], Call], call: Call) -> Call:
+    """The shapes of a changed call: a configuration is chosen before anything is computed, wherever the arrays lie."""
+    return jax.eval_shape(change, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call))
 
 
 @runtime_checkable

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._backend import Call
+from xsake._backend import Call, shapes_of
 from xsake.hads.mask.band import Band
 
 _WORD = 32  # rows in a word of a bitmap
@@ -105,5 +104,5 @@ def packs(call: Call) -> bool:
 
 
 def packed_shapes(call: Call) -> Call:
-    """The shapes of the call that a backend runs: a configuration is chosen before anything is computed."""
-    return jax.eval_shape(lambda call: PackedHeads(call).call, call) if packs(call) else call
+    """The shapes of the call that a backend runs."""
+    return shapes_of(lambda call: PackedHeads(call).call, call) if packs(call) else call
