@@ -106,6 +106,7 @@ def forward(
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
             options = {name: value for name, value in step._asdict().items() if name != "tokens"}
             chosen = select_step(query, own, learned[layer], lengths, **options)
+            # XLA alone would cut the whole cache into tiles before it takes those that a mask lists.
             attend_to = attend_listed if platform_of(query) == "gpu" else attend_blocks
             limits: dict[str, Any] = dict(block_size=step.block, window=step.window)
             return attend_to(query, keys, cache.values[layer], *chosen, lengths, **limits), (cache, own)

@@ -1,6 +1,6 @@
 """How the GPU kernels that make masks are called.
 
-They are lowered by Pallas-Triton, which JAX has deprecated: only the triton_*.py files of HADS depend on it.
+They are lowered by Pallas-Triton, which JAX has deprecated: only files named triton_*.py depend on it.
 """
 
 from __future__ import annotations

@@ -121,11 +121,24 @@ class Call:
     def value_dim(self) -> int:
         return self.value.shape[3]
 
-    def query_positions(self) -> Int[Array, "B T"]:
-        """Those given, or the indices."""
-        if self.q_positions is not None:
-            return self.q_positions
-        return jnp.broadcast_to(jnp.arange(self.q_len, dtype=jnp.int32), self.query.shape[:2])
+    def in_rows(self, query: Array, mask: BlockMask, of_tokens: Callable[[Array], Array]) -> Call:
+        """The call with queries of several heads in the rows of one; `of_tokens` takes a number per query to the rows.
+
+        Sinks are left out: they belong to heads. Where there is a band, rows are told apart by positions, and the
+        mask's own rule, which is of indices, says no more.
+        """
+        positions = self.q_positions
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(self.q_len, dtype=jnp.int32), self.query.shape[:2])
+        return dataclasses.replace(
+            self,
+            query=query,
+            mask=dataclasses.replace(mask, is_causal=False, local_window_size=None),
+            q_segments=None if self.q_segments is None else of_tokens(self.q_segments),
+            q_positions=None if self.band == Band() else of_tokens(positions),
+            sink_lse=None,
+            full_is_known=self.full_is_exact,
+        )
 
     @property
     def full_is_exact(self) -> bool:

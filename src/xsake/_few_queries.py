@@ -15,7 +15,6 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake._backend import Call
-from xsake.hads.mask.band import Band
 
 MOST_QUERIES = 8
 KEYS_PER_PART = 512  # at least: fewer would not pay for the merge
@@ -64,18 +63,8 @@ class FewQueries:
             col_order=None,
             block_q=cut.rows,
             q_len=cut.rows * cut.parts,
-            is_causal=False,
-            local_window_size=None,
         )
-        self.call = dataclasses.replace(
-            given,
-            query=self._rows(given.query),
-            mask=of_parts,
-            q_segments=None if given.q_segments is None else self._tokens(given.q_segments),
-            q_positions=None if given.band == Band() else self._tokens(given.query_positions()),
-            sink_lse=None,
-            full_is_known=given.full_is_exact,
-        )
+        self.call = given.in_rows(self._rows(given.query), of_parts, self._tokens)
 
     def _rows(self, x: Float[Array, "B T H D"]) -> Float[Array, "B R h D"]:
         b, t, h, d = x.shape

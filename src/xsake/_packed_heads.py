@@ -15,7 +15,6 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake._backend import Call, shapes_of
-from xsake.hads.mask.band import Band
 
 _WORD = 32  # rows in a word of a bitmap
 ENOUGH_ROWS = 64  # blocks with so many queries are tall enough
@@ -32,18 +31,8 @@ class PackedHeads:
             block_q=self.group * self.block,
             q_len=self.blocks * self.group * self.block,
             bitmaps=None if given.mask.bitmaps is None else self._bitmaps(),
-            is_causal=False,
-            local_window_size=None,
         )
-        self.call = dataclasses.replace(
-            given,
-            query=self.rows(given.query),
-            mask=mask,
-            q_segments=None if given.q_segments is None else self._tokens(given.q_segments),
-            q_positions=None if given.band == Band() else self._tokens(given.query_positions()),
-            sink_lse=None,
-            full_is_known=given.full_is_exact,
-        )
+        self.call = given.in_rows(self.rows(given.query), mask, self._tokens)
 
     @classmethod
     def of(cls, call: Call) -> PackedHeads | None:
