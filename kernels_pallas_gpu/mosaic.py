@@ -35,7 +35,7 @@ from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 _DTYPES = ("bfloat16", "float16")
-_DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
+_DIMS = (64, 96, 128, 160, 192, 256)  # head dimensions of the kernels; others are padded to the next of these
 # An interpreted warpgroup may wait for a barrier in a thread of XLA's pool. At most three of a CTA's four warpgroups
 # wait at a time, and so may the program that started them: a fifth thread is always free to go on.
 _INTERPRETER_THREADS = 5
