@@ -30,6 +30,7 @@ from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
+from xsake.kernels_pallas_gpu.mosaic_copied_heads import CopiedHeads
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
@@ -187,10 +188,22 @@ def backward(
     else:
         rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
         columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-        given = (padded.query, padded.key, padded.value, d_out, lse, delta)
+        given = (d_out, lse, delta)
         of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
-        dq = mosaic_dq.dq(*given, rows, **_arguments(call), bits=of_rows, config=config.dq)
-        dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
+        q, k, v = padded.query, padded.key, padded.value
+        dq = mosaic_dq.dq(q, k, v, *given, rows, **_arguments(call), bits=of_rows, config=config.dq)
+        heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
+        found = mosaic_dkv.dkv(
+            q,
+            heads.of_keys(k),
+            heads.of_keys(v),
+            *given,
+            columns,
+            **_arguments(call),
+            bits=of_columns,
+            config=config.dkv,
+        )
+        dk, dv = (heads.added(x) for x in found)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 
