@@ -25,6 +25,7 @@ from xsake.kernels_pallas_gpu import (
     mosaic_forward_config,
     mosaic_fused,
     mosaic_fused_plan,
+    triton_merge,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
@@ -156,7 +157,7 @@ def misfit(call: Call, config: Config) -> str | None:
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     if cut := _cut(call):
         few = FewQueries(call, cut)
-        return few.results(*_forward(few.call, config))
+        return triton_merge.merged(few, *_forward(few.call, config))
     return _forward(call, config)
 
 
