@@ -71,22 +71,21 @@ def read(model: Transformer, tokens: np.ndarray, **options: Any) -> Array:
     return logits(model, read_prompts(model, [tokens.tolist()], capacity=len(tokens), **options).last)
 
 
-def measure(name: str, dense: str, budgets: list[float], rounds: int) -> dict[str, Any]:
+def measure(name: str, dense: str, budgets: list[float], rounds: int, given: Path | None) -> dict[str, Any]:
     config, length, chunk = MODELS[name]
     model = make(config)
     block = 64 if length >= 4096 else 16
-    profile = profile_of(model, block)
+    profile = HadsProfile.load(given) if given else profile_of(model, block)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
     peer = make(config, partial(jax.nn.dot_product_attention, implementation=dense))
     contenders: dict[str, Callable[[], Any]] = {
         f"dense by {dense}": partial(whole, peer, jnp.asarray(tokens)[None]),
         "dense": partial(read, model, tokens),
-        f"dense, chunks of {chunk}": partial(read, model, tokens, chunk=chunk),
     }
     for budget in budgets:
-        hads = HadsBudget(profile, prompt=budget)
-        contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=hads)
-        contenders[f"HADS {budget:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
+        contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=HadsBudget(profile, prompt=budget))
+    hads = HadsBudget(profile, prompt=budgets[0])
+    contenders[f"HADS {budgets[0]:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
     times = race(contenders, rounds=rounds)
     flops = config.flops_per_token(length) / 3 - 2 * config.vocab_size * config.width
     return {
@@ -124,13 +123,14 @@ def main() -> None:
     parser.add_argument("--models", default="qwen2.5-1.5b,smollm2-135m", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--budgets", default="0.2,0.1")
     parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
+    parser.add_argument("--profile", type=Path, help="of a model with these heads, in place of one that is made here")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
     for name in args.models.split(","):
-        rows.append(measure(name, args.dense, list(map(float, args.budgets.split(","))), args.rounds))
+        rows.append(measure(name, args.dense, list(map(float, args.budgets.split(","))), args.rounds, args.profile))
         if args.record or args.out:
             record.save("gpu_prompt", rows, *([args.out] if args.out else []))
     show(rows, args.dense)

@@ -107,11 +107,16 @@ def error(query: Array, key: Array, value: Array, indices: Array) -> float:
     return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
 
 
-def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choices: list[str]) -> list[dict[str, Any]]:
+def measure(
+    tokens: int, heads: int, group: int, dense: str, rounds: int, choices: list[str], with_whole: bool
+) -> list[dict[str, Any]]:
     query, key, value, d_out = inputs(tokens, heads, heads // group)
     rows = []
+    programs: dict[str, Any] = {}
     for choice in choices:
         indices = scored(DIM**-0.5, query, key) if choice == "scored" else uniform(tokens, heads // group)
+        if choice == "uniform":  # as few as there are blocks
+            indices = indices[..., : -(-tokens // BLOCK)]
         listed, keys = union(indices, group)
         runs: dict[str, tuple[Any, ...]] = {
             "selected, forward": (selected, query, key, value, indices),
@@ -120,13 +125,18 @@ def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choice
         if choice == "scored":
             dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
             runs |= {
-                "whole, forward": (whole, query, key, value),
-                "whole, forward+backward": (both(whole), query, key, value, d_out),
                 f"dense {dense}, forward": (dot, query, key, value),
                 f"dense {dense}, forward+backward": (both(dot), query, key, value, d_out),
             }
-        programs = {name: jax.jit(function).lower(*given).compile() for name, (function, *given) in runs.items()}
-        times = race({name: partial(program, *runs[name][1:]) for name, program in programs.items()}, rounds=rounds)
+            if with_whole:
+                runs |= {
+                    "whole, forward": (whole, query, key, value),
+                    "whole, forward+backward": (both(whole), query, key, value, d_out),
+                }
+        for name, (function, *given) in runs.items():
+            if name not in programs:
+                programs[name] = jax.jit(function).lower(*given).compile()
+        times = race({name: partial(programs[name], *given) for name, (_, *given) in runs.items()}, rounds=rounds)
         rows.append(
             {
                 "tokens": tokens,
@@ -136,7 +146,7 @@ def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choice
                 "union": listed,
                 "keys": keys,
                 "error": error(query, key, value, indices),
-                "memory": {name: _temporary(program) for name, program in programs.items() if "dense" not in name},
+                "memory": {name: _temporary(programs[name]) for name in runs if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
             }
         )
@@ -174,6 +184,7 @@ def main() -> None:
     parser.add_argument("--groups", default="16,8,4,1", help="query heads per K/V head")
     parser.add_argument("--heads", type=int, default=64, help="query heads")
     parser.add_argument("--choices", default="scored,uniform")
+    parser.add_argument("--whole", default="16", help="groups for which the whole operation is measured, too")
     parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--record", action="store_true")
@@ -182,7 +193,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
         for group in map(int, args.groups.split(",")):
-            rows += measure(tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","))
+            whole_too = str(group) in args.whole.split(",")
+            rows += measure(tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","), whole_too)
             if args.record or args.out:
                 record.save("gpu_selection", rows, *([args.out] if args.out else []))
     show(rows)
