@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
+from cuda_offline import lower
 from sweep import sweep
 from tiny_model import TINY, build, run
 
 import xsake
 from xsake import hads
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection import chunk, triton_chunk
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.prefill import read_prompts
@@ -193,3 +196,30 @@ def test_a_prompt_beyond_the_cache_is_refused(model):
         read_prompts(model, PROMPTS, capacity=128)
     with pytest.raises(ValueError, match="pad_to=512 is beyond the cache of 256 tokens"):
         read_prompts(model, PROMPTS, capacity=256, pad_to=512)
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_the_kernel_of_the_tokens_feature_is_xlas(first):
+    """Sequences of different lengths, rows from block `first` on; the kernel multiplies in 16 bits."""
+    rng = np.random.default_rng(0)
+    grid, lengths = CausalGrid(300, 16, PROFILE.rule), jnp.array([300, 250], jnp.int32)
+    rows = grid.side - first
+    query = jnp.asarray(0.3 * rng.standard_normal((2, 4, rows, 16)), jnp.float32)
+    key = jnp.asarray(rng.standard_normal((2, 300, 2, 16)), jnp.float32)
+    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
+    pooled = pooled.write(key, lengths, start=0, block=16)
+    expected = chunk._over_keys(first, grid, query, key, pooled, lengths)
+    with xsake.interpret():
+        found = triton_chunk.over_keys(query, key, pooled.mean, lengths, first, grid)
+    causal = first + np.arange(rows)[:, None] >= np.arange(grid.side)
+    holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
+    used = causal[None, None] & holds[:, None, None]
+    np.testing.assert_allclose(jnp.where(used, found, 0), jnp.where(used, expected, 0), atol=0.02)
+
+
+def test_the_kernel_of_the_tokens_feature_lowers_for_cuda():
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    given = shape((1, 12, 64, 128)), shape((1, 8192, 2, 128)), shape((1, 2, 512, 128))
+    grid = CausalGrid(8192, 64, PROFILE.rule)
+    run = partial(triton_chunk.over_keys, first=64, grid=grid)
+    lower(run, *given, jax.ShapeDtypeStruct((1,), jnp.int32), chip="sm_80")

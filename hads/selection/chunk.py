@@ -6,6 +6,7 @@ the blocks that `select` gives. Sequences of a batch may have different lengths:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
@@ -23,6 +26,7 @@ from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.keep import nonnegative_order, row_counts
 from xsake.hads.selection.pooled import query_parts, spread_weights, variance
 from xsake.hads.selection.pooled_keys import PooledKeys
+from xsake.hads.selection.program import unsupported
 
 _ROWS = 64  # at a time, of mean queries against every key: a bound on memory
 
@@ -157,7 +161,11 @@ def _mass(
     distance = (first + np.arange(rows))[:, None] - np.arange(n)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(distance)]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    tokens = _over_keys(mean * d**-0.5, key, pooled, lengths, first, grid)
+    given = mean * d**-0.5, key, pooled, lengths
+    by_xla = partial(_over_keys, first, grid)
+    # A kernel is not partitioned over devices.
+    has_kernel = unsupported(d, grid) is None and not jit_may_partition()
+    tokens = on_gpu(partial(_by_kernel, first, grid), by_xla, *given) if has_kernel else by_xla(*given)
     logits = products.reshape(b, h, rows, n) + bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * tokens
     allowed = (distance >= 0) & (distance <= grid.reach)
     return jax.nn.softmax(jnp.where(allowed[None, None], logits, -jnp.inf), -1)
@@ -177,8 +185,16 @@ def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -
     return mean, variance(jnp.square(x).sum(2).swapaxes(1, 2) / count, mean)
 
 
+def _by_kernel(
+    first: int, grid: CausalGrid, query: Array, key: Array, pooled: PooledKeys, lengths: Array
+) -> Float[Array, "B H rows n"]:
+    from xsake.hads.selection.triton_chunk import over_keys
+
+    return over_keys(query, key, pooled.mean, lengths, first, grid)
+
+
 def _over_keys(
-    query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array, first: int, grid: CausalGrid
+    first: int, grid: CausalGrid, query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array
 ) -> Float[Array, "B H rows n"]:
     """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys.
 

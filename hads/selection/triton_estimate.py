@@ -172,12 +172,11 @@ def _tokens(
             inside = jnp.broadcast_to((token < grid.length)[:, None], (grid.block, d)) if tail else None
             here = key_ref.at[pl.ds(j * grid.block, grid.block), :]
             k = plgpu.load(here, mask=inside, other=0.0 if tail else None)
-            above = _exp2(_dot(q, k.astype(q.dtype)) - about[:, None])
+            above = exp2(rows_by_rows(q, k.astype(q.dtype)) - about[:, None])
             if tail:
                 above = jnp.where((token < grid.length)[None, :], above, 0.0)
             average = above.sum(1) / _size(j, grid)
-            # No block exceeds the block before by a factor of 2 ** 120.
-            out = about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
+            out = log2_from(about, average)
             out_ref[j, :] = out * (1 / _LOG2_E)
             return out
 
@@ -213,7 +212,12 @@ def _chunk(tiles: int) -> int:
     return min(max(pl.next_power_of_2(tiles // _PROGRAMS + 1) // 2, 4), _CHUNK)
 
 
-def _exp2(x: Array) -> Array:
+def log2_from(about: Array, average: Array) -> Array:
+    """The logarithm of a mean of exponentials that were taken about a number; no block exceeds it by 2 ** 120."""
+    return about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
+
+
+def exp2(x: Array) -> Array:
     if interpreting():
         return jnp.exp2(x)
     # jnp.exp2 takes four instructions more for denormals, which are 0 here.
@@ -248,7 +252,7 @@ def _sum(
             here = pl.ds(j * TILE, TILE)
 
             def add(part: Array, total: Array) -> Array:
-                return total + _dot(k_ref[here, part, :], q_ref[:, part, :])
+                return total + rows_by_rows(k_ref[here, part, :], q_ref[:, part, :])
 
             # In the tokens' feature the axis of keys comes first.
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
@@ -288,6 +292,6 @@ def _sum(
     return out
 
 
-def _dot(a: Array, b: Array) -> Array:
+def rows_by_rows(a: Array, b: Array) -> Array:
     """a @ b.T in float32."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
