@@ -41,7 +41,18 @@ _DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to t
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
+    {
+        "bias",
+        "q_segments",
+        "kv_segments",
+        "q_positions",
+        "kv_positions",
+        "sink_lse",
+        "band",
+        "soft_cap",
+        "bitmaps",
+        "page_table",
+    }
 )
 
 
@@ -98,6 +109,10 @@ def unsupported(call: Call) -> str | None:
     for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
         if dim > _DIMS[-1]:
             return f"{name}={dim} must be at most {_DIMS[-1]}"
+        if call.page is not None and dim not in _DIMS:
+            return f"{name}={dim} must be one of {_DIMS} with page_table: pages are not padded"
+    if call.page is not None and call.page % 64:
+        return f"page_table: the pages of {call.page} keys must be a multiple of 64"
     return None
 
 
@@ -163,7 +178,11 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-    given = dict(bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward)
+    given: dict[str, Any] = dict(
+        bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward
+    )
+    if call.page_table is not None:
+        given["page_table"] = call.page_table
     out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given)
     return out[..., : call.value_dim], lse
 
