@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xsake
+from xsake._arguments import build_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,3 +82,37 @@ def make(
     return PagedCase(
         **{name: jnp.asarray(x, dtype) for name, x in arrays.items()}, table=table, mask=mask, options=options
     )
+
+
+def call(
+    *, q_len, page=128, pages=256, heads=(12, 2), dim=128, blocks=(128, 128), list_heads=None, lengths=True, causal=True
+):
+    """The `Call` of a cache of 32k tokens, of zeros: for compilers."""
+    kv_len = page * pages
+    sizes = dict(block_q=blocks[0], block_kv=blocks[1], q_len=q_len, kv_len=kv_len)
+    mask, options = None, {}
+    if list_heads is not None:
+        active = np.ones((list_heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1])), bool)
+        mask = xsake.BlockMask.from_blocks(active, **sizes, transpose=False)
+    if lengths:
+        options["key_value_seq_lengths"] = np.array([kv_len - 5], np.int32)
+    if causal:
+        options |= dict(is_causal=True, positions=(np.zeros((1, q_len), np.int32), np.zeros((1, kv_len), np.int32)))
+    cache = jnp.zeros((pages, page, heads[1], dim), jnp.bfloat16)
+    table = jnp.zeros((1, pages), jnp.int32)
+    query = jnp.zeros((1, q_len, heads[0], dim), jnp.bfloat16)
+    return build_call(query, cache, cache, mask, page_table=table, default_blocks=blocks, **options)
+
+
+COMPILED = {
+    "decode": dict(q_len=1),
+    "decode, D 64, a list per head, pages of 64": dict(q_len=4, dim=64, page=64, pages=512, list_heads=12),
+    "decode, no lengths": dict(q_len=1, lengths=False, causal=False),
+    "decode, D 256": dict(q_len=1, dim=256),
+    "a chunk": dict(q_len=4096),
+    "a chunk, no lengths": dict(q_len=4096, lengths=False, causal=False),
+    "a chunk, D 64, blocks of 64, a list per head": dict(q_len=4096, dim=64, blocks=(64, 64), list_heads=12),
+    "a chunk, blocks of 64, a list per group, pages of 64": dict(
+        q_len=4096, blocks=(64, 64), list_heads=2, page=64, pages=512
+    ),
+}

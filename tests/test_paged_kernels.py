@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import paged_case
 import pytest
+from cuda_offline import lower
+from sweep import sweep
 
 import xsake
+from xsake.kernels_pallas_gpu import mosaic
 
 # A bits=True case has the same lists and tiles in pages and in one piece, so that it adds in the same order.
 CASES = {
@@ -77,3 +80,18 @@ def test_pages_give_what_one_piece_gives(kernels, interpret, name):
     if expected is not None:
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", sweep(paged_case.COMPILED, slow=[name for name in paged_case.COMPILED if name != "decode"])
+)
+def test_hopper_lowers(name):
+    call = paged_case.call(**paged_case.COMPILED[name])
+    assert mosaic.unsupported(call) is None
+    config = mosaic.default_config(call)
+    text = lower(lambda call: mosaic.forward(call, config), call)
+    assert "mosaic_gpu" in text
+    # The pages go to the kernel as they are: nothing else of their size is made.
+    pages = "x".join(map(str, call.key.shape))
+    used = [line.split("=")[1] for line in text.splitlines() if pages in line and "func.func" not in line]
+    assert all("stablehlo.reshape" in line for line in used), used
