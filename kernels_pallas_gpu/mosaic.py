@@ -94,6 +94,8 @@ def unsupported(call: Call) -> str | None:
     mask = call.mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
+    if call.page is not None and call.page % 64:
+        return f"page_table: the pages of {call.page} keys must be a multiple of 64"
     if mask.block_kv % 64:
         return f"mask.block_kv={mask.block_kv} must be a multiple of 64"
     packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
@@ -111,8 +113,6 @@ def unsupported(call: Call) -> str | None:
             return f"{name}={dim} must be at most {_DIMS[-1]}"
         if call.page is not None and dim not in _DIMS:
             return f"{name}={dim} must be one of {_DIMS} with page_table: pages are not padded"
-    if call.page is not None and call.page % 64:
-        return f"page_table: the pages of {call.page} keys must be a multiple of 64"
     return None
 
 

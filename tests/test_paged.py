@@ -117,14 +117,16 @@ def test_there_is_no_gradient(arrays):
         jax.grad(lambda q: xsake.attention(q, *pages, page_table=table).sum())(query)
 
 
-def test_kernels_refuse_pages_that_they_would_have_to_copy(arrays):
+def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays):
     query, _, _, *pages, table = (x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in arrays)
     wide = [jnp.pad(x, ((0, 0),) * 3 + ((0, 64 - D),)) for x in (query, *pages)]
+    short = query, *(jnp.tile(x, (1, 4, 1, 1)) for x in pages)
     odd = [jnp.pad(x, ((0, 0), (0, 0 if i == 0 else 1), (0, 0), (0, 0))) for i, x in enumerate(wide)]
     for name, given, message in (
-        ("mosaic_gpu", (query, *pages), r"head_dim=8 must be one of \(64, 128, 256\) with page_table"),
+        ("mosaic_gpu", short, r"head_dim=8 must be one of \(64, 128, 256\) with page_table"),
         ("mosaic_gpu", wide, "page_table: the pages of 16 keys must be a multiple of 64"),
         ("triton", odd, "page_table: the pages of 17 keys must be a multiple of 16"),
+        ("mosaic_tpu", wide, "head_dim=64 must be a multiple of 128 with page_table"),
     ):
         with xsake.interpret(), pytest.raises(NotImplementedError, match=message):
             xsake.attention(*given, page_table=table, implementation=name)
@@ -148,7 +150,8 @@ def test_vmap_folds_tables_and_pages_into_the_batch(arrays, own_pages):
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("axis_type", sweep([AxisType.Auto, AxisType.Explicit], slow=[AxisType.Explicit]))
+@pytest.mark.slow  # test_partition has the same cut without pages
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_devices_take_their_sequences_and_heads(arrays, axis_type):
     query, _, _, *pages, table = arrays
     expected = xsake.attention(query, *pages, page_table=table, key_value_seq_lengths=LENGTHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,6 +23,8 @@ from xsake._fold import fold_call, unfold
 from xsake._trace import vary, varying_axes
 from xsake.hads.mask.block_mask import BlockMask
 
+_LEAST_BLOCK = 64  # a block of a dense call lies in one page where pages are so long; shorter ones make long lists
+
 
 def attention(
     query: Any,
@@ -39,7 +42,9 @@ def attention(
     table = _check(query, key, value, page_table)
     wrong = _wrong_pages(table, key.shape, options["key_value_seq_lengths"])
     names = _registry.candidates(implementation, platform_of(query))
-    blocks = _registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * key.shape[1], query.shape[3])
+    page = key.shape[1]
+    block_q, block_kv = _registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * page, query.shape[3])
+    blocks = block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
     call = build_call(query, key, value, mask, page_table=table, default_blocks=blocks, **options)
     if mask is None and options["key_value_seq_lengths"] is not None:
         call = _without_blocks_past_the_end(call)
