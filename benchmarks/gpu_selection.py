@@ -113,19 +113,20 @@ def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choice
     for choice in choices:
         indices = scored(DIM**-0.5, query, key) if choice == "scored" else uniform(tokens, heads // group)
         listed, keys = union(indices, group)
-        contenders: dict[str, Callable[[], Any]] = {
-            "selected, forward": partial(jax.jit(selected), query, key, value, indices),
-            "selected, forward+backward": partial(jax.jit(both(selected)), query, key, value, d_out, indices),
+        runs: dict[str, tuple[Any, ...]] = {
+            "selected, forward": (selected, query, key, value, indices),
+            "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
         }
         if choice == "scored":
             dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
-            contenders |= {
-                "whole, forward": partial(jax.jit(whole), query, key, value),
-                "whole, forward+backward": partial(jax.jit(both(whole)), query, key, value, d_out),
-                f"dense {dense}, forward": partial(jax.jit(dot), query, key, value),
-                f"dense {dense}, forward+backward": partial(jax.jit(both(dot)), query, key, value, d_out),
+            runs |= {
+                "whole, forward": (whole, query, key, value),
+                "whole, forward+backward": (both(whole), query, key, value, d_out),
+                f"dense {dense}, forward": (dot, query, key, value),
+                f"dense {dense}, forward+backward": (both(dot), query, key, value, d_out),
             }
-        times = race(contenders, rounds=rounds)
+        programs = {name: jax.jit(function).lower(*given).compile() for name, (function, *given) in runs.items()}
+        times = race({name: partial(program, *runs[name][1:]) for name, program in programs.items()}, rounds=rounds)
         rows.append(
             {
                 "tokens": tokens,
@@ -135,16 +136,16 @@ def measure(tokens: int, heads: int, group: int, dense: str, rounds: int, choice
                 "union": listed,
                 "keys": keys,
                 "error": error(query, key, value, indices),
-                "memory": {name: _temporary(run) for name, run in contenders.items() if "dense" not in name},
+                "memory": {name: _temporary(program) for name, program in programs.items() if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
             }
         )
     return rows
 
 
-def _temporary(run: Any) -> int | None:
+def _temporary(program: Any) -> int | None:
     """Bytes beside inputs and outputs."""
-    found = run.func.lower(*run.args).compile().memory_analysis()
+    found = program.memory_analysis()
     return None if found is None else found.temp_size_in_bytes
 
 

@@ -25,17 +25,19 @@ from xsake.kernels_pallas_gpu import (
     mosaic_forward_config,
     mosaic_fused,
     mosaic_fused_plan,
+    triton_merge,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
+from xsake.kernels_pallas_gpu.mosaic_copied_heads import CopiedHeads
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 _DTYPES = ("bfloat16", "float16")
-_DIMS = (64, 128, 256)  # head dimensions of the kernels; others are padded to the next of these
+_DIMS = (64, 96, 128, 160, 192, 256)  # head dimensions of the kernels; others are padded to the next of these
 # An interpreted warpgroup may wait for a barrier in a thread of XLA's pool. At most three of a CTA's four warpgroups
 # wait at a time, and so may the program that started them: a fifth thread is always free to go on.
 _INTERPRETER_THREADS = 5
@@ -170,7 +172,7 @@ def misfit(call: Call, config: Config) -> str | None:
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     if cut := _cut(call):
         few = FewQueries(call, cut)
-        return few.results(*_forward(few.call, config))
+        return triton_merge.merged(few, *_forward(few.call, config))
     return _forward(call, config)
 
 
@@ -206,10 +208,22 @@ def backward(
     else:
         rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
         columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-        given = (padded.query, padded.key, padded.value, d_out, lse, delta)
+        given = (d_out, lse, delta)
         of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
-        dq = mosaic_dq.dq(*given, rows, **_arguments(call), bits=of_rows, config=config.dq)
-        dk, dv = mosaic_dkv.dkv(*given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
+        q, k, v = padded.query, padded.key, padded.value
+        dq = mosaic_dq.dq(q, k, v, *given, rows, **_arguments(call), bits=of_rows, config=config.dq)
+        heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
+        found = mosaic_dkv.dkv(
+            q,
+            heads.of_keys(k),
+            heads.of_keys(v),
+            *given,
+            columns,
+            **_arguments(call),
+            bits=of_columns,
+            config=config.dkv,
+        )
+        dk, dv = (heads.added(x) for x in found)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 

@@ -322,6 +322,12 @@ def opaque(x: Array, *, interpret: bool) -> Array:
     return x if interpret else lax.optimization_barrier(x)
 
 
+def run_where(run: Any, *conditions: Any) -> None:
+    """Runs it where all conditions hold; None always holds."""
+    known = [condition for condition in conditions if condition is not None]
+    pl.when(functools.reduce(lambda a, b: a & b, known))(run) if known else run()
+
+
 def with_zeros(body: Any, buffers: list[Any], shapes: list[tuple[int, int]], *, interpret: bool) -> Any:
     if not interpret:
         return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32) for shape in shapes])

@@ -6,7 +6,7 @@
     ElementRule          the forward's element test; `.tile(shape, ...)` -> bool tile in the WGMMA layout
     soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
     matmul, matmul_add   a @ b and acc + a @ b on the tensor core, or by `lax.dot_general` when interpreted
-    swizzled             a bf16/f16 tile buffer in 128-byte-swizzled shared memory
+    swizzled             a bf16/f16 tile buffer in swizzled shared memory
     col_vector           load a 1-D shared-memory vector as a per-column operand of a WGMMA tile
     per_row, per_col     broadcast a vector along the tile's rows or columns to the tile
     pad_to               zero-pad one axis of a small array so that its rows are legal for TMA
@@ -285,8 +285,10 @@ def tell_ticket(ticket: jax.Array, slot: Any) -> None:
 
 
 def swizzled(shape: Sequence[int], dtype: Any) -> Any:
-    """Shared memory for 16-bit tiles [..., rows, columns] in the layout that wgmma reads; columns % 64 == 0."""
-    return plgpu.SMEM(tuple(shape), dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    """Shared memory for 16-bit tiles [..., rows, columns] in the layout that wgmma reads; columns % 32 == 0."""
+    columns = 64 if shape[-1] % 64 == 0 else 32
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
 def pad_to(x: jax.Array, multiple: int, axis: int = -1) -> jax.Array:

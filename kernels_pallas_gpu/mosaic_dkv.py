@@ -32,11 +32,12 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     read,
     release,
     run_kernel,
+    run_where,
     vectors,
     with_values,
     with_zeros,
 )
-from xsake.kernels_pallas_gpu.mosaic_bits import Bits
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
@@ -177,7 +178,7 @@ def dkv(
         def per_col(ref, width):
             return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, width), [1])
 
-        def element_mask(slot, queries, kv_start, kv_rows, own_bits):
+        def element_mask(slot, queries, kv_start, kv_rows, own_bits, part):
             q = {name: plgpu.load(r.at[ring, slot, queries], layout=ALONG_COLS) for name, r in q_vector_smem.items()}
             kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + kv_start
             ok = rule.attends(
@@ -189,12 +190,9 @@ def dkv(
                 kv_rows.get("segment"),
                 None,
             )
-            return ok if bits is None else own_bits(kv_start) if ok is None else ok & own_bits(kv_start)
-
-        def bits_of_tile(g, begin, t, part, kv_start):
-            number = bit_refs.number[(*coords(g), begin + lax.div(t, tiles_per_block))]
-            row, kv_first = lax.rem(t, tiles_per_block) * tile + part * PART, lax.rem(kv_start, block_kv)
-            return bit_refs.tile(coords(g), number, row, kv_first, (ROWS, PART), 1, packing)
+            return (
+                ok if own_bits is None else own_bits.tile(ok, part * PART, lax.rem(kv_start, block_kv), (ROWS, PART), 1)
+            )
 
         def walk(block, exists, step):
             """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
@@ -202,13 +200,21 @@ def dkv(
             def head(g, n):
                 begin, full_tiles, tiles = column_tiles(g, block, exists)
 
-                def bits_of(m, part):
-                    return functools.partial(bits_of_tile, g, begin, m - n, part)
+                def bitmap_of(m):
+                    slot = begin + lax.div(m - n, tiles_per_block)
+                    return None if bits is None else bit_refs.of_slot(coords(g), slot)
 
-                at = functools.partial(step, h=kv_head * group + g, bits_of=bits_of)
+                def masked_step(m, bitmap):
+                    following = bitmap_of(m + 1)  # read long before it is needed
+                    row = lax.rem(m - n, tiles_per_block) * tile
+                    own = None if bits is None else TileBits(bit_refs, coords(g), bitmap, row, packing)
+                    at(m, None, own_bits=own, masked=True)
+                    return following
+
+                at = functools.partial(step, h=kv_head * group + g)
                 at = functools.partial(at, start_of=lambda m: q_start_of(g, begin, m - n))
-                lax.fori_loop(n, n + full_tiles, functools.partial(at, masked=False), None)
-                lax.fori_loop(n + full_tiles, n + tiles, functools.partial(at, masked=True), None)
+                lax.fori_loop(n, n + full_tiles, functools.partial(at, own_bits=None, masked=False), None)
+                lax.fori_loop(n + full_tiles, n + tiles, masked_step, bitmap_of(n + full_tiles))
                 return n + tiles
 
             return lax.fori_loop(0, group, head, jnp.int32(0))
@@ -225,7 +231,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[wg])
 
             def accumulate(dk_acc, dv_acc):
-                def step(n, _, *, h, start_of, bits_of, masked):
+                def step(n, _, *, h, start_of, own_bits, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     tile_start = 0 if bias is None else start_of(n)
                     plgpu.barrier_wait(q_ready.at[ring, slot])
@@ -244,7 +250,7 @@ def dkv(
                             s,
                             None if rule.folds_lse else per_col(statistic_smem.at[ring, slot, queries], width),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, width)),
-                            element_mask(slot, queries, kv_start, kv_rows, bits_of(n, part)) if masked else None,
+                            element_mask(slot, queries, kv_start, kv_rows, own_bits, part) if masked else None,
                         )
                         # dV, while dS is computed
                         mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
@@ -274,11 +280,11 @@ def dkv(
                                 interpret=simulate,
                             )
 
+                        near = None
                         if skips and masked:
                             first = q_vector_smem["index"][ring, slot, part * width]
-                            pl.when(rule.may_attend(first, kv_start, packing.queries, ROWS))(run)
-                        else:
-                            run()
+                            near = rule.may_attend(first, kv_start, packing.queries, ROWS)
+                        run_where(run, near, None if own_bits is None else own_bits.any(part * PART))
                     if masked:
                         release(do_free.at[ring, inner], interpret=simulate)
                     release(q_free.at[ring, slot], interpret=simulate)
@@ -317,7 +323,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[0])
 
             def accumulate(dv_acc):
-                def step(n, _, *, h, start_of, bits_of, masked):
+                def step(n, _, *, h, start_of, own_bits, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
                     start = 0 if bias is None else start_of(n)
@@ -333,7 +339,7 @@ def dkv(
                             read(s_acc, in_flight=0, interpret=simulate),
                             None if rule.folds_lse else statistic(),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, tile)),
-                            element_mask(slot, queries, kv_start, kv_rows, bits_of(n, 0)) if masked else None,
+                            element_mask(slot, queries, kv_start, kv_rows, own_bits, 0) if masked else None,
                         )
                         release(q_free.at[ring, slot], interpret=simulate)
 
@@ -370,7 +376,7 @@ def dkv(
             plgpu.barrier_wait(resident.at[1])
 
             def accumulate(dk_acc):
-                def step(n, _, *, h, start_of, bits_of, masked):
+                def step(n, _, *, h, start_of, own_bits, masked):
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
                     plgpu.barrier_wait(do_ready.at[ring, inner])

@@ -27,11 +27,12 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     read,
     release,
     run_kernel,
+    run_where,
     vectors,
     with_values,
     with_zeros,
 )
-from xsake.kernels_pallas_gpu.mosaic_bits import Bits
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
@@ -164,7 +165,10 @@ def dq(
             buffers = [r.at[wg] for r in simulated]
             plgpu.barrier_wait(resident.at[wg])
 
-            def element_mask(slot, keys, t, part):
+            def bitmap_of(t):
+                return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(t, tiles_per_block))
+
+            def element_mask(slot, keys, t, part, own_bits):
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
                 row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS)
                 ok = rule.attends(
@@ -176,16 +180,15 @@ def dq(
                     kv.get("segment"),
                     kv["index"] < kv_len if ragged else None,
                 )
-                if bits is None:
-                    return ok
-                number = bit_refs.number[(*coords, begin + lax.div(t, tiles_per_block))]
                 kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
-                row_in_block = lax.rem(q_start, packing.rows)
-                own = bit_refs.tile(coords, number, row_in_block, kv_first, (ROWS, PART), 0, packing)
-                return own if ok is None else ok & own
+                return ok if own_bits is None else own_bits.tile(ok, 0, kv_first, (ROWS, PART), 0)
 
             def accumulate(dq_acc):
-                def step(t, _, *, masked):
+                def step(t, bitmap, *, masked):
+                    following = bitmap_of(t + 1) if masked else None  # read long before it is needed
+                    own_bits = None
+                    if bits is not None and masked:
+                        own_bits = TileBits(bit_refs, coords, bitmap, lax.rem(q_start, packing.rows), packing)
                     slot, inner = lax.rem(t, config.stages), lax.rem(t, config.inner_stages)
                     tile_start = 0 if bias is None else kv_start(begin, t)
                     plgpu.barrier_wait(k_ready.at[ring, slot])
@@ -207,7 +210,7 @@ def dq(
                             s,
                             None if rule.folds_lse else per_row(statistic, width),
                             None if bias is None else load_bias(bias_ref, b, h, q_start, start, (ROWS, width)),
-                            element_mask(slot, keys, t, part) if masked else None,
+                            element_mask(slot, keys, t, part, own_bits) if masked else None,
                         )
                         # dS
                         dp = read(dp_acc, in_flight=0, interpret=simulate)
@@ -230,17 +233,18 @@ def dq(
                                 interpret=simulate,
                             )
 
+                        near = None
                         if skips and masked:
                             first_key = kv_vector_smem["index"][ring, slot, part * width]
-                            pl.when(rule.may_attend(first_query, first_key, packing.queries, width))(run)
-                        else:
-                            run()
+                            near = rule.may_attend(first_query, first_key, packing.queries, width)
+                        run_where(run, near, None if own_bits is None else own_bits.any(0))
                     if masked:
                         release(v_free.at[ring, inner], interpret=simulate)
                     release(k_free.at[ring, slot], interpret=simulate)
+                    return following
 
                 lax.fori_loop(0, full_tiles, functools.partial(step, masked=False), None)
-                lax.fori_loop(full_tiles, tiles, functools.partial(step, masked=True), None)
+                lax.fori_loop(full_tiles, tiles, functools.partial(step, masked=True), bitmap_of(full_tiles))
                 return read(dq_acc, in_flight=0, interpret=simulate)
 
             grad = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)

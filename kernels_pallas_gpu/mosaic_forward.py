@@ -116,7 +116,7 @@ def forward(
             bias = common.pad_to(bias, block_kv, 3)
         options["bias"] = bias
     if bits is not None:
-        options |= bits._asdict()
+        options |= {name: x for name, x in bits._asdict().items() if x is not None}
     if sink_lse is not None:
         sink_lse = sink_lse.astype(jnp.float32)[..., None]
         of_rows = jnp.broadcast_to(sink_lse, (*sink_lse.shape[:2], block_q if packing.group > 1 else 1))

@@ -209,9 +209,12 @@ class Tile:
 
     def partial_step(self, step: Any, carry: Any) -> Any:
         plan = self.plan
+        cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
+        if plan.has_bits and (live := self.chosen(notes[cta.bitmap_field(slot)])) is not None:
+            pl.when(~live)(lambda: self.idle_step(step))
+            return lax.fori_loop(0, live.astype(jnp.int32), lambda _, c: self.kv_step(step, c, partial=True), carry)
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
-        cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
         first_keys = [
             notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
             for i in range(plan.tile_kv // HALF)
@@ -285,9 +288,18 @@ class Tile:
             num_q_heads=plan.num_q_heads,
             num_kv_heads=plan.num_kv_heads,
         )
-        bits = Bits(cta.options["number"], cta.options["words"])
-        row, kv_first = lax.rem(self.q_start(), plan.block_q), lax.rem(kv_start, plan.block_kv)
-        return bits.tile(coords, number, row, kv_first, shape, 0, plan.packing)
+        kv_first = lax.rem(kv_start, plan.block_kv)
+        return self.bit_refs.tile(coords, number, self.row_in_block(), kv_first, shape, 0, plan.packing)
+
+    def chosen(self, number: Any) -> Any:
+        return self.bit_refs.any(number, self.row_in_block(), self.plan.packing)
+
+    @property
+    def bit_refs(self) -> Bits:
+        return Bits(self.cta.options["number"], self.cta.options.get("words"))
+
+    def row_in_block(self) -> Any:
+        return lax.rem(self.q_start(), self.plan.block_q)
 
     def take_tensor_core(self, step: Any) -> None:
         """For step 0, this warpgroup has arrived at the end of the item before."""

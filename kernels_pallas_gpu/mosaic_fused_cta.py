@@ -124,7 +124,7 @@ class HeadColumn(NamedTuple):
         bits, plan = self.cta.given.bits, self.cta.plan
         kv_first = lax.rem(kv_start, jnp.int32(plan.block_kv))
         return bits.tile(
-            self.coords, bits.number[(*self.coords, entry)], offset, kv_first, shape, 1, Packing(1, plan.block_q)
+            self.coords, bits.of_slot(self.coords, entry), offset, kv_first, shape, 1, Packing(1, plan.block_q)
         )
 
     def _place(self, n: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
 from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import interpreting
-from xsake.kernels_pallas_gpu import triton_backward, triton_forward
+from xsake.kernels_pallas_gpu import triton_backward, triton_forward, triton_merge
 from xsake.kernels_pallas_gpu.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
 from xsake.kernels_pallas_gpu.triton_tiles import Tiling, padded_dim
 
@@ -225,7 +225,7 @@ def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     if cut := _cut(call):
         few = FewQueries(call, cut)
-        return few.results(*triton_forward.forward(few.call, config.forward))
+        return triton_merge.merged(few, *triton_forward.forward(few.call, config.forward))
     if packed := PackedHeads.of(call):
         return packed.results(*triton_forward.forward(packed.call, config.forward))
     return triton_forward.forward(call, config.forward)

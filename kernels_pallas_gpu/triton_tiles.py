@@ -103,7 +103,7 @@ class Tiles:
         self.band, self.scale, self.soft_cap = call.band, call.scale, call.soft_cap
         self.units = units_of(call.query.dtype)
         self.product_scale = 1.0 if _scaled_first(call) else self.scale
-        self.has_segments, self.has_positions = call.q_segments is not None, call.q_positions is not None
+        self.has_segments = call.q_segments is not None
         self.full_is_exact = call.full_is_exact
         self.bias_shape = None if call.bias is None else call.bias.shape
         self.block_q, self.block_kv = mask.block_q, mask.block_kv
@@ -299,7 +299,7 @@ class Tiles:
 
         index = first + iota(count)
         position, segment = index, None
-        if self.has_positions:
+        if f"{side}_positions" in refs:
             position = self.tokens(refs[f"{side}_positions"].at[here], first, count, length, 0)
         if self.has_segments:
             segment = shaped(self.tokens(refs[f"{side}_segments"].at[here], first, count, length, outside))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
+from cuda_offline import lower
 from sweep import sweep
 
 import xsake
 from xsake import _registry
 from xsake._arguments import build_call
 from xsake._few_queries import Cut, FewQueries
-from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu import mosaic, triton_merge
 
 XLA = next(t for t in TARGETS if t.name == "xla")
 HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
@@ -47,9 +49,12 @@ def test_parts_give_the_whole(name):
     expected = xla.forward(call, xla.default_config(call))
     group = 1 if call.mask.heads == 4 else 2
     cut = FewQueries(call, Cut(group, 16, 7))
-    found = cut.results(*xla.forward(cut.call, xla.default_config(cut.call)))
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    parts = xla.forward(cut.call, xla.default_config(cut.call))
+    with xsake.interpret():
+        by_kernel = triton_merge.merged(cut, *parts)
+    for other in (cut.results(*parts), by_kernel):
+        for a, b in zip(other, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_are_as_many_as_there_are_workers_and_keys():
@@ -71,6 +76,14 @@ def test_parts_are_as_many_as_there_are_workers_and_keys():
 def mosaic_mask(keys, **sizes):
     blocks = np.ones((1, -(-keys // sizes["block_kv"])), bool)
     return xsake.BlockMask.from_blocks(blocks, **sizes, kv_len=keys, transpose=False)
+
+
+def test_the_merge_lowers_for_cuda():
+    x, k = (jnp.zeros((2, t, h, 128), jnp.bfloat16) for t, h in ((2, 12), (5000, 2)))
+    call = build_call(x, k, k, mosaic_mask(5000, block_q=128, block_kv=128, q_len=2), default_blocks=(128, 128))
+    few = FewQueries(call, Cut(6, 64, 10))
+    out, lse = jax.ShapeDtypeStruct((2, 640, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 2, 640), jnp.float32)
+    lower(lambda *parts: triton_merge.merged(few, *parts), out, lse, chip="sm_80")
 
 
 @pytest.mark.slow

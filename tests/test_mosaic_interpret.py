@@ -49,6 +49,28 @@ def test_smoke(name):
     check_run(TARGET, make(TARGET, **(SMALL | CASES[name])))
 
 
+def with_dims(target, dims):
+    head_dim, value_dim = dims
+    return dataclasses.replace(target, head_dim=head_dim, value_dim=value_dim)
+
+
+DIMS = [(80, 80), (96, 96), (160, 160), (192, 128)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dims", DIMS)
+def test_head_dims(dims):
+    check_run(TARGET, make(with_dims(TARGET, dims), **(SMALL | CASES["causal, block 128"])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", DIMS)
+def test_head_dims_on_hopper(dims):
+    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
+    check_run(hopper, make(with_dims(hopper, dims), q_heads=4, kv_heads=2, mask=(1, 2), mask_causal=True))
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.slow  # the other test walks tiles, too
 def test_one_cta_walks_all_tiles():

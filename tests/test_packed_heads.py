@@ -33,7 +33,9 @@ def test_packed_heads(name, monkeypatch):
     case = make(XLA, **CASES[name])
     if "a bit per token" in name:
         rng = np.random.default_rng(0)
-        case = case.replace(chosen=rng.random((2, 2, case.query.shape[1], case.blocks.shape[-1])) < 0.4)
+        chosen = rng.random((2, 2, case.query.shape[1], case.blocks.shape[-1])) < 0.4
+        chosen[:, 0, :, 1] = True  # all bits of a block's words, also those of queries that it does not have
+        case = case.replace(chosen=chosen)
     packed = []
     monkeypatch.setattr(_packed_heads, "packs", lambda call: packed.append(packs(call)) or packed[-1])
     check_run(XLA, case)

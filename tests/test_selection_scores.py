@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_offline import lower
 
-from xsake._selection import choose, triton_weights
+from xsake._selection import choose, triton_top_k, triton_weights
 from xsake._selection.compressed import compressed_attention
 from xsake._trace import interpret
 
@@ -41,7 +41,20 @@ def test_the_kernel_chooses_what_xla_chooses(with_segments):
     np.testing.assert_array_equal(kernel, softmax)
 
 
-def test_the_kernel_lowers_for_cuda():
+@pytest.mark.parametrize(("n", "count"), [(19, 5), (64, 64), (1, 1)])
+def test_top_k_is_xlas(n, count):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-3, 3, (2, 7, n)), jnp.float32)  # many are equal
+    x = jnp.where(x == -3, -jnp.inf, x).at[..., 0].set(1.0)
+    with interpret():
+        best, number = jax.jit(partial(triton_top_k.top_k, count=count))(x)
+    expected, place = jax.lax.top_k(x, count)
+    np.testing.assert_array_equal(best, expected)
+    np.testing.assert_array_equal(jnp.where(best == -jnp.inf, -1, number), jnp.where(expected == -jnp.inf, -1, place))
+
+
+def test_the_kernels_lower_for_cuda():
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     given = shape((1, 65536, 64, 128)), shape((1, 1024, 4, 128)), jax.ShapeDtypeStruct((1, 65536, 64), jnp.float32)
     lower(partial(triton_weights.group_weights, block_size=64, scale=0.1), *given, chip="sm_90")
+    lower(partial(triton_top_k.top_k, count=16), jax.ShapeDtypeStruct((1, 4, 65536, 1000), jnp.float32), chip="sm_80")

@@ -39,6 +39,19 @@ def with_bitmap_per_slot(mask: BlockMask, bitmaps_of: Callable[[ArrayT, ArrayT],
     return with_bitmaps(mask, bitmaps_of(row, mask.kv_indices), number)
 
 
+def with_bitmap_per_block(mask: BlockMask, bitmaps: ArrayT) -> BlockMask:
+    """A traced mask with a bitmap of its own for every block, listed or not, row after row: bitmaps[b, h, nQ * nK]."""
+
+    def numbers(indices: ArrayT, ptr: ArrayT, of: Callable[[ArrayT, ArrayT], ArrayT]) -> ArrayT:
+        return of(_rows(jnp, ptr, mask.capacity), indices).astype(jnp.int32)
+
+    width, transposed = mask.num_kv_blocks, None
+    if mask.has_transpose:
+        transposed = numbers(mask.q_indices, mask.q_row_ptr, lambda column, row: row * width + column)
+    by_row = numbers(mask.kv_indices, mask.kv_row_ptr, lambda row, column: row * width + column)
+    return dataclasses.replace(mask, bitmaps=bitmaps, kv_bitmap=by_row, q_bitmap=transposed)
+
+
 def _rows(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
     """The row of each slot; free slots take the last row."""
     return xp.minimum(rows_of_slots(xp, ptr, capacity), ptr.shape[-1] - 2)

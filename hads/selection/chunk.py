@@ -157,7 +157,7 @@ def _mass(
     distance = (first + np.arange(rows))[:, None] - np.arange(n)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(distance)]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    tokens = _over_keys(mean * d**-0.5, key, pooled, lengths, grid)
+    tokens = _over_keys(mean * d**-0.5, key, pooled, lengths, first, grid)
     logits = products.reshape(b, h, rows, n) + bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * tokens
     allowed = (distance >= 0) & (distance <= grid.reach)
     return jax.nn.softmax(jnp.where(allowed[None, None], logits, -jnp.inf), -1)
@@ -178,9 +178,12 @@ def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -
 
 
 def _over_keys(
-    query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array, grid: CausalGrid
+    query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array, first: int, grid: CausalGrid
 ) -> Float[Array, "B H rows n"]:
-    """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys."""
+    """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys.
+
+    0 for keys that come after the last of the rows that are computed together.
+    """
     b, h, rows, d = query.shape
     n, groups = grid.side, key.shape[2]
     keys = jnp.pad(key, ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
@@ -191,10 +194,12 @@ def _over_keys(
     parts = []
     for begin in range(0, rows, _ROWS):
         some = query[:, :, begin : begin + _ROWS].reshape(b, groups, h // groups, -1, d)
-        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys)
-        mean = jnp.einsum("bkgid,bkjd->bkgij", some, pooled.mean[:, :, :n])
+        seen = first + begin + some.shape[3]
+        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
+        mean = jnp.einsum("bkgid,bkjd->bkgij", some, pooled.mean[:, :, :seen])
         # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
         above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
-        total = jnp.where(here[:, None, None, None], above, 0).sum(-1) / count
-        parts.append(mean + jnp.log(jnp.maximum(total, 1e-30)))
+        total = jnp.where(here[:, None, None, None, :seen], above, 0).sum(-1) / count[..., :seen]
+        part = mean + jnp.log(jnp.maximum(total, 1e-30))
+        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - seen),)))
     return jnp.concatenate(parts, 3).reshape(b, h, rows, n)

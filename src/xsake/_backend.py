@@ -202,7 +202,7 @@ class Backend(Protocol):
         """Why a configuration that was made for another call cannot serve this call, or None."""
 
     def forward(self, call: Call, config: Any) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-        """Output and natural-log lse (float32, sink included)."""
+        """Output, in the query's dtype or a wider one, and natural-log lse (float32, sink included)."""
 
     def backward(
         self,

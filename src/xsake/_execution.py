@@ -70,13 +70,15 @@ class Plan:
             finite_lse=bool(jax.config.jax_debug_infs),
         )
 
-    def forward(self, call: Call) -> tuple[Array, Array]:
+    def forward(self, call: Call, *, wide: bool = False) -> tuple[Array, Array]:
+        """(output, lse). The output has the query's dtype, or with `wide` the one that the backend has at hand."""
         dims = call_dims(call)
         batch, tokens, heads, _ = dims.query
         results = ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens))
         b, t, h, _ = explicit_spec(call.query)
         specs = (PartitionSpec(b, t, h, None), PartitionSpec(b, h, t))
-        return over_mesh(self.run_forward, (call,), (dims,), results, specs, by_compiler=self.by_compiler)
+        out, lse = over_mesh(self.run_forward, (call,), (dims,), results, specs, by_compiler=self.by_compiler)
+        return out if wide else out.astype(call.query.dtype), lse
 
     def run_forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
@@ -127,7 +129,11 @@ def _bias_gradient(call: Call, *given: Array) -> Array:
 def deltas(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
     """(rowsum(d_out * out) - d_lse, the same with 0 for rows that attend nothing), both [B, H, T]."""
     weight = jnp.einsum(
-        "bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype, precision=jax.lax.Precision.HIGHEST
+        "bthd,bthd->bht",
+        out,
+        d_out.astype(out.dtype),
+        preferred_element_type=lse.dtype,
+        precision=jax.lax.Precision.HIGHEST,
     )
     delta = weight - d_lse
     # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.

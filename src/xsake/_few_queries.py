@@ -82,7 +82,7 @@ class FewQueries:
     def results(
         self, out: Float[Array, "B R h Dv"], lse: Float[Array, "B h R"]
     ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-        """The results of the given call from those of `call`."""
+        """The results of the given call from those of `call`, in the lse's dtype: the parts were rounded before."""
         b, _, heads, d = out.shape
         cut, t = self.cut, self.given.q_len
         out = out.reshape(b, cut.parts, cut.rows, heads, d)[:, :, : cut.group * t].astype(lse.dtype)
@@ -101,4 +101,4 @@ class FewQueries:
         merged = jnp.einsum("bprhd,bhpr->brhd", out, share, precision=jax.lax.Precision.HIGHEST)
         merged = jnp.moveaxis(merged.reshape(b, cut.group, t, heads, d), 1, 3).reshape(b, t, -1, d)
         lse = jnp.where(empty, -jnp.inf, safe + jnp.log(jnp.where(empty, 1.0, total)))
-        return merged.astype(self.given.query.dtype), lse.reshape(b, heads * cut.group, t)
+        return merged, lse.reshape(b, heads * cut.group, t)

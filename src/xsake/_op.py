@@ -135,7 +135,7 @@ def attention(
 
 @cache
 def _mappable_forward(plan: Plan) -> Callable:
-    run = custom_vmap(plan.forward)
+    run = custom_vmap(partial(plan.forward, wide=True))
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call) -> tuple:
@@ -143,7 +143,7 @@ def _mappable_forward(plan: Plan) -> Callable:
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
     # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
-    return _differentiable_again(plan, jax.jit(run, inline=True), _plain(plan).forward)
+    return _differentiable_again(plan, jax.jit(run, inline=True), partial(_plain(plan).forward, wide=True))
 
 
 @cache
@@ -191,7 +191,8 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "sink_lse")  # the fields of
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
-    return _mappable_forward(plan)(call)
+    out, lse = _mappable_forward(plan)(call)
+    return out.astype(call.query.dtype), lse
 
 
 def _attend_fwd(plan: Plan, primals: Any) -> tuple:
@@ -210,7 +211,7 @@ def _attend_fwd(plan: Plan, primals: Any) -> tuple:
             raise NotImplementedError(f"attention has no gradient with respect to {field.name}")
     out, lse = _mappable_forward(plan)(call)
     wanted = _Wanted(bias=call.bias is not None and primals.bias.perturbed)
-    return (out, lse), (call, out, lse, wanted)
+    return (out.astype(call.query.dtype), lse), (call, out, lse, wanted)
 
 
 def _attend_bwd(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:

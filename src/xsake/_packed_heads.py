@@ -79,9 +79,11 @@ class PackedHeads:
 
     def _bitmaps(self) -> Array:
         """The words of a block, repeated from head to head."""
-        words = jnp.asarray(self.given.mask.bitmaps)
-        copies = min(_WORD // self.block, self.group)
-        word = sum((words[..., 0] << np.uint32(i * self.block) for i in range(copies)), jnp.zeros_like(words[..., 0]))
+        words = jnp.asarray(self.given.mask.bitmaps)[..., 0]
+        own = words & np.uint32((1 << self.block) - 1)  # those of queries past the block may be anything
+        word = own
+        for first in range(self.block, min(_WORD, self.group * self.block), self.block):
+            word = word | (own << np.uint32(first))
         return jnp.repeat(word[..., None], -(-self.group * self.block // _WORD), axis=-1)
 
 

@@ -15,6 +15,7 @@ from xsake._device import compute_capability
 from xsake._trace import interpreting, vary, varying_axes
 
 _SCORES_AT_A_TIME = 2**22  # numbers
+_MOST_COLUMNS = 32768  # blocks of which the GPU's kernel takes the best: a row must fit in the registers of 8 warps
 
 
 def pooled(x: Float[Array, "B T K D"], block_size: int) -> Float[Array, "B n K D"]:
@@ -99,9 +100,18 @@ class _Rules:
         if self.keep_first:
             x = jnp.where(first, jnp.finfo(x.dtype).max, x)
         x = jnp.where(before, jnp.where(own, jnp.inf, x), -jnp.inf)
-        score, number = lax.top_k(x, min(count, self.n))
+        score, number = _top_k(x, min(count, self.n))
         number = jnp.where(score == -jnp.inf, -1, number)
         return number.reshape(x.shape[0], -1, *number.shape[3:]).swapaxes(1, 2)
+
+
+def _top_k(x: Array, count: int) -> tuple[Array, Array]:
+    if _has_kernel(x) and x.dtype == jnp.float32 and x.shape[-1] <= _MOST_COLUMNS:
+        from xsake._selection import triton_top_k
+
+        return triton_top_k.top_k(x, count)
+    score, number = lax.top_k(x, count)
+    return score, number
 
 
 def _in_parts(
