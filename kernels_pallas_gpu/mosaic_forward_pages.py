@@ -9,6 +9,7 @@ The memory warpgroup reads where a run lies from an array of places, one number 
 NaN would be NaN.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu import mosaic_common as common
 
-TILE = 64  # rows and columns that are zeroed at a time: the memory warpgroup has few registers
+ROWS, COLUMNS = 64, 64  # that are zeroed at a time, at most: the memory warpgroup has few registers
 
 
 def places(
@@ -48,11 +49,11 @@ def is_mixed(place: Any) -> Any:
 def zero_padding(values: Any, segments: Any) -> None:
     """`values`: a tile in shared memory, whose rows are padding where `segments`, in global memory, are below 0."""
     rows, columns = values.shape
-    for row in range(0, rows, TILE):
-        layout = plgpu.Layout.WGMMA
-        ids = plgpu.load(segments.at[pl.ds(row, TILE)], layout=layout.reduce(1), optimized=False)
-        holds = common.per_row(ids, (TILE, TILE)) >= 0
-        for column in range(0, columns, TILE):
-            part = values.at[pl.ds(row, TILE), pl.ds(column, TILE)]
+    width, layout = math.gcd(columns, COLUMNS), plgpu.Layout.WGMMA
+    for row in range(0, rows, ROWS):
+        ids = plgpu.load(segments.at[pl.ds(row, ROWS)], layout=layout.reduce(1), optimized=False)
+        holds = common.per_row(ids, (ROWS, width)) >= 0
+        for column in range(0, columns, width):
+            part = values.at[pl.ds(row, ROWS), pl.ds(column, width)]
             x = plgpu.load(part, layout=layout)
             part[...] = jnp.where(holds, x, jnp.zeros_like(x))

@@ -109,6 +109,7 @@ COMPILED = {
     "decode, D 64, a list per head, pages of 64": dict(q_len=4, dim=64, page=64, pages=512, list_heads=12),
     "decode, no lengths": dict(q_len=1, lengths=False, causal=False),
     "decode, D 256": dict(q_len=1, dim=256),
+    "decode, D 96": dict(q_len=1, dim=96),
     "a chunk": dict(q_len=4096),
     "a chunk, no lengths": dict(q_len=4096, lengths=False, causal=False),
     "a chunk, D 64, blocks of 64, a list per head": dict(q_len=4096, dim=64, blocks=(64, 64), list_heads=12),

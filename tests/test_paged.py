@@ -123,7 +123,7 @@ def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays):
     short = query, *(jnp.tile(x, (1, 4, 1, 1)) for x in pages)
     odd = [jnp.pad(x, ((0, 0), (0, 0 if i == 0 else 1), (0, 0), (0, 0))) for i, x in enumerate(wide)]
     for name, given, message in (
-        ("mosaic_gpu", short, r"head_dim=8 must be one of \(64, 128, 256\) with page_table"),
+        ("mosaic_gpu", short, r"head_dim=8 must be one of .* with page_table"),
         ("mosaic_gpu", wide, "page_table: the pages of 16 keys must be a multiple of 64"),
         ("triton", odd, "page_table: the pages of 17 keys must be a multiple of 16"),
         ("mosaic_tpu", wide, "head_dim=64 must be a multiple of 128 with page_table"),

@@ -70,8 +70,8 @@ def attention(
         `page_table[b, i]` holds tokens from i * page on of sequence b; entries at or past `key_value_seq_lengths` may
         be anything. Pages are read in place, and what lies behind a sequence's end may be NaN. Forward only. A page
         that does not exist is an error, or NaN if the table is traced. "xla" takes pages of any size, "triton"
-        multiples of 16 tokens, "mosaic_gpu" multiples of 64 with head_dim 64, 128 or 256, "mosaic_tpu" multiples of 128
-        and of the mask's block with head_dim a multiple of 128.
+        multiples of 16 tokens, "mosaic_gpu" multiples of 64 with head dimensions that it does not pad, "mosaic_tpu"
+        multiples of 128 and of the mask's block with head_dim a multiple of 128.
       sinks: [H] or [H, n] raw logits that take part in every row's softmax, with a value of 0.
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
