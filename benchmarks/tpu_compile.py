@@ -38,7 +38,12 @@ def main() -> int:
         from benchmarks import record
 
         workloads = [
-            {"name": w.name, "tokens": max(w.q_len, w.kv_len), "blocks": [w.block_q, w.block_kv]}
+            {
+                "name": w.name,
+                "tokens": max(w.q_len, w.kv_len),
+                "blocks": [w.block_q, w.block_kv],
+                "paged": w.page is not None,
+            }
             for w in ahead.WORKLOADS
         ]
         print(record.save("tpu_compile", {"workloads": workloads, "topologies": topologies}))

@@ -43,7 +43,18 @@ _DIMS = (64, 96, 128, 160, 192, 256)  # head dimensions of the kernels; others a
 _INTERPRETER_THREADS = 5
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
+    {
+        "bias",
+        "q_segments",
+        "kv_segments",
+        "q_positions",
+        "kv_positions",
+        "sink_lse",
+        "band",
+        "soft_cap",
+        "bitmaps",
+        "page_table",
+    }
 )
 
 
@@ -85,6 +96,8 @@ def unsupported(call: Call) -> str | None:
     mask = call.mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
+    if call.page is not None and call.page % 64:
+        return f"page_table: the pages of {call.page} keys must be a multiple of 64"
     if mask.block_kv % 64:
         return f"mask.block_kv={mask.block_kv} must be a multiple of 64"
     packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
@@ -100,6 +113,8 @@ def unsupported(call: Call) -> str | None:
     for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
         if dim > _DIMS[-1]:
             return f"{name}={dim} must be at most {_DIMS[-1]}"
+        if call.page is not None and dim not in _DIMS:
+            return f"{name}={dim} must be one of {_DIMS} with page_table: pages are not padded"
     return None
 
 
@@ -165,7 +180,11 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-    given = dict(bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward)
+    given: dict[str, Any] = dict(
+        bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward
+    )
+    if call.page_table is not None:
+        given["page_table"] = call.page_table
     out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given)
     return out[..., : call.value_dim], lse
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
@@ -46,12 +47,19 @@ def forward(
     bias: jax.Array | None = None,
     bits: Bits | None = None,
     sink_lse: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     config: ForwardConfig,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included)."""
+    """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included).
+
+    With a page table, k and v are [pages, page, K, D].
+    """
     batch_size, q_len, num_q_heads, head_dim = q.shape
-    _, kv_len, num_kv_heads, v_head_dim = v.shape
+    num_pages, kv_len, num_kv_heads, v_head_dim = v.shape
+    page = None
+    if page_table is not None:
+        page, kv_len = kv_len, kv_len * page_table.shape[1]
     packing = Packing.required(block_q, lists, num_q_heads, num_kv_heads, bias)
     heads = num_q_heads // packing.group
     widest = max(head_dim, v_head_dim)
@@ -76,13 +84,17 @@ def forward(
         has_bits=bits is not None,
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
+        page=page,
         pairing=Pairing.of(packing.rows, lists.indices.shape[1], heads, num_kv_heads, widest),
         rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
         config=config,
         interpret=interpret,
     )
     # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
-    k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+    if page is None:
+        k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+    else:
+        k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (k, v))
     q = q if q_len < 8 and packing.group == 1 else common.pad_to(q, packing.whole, 1)
 
     # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
@@ -109,6 +121,16 @@ def forward(
         sink_lse = sink_lse.astype(jnp.float32)[..., None]
         of_rows = jnp.broadcast_to(sink_lse, (*sink_lse.shape[:2], block_q if packing.group > 1 else 1))
         options["sink_lse"] = packing.of_heads(of_rows)
+
+    if page is not None:
+        options["places"] = pages.places(
+            page_table,
+            kv_segments,
+            num_pages=num_pages,
+            page=page,
+            unit=plan.unit,
+            num_runs=pl.cdiv(kv_len, block_kv) * plan.units_per_block,
+        )
 
     list_operands = [x for x in lists if x is not None]
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu import mosaic_common as common
+from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
@@ -159,9 +160,10 @@ class MemoryWarpgroup:
         last = item.steps - 1
         pl.loop(0, last)(load.step)
         starts = load.starts(lax.max(last, jnp.int32(0)))
-        pl.when(last >= 0)(lambda: load.keys(last, starts))
+        places = load.places(starts)
+        pl.when(last >= 0)(lambda: load.keys(last, starts, places))
         following = self.read_item(next_number, next_row)
-        pl.when(last >= 0)(lambda: load.values(last, starts))
+        pl.when(last >= 0)(lambda: load.values(last, starts, places))
         return following, self.read_after_next(turn, ticket)
 
     def load_queries(self, turn: Any, item: Item) -> None:
@@ -184,8 +186,9 @@ class _Load:
 
     def step(self, step: Any) -> None:
         starts = self.starts(step)
-        self.keys(step, starts)
-        self.values(step, starts)
+        places = self.places(starts)
+        self.keys(step, starts, places)
+        self.values(step, starts, places)
 
     def starts(self, step: Any) -> list[Any]:
         """The first key of each run of a step; a run past the end repeats the last run."""
@@ -198,7 +201,17 @@ class _Load:
         entry, sub = _divmod(unit_index, plan.units_per_block)
         return self.cta.lists.indices[self.b, self.h, item.begin + entry] * plan.block_kv + sub * plan.unit
 
-    def keys(self, step: Any, starts: Sequence[Any]) -> None:
+    def places(self, starts: Sequence[Any]) -> Sequence[Any]:
+        """Where each run lies: with pages a place of `mosaic_forward_pages`, otherwise the first key itself."""
+        if self.plan.page is None:
+            return starts
+        places = self.cta.options["places"]
+        last = jnp.int32(places.shape[1] - 1)
+        runs = [lax.div(start, jnp.int32(self.plan.unit)) for start in starts]
+        # A list of no blocks may begin with any number.
+        return [places[self.item.batch, lax.clamp(jnp.int32(0), run, last)] for run in runs]
+
+    def keys(self, step: Any, starts: Sequence[Any], places: Sequence[Any]) -> None:
         cta, item, plan, scratch = self.cta, self.item, self.plan, self.cta.scratch
         slot = self._free_slot(step, cta.barriers.k_free)
         for part, start in enumerate(starts):
@@ -210,15 +223,36 @@ class _Load:
             entry, _ = _divmod(step, plan.units_per_block)
             scratch.notes[cta.bitmap_field(slot)] = cta.options["number"][self.b, self.h, item.begin + entry]
         ready = cta.stage(cta.barriers.k_ready, slot)
-        self._runs(cta.k.at[item.batch, :, self.kv_head], cta.stage(scratch.k, slot), ready, starts)
+        self._tokens(cta.k, cta.stage(scratch.k, slot), ready, places)
         for name in plan.kv_vectors:
             self._runs(cta.options[name].at[item.batch], cta.stage(scratch.kv_vectors[name], slot), ready, starts)
 
-    def values(self, step: Any, starts: Sequence[Any]) -> None:
-        cta = self.cta
+    def values(self, step: Any, starts: Sequence[Any], places: Sequence[Any]) -> None:
+        cta, plan = self.cta, self.plan
         slot = self._free_slot(step, cta.barriers.v_free)
-        src, dst = cta.v.at[self.item.batch, :, self.kv_head], cta.stage(cta.scratch.v, slot)
-        self._runs(src, dst, cta.stage(cta.barriers.v_ready, slot), starts)
+        values, ready = cta.stage(cta.scratch.v, slot), cta.stage(cta.barriers.v_ready, slot)
+        if not plan.zeroes_padding:
+            self._tokens(cta.v, values, ready, places)
+            return
+        (start,), (place,) = starts, places
+        mixed = pages.is_mixed(place)
+        pl.when(jnp.logical_not(mixed))(lambda: self._tokens(cta.v, values, ready, places))
+
+        @pl.when(mixed)
+        def _zero() -> None:
+            landed = cta.stage(cta.barriers.v_landed, 0)
+            self._tokens(cta.v, values, landed, places)
+            plgpu.barrier_wait(landed)
+            pages.zero_padding(values, cta.options["kv_segments"].at[self.item.batch, pl.ds(start, plan.unit)])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready)
+
+    def _tokens(self, ref: Any, dst: Any, ready: Any, places: Sequence[Any]) -> None:
+        """Loads runs of keys or of values."""
+        if self.plan.page is None:
+            self._runs(ref.at[self.item.batch, :, self.kv_head], dst, ready, places)
+        else:
+            self._runs(ref.at[0, :, self.kv_head], dst, ready, [pages.run_of(p) * self.plan.unit for p in places])
 
     def _free_slot(self, step: Any, free: Any) -> Any:
         slot = slot_of(self.step0 + step, self.plan.stages)

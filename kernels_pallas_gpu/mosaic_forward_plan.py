@@ -60,13 +60,14 @@ class Barriers(NamedTuple):
     v_ready: Any
     v_free: Any
     tensor_core: Any
+    v_landed: Any  # values that the memory warpgroup changes before it says that they are ready
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """All that is known while tracing, of the call as it is packed: `q_len` and `block_q` are in rows.
 
-    `q_vectors`, `kv_vectors`: names of the operands with one number per row or key.
+    `q_vectors`, `kv_vectors`: names of the operands with one number per row or key. `page`: keys per page, or None.
     """
 
     batch_size: int
@@ -87,6 +88,7 @@ class Plan:
     has_bits: bool
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
+    page: int | None
     pairing: Pairing
     rule: ElementRule
     config: ForwardConfig
@@ -201,11 +203,16 @@ class Plan:
     @property
     def tile_kv(self) -> int:
         """Keys per step. Only plain rules have tiles of several runs: with more operands such tiles spill."""
-        return self.config.tile_kv if self.plain_rules else math.gcd(self.config.tile_kv, self.block_kv)
+        return self.config.tile_kv if self.plain_rules else math.gcd(self.config.tile_kv, self._consecutive)
 
     @property
     def unit(self) -> int:
-        return math.gcd(self.tile_kv, self.block_kv)
+        return math.gcd(self.tile_kv, self._consecutive)
+
+    @property
+    def _consecutive(self) -> int:
+        """Keys of a listed block that follow one another in memory."""
+        return math.gcd(self.block_kv, self.page or 0)
 
     @property
     def parts(self) -> int:
@@ -214,6 +221,11 @@ class Plan:
     @property
     def units_per_block(self) -> int:
         return self.block_kv // self.unit
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """Whether values may lie beside padding, which in pages holds anything. Then a step is one run."""
+        return self.page is not None and "kv_segments" in self.kv_vectors
 
     @property
     def stages(self) -> int:
@@ -291,4 +303,5 @@ class Plan:
             v_ready=plgpu.Barrier(num_arrivals=self.parts, num_barriers=ring),
             v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
             tensor_core=plgpu.Barrier(num_arrivals=2),
+            v_landed=plgpu.Barrier(num_barriers=(*self.rings, 1)) if self.zeroes_padding else None,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -44,7 +45,18 @@ class Config:
 # -- what it serves ----------------------------------------------------------------------------------------------
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
+    {
+        "bias",
+        "q_segments",
+        "kv_segments",
+        "q_positions",
+        "kv_positions",
+        "sink_lse",
+        "band",
+        "soft_cap",
+        "bitmaps",
+        "page_table",
+    }
 )
 
 
@@ -71,6 +83,8 @@ def unsupported(call: Call) -> str | None:
     for name, dim in (("head_dim", call.head_dim), ("value_dim", call.value_dim)):
         if dim > _MAX_DIM:
             return f"{name}={dim} must be at most {_MAX_DIM}"
+    if call.page is not None and call.page % 16:
+        return f"page_table: the pages of {call.page} keys must be a multiple of 16"
     return None
 
 
@@ -106,6 +120,8 @@ def misfit(call: Call, config: Config) -> str | None:
         mask = run.mask
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{kernel}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
+        if kernel == "forward" and call.page is not None and call.page % tiling.kv:
+            return f"{kernel}: a tile of {tiling.kv} keys does not divide the page of {call.page} keys"
         if not _fits(run, kernel, tiling, capability):
             return f"{kernel}: it needs more shared memory or registers than this GPU has"
     return None
@@ -139,7 +155,7 @@ def _default(call: Call, kernel: str) -> Tiling:
     for q, kv, num_warps, num_stages in preferred:
         tiling = Tiling(
             q=_tile(mask.block_q, q, call.q_len),
-            kv=_tile(mask.block_kv, kv, call.kv_len),
+            kv=_tile(math.gcd(mask.block_kv, call.page or 0), kv, call.kv_len),
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -162,7 +178,7 @@ def _tile(block: int, limit: int, length: int) -> int:
 
 def _worth_trying(call: Call, tiling: Tiling) -> bool:
     mask = call.mask
-    if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
+    if mask.block_q % tiling.q or math.gcd(mask.block_kv, call.page or 0) % tiling.kv:
         return False
     smallest = 32 if min(mask.block_q & -mask.block_q, mask.block_kv & -mask.block_kv) >= 32 else 16
     return min(tiling.q, tiling.kv) >= smallest and max(tiling.q, tiling.kv) <= 4 * min(tiling.q, tiling.kv)

@@ -60,7 +60,7 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
 
         def step(first_kv: Array, slot: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, acc = state
-            here = (pl.ds(first_kv, tiles.tkv), slice(None))
+            here = (pl.ds(tiles.place(refs, first_kv), tiles.tkv), slice(None))
             # QK
             k = tiles.load(refs["key"].at[here], first_kv, tiles.tkv, end, tiles.head_dim)
             bias = None
@@ -81,7 +81,8 @@ def _kernel(tiles: Tiles, refs: Refs, outs: Refs) -> None:
             p = units.exp(x * c - safe[:, None])
             total = total * decay + p.sum(1)
             # PV
-            v = tiles.load(refs["value"].at[here], first_kv, tiles.tkv, end, tiles.value_dim)
+            but = tiles.padding(refs, first_kv)
+            v = tiles.load(refs["value"].at[here], first_kv, tiles.tkv, end, tiles.value_dim, but=but)
             acc = acc * decay[:, None] + dot(p.astype(v.dtype), v)
             return new_peak, total, acc
 
@@ -141,6 +142,12 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
         "row_ptr": lists(mask.kv_row_ptr),
         "num_full": lists(mask.kv_num_full),
     }
+    if call.page_table is not None:
+        inputs |= {
+            "key": _all_pages(call.key, tiles.group),
+            "value": _all_pages(call.value, tiles.group),
+            "page_table": (call.page_table, _token_vector(call.page_table.shape[1])),
+        }
     if mask.row_order is not None:
         inputs["order"] = lists(mask.row_order)
     if mask.bitmaps is not None:
@@ -163,6 +170,12 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
         )
     inputs |= token_inputs(call)
     return inputs
+
+
+def _all_pages(x: Array, group: int) -> tuple[Array, pl.BlockSpec]:
+    pages, page, heads, dim = x.shape
+    spec = pl.BlockSpec((pages * page, None, padded_dim(dim)), lambda i, h, b: (0, int_div(h, group), 0))
+    return x.reshape(pages * page, heads, dim), spec
 
 
 def token_inputs(call: Call) -> dict[str, tuple[Any, pl.BlockSpec]]:

@@ -109,6 +109,9 @@ class Tiles:
         self.block_q, self.block_kv = mask.block_q, mask.block_kv
         self.bitmaps = None if mask.bitmaps is None else mask.bitmaps.shape
         self.axes = varying_axes(call)
+        self.page, self.num_pages = call.page, call.key.shape[0]
+        if self.page is not None and self.page % self.tkv:
+            raise ValueError(f"a tile of {self.tkv} keys must divide the page of {self.page} keys")
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -174,16 +177,39 @@ class Tiles:
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
-    def load(self, ref: Any, first: Array, rows: int, length: int | None, dim: int) -> Array:
-        """[rows, padded dim] from `first` on; 0 past `length` (None: the tile is known to be inside) and past `dim`."""
+    def load(
+        self, ref: Any, first: Array, rows: int, length: int | None, dim: int, *, but: Array | None = None
+    ) -> Array:
+        """[rows, padded dim] from `first` on; 0 past `length` (None: the tile is known to be inside) and past `dim`.
+
+        `but`: bool[rows], rows that are 0 too.
+        """
         width = padded_dim(dim)
         mask = None
         if length is not None:
             mask = jnp.broadcast_to((first + iota(rows) < length)[:, None], (rows, width))
+        if but is not None:
+            mask = _both(mask, jnp.broadcast_to(~but[:, None], (rows, width)))
         if width != dim:
             columns = jnp.broadcast_to((iota(width) < dim)[None, :], (rows, width))
             mask = columns if mask is None else mask & columns
         return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+    def place(self, refs: Refs, first_kv: Array) -> Array:
+        """Where the tile from key `first_kv` on begins, among the keys of its sequence or of all pages."""
+        if self.page is None:
+            return first_kv
+        number = lax.div(first_kv, jnp.int32(self.page))
+        # The last block may end past the last page, and a page of padding may be any: nothing of either counts.
+        page = refs["page_table"][jnp.minimum(number, self.kv_len // self.page - 1)]
+        return jnp.clip(page, 0, self.num_pages - 1) * self.page + (first_kv - number * self.page)
+
+    def padding(self, refs: Refs, first_kv: Array) -> Array | None:
+        """bool[tkv]: values that may be NaN. A weight of 0 times NaN would be NaN; without pages there is none."""
+        if self.page is None or not self.has_segments:
+            return None
+        here = refs["kv_segments"].at[pl.ds(first_kv, self.tkv)]
+        return self.tokens(here, first_kv, self.tkv, self.kv_len, -2) < 0
 
     def tokens(self, ref: Any, first: Array, count: int, length: int, other: Any) -> Array:
         """One value per token, [count]; `other` past the end."""

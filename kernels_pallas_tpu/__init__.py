@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from xsake._backend import Call
+from xsake.kernels_pallas_tpu import pages
 from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, misfit, search_space
 
 __all__ = [
@@ -26,7 +27,18 @@ __all__ = [
 ]
 
 HONOURS = frozenset(
-    {"bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "sink_lse", "band", "soft_cap", "bitmaps"}
+    {
+        "bias",
+        "q_segments",
+        "kv_segments",
+        "q_positions",
+        "kv_positions",
+        "sink_lse",
+        "band",
+        "soft_cap",
+        "bitmaps",
+        "page_table",
+    }
 )
 
 
@@ -37,7 +49,7 @@ def unavailable() -> str | None:
 def unsupported(call: Call) -> str | None:
     if call.query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"query.dtype={call.query.dtype} has no TPU arithmetic; use bfloat16, float16 or float32"
-    return None
+    return None if call.page is None else pages.unsupported(call)
 
 
 def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:

@@ -52,6 +52,11 @@ class Workload:
     dtype: str = "bfloat16"
     options: frozenset[str] = frozenset()
     bias: tuple[int, int, int, int] | None = None
+    page: int | None = None
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return KERNELS if self.page is None else ("forward",)
 
     def call(self, sharding: Any = None) -> Call:
         """The call, with a `jax.ShapeDtypeStruct` in place of each array."""
@@ -62,6 +67,8 @@ class Workload:
         def tokens(option: str, length: int) -> Any:
             return array(self.batch, length, dtype=jnp.int32) if option in self.options else None
 
+        pages = None if self.page is None else self.kv_len // self.page
+        tokens_of_kv = (self.batch, self.kv_len) if self.page is None else (self.batch * pages, self.page)
         rows, columns = -(-self.q_len // self.block_q), -(-self.kv_len // self.block_kv)
         allowed = (
             rows * columns
@@ -91,8 +98,8 @@ class Workload:
         )
         return Call(
             query=array(self.batch, self.q_len, self.q_heads, self.head_dim),
-            key=array(self.batch, self.kv_len, self.kv_heads, self.head_dim),
-            value=array(self.batch, self.kv_len, self.kv_heads, self.value_dim),
+            key=array(*tokens_of_kv, self.kv_heads, self.head_dim),
+            value=array(*tokens_of_kv, self.kv_heads, self.value_dim),
             mask=mask,
             bias=None if self.bias is None else array(*self.bias),
             q_segments=tokens("segments", self.q_len),
@@ -103,6 +110,7 @@ class Workload:
             band=Band.of(self.is_causal, self.window),
             scale=self.head_dim**-0.5,
             soft_cap=30.0 if "cap" in self.options else None,
+            page_table=None if pages is None else array(self.batch, pages, dtype=jnp.int32),
         )
 
 
@@ -110,6 +118,18 @@ def _options(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
+CACHE: dict[str, Any] = dict(
+    batch=2,
+    q_len=512,
+    kv_len=8192,
+    q_heads=8,
+    kv_heads=2,
+    mask_heads=2,
+    block_q=128,
+    block_kv=128,
+    page=128,
+    is_causal=False,
+)
 LONG: dict[str, Any] = dict(q_len=131072, kv_len=131072, q_heads=32, kv_heads=8, mask_heads=32)
 WORKLOADS = (
     Workload(name="block 512"),
@@ -129,6 +149,16 @@ WORKLOADS = (
     Workload(name="uneven blocks", q_len=3000, kv_len=3000, block_q=384, block_kv=1408),
     Workload(name="decode", q_len=1, kv_len=8192, q_heads=8, kv_heads=2, mask_heads=2, block_q=128, is_causal=False),
     Workload(name="prefill on a cache", q_len=512, kv_len=8192, is_causal=False, options=_options("positions")),
+    Workload(
+        name="decode from pages",
+        **CACHE | dict(q_len=1, q_heads=32, kv_heads=8, mask_heads=8),
+        options=_options("segments", "positions"),
+    ),
+    Workload(name="decode from pages of 1024", **CACHE | dict(q_len=1, page=1024), options=_options("segments")),
+    Workload(name="decode from float32 pages", **CACHE | dict(q_len=1, dtype="float32"), options=_options("segments")),
+    Workload(name="one head in pages", **CACHE | dict(q_len=4, kv_heads=1, mask_heads=1), options=_options("segments")),
+    Workload(name="six heads in pages", **CACHE | dict(q_heads=12, kv_heads=6, mask_heads=6)),
+    Workload(name="prefill from pages", **CACHE, options=_options("segments", "positions")),
     Workload(name="group", q_heads=8, kv_heads=2, mask_heads=2, block_q=128, block_kv=128),
     Workload(name="multi-query", q_heads=8, kv_heads=1, mask_heads=8),
     Workload(name="window", window=(1024, 0)),
@@ -167,6 +197,7 @@ CORE = (
     "float32",
     "length 1000",
     "decode",
+    "decode from pages",
     "group",
     "positions, segments",
     "sinks, cap",
@@ -224,7 +255,7 @@ def sweep(
     """Compiles with default configurations; yields (workload, kernel, what went wrong or None) after each kernel."""
     sharding = one_device(topology)
     for workload in workloads:
-        for kernel in kernels:
+        for kernel in [kernel for kernel in kernels if kernel in workload.kernels]:
             try:
                 lower(workload, kernel, sharding=sharding).compile()
                 yield workload, kernel, None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, whole
+from xsake.kernels_pallas_tpu.pages import in_pairs
 from xsake.kernels_pallas_tpu.tiles import LANES, Axis, pitch_of, round_up, tile_of
 
 
@@ -258,7 +259,7 @@ def vmem_bytes(call: Call, name: str, tiling: Tiling) -> int:
     dims = round_up(call.head_dim, LANES) + round_up(call.value_dim, LANES)
     rows, chunk = tiling.own * tiling.fold, tiling.wide * tiling.entry
     width = max(n for _, n in tiling.passes(tiling.wide))
-    gathered = 2 * chunk * (dims * item + 8 * 4 * 2)
+    gathered = 2 * chunk * (dims * (4 if in_pairs(call) else item) + 8 * 4 * 2)
     if call.bias is not None:
         gathered += 2 * chunk * 4 * (rows if call.bias.shape[2] > 1 or name == "dkv" else 8)
     if call.mask.bitmaps is not None:

@@ -146,7 +146,7 @@ def dkv(
             else (bias.tiles, lambda ref, at, t, n: ref.at[bias.pick(at[0], head(at), at[2], t)]),
             "bits": None
             if bits is None
-            else (bits.tiles, lambda ref, at, t, n: ref.at[bits.pick(at[0], head(at), at[2], t, n)]),
+            else (bits.tiles, lambda ref, at, t, n: ref.at[bits.pick(at[0], head(at), at[2], t, n[0])]),
         },
         outputs={
             "dk": ((*shape, call.head_dim), call.key.dtype, own(kv.tile, call.head_dim)),

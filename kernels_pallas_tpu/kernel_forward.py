@@ -34,11 +34,12 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
 
         def compute(slot: Array, position: Array, count: int, tested: bool) -> None:
             tokens = steps.kv_vectors(refs, walk, slot, position, count) if tested else Tokens()
+            if tested:
+                steps.zero_padding(refs, slot, tokens, count)
             for first, width in tiling.passes(count):
                 # QK
-                product = dot(
-                    refs.query[...].reshape(rows, -1), steps.pair.read(refs, False, slot, first, width), (1, 1), exact
-                )
+                query = refs.query[...].reshape(rows, -1)
+                product = dot(query, steps.read(refs, ids, False, slot, first, width), (1, 1), exact)
                 x, _ = rule.logits(product, steps.read_bias(refs, slot, first, width))
                 if tested:
                     x = jnp.where(steps.attends(refs, ids, tokens, slot, first, width), x, NEG_INF)
@@ -51,7 +52,7 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
                 total[...] = total[...] * decay + p.sum(1, keepdims=True)
                 peak[...] = now
                 # PV
-                value = steps.pair.read(refs, True, slot, first, width)
+                value = steps.read(refs, ids, True, slot, first, width)
                 acc[...] = acc[...] * spread(decay, dim) + dot(p.astype(value.dtype), value, (1, 0), exact)
 
         walk.run(tuple(ids), tuple(after), compute)

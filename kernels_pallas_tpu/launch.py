@@ -76,15 +76,15 @@ def launch(
     """Calls body(refs, walk, this step's coordinates, the next step's) for every step of the grid.
 
     `inputs` and `outputs` are blocked by their specs. `streams` are arrays in HBM with a function (ref, place, t, n)
-    that picks tile t, whose block has bitmap n, for the step at `place`; the walk brings such tiles into buffers. What
-    is None is left out.
+    that picks tile t, beside whose block the list has the numbers n, for the step at `place`; the walk brings such
+    tiles into buffers. What is None is left out.
     """
     given = {k: v for k, v in inputs.items() if v is not None}
     flowing = {k: v for k, v in streams.items() if v is not None}
     buffers = {}
     for k, (array, pick) in flowing.items():
-        tile = jax.eval_shape(lambda x, pick=pick: pick(_Shape(x), (0,) * len(grid), 0, 0), array).shape
-        buffers[k + "_buffer"] = pltpu.VMEM((2, chunks.wide, *tile), array.dtype)
+        tile = jax.eval_shape(lambda x, pick=pick: pick(_Shape(x), (0,) * len(grid), 0, (0, 0)), array)
+        buffers[k + "_buffer"] = pltpu.VMEM((2, chunks.wide, *tile.shape), tile.dtype)
     steps = int(np.prod(grid))
     names = [
         "records",
@@ -165,6 +165,11 @@ class _Shape:
     def __init__(self, array: Array):
         self.at = self
         self._array = array
+
+    def bitcast(self, dtype: Any) -> _Shape:
+        """To a type of twice as many bits."""
+        *rest, rows, columns = self._array.shape
+        return _Shape(jnp.zeros((*rest, rows // 2, columns), dtype))
 
     def __getitem__(self, index: Any) -> Array:
         index = tuple(slice(0, i.size) if isinstance(i, pl.Slice) else i for i in index)

@@ -24,6 +24,7 @@ from xsake.kernels_pallas_tpu.element import (
     row_index,
 )
 from xsake.kernels_pallas_tpu.launch import Refs, grid_places
+from xsake.kernels_pallas_tpu.pages import PagedTiles
 from xsake.kernels_pallas_tpu.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Walk
 from xsake.kernels_pallas_tpu.work import lists_and_records
@@ -43,38 +44,67 @@ class QuerySteps:
         self.rule, self.tiling, self.fold = rule, tiling, fold
         self.grid = (call.batch, call.q_heads // fold, q.tiles)
         b, h, i = grid_places(*self.grid)
+        self.pages = None if call.page is None else PagedTiles(call, kv)
+        batch = mask.batch if self.pages is None else call.batch  # each sequence has pages of its own
+        lists = [
+            None if x is None else jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape[1:]))
+            for x in (mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.kv_bitmap)
+        ]
         self.work = lists_and_records(
-            jnp.asarray(mask.kv_indices),
-            jnp.asarray(mask.kv_row_ptr),
-            jnp.asarray(mask.kv_num_full),
-            mask.kv_bitmap,
+            *lists,
+            None if self.pages is None else self.pages.homes(lists[0]),
             rows=q,
             columns=kv,
-            steps=(b * mask.batch // call.batch, h * fold * mask.heads // call.q_heads, i),
+            steps=(b * batch // call.batch, h * fold * mask.heads // call.q_heads, i),
         )
         exact = call.full_is_exact and kv.pitch == kv.block  # the element test removes padding inside a block
         self.chunks = Chunks(tiling.wide, tiling.narrow, kv.split, exact, tiling.mixed)
         self.bias = None if call.bias is None else BiasTiles(call.bias, q, kv, fold, transposed=False)
         self.bits = None if mask.bitmaps is None else BitTiles(call, q, kv, transposed=False)
-        kv_head = lambda place: lax.div(place[1], group // fold) if group > fold else place[1]  # noqa: E731
+        self._heads_per_kv_head = group // fold
         self.pair = Pair("key", "value")
         self.streams: dict[str, Any] = {
-            **self.pair.streams(
-                kv.cut_heads(call.key), kv.cut_heads(call.value), lambda ref, at, t, n: ref.at[at[0], kv_head(at), t]
-            ),
+            **self._keys_and_values(call),
             "kv_tokens": (rule.kv_tokens(call), lambda ref, at, t, n: ref.at[at[0], t]) if rule.kv_rows else None,
             "bias": None
             if self.bias is None
             else (self.bias.tiles, lambda ref, at, t, n: ref.at[self.bias.pick(at[0], at[1] * fold, at[2], t)]),
             "bits": None
             if self.bits is None
-            else (self.bits.tiles, lambda ref, at, t, n: ref.at[self.bits.pick(at[0], at[1] * fold, at[2], t, n)]),
+            else (self.bits.tiles, lambda ref, at, t, n: ref.at[self.bits.pick(at[0], at[1] * fold, at[2], t, n[0])]),
         }
         self.q_tokens = None
         if rule.q_rows:
             tokens = rule.q_tokens(call)  # on the lanes; a step reads them on the sublanes, equal in all lanes
             tokens = jnp.broadcast_to(tokens[..., None], (*tokens.shape, LANES))
             self.q_tokens = (tokens, pl.BlockSpec((1, 1, rule.q_rows, q.tile, LANES), lambda b, h, i: (b, i, 0, 0, 0)))
+
+    def _kv_head(self, place: Any) -> Any:
+        return lax.div(place[1], self._heads_per_kv_head) if self._heads_per_kv_head > 1 else place[1]
+
+    def _keys_and_values(self, call: Call) -> dict[str, Any]:
+        kv, pages = self.rule.kv, self.pages
+        if pages is None:
+            return self.pair.streams(
+                kv.cut_heads(call.key),
+                kv.cut_heads(call.value),
+                lambda ref, at, t, n: ref.at[at[0], self._kv_head(at), t],
+            )
+
+        def pick(ref: Any, at: Any, t: Any, n: Any) -> Any:
+            return pages.pick(ref, self._kv_head(at), t, n[-1])
+
+        return {name: (pages.operand(x), pick) for name, x in (("key", call.key), ("value", call.value))}
+
+    def read(self, refs: Refs, ids: list[Array], second: bool, slot: Array, first: int, width: int) -> Array:
+        """Keys, or values, on the sublanes, [width, dim]."""
+        x = self.pair.read(refs, second, slot, first, width)
+        return x if self.pages is None else self.pages.own(x, self._kv_head(ids))
+
+    def zero_padding(self, refs: Refs, slot: Array, tokens: Tokens, count: int) -> None:
+        """In values from pages; elsewhere padding is 0."""
+        if self.pages is not None and self.pages.has_padding:
+            self.pages.zero_padding(refs.value_buffer, slot, tokens.kv_segment, count)
 
     def read_bias(self, refs: Refs, slot: Array, first: int, width: int) -> Array | None:
         if self.bias is None:

@@ -43,11 +43,11 @@ class Chunks:
 
 
 class Stream(NamedTuple):
-    """An array that is streamed: `source(place, t, n)` is its tile `t` in HBM for the step at `place`, where `n` is the
-    bitmap of the tile's block, or None; `buffer` is [2, wide, ...].
+    """An array that is streamed: `source(place, t, n)` is its tile `t` in HBM for the step at `place`, where `n` has
+    the numbers that stand beside the tile's block in the list; `buffer` is [2, wide, ...].
     """
 
-    source: Callable[[Any, Array, Array | None], Any]
+    source: Callable[[Any, Array, tuple[Array, ...]], Any]
     buffer: Any
 
 
@@ -122,13 +122,13 @@ class Walk:
         at = (part.start & (LANES - 1)) + entry
         return self._scratch.window[parity, at >> 7, 0, at & (LANES - 1)] * split + sub
 
-    def _bitmap_at(self, part: Part, parity: Array, position: Array) -> Array | None:
+    def _beside(self, part: Part, parity: Array, position: Array) -> tuple[Array, ...]:
         window = self._scratch.window
         if window.shape[2] == 1:
-            return None
+            return ()
         entry = position if self._c.split == 1 else lax.div(position, self._c.split)
         at = (part.start & (LANES - 1)) + entry
-        return window[parity, at >> 7, 1, at & (LANES - 1)]
+        return tuple(window[parity, at >> 7, plane, at & (LANES - 1)] for plane in range(1, window.shape[2]))
 
     def tile(self, position: Array) -> Array:
         """The number of this step's tile at a position of its list; past the end, of the last tile."""
@@ -148,11 +148,11 @@ class Walk:
 
         def start(count: int) -> None:
             places = [jnp.minimum(position + e, part.tiles - 1) for e in range(count)]
-            tiles = [(self._tile_at(part, parity, p), self._bitmap_at(part, parity, p)) for p in places]
-            for e, (tile, number) in enumerate(tiles):
+            tiles = [(self._tile_at(part, parity, p), self._beside(part, parity, p)) for p in places]
+            for e, (tile, beside) in enumerate(tiles):
                 for s, stream in enumerate(self._streams):
                     pltpu.make_async_copy(
-                        stream.source(place, tile, number), stream.buffer.at[slot, e], self._scratch.sems.at[slot, s]
+                        stream.source(place, tile, beside), stream.buffer.at[slot, e], self._scratch.sems.at[slot, s]
                     ).start()
 
         if self._c.wide == self._c.narrow:

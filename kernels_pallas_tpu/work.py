@@ -26,7 +26,8 @@ PER_BLOCK = LANES // WORDS
 class Work:
     """A row of 128 words holds 16 records. `window`: rows of `lists` that suffice for the part of any step.
 
-    `lists` has the numbers of blocks and, where the mask has bitmaps, beside them those of their bitmaps.
+    `lists` has the numbers of blocks and, beside them, those of their bitmaps, where the mask has bitmaps, and their
+    homes, where keys lie in pages.
     """
 
     records: Int[Array, "R 1 128"]
@@ -38,13 +39,14 @@ def lists_and_records(
     indices: Int[Array, "b h N"],
     row_ptr: Int[Array, "b h R1"],
     num_full: Int[Array, "b h R"],
-    bitmap: Int[Array, "b h N"] | None = None,
-    *,
+    *beside: Int[Array, "b h N"] | None,
     rows: Axis,
     columns: Axis,
     steps: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> Work:
-    """`steps`: the mask batch, mask head and tile of rows of every grid step, in the order of the grid."""
+    """`steps`: the mask batch, mask head and tile of rows of every grid step, in the order of the grid. `beside`: more
+    numbers per slot of the lists, where they are not None.
+    """
     _, h, capacity = indices.shape
     ptr = jnp.minimum(row_ptr, capacity)
     mask_b, mask_h, tile = steps
@@ -64,7 +66,7 @@ def lists_and_records(
 
     window = -(-(columns.blocks + LANES - 1) // LANES)
     # A wrong index would make a DMA leave its array. Clamping is cheap here.
-    planes = [jnp.clip(indices, 0, columns.blocks - 1)] + ([] if bitmap is None else [bitmap])
+    planes = [jnp.clip(indices, 0, columns.blocks - 1), *(x for x in beside if x is not None)]
     size = round_up(indices.size, LANES) + window * LANES
     flat = [jnp.pad(x.reshape(-1).astype(jnp.int32), (0, size - x.size)).reshape(-1, LANES) for x in planes]
     return Work(words, jnp.stack(flat, 1), window)

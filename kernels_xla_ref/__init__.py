@@ -31,6 +31,7 @@ HONOURS = frozenset(
         "soft_cap",
         "symbolic_batch",
         "bitmaps",
+        "page_table",
     }
 )
 

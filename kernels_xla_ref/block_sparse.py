@@ -23,6 +23,7 @@ from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields, whole
 from xsake._packed_heads import PackedHeads, packed_shapes
 from xsake._trace import vary, varying_axes
+from xsake.kernels_xla_ref.paged import PagedTiles
 
 NEG_INF = float("-inf")
 
@@ -73,12 +74,14 @@ def misfit(call: Call, config: Config) -> str | None:
         mask = run.mask
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
             return f"{name}: tile {tiling.q} x {tiling.kv} does not divide block {mask.block_q} x {mask.block_kv}"
+    if call.page is not None and call.page % config.forward.kv:
+        return f"forward: a tile of {config.forward.kv} keys does not divide the page of {call.page} keys"
     return None
 
 
 def _default_tiling(call: Call, tiles: int) -> Tiling:
     """Tiles of about 128 x 128, and so many a step that the cores are busy and their caches suffice (measured)."""
-    q, kv = _tile(call.mask.block_q, call.q_len), _tile(call.mask.block_kv, call.kv_len)
+    q, kv = _tile(call.mask.block_q, call.q_len), _tile(math.gcd(call.mask.block_kv, call.page or 0), call.kv_len)
     return Tiling(q=q, kv=kv, chunk=max(1, min(tiles * 128 * 128 // (q * kv), 256)))
 
 
@@ -371,13 +374,10 @@ def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float
     return forward_of_tiles(call, config)
 
 
-def forward_of_tiles(
-    call: Call, config: Config, kv_tiles: tuple[Any, Any] | None = None
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-    """`kv_tiles` stand for the tiles of the call's key and value, where these lie elsewhere (`paged`)."""
+def forward_of_tiles(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     tiles = _Tiles(call, config.forward)
     q = tiles.q_tiles(call.query) * call.scale
-    k, v = kv_tiles or (tiles.kv_tiles(call.key), tiles.kv_tiles(call.value))
+    k, v = (tiles.kv_tiles(x) if call.page is None else PagedTiles(call, tiles.tkv, x) for x in (call.key, call.value))
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
     test, work = tiles.attends(), tiles.work()
 

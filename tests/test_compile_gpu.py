@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import paged_case
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +99,35 @@ os._exit(0)
 @pytest.mark.parametrize(("head_dim", "bitmaps"), [(64, ""), (128, ""), (128, "of elements")])
 def test_triton_defaults_compile(chip, head_dim, bitmaps):
     run(TRITON_SCRIPT, chip, str(head_dim), bitmaps)
+
+
+PAGED_SCRIPT = """
+import os, sys, tempfile, pathlib
+dump = pathlib.Path(tempfile.mkdtemp())
+backend, chip, name = sys.argv[1:]
+os.environ["JAX_PLATFORMS"] = "cpu"
+if backend == "mosaic":
+    os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+else:
+    os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+import importlib, paged_case
+from tests.cuda_offline import compile, complaints
+module = importlib.import_module(f"xsake.kernels_pallas_gpu.{backend}")
+call = paged_case.call(**paged_case.COMPILED[name])
+assert module.unsupported(call) is None
+config = module.default_config(call)
+report = compile(lambda call: module.forward(call, config), call, chip=chip, dump=dump)
+assert backend == "triton" or any("registers" in line for line in report), "the assembler said nothing"
+print("\\n".join(complaints(report)))
+os._exit(0 if not complaints(report) else 1)
+"""
+
+
+@pytest.mark.parametrize(("backend", "chip"), [("mosaic", "sm_90"), ("triton", "sm_80"), ("triton", "sm_90")])
+@pytest.mark.parametrize("name", paged_case.COMPILED)
+def test_pages_compile(backend, chip, name):
+    run(PAGED_SCRIPT, backend, chip, name)
 
 
 HADS_SCRIPT = """

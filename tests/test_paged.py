@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sweep import sweep
 
 import xsake
-from xsake import _registry
 
 B, T, S, H, K, D, PAGE, COUNT = 2, 5, 96, 4, 2, 8, 16, 20
 LENGTHS = np.array([90, 41], np.int32)
@@ -92,7 +92,7 @@ def test_a_wrong_page_is_an_error_or_nan(arrays):
         (
             dict(implementation="triton"),
             NotImplementedError,
-            "implementation='triton' does not honour page_table; 'xla'",
+            "implementation='triton' is not available here: it needs a GPU",
         ),
         (dict(implementation="cuda"), ValueError, "implementation='cuda' is unknown"),
     ],
@@ -106,7 +106,7 @@ def test_wrong_calls_are_refused(arrays, change, error, message):
 def test_a_tile_lies_within_a_page(arrays):
     from xsake.kernels_xla_ref import Config, Tiling
 
-    wide = Tiling(q=8, kv=32, chunk=4)
+    wide = Tiling(q=10, kv=32, chunk=4)  # 5 queries of 2 heads
     with pytest.raises(ValueError, match="a tile of 32 keys must divide the page of 16 keys"):
         attend(arrays, arrays[-1], config=Config(forward=wide, backward=wide))
 
@@ -117,7 +117,53 @@ def test_there_is_no_gradient(arrays):
         jax.grad(lambda q: xsake.attention(q, *pages, page_table=table).sum())(query)
 
 
-def test_other_backends_name_the_argument(arrays):
-    for name in set(_registry._BACKENDS) - {"xla"}:
-        with pytest.raises(NotImplementedError, match="does not honour page_table"):
-            attend(arrays, arrays[-1], implementation=name)
+def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays):
+    query, _, _, *pages, table = (x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in arrays)
+    wide = [jnp.pad(x, ((0, 0),) * 3 + ((0, 64 - D),)) for x in (query, *pages)]
+    short = query, *(jnp.tile(x, (1, 4, 1, 1)) for x in pages)
+    odd = [jnp.pad(x, ((0, 0), (0, 0 if i == 0 else 1), (0, 0), (0, 0))) for i, x in enumerate(wide)]
+    for name, given, message in (
+        ("mosaic_gpu", short, r"head_dim=8 must be one of .* with page_table"),
+        ("mosaic_gpu", wide, "page_table: the pages of 16 keys must be a multiple of 64"),
+        ("triton", odd, "page_table: the pages of 17 keys must be a multiple of 16"),
+        ("mosaic_tpu", wide, "head_dim=64 must be a multiple of 128 with page_table"),
+    ):
+        with xsake.interpret(), pytest.raises(NotImplementedError, match=message):
+            xsake.attention(*given, page_table=table, implementation=name)
+
+
+@pytest.mark.parametrize("own_pages", sweep([True, False], slow=[False]))
+def test_vmap_folds_tables_and_pages_into_the_batch(arrays, own_pages):
+    query, _, _, key_pages, value_pages, table = arrays
+    options = dict(key_value_seq_lengths=LENGTHS)
+
+    def attend(query, key, value, table):
+        return xsake.attention(query, key, value, page_table=table, **options)
+
+    expected = attend(query, key_pages, value_pages, table)
+    if own_pages:
+        turned = jnp.stack([key_pages, key_pages[::-1]]), jnp.stack([value_pages, value_pages[::-1]])
+        found = jax.vmap(attend, in_axes=(None, 0, 0, 0))(query, *turned, jnp.stack([table, COUNT - 1 - table]))
+    else:
+        found = jax.vmap(attend, in_axes=(0, None, None, None))(jnp.stack([query] * 2), key_pages, value_pages, table)
+    for one in found:
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow  # test_partition has the same cut without pages
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_devices_take_their_sequences_and_heads(arrays, axis_type):
+    query, _, _, *pages, table = arrays
+    expected = xsake.attention(query, *pages, page_table=table, key_value_seq_lengths=LENGTHS)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+            for x, spec in zip(
+                (query, *pages, table, LENGTHS),
+                (("data", None, "model"), (None, None, "model"), (None, None, "model"), ("data",), ("data",)),
+                strict=True,
+            )
+        ]
+        found = jax.jit(lambda q, k, v, t, n: xsake.attention(q, k, v, page_table=t, key_value_seq_lengths=n))(*placed)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

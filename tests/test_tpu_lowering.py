@@ -14,11 +14,17 @@ from xsake.kernels_pallas_tpu import ahead, config
 
 ROOT = Path(__file__).parents[1]
 BY_NAME = {w.name: w for w in ahead.WORKLOADS}
-QUICK = ("decode", "131072 tokens, block 128", "odd blocks")
+QUICK = ("decode", "decode from pages", "131072 tokens, block 128", "odd blocks")
 
 
-@pytest.mark.parametrize("kernel", ahead.KERNELS)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        pytest.param(w.name, kernel, marks=() if w.name in QUICK else pytest.mark.slow)
+        for w in ahead.WORKLOADS
+        for kernel in w.kernels
+    ],
+)
 def test_default_configuration_lowers(name, kernel):
     assert "tpu_custom_call" in ahead.lower(BY_NAME[name], kernel).as_text()
 
@@ -64,18 +70,47 @@ def test_short_blocks_are_gathered():
             assert tiling.entry * tiling.wide >= 2048
 
 
+def with_libtpu(*arguments):
+    python = os.environ.get("XSAKE_TPU_PYTHON")
+    if python is None and importlib.util.find_spec("libtpu") is None:
+        pytest.skip('libtpu is not installed (pip install "jax[tpu]"), and XSAKE_TPU_PYTHON names no other interpreter')
+    paths = os.pathsep.join(["src", *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, env = [python or sys.executable, *arguments], {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("topology", ahead.TOPOLOGIES)
 def test_compiles_ahead_of_time(topology):
-    python = os.environ.get("XSAKE_TPU_PYTHON")
-    if python is None and importlib.util.find_spec("libtpu") is None:
-        pytest.skip('libtpu is not installed (pip install "jax[tpu]"), and XSAKE_TPU_PYTHON names no other interpreter')
-    command = [python or sys.executable, "-m", "xsake.kernels_pallas_tpu.ahead", "--core", topology]
-    paths = os.pathsep.join(["src", *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
+    run = with_libtpu("-m", "xsake.kernels_pallas_tpu.ahead", "--core", topology)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "kernels compiled" in run.stdout
+
+
+PAGES_SCRIPT = """
+import math, os, re, sys
+from xsake.kernels_pallas_tpu import ahead
+ahead.without_hardware()
+device = ahead.one_device(sys.argv[1])
+moved = []
+for workload in ahead.WORKLOADS:
+    if workload.page is not None:
+        text = ahead.lower(workload, "forward", sharding=device).compile().as_text()
+        cache = workload.batch * workload.kv_len * workload.kv_heads * workload.head_dim
+        for shape, operation in re.findall(r" = \\w+\\[([\\d,]+)\\]\\S* ([\\w-]+)\\(", text):
+            if math.prod(map(int, shape.split(","))) >= cache:
+                moved.append(operation)
+print(*sorted(set(moved)), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pages_are_not_copied():
+    run = with_libtpu("-c", PAGES_SCRIPT, "v5e:2x2")
+    assert run.stdout.split() == ["bitcast", "parameter"], run.stdout + run.stderr
 
 
 def test_a_kernel_that_does_not_compile_is_reported_and_the_rest_goes_on(monkeypatch):

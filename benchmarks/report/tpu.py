@@ -73,12 +73,14 @@ def tpu_compile() -> str:
     run = record.load("tpu_compile")
     workloads, chips = run["results"]["workloads"], run["results"]["topologies"]
     blocks, tokens = [n for w in workloads for n in w["blocks"]], [w["tokens"] for w in workloads]
+    paged = sum(w.get("paged", False) for w in workloads)
+    alone = f" (of the {paged} with keys in pages the forward alone)" if paged else ""
     e = run["environment"]
     rows = [[t["topology"].split(":")[0], str(t["compiled"]), str(len(t["failed"]))] for t in chips]
     return "\n".join(
         [
             f"The TPU compiler was given {len(workloads)} workloads (mask blocks from {min(blocks)} to {max(blocks)}, "
-            f"up to {max(tokens)} tokens), each with its default configuration: forward, dQ and dK/dV.",
+            f"up to {max(tokens)} tokens), each with its default configuration: forward, dQ and dK/dV{alone}.",
             "",
             *table(["chip", "kernels compiled", "failed"], rows),
             "",

@@ -71,10 +71,13 @@ def build_call(
     sinks: Any = None,
     deterministic: Any = True,
     logits_soft_cap: Any = None,
+    page_table: Array | None = None,
 ) -> Call:
-    """The validated call. `check_inputs` must have passed; all other arguments are checked here."""
+    """The validated call. `check_inputs` must have passed (and `_paged`'s checks); all other arguments are checked."""
     batch, q_len, num_q_heads, head_dim = query.shape
     kv_len, num_kv_heads = key.shape[1:3]
+    if page_table is not None:
+        kv_len *= page_table.shape[1]
     band = Band.of(bool(is_causal), local_window_size)
     q_pos, kv_pos = _tokens("positions", positions, batch, q_len, kv_len)
     q_seg, kv_seg = _segments(
@@ -102,8 +105,9 @@ def build_call(
     if q_seg is not None and kv_seg is not None:
         # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
         query = jnp.where((q_seg >= 0)[:, :, None, None], query, 0)
-        key = jnp.where((kv_seg >= 0)[:, :, None, None], key, 0)
-        value = jnp.where((kv_seg >= 0)[:, :, None, None], value, 0)
+        if page_table is None:  # pages are not copied: there, a backend leaves padding out
+            key = jnp.where((kv_seg >= 0)[:, :, None, None], key, 0)
+            value = jnp.where((kv_seg >= 0)[:, :, None, None], value, 0)
     return Call(
         query=query,
         key=key,
@@ -119,6 +123,7 @@ def build_call(
         scale=head_dim**-0.5 if scale is None else _number("scale", scale),
         deterministic=_flag("deterministic", deterministic),
         soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, positive=True),
+        page_table=page_table,
     )
 
 

@@ -47,6 +47,9 @@ class Call:
     - Without `deterministic`, a backend may add up in an order that differs from run to run.
     - Where `mask.bitmaps` is not None, an element of a listed block attends only if its bit is set. All bits of a full
       block are.
+    - With `page_table`, key and value are [pages, page, K, D], and page `page_table[b, i]` holds tokens i * page to
+      (i + 1) * page of sequence b. Padding may hold NaN, and where a whole page would be padding, its entry may be
+      anything. There is no backward.
     - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
@@ -73,6 +76,7 @@ class Call:
     deterministic: bool = dataclasses.field(default=True, metadata=_PERMISSION)
     full_is_known: bool = dataclasses.field(default=False, metadata=_PERMISSION)
     soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
+    page_table: Int[Array, "B n"] | None = dataclasses.field(default=None, metadata=_dims("b"))
 
     @classmethod
     def array_fields(cls) -> list[dataclasses.Field]:
@@ -103,7 +107,12 @@ class Call:
 
     @property
     def kv_len(self) -> int:
-        return self.key.shape[1]
+        return self.key.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def page(self) -> int | None:
+        """Tokens per page, where keys and values lie in pages."""
+        return None if self.page_table is None else self.key.shape[1]
 
     @property
     def q_heads(self) -> int:

@@ -15,8 +15,11 @@ from xsake._backend import Call
 def fold_call(size: int, call: Call, mapped: Call) -> Call:
     """The call with `size` copies along the batch; `mapped` says which leaves have a leading axis of that size."""
     batch = call.query.shape[1 if mapped.query else 0]
+    paged = {} if call.page_table is None else _fold_pages(size, batch, call, mapped)
 
     def fold_field(field: dataclasses.Field) -> Any:
+        if call.page_table is not None and field.name in ("key", "value", "page_table"):
+            return paged[field.name]
         share = field.metadata.get("shared_batch", False)
         return jax.tree.map(
             lambda x, m: fold(size, batch, x, m, share=share), getattr(call, field.name), getattr(mapped, field.name)
@@ -35,6 +38,17 @@ def fold(size: int, batch: int, x: Array, mapped: bool, *, share: bool = False) 
     inner = x.shape[1:] if not mapped else x.shape[2:]
     full = jnp.broadcast_to(x if mapped else x[None], (size, batch, *inner))
     return full.reshape(size * batch, *inner)
+
+
+def _fold_pages(size: int, batch: int, call: Any, mapped: Any) -> dict[str, Array]:
+    """Key, value and page table: pages that are mapped follow one another, and the tables count on."""
+    table = fold(size, batch, call.page_table, mapped.page_table)
+    if not mapped.key and not mapped.value:
+        return dict(key=call.key, value=call.value, page_table=table)
+    count = call.key.shape[1 if mapped.key else 0]
+    key, value = (fold(size, count, x, m) for x, m in ((call.key, mapped.key), (call.value, mapped.value)))
+    first = jnp.repeat(jnp.arange(size, dtype=table.dtype) * count, batch)
+    return dict(key=key, value=value, page_table=jnp.clip(table, 0, count - 1) + first[:, None])
 
 
 def unfold(size: int, x: Array) -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from xsake import _registry
+from xsake import _paged, _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
 from xsake._derivatives import differentiable_again, forward_mode_refusal
@@ -68,8 +68,10 @@ def attention(
         for reordered tokens).
       page_table: i32[B, n], for a cache in pages: key and value are [pages, page, K, D], and S is n * page. Page
         `page_table[b, i]` holds tokens from i * page on of sequence b; entries at or past `key_value_seq_lengths` may
-        be anything. Pages are read in place. Forward only, on "xla"; a page that does not exist is an error, or NaN if
-        the table is traced.
+        be anything. Pages are read in place, and what lies behind a sequence's end may be NaN. Forward only. A page
+        that does not exist is an error, or NaN if the table is traced. "xla" takes pages of any size, "triton"
+        multiples of 16 tokens, "mosaic_gpu" multiples of 64 with head dimensions that it does not pad, "mosaic_tpu"
+        multiples of 128 and of the mask's block with head_dim a multiple of 128.
       sinks: [H] or [H, n] raw logits that take part in every row's softmax, with a value of 0.
       logits_soft_cap: c * tanh(logits / c), after the bias.
       return_lse: also return the log of the softmax denominator, float32[B, T, H], differentiable.
@@ -105,8 +107,6 @@ def attention(
         deterministic=deterministic,
     )
     if page_table is not None:
-        from xsake import _paged  # it brings a backend along
-
         where: dict[str, Any] = dict(implementation=implementation, config=config)
         out, lse = _paged.attention(query, key, value, mask, page_table, **where, **described)
         return (out, lse) if return_lse else out

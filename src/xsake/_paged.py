@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.custom_batching import custom_vmap
 
 from xsake import _registry
 from xsake._arguments import build_call, check_inputs
+from xsake._backend import Call
+from xsake._device import platform_of
+from xsake._execution import Plan
+from xsake._fold import fold_call, unfold
+from xsake._trace import vary, varying_axes
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.kernels_xla_ref import paged
 
-# The options of a call that are known while tracing; the others are arrays, or trees of arrays.
-_STATIC = ("scale", "is_causal", "local_window_size", "logits_soft_cap", "deterministic")
+_LEAST_BLOCK = 64  # a block of a dense call lies in one page where pages are so long; shorter ones make long lists
 
 
 def attention(
@@ -33,61 +38,64 @@ def attention(
     **options: Any,
 ) -> tuple[Array, Array]:
     """(output, lse [B, T, H]); the options are the arguments of `xsake.attention` that describe the call."""
-    _registry.check_name(implementation)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"{implementation=} does not honour page_table; 'xla' does")
-    if mask is not None and not isinstance(mask, BlockMask):
-        raise TypeError(f"mask must be a BlockMask or None, got {type(mask).__name__}")
-    for name in ("scale", "logits_soft_cap"):
-        if not isinstance(options[name], int | float | np.number | None):
-            raise TypeError(f"{name} must be a number known while tracing, got {options[name]!r}")
     query, key, value = _forward_only(tuple(jnp.asarray(x) for x in (query, key, value)))
-    pages = paged.Pages(key, value, _check(query, key, value, page_table))
-    wrong = _wrong_pages(pages, options["key_value_seq_lengths"])
-    static = tuple((name, options.pop(name)) for name in _STATIC)
-    out, lse = _run(static, config, query, pages, mask, options)
+    table = _check(query, key, value, page_table)
+    wrong = _wrong_pages(table, key.shape, options["key_value_seq_lengths"])
+    names = _registry.candidates(implementation, platform_of(query))
+    page = key.shape[1]
+    block_q, block_kv = _registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * page, query.shape[3])
+    blocks = block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
+    call = build_call(query, key, value, mask, page_table=table, default_blocks=blocks, **options)
+    if mask is None and options["key_value_seq_lengths"] is not None:
+        call = _without_blocks_past_the_end(call)
+    plan = Plan.of(names, call, config)
+    out, lse = _mappable(plan)(vary(call, varying_axes(call)))
+    lse = plan.contract_lse(lse)
+    if call.q_segments is not None:
+        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
     if wrong is not None:
         out, lse = (jnp.where(wrong.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x) for x in (out, lse))
     return out, lse.swapaxes(1, 2)
 
 
-# One program also outside jit, in which the arrays that stand for key and value do not exist.
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _run(
-    static: tuple[tuple[str, Any], ...],
-    config: Any,
-    query: Array,
-    pages: paged.Pages,
-    mask: BlockMask | None,
-    arrays: dict[str, Any],
-) -> tuple[Array, Array]:
-    tokens = pages.table.shape[1] * pages.size
-    key, value = (
-        jnp.broadcast_to(jnp.zeros((), x.dtype), (len(pages.table), tokens, *x.shape[2:]))
-        for x in (pages.key, pages.value)
+@cache
+def _mappable(plan: Plan) -> Callable:
+    run = custom_vmap(plan.forward)
+
+    @run.def_vmap
+    def _(size: int, mapped: list, call: Call) -> tuple:
+        out, lse = run(fold_call(size, call, mapped[0]))
+        return (unfold(size, out), unfold(size, lse)), (True, True)
+
+    return jax.jit(run, inline=True)
+
+
+def _without_blocks_past_the_end(call: Call) -> Call:
+    """Lists per sequence, without the blocks that hold padding alone: a cache has room for more than it holds.
+
+    Where the rule is of indices, its lists stay as they are: they are short already.
+    """
+    mask, segments = call.mask, call.kv_segments
+    if mask.band != (None, None):
+        return call
+    assert segments is not None
+    padded = jnp.pad(segments, ((0, 0), (0, -call.kv_len % mask.block_kv)), constant_values=-1)
+    holds = (padded >= 0).reshape(call.batch, mask.num_kv_blocks, mask.block_kv).any(-1)
+    last = jnp.where(holds, jnp.arange(1, mask.num_kv_blocks + 1, dtype=jnp.int32)[None], 0).max(1)
+    rows = mask.num_q_blocks
+    slot = jnp.arange(rows * mask.num_kv_blocks, dtype=jnp.int32)[None] % jnp.maximum(last, 1)[:, None]
+    lists = dataclasses.replace(
+        mask,
+        kv_indices=slot[:, None],
+        kv_row_ptr=(last[:, None] * jnp.arange(rows + 1, dtype=jnp.int32)[None])[:, None],
+        kv_num_full=jnp.zeros((call.batch, 1, rows), jnp.int32),  # where there are segments, every block is tested
+        q_indices=None,
+        q_row_ptr=None,
+        q_num_full=None,
+        row_order=None,
+        col_order=None,
     )
-    check_inputs(query, key, value)
-    backend = _registry.get("xla")
-    described: dict[str, Any] = dict(static) | arrays
-    described["default_blocks"] = backend.default_blocks(query.shape[1], tokens, query.shape[3])
-    call = build_call(query, key, value, mask, **described)
-    out, lse = paged.forward(call, _config(backend, call, config, pages.size), pages)
-    if call.q_segments is not None:
-        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
-    return out, lse
-
-
-def _config(backend: Any, call: Any, config: Any, page: int) -> Any:
-    """A configuration whose tiles of keys lie within a page."""
-    if config is None:
-        default = backend.default_config(call)
-        kv = math.gcd(default.forward.kv, page)
-        return dataclasses.replace(default, forward=dataclasses.replace(default.forward, kv=kv))
-    if not isinstance(config, backend.Config):
-        raise TypeError(f"config must be a Config of implementation 'xla', got {type(config).__qualname__}")
-    if page % config.forward.kv:
-        raise ValueError(f"config: a tile of {config.forward.kv} keys must divide the page of {page} keys")
-    return config
+    return dataclasses.replace(call, mask=lists)
 
 
 def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
@@ -103,15 +111,17 @@ def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
         raise ValueError(
             f"page_table must be [batch, pages per sequence] with batch={query.shape[0]}; got shape {table.shape}"
         )
+    # What remains is as without pages.
+    tokens = table.shape[0], table.shape[1] * key.shape[1]
+    check_inputs(query, *(jax.ShapeDtypeStruct((*tokens, *x.shape[2:]), x.dtype) for x in (key, value)))
     return table.astype(jnp.int32)
 
 
-def _wrong_pages(pages: paged.Pages, lengths: Any) -> Array | None:
+def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | None:
     """bool[B]: a page that the sequence needs does not exist. ValueError where that is known, None where none is."""
-    table = pages.table
-    first = np.arange(table.shape[1]) * pages.size
+    count, size = pages[:2]
+    first = np.arange(table.shape[1]) * size
     needed = first[None] < (np.array([[2**31 - 1]]) if lengths is None else jnp.asarray(lengths)[:, None])
-    count = pages.key.shape[0]
     wrong = needed & ((table < 0) | (table >= count))
     if isinstance(wrong, jax.core.Tracer):
         return wrong.any(1)

@@ -53,7 +53,9 @@ def call_dims(call: Call) -> Call:
 
     def dims(field: dataclasses.Field, x: Array) -> Dims:
         declared = field.metadata.get("dims", "b").split()
-        names = [_heads(call, call.kv_heads) if name == "k" else name for name in declared]
+        names: list[str | None] = [_heads(call, call.kv_heads) if name == "k" else name for name in declared]
+        if call.page_table is not None and field.name in ("key", "value"):
+            names[:2] = [None, None]  # every device has all pages
         return _named(x, names)
 
     def of(field: dataclasses.Field) -> Any:
@@ -69,7 +71,7 @@ def _heads(call: Call, heads: int) -> str:
     return "h" if heads == call.q_heads else "k"
 
 
-def _named(x: Array, names: list[str]) -> Dims:
+def _named(x: Array, names: list[str | None]) -> Dims:
     """The names for the sizes of an array, None for what has none."""
     padded = (*names, *(None,) * (x.ndim - len(names)))
     return tuple(None if size == 1 else name for size, name in zip(x.shape, padded, strict=True))
