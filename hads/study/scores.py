@@ -36,10 +36,11 @@ def antidiagonal_shares(query: Query, key: Key, grid: CausalGrid, stride: int) -
     q, k = (_strides(x, parts, stride) for x in (query, key))  # [B, parts, stride, heads, D]
     b, _, _, h, d = q.shape
     q = q[:, :, ::-1].reshape(b, parts, stride, k.shape[3], -1, d)
-    causal = np.arange(parts)[:, None] >= np.arange(parts)
+    # Made on the device: as a constant it would make the program megabytes large.
+    causal = jnp.arange(parts)[:, None] >= jnp.arange(parts)
     exists = np.arange(parts) * stride < grid.length
     logits = jnp.einsum("bisxgd,bjsxd->bxgij", q, k) * (d**-0.5 / stride)
-    weights = jax.nn.softmax(jnp.where(causal & exists, logits, -jnp.inf), -1)
+    weights = jax.nn.softmax(jnp.where(causal & exists[None], logits, -jnp.inf), -1)
     weights = jnp.where(exists[:, None], weights, 0)
     each = grid.block // stride
     blocks = weights.reshape(b, h, grid.side, each, grid.side, each).sum((3, 5))
