@@ -346,8 +346,8 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
         records = Records(path, {"model": "tiny"})
         options: dict[str, Any] = dict(tasks=prompt.tasks_named(["niah_single_2", "qa_1"]), lengths=[512], samples=4)
         options |= dict(ways=ways_of("dense,mean_top_k", "0.6"), profile_for=lambda length: MODEL_PROFILE)
-        options |= dict(essay=ESSAY, batch=2) | more
-        return run.run(model, Words(), records, **options), records
+        options |= dict(batch=2) | more
+        return run.run(model, prompt.Made(Words(), ESSAY), records, **options), records
 
     monkeypatch.setattr(run, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
