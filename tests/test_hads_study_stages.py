@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.hads import stages, tasks
+from benchmarks.hads import stages, tasks, texts
 from benchmarks.hads.compile_ahead import compile_evaluation
 from benchmarks.hads.pretrained import join
 from benchmarks.hads.settings import Settings
@@ -114,6 +114,33 @@ def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, capsys):
     ]
     with np.load(tmp_path / "second" / "portrait-256-16.npz") as found:
         assert found["shares"].shape == (2, 4)
+
+
+def test_files_of_another_model_carry_its_name():
+    assert str(Settings()) == "8192-64" and str(Settings(name="other", length=32768)) == "other-32768-64"
+
+
+def test_sequences_of_long_documents_come_first():
+    found = {"long": np.arange(70_000, 70_009, dtype=np.uint32), "a": np.arange(3), "b": np.arange(3, 6)}
+    tokens, names = texts.sequences(found, 3, 9)
+    assert names.tolist() == ["long", "long", "long", "a", "b"] and tokens[0].tolist() == [70_000, 70_001, 70_002]
+    tokens, names = texts.sequences(found, 4, 9, 1)
+    assert names.tolist() == ["long", texts.SHORT] and tokens[1].tolist() == [0, 1, 2, 3]
+    assert texts.narrow(tokens).dtype == np.uint32 and texts.narrow(tokens[1:]).dtype == np.uint16
+
+
+def test_long_texts_are_compared_step_by_step(inputs: Path, model: Transformer, tmp_path: Path):
+    methods = ("hads", "mean_top_k+forced", "cobs")
+    settings = dataclasses.replace(SETTINGS, name="other", batch=1, sequences=1, methods=methods, budgets=(0.43,))
+    profile = dataclasses.replace(case.random_profile(head_dim=16, block=16), model="other", length=LENGTH)
+    study = Study(model, inputs / "texts.npz", tmp_path, settings)
+    profile.save(study.profile_path)
+    stages.long(study)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("profile-other-256-16.json", "records-other-256-16.jsonl", "summary-other-256-16.json")
+    }
+    found = [line["method"] for line in read(tmp_path / "records-other-256-16.jsonl")[1]]
+    assert found == ["hads", "mean_top_k+forced"] * len(EVALUATION) + ["cobs"] * len(EVALUATION)
 
 
 def test_a_model_in_pieces_is_joined(tmp_path: Path):

@@ -47,7 +47,9 @@ class Prepared:
         return Sample(score=task.score, **self.samples[f"{name}/{length}/{number}"])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
+        """As the tokenizer does: numbers that a model has beyond its tokenizer's are no text."""
+        known = (self.pieces[token] for token in tokens if token < len(self.pieces))
+        return b"".join(known).decode("utf-8", "replace")
 
     def save(self, path: Path) -> None:
         about = {"format": FORMAT, "model": self.model, "essay": self.digest, "seed": self.seed}

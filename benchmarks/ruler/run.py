@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from benchmarks.ruler.prepared import Prepared
 from benchmarks.ruler.prompt import Made, Sample
 from benchmarks.ruler.question import Task
+from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
@@ -41,6 +44,9 @@ def run(
     for length in lengths:
         _check(model, length, profile_for(length), {way.budget for way in ways})
     prompts.check(tasks, lengths, samples)
+    if jax.default_backend() != "cpu":  # a CPU compiles in seconds, and reads a long prompt in minutes
+        progress("compiling", 0)
+        warm_up(model, ways=ways, lengths=lengths, profile_for=profile_for, batch=batch, chunk=chunk)
     for length in lengths:
         profile = profile_for(length)
         for name, numbers in _batches(tasks, samples, batch):
