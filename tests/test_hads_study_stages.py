@@ -82,7 +82,7 @@ def test_a_stage_goes_on_where_it_stopped(inputs: Path, model: Transformer, tmp_
     study = Study(model, inputs / "texts.npz", tmp_path / "second", settings, earlier=tmp_path / "first")
     stages.first(study)
     assert len(study.records) == 4 * (3 * 2 + 2)
-    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    about, lines = read(tmp_path / "second" / "records-tiny-256-16.jsonl")
     assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
 
 
@@ -94,25 +94,25 @@ def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, capsys):
         stage(study)
     said = capsys.readouterr().out
     assert "all texts are read" in said
-    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    about, lines = read(tmp_path / "second" / "records-tiny-256-16.jsonl")
     assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
     natural = [line for line in lines if "asked" not in line and line["layers"] == "profile" and line["budget"] < 1]
     assert {(x["method"], x["budget"]) for x in natural} >= {(m, b) for m in SETTINGS.methods for b in SETTINGS.budgets}
     assert all(abs(line["density"] / line["budget"] - 1) < 1e-3 for line in lines)
     assert max(line["kl"] for line in lines if line["budget"] == 1) < 1e-5
-    summary = json.loads((tmp_path / "second" / "summary-256-16.json").read_text())
+    summary = json.loads((tmp_path / "second" / "summary-tiny-256-16.json").read_text())
     assert {row["sequences"] for row in summary["methods"] if row["method"] == "hads"} == {8}
     assert {one["budget"] for one in summary["tasks"]} <= {0.4}
     assert set(summary["last_rows"]) == {"every", "none"}
     assert {row["method"] for row in summary["last_rows"]["every"]["methods"]} == {"hads"}
-    seed = json.loads((tmp_path / "second" / "seed-256-16.json").read_text())["results"]
+    seed = json.loads((tmp_path / "second" / "seed-tiny-256-16.json").read_text())["results"]
     assert [(row["method"], row["active_blocks"]) for row in seed] == [
         ("dense", 1.0),
         ("sliding_window", 0.4),
         ("hads", 0.6),
         ("sliding_window", 0.6),
     ]
-    with np.load(tmp_path / "second" / "portrait-256-16.npz") as found:
+    with np.load(tmp_path / "second" / "portrait-tiny-256-16.npz") as found:
         assert found["shares"].shape == (2, 4)
 
 
@@ -153,8 +153,8 @@ def test_a_model_in_pieces_is_joined(tmp_path: Path):
 
 def test_a_stage_says_what_is_missing(inputs: Path, model: Transformer, tmp_path: Path):
     study = Study(model, inputs / "texts.npz", tmp_path, SETTINGS)
-    with pytest.raises(SystemExit, match=r"profile-256-16\.json is missing: run the stage calibrate"):
+    with pytest.raises(SystemExit, match=r"profile-tiny-256-16\.json is missing: run the stage calibrate"):
         stages.full(study)
     case.random_profile(head_dim=16).save(study.profile_path)
-    with pytest.raises(SystemExit, match=r"v1-256-16\.npz is missing: run the stage calibrate"):
+    with pytest.raises(SystemExit, match=r"v1-tiny-256-16\.npz is missing: run the stage calibrate"):
         study.evaluate(study.read(EVALUATION, 1), ["hads_v1"], [0.6])
