@@ -11,10 +11,10 @@ the next run goes on from there. Files of a model other than SmolLM2 carry its n
 `tokenizers` nor the command line.
 
 Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
-texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the weight of the
-last rows given to every method, and to none), `seed` (the project's first table), `full` (HADS, the three best
-rivals and the oracles on all texts). Only if it is named: `long`, for long texts, of which a run may read few (HADS and its
-closest rivals on all texts first, then the oracles, then the others). Programs are compiled side by side while the model is calibrated.
+texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the last rows' weight given to every method, and to
+none), `seed` (the project's first table), `full` (HADS, the three best rivals and the oracles on all texts). Only
+where it is named: `long`, for texts that take a second per method (HADS and its closest rivals on all texts come first,
+then the oracles, then the others). Programs are compiled side by side while the model is calibrated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--stage", default=",".join(BY_DEFAULT), help="stages to run, with commas between them")
     parser.add_argument("--methods", help="methods to run, with commas between them; by default all of the stages'")
-    parser.add_argument("--name", help="what files and records call the model; by default the name of a published model")
+    parser.add_argument(
+        "--name", help="what files and records call the model; by default the name of a published model"
+    )
     parser.add_argument(
         "--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, in order of importance"
     )

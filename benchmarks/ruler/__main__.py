@@ -14,8 +14,8 @@ Answers are appended to FILE.jsonl as they come: a run that was cut off goes on 
 batch in flight. Scores go to FILE.json. Tasks run from 1024 tokens on; RULER's own lengths begin at 4096.
 
 Needs the model's file and what reads it: pip install 'xsake[model]' (flax, gguf, jinja2, tokenizers); with --prompts
-only flax and gguf. The network is used only to fetch a published model that is not there yet. The haystack is the prose of Python's language reference,
-which comes with Python, or the text that --essay names.
+only flax and gguf. The network is used only to fetch a published model that is not there yet. The haystack is the prose
+of Python's language reference, which comes with Python, or the text that --essay names.
 """
 
 from __future__ import annotations

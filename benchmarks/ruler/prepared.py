@@ -1,7 +1,7 @@
 """Prompts made beforehand, for a machine that has no tokenizer: token numbers, answers, and the bytes of every token.
 
     python -m benchmarks.ruler.prepared qwen2.5-coder-1.5b --lengths 32768,8192 --samples 4 --out prompts.npz
-    python -m benchmarks.ruler qwen2.5-coder-1.5b --prompts prompts.npz --lengths 32768,8192 --samples 4 --out ruler.jsonl
+    python -m benchmarks.ruler qwen2.5-coder-1.5b --prompts prompts.npz --lengths 32768,8192 --samples 4 --out r.jsonl
 
 The second command needs neither `tokenizers` nor `jinja2`. Its prompts, answers and scores are those of a run that
 makes its own prompts. Tokenizers must be byte-level, as those of SmolLM2, Qwen and Llama 3 are.
@@ -39,8 +39,8 @@ class Prepared:
         wanted = [f"{name}/{length}/{n}" for name in tasks for length in lengths for n in range(samples)]
         if missing := [name for name in wanted if name not in self.samples]:
             raise ValueError(
-                f"the prepared prompts lack {len(missing)} of {len(wanted)}, such as {missing[0]} (TASK/LENGTH/SAMPLE): "
-                "ask for fewer, or prepare them"
+                f"the prepared prompts lack {len(missing)} of {len(wanted)}, such as {missing[0]} "
+                "(TASK/LENGTH/SAMPLE): ask for fewer, or prepare them"
             )
 
     def sample(self, name: str, task: Task, length: int, number: int) -> Sample:
@@ -103,7 +103,7 @@ def prepare(made: Made, model: str, tasks: Mapping[str, Task], lengths: Sequence
     ready = Prepared(model, made.essay.digest, made.seed, made.stop, found, pieces)
     for name, one in found.items():
         if ready.decode(one["tokens"]) != made.decode(one["tokens"]):
-            raise ValueError(f"the tokenizer is not byte-level, or has rules of its own: {name} would be decoded wrongly")
+            raise ValueError(f"the tokenizer is not byte-level, or has rules of its own: {name} would be garbled")
     return ready
 
 

@@ -109,9 +109,7 @@ def _run_batch(
         chunk=chunk,
     )
     seconds = (time.perf_counter() - start) / len(samples)
-    lines = [
-        _line(sample, way, source.decode(found), seconds) for sample, found in zip(samples, answers, strict=False)
-    ]
+    lines = [_line(sample, way, source.decode(found), seconds) for sample, found in zip(samples, answers, strict=False)]
     records.add(line for line in lines if tuple(line[name] for name in KEY) not in records)
 
 

@@ -12,7 +12,6 @@ from jaxtyping import Float
 
 from xsake.hads.profile.profile import FREE_SHARES
 
-
 AT_ONCE = 4  # sequences whose gains are sorted side by side: seconds each for a long text
 
 

@@ -74,10 +74,15 @@ def shipped(model: str, length: int = 0) -> HadsProfile:
     The profiles are the files MODEL-TOKENS.json of the folder `shipped`, TOKENS those of a sequence of calibration.
     """
     folder = resources.files("xsake.hads.profile") / "shipped"
-    files = [(*file.name.removesuffix(".json").rsplit("-", 1), file) for file in folder.iterdir() if file.name.endswith(".json")]
-    known = {abs(math.log(int(tokens) / max(length, 1))): file for name, tokens, file in files if name == model}
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    about = [file.name.removesuffix(".json").rpartition("-") for file in files]
+    known = {
+        abs(math.log(int(tokens) / max(length, 1))): file
+        for (name, _, tokens), file in zip(about, files, strict=True)
+        if name == model
+    }
     if not known:
-        names = ", ".join(sorted({name for name, _, _ in files}))
+        names = ", ".join(sorted({name for name, _, _ in about}))
         raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
     with resources.as_file(known[min(known)]) as path:
         return load(path)
