@@ -23,6 +23,7 @@ LONG: tuple[tuple[int | None, Sequence[str], Sequence[float]], ...] = (
     (None, ("hads", *CLOSEST), (0.2, 0.1)),
     (1, ("oracle_gain",), (0.2, 0.1)),
     (None, ("hads", *CLOSEST), (0.43, 0.3)),
+    (1, ("oracle_gain",), (0.43, 0.3)),
     (1, ("oracle_gain", "oracle_top_k", *OTHERS), (0.2, 0.1, 0.43, 0.3)),
     (None, (*OTHERS, "oracle_gain", "oracle_top_k"), (0.2, 0.1, 0.43, 0.3)),
 )
