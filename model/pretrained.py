@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import xsake
@@ -16,6 +18,8 @@ from xsake.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from xsake.model.tokenizer import Tokenizer
+
+AT_ONCE = min(os.cpu_count() or 1, 16)  # tensors that are read and dequantised side by side: so many wait in float32
 
 
 def load_pretrained(
@@ -44,11 +48,17 @@ def load_pretrained(
     _check_shapes(file)
     types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types)))
-    weights = []
-    for path, variable in nnx.to_flat_state(state):
+
+    def read(path: tuple[Any, ...]) -> np.ndarray:
         weight = file.read(file.names[path])
-        weight = weight.T if path[-1] == "kernel" else weight
-        weights.append((path, variable.replace(jnp.asarray(weight, param_dtype))))
+        return weight.T if path[-1] == "kernel" else weight
+
+    weights, variables = [], list(nnx.to_flat_state(state))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for first in range(0, len(variables), AT_ONCE):
+            some = variables[first : first + AT_ONCE]
+            for (path, variable), weight in zip(some, pool.map(read, [path for path, _ in some]), strict=True):
+                weights.append((path, variable.replace(jnp.asarray(weight, param_dtype))))
     return nnx.merge(graph, nnx.from_flat_state(weights))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,3 +81,9 @@ PUBLISHED = {
         about="Qwen2.5-Coder-1.5B-Instruct (Alibaba Cloud), quantised to 4 bits; Apache-2.0",
     ),
 }
+
+
+def name_of(model: str) -> str:
+    """The name of a published model, also if its file is given; of another file, the file's name."""
+    files = {published.file: name for name, published in PUBLISHED.items()}
+    return model if model in PUBLISHED else files.get(Path(model).name, Path(model).stem)

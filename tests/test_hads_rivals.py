@@ -19,15 +19,19 @@ from flax import nnx
 
 from benchmarks.hads import ablations, patterns, rivals, scores, v1, x_heads
 from benchmarks.hads.methods import ABLATIONS, METHODS, RIVALS, STRENGTHENED
+from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.calibration.observe import Touched
+from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
+from xsake.hads.selection import pooled
 from xsake.hads.selection.keep import keep_largest
 from xsake.hads.study import methods
 from xsake.hads.study.layer import Layer
 from xsake.hads.study.layerwise import attend, project
 from xsake.hads.study.method_mask import MethodMask
-from xsake.hads.study.scores import antidiagonal_shares
+from xsake.hads.study.scores import antidiagonal_shares, strided_peaks
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(block=16)
@@ -62,6 +66,26 @@ def test_every_rival_is_registered_in_both_forms():
     assert set(STRENGTHENED) == {f"{name}+forced" for name in _RIVALS}
     assert {name for name in METHODS if name.startswith("hads_v1")} == v1.NAMES
     assert {*RIVALS, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
+
+
+def test_many_rows_are_taken_in_parts_that_see_fewer_keys(monkeypatch: pytest.MonkeyPatch):
+    query, key = map(jnp.asarray, case.random_inputs(0, LENGTH, PROFILE))
+    kept = jnp.broadcast_to(GRID.causal() & (GRID.distance() < 5), (1, query.shape[2], GRID.side, GRID.side))
+
+    def everything() -> list[np.ndarray]:
+        def run(query, key):
+            found = [scores.running_max_gap(query, key, GRID), strided_peaks(query, key, GRID)]
+            found += [*block_statistics(query, key, block=16), v1.mean_entropy(query, key, GRID)]
+            return [*found, *cost_of_dropping.__wrapped__(Touched(query, key, -key, query), kept, GRID)]
+
+        return [np.asarray(x) for x in jax.jit(run)(query, key)]
+
+    assert pooled.row_bounds(128) == [0, 43, 85, 128] and pooled.row_bounds(16) == [0, 16]
+    whole = everything()
+    monkeypatch.setattr(pooled, "_ROWS_PER_PART", 3)
+    assert pooled.row_bounds(16) == [0, 4, 8, 12, 16]
+    for wanted, found in zip(whole, everything(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -25,17 +25,19 @@ from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.fit import largest
 from benchmarks.ruler.masked_prefill import read_masked
 from benchmarks.ruler.noise import NOISE
+from benchmarks.ruler.prepared import Prepared, prepare
 from benchmarks.ruler.prompt_layer import METHODS_HERE, choose_blocks, forces, program_of
 from benchmarks.ruler.qa import topics
 from benchmarks.ruler.score import match_all, match_part
 from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import TASKS
+from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer, ways_of
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.model import HadsBudget, generate
-from xsake.model.tokenizer import Tokenizer
+from xsake.model.tokenizer import Tokenizer, byte_level_bpe
 
 ESSAY = Essay.python_reference()
 PROFILE = case.random_profile(head_dim=16)
@@ -346,8 +348,8 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
         records = Records(path, {"model": "tiny"})
         options: dict[str, Any] = dict(tasks=prompt.tasks_named(["niah_single_2", "qa_1"]), lengths=[512], samples=4)
         options |= dict(ways=ways_of("dense,mean_top_k", "0.6"), profile_for=lambda length: MODEL_PROFILE)
-        options |= dict(essay=ESSAY, batch=2) | more
-        return run.run(model, Words(), records, **options), records
+        options |= dict(batch=2) | more
+        return run.run(model, prompt.Made(Words(), ESSAY), records, **options), records
 
     monkeypatch.setattr(run, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -370,6 +372,52 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
         go(ways=[Way("hads", 0.01)])
     with pytest.raises(ValueError, match="niah_single_2 does not fit 128 tokens with 128 for its answer"):
         go(lengths=[128], ways=[Way("dense", 1.0)])
+
+
+@pytest.fixture(scope="module")
+def bytes_alone() -> Tokenizer:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    parts: dict[str, Any] = dict(merges=[], split="gpt-2", special=["<end>"], bos=None, eos="<end>", add_bos=False)
+    return byte_level_bpe(tokens=tokens, template=None, **parts)
+
+
+def test_prepared_prompts_need_no_tokenizer(model, bytes_alone, tmp_path: Path):
+    fresh, options = prompt.Made(bytes_alone, ESSAY), dict(lengths=[1024], samples=2)
+    tasks = prompt.tasks_named(["niah_single_2"])
+    prepare(fresh, "tiny", tasks, **options).save(tmp_path / "prompts.npz")
+    stored = Prepared.load(tmp_path / "prompts.npz")
+    assert (stored.model, stored.digest, stored.stop) == ("tiny", ESSAY.digest, frozenset({256}))
+    assert stored.decode([*bytes_alone.encode("na\u00efve \u2713\n"), 256]) == "na\u00efve \u2713\n"
+    assert all(fresh.sample(n, t, 1024, i) == stored.sample(n, t, 1024, i) for n, t in tasks.items() for i in (0, 1))
+    more: dict[str, Any] = dict(tasks=tasks, ways=[Way("dense", 1.0)], profile_for=lambda length: MODEL_PROFILE)
+    lines = []
+    for number, source in enumerate((fresh, stored)):
+        records = Records(tmp_path / f"{number}.jsonl", {})
+        assert run.run(model, source, records, batch=2, **options, **more)
+        lines.append([line | {"seconds": 0} for line in records])
+    assert lines[0] == lines[1] and len(lines[0]) == 2
+    with pytest.raises(ValueError, match=r"lack 1 of 3, such as niah_single_2/1024/2 \(TASK/LENGTH/SAMPLE\)"):
+        stored.check(tasks, [1024], 3)
+
+
+def test_what_cannot_be_prepared_is_refused(tmp_path: Path):
+    core = tokenizers.Tokenizer(models.WordLevel({"\u2581a": 0, "?": 1}, "?"))
+    with pytest.raises(ValueError, match="not byte-level: its token '\u2581a' holds '\u2581'"):
+        prepare(prompt.Made(Tokenizer(core=core, eos=None), ESSAY), "tiny", {}, [], 0)
+    (tmp_path / "prompts.npz").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="holds no prepared prompts, or is damaged"):
+        Prepared.load(tmp_path / "prompts.npz")
+
+
+@pytest.mark.slow  # compiles each way
+def test_a_warm_run_compiles_nothing_large(model, caplog: pytest.LogCaptureFixture):
+    ways = [Way("dense", 1.0), Way("hads", 0.6)]
+    warm_up(model, ways=ways, lengths=[256], profile_for=lambda length: MODEL_PROFILE, batch=2, chunk=None)
+    options: dict[str, Any] = dict(capacity=256, profile=MODEL_PROFILE, answer_tokens=2, stop=frozenset())
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        for which in ways:
+            answer(model, [one[:200] for one in PROMPTS], which, **options)
+    assert not re.findall(r"Compiling (?:jit\()?(_read_block|_decode|_first|_start)", caplog.text)
 
 
 # -- what is made of the records ---------------------------------------------------------------------------------------

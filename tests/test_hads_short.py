@@ -14,10 +14,12 @@ from rich.console import Console
 
 from xsake._cli import demo_model as short
 from xsake._cli import demo_prompt
+from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.file import shipped
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
+from xsake.model.published import PUBLISHED
 
 
 def test_the_shipped_profile_is_smollm2s():
@@ -32,6 +34,15 @@ def test_the_shipped_profile_is_smollm2s():
     for budget in short.BUDGETS:  # they leave a choice at the demo's length
         counts = layer_counts(profile, budget, short.LENGTH)
         assert len(set(counts.tolist())) > 1
+
+
+def test_shipped_profiles_are_what_their_names_say():
+    for path in (Path(profile_file.__file__).parent / "shipped").iterdir():
+        name, tokens = path.stem.rsplit("-", 1)
+        profile = shipped(name, int(tokens))
+        assert name in PUBLISHED and (profile.model, profile.length) == (name, int(tokens))
+    with pytest.raises(FileNotFoundError, match=r"no profile of 'none' comes with xsake, only of .*smollm2"):
+        shipped("none")
 
 
 def test_the_page_is_whole():

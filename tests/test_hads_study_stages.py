@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.hads import stages, tasks
+from benchmarks.hads import stages, tasks, texts
 from benchmarks.hads.compile_ahead import compile_evaluation
 from benchmarks.hads.pretrained import join
 from benchmarks.hads.settings import Settings
@@ -82,7 +82,7 @@ def test_a_stage_goes_on_where_it_stopped(inputs: Path, model: Transformer, tmp_
     study = Study(model, inputs / "texts.npz", tmp_path / "second", settings, earlier=tmp_path / "first")
     stages.first(study)
     assert len(study.records) == 4 * (3 * 2 + 2)
-    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    about, lines = read(tmp_path / "second" / "records-tiny-256-16.jsonl")
     assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
 
 
@@ -94,26 +94,53 @@ def test_every_stage(inputs: Path, model: Transformer, tmp_path: Path, capsys):
         stage(study)
     said = capsys.readouterr().out
     assert "all texts are read" in said
-    about, lines = read(tmp_path / "second" / "records-256-16.jsonl")
+    about, lines = read(tmp_path / "second" / "records-tiny-256-16.jsonl")
     assert about["model"] == "tiny" and len(lines) == len({json.dumps(line) for line in lines})
     natural = [line for line in lines if "asked" not in line and line["layers"] == "profile" and line["budget"] < 1]
     assert {(x["method"], x["budget"]) for x in natural} >= {(m, b) for m in SETTINGS.methods for b in SETTINGS.budgets}
     assert all(abs(line["density"] / line["budget"] - 1) < 1e-3 for line in lines)
     assert max(line["kl"] for line in lines if line["budget"] == 1) < 1e-5
-    summary = json.loads((tmp_path / "second" / "summary-256-16.json").read_text())
+    summary = json.loads((tmp_path / "second" / "summary-tiny-256-16.json").read_text())
     assert {row["sequences"] for row in summary["methods"] if row["method"] == "hads"} == {8}
     assert {one["budget"] for one in summary["tasks"]} <= {0.4}
     assert set(summary["last_rows"]) == {"every", "none"}
     assert {row["method"] for row in summary["last_rows"]["every"]["methods"]} == {"hads"}
-    seed = json.loads((tmp_path / "second" / "seed-256-16.json").read_text())["results"]
+    seed = json.loads((tmp_path / "second" / "seed-tiny-256-16.json").read_text())["results"]
     assert [(row["method"], row["active_blocks"]) for row in seed] == [
         ("dense", 1.0),
         ("sliding_window", 0.4),
         ("hads", 0.6),
         ("sliding_window", 0.6),
     ]
-    with np.load(tmp_path / "second" / "portrait-256-16.npz") as found:
+    with np.load(tmp_path / "second" / "portrait-tiny-256-16.npz") as found:
         assert found["shares"].shape == (2, 4)
+
+
+def test_files_of_another_model_carry_its_name():
+    assert str(Settings()) == "8192-64" and str(Settings(name="other", length=32768)) == "other-32768-64"
+
+
+def test_sequences_of_long_documents_come_first():
+    found = {"long": np.arange(70_000, 70_009, dtype=np.uint32), "a": np.arange(3), "b": np.arange(3, 6)}
+    tokens, names = texts.sequences(found, 3, 9)
+    assert names.tolist() == ["long", "long", "long", "a", "b"] and tokens[0].tolist() == [70_000, 70_001, 70_002]
+    tokens, names = texts.sequences(found, 4, 9, 1)
+    assert names.tolist() == ["long", texts.SHORT] and tokens[1].tolist() == [0, 1, 2, 3]
+    assert texts.narrow(tokens).dtype == np.uint32 and texts.narrow(tokens[1:]).dtype == np.uint16
+
+
+def test_long_texts_are_compared_step_by_step(inputs: Path, model: Transformer, tmp_path: Path):
+    methods = ("hads", "mean_top_k+forced", "cobs")
+    settings = dataclasses.replace(SETTINGS, name="other", batch=1, sequences=1, methods=methods, budgets=(0.43,))
+    profile = dataclasses.replace(case.random_profile(head_dim=16, block=16), model="other", length=LENGTH)
+    study = Study(model, inputs / "texts.npz", tmp_path, settings)
+    profile.save(study.profile_path)
+    stages.long(study)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("profile-other-256-16.json", "records-other-256-16.jsonl", "summary-other-256-16.json")
+    }
+    found = [line["method"] for line in read(tmp_path / "records-other-256-16.jsonl")[1]]
+    assert found == ["hads", "mean_top_k+forced"] * len(EVALUATION) + ["cobs"] * len(EVALUATION)
 
 
 def test_a_model_in_pieces_is_joined(tmp_path: Path):
@@ -126,8 +153,8 @@ def test_a_model_in_pieces_is_joined(tmp_path: Path):
 
 def test_a_stage_says_what_is_missing(inputs: Path, model: Transformer, tmp_path: Path):
     study = Study(model, inputs / "texts.npz", tmp_path, SETTINGS)
-    with pytest.raises(SystemExit, match=r"profile-256-16\.json is missing: run the stage calibrate"):
+    with pytest.raises(SystemExit, match=r"profile-tiny-256-16\.json is missing: run the stage calibrate"):
         stages.full(study)
     case.random_profile(head_dim=16).save(study.profile_path)
-    with pytest.raises(SystemExit, match=r"v1-256-16\.npz is missing: run the stage calibrate"):
+    with pytest.raises(SystemExit, match=r"v1-tiny-256-16\.npz is missing: run the stage calibrate"):
         study.evaluate(study.read(EVALUATION, 1), ["hads_v1"], [0.6])

@@ -1,17 +1,20 @@
-"""The HADS study on one GPU: SmolLM2 under every method, budget and text, from a folder of prepared inputs.
+"""The HADS study on one GPU: a model under every method, budget and text, from a folder of prepared inputs.
 
     python -m benchmarks.hads INPUTS --out DIR                       everything, in the order of importance
     python -m benchmarks.hads INPUTS --out DIR --minutes 4           as far as four minutes go
     python -m benchmarks.hads INPUTS --out DIR --length 4096 --stage screen,full
+    python -m benchmarks.hads INPUTS --out DIR --length 32768 --batch 1 --stage calibrate,long --calibration 2
 
 INPUTS holds the model's GGUF file, whole (`*.gguf`) or in pieces (`*.gguf.00`, `*.gguf.01`, ...), and `texts.npz` of
 `benchmarks.hads.texts`. The files that a run leaves in DIR (a profile, records, summaries) may be put back into INPUTS:
-the next run goes on from there. Needs `gguf`, and neither `tokenizers` nor the command line.
+the next run goes on from there. Files of a model other than SmolLM2 carry its name. Needs `gguf`, and neither
+`tokenizers` nor the command line.
 
 Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
-texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the weight of the
-last rows given to every method, and to none), `seed` (the project's first table), `full` (HADS, the three best
-rivals and the oracles on all texts). Programs are compiled side by side while the model is calibrated.
+texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the last rows' weight given to every method, and to
+none), `seed` (the project's first table), `full` (HADS, the three best rivals and the oracles on all texts). Only
+where it is named: `long`, for texts that take a second per method (HADS and its closest rivals on all texts come first,
+then the oracles, then the others). Programs are compiled side by side while the model is calibrated.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from benchmarks import record
 from benchmarks.hads.compile_ahead import compile_calibration, compile_evaluation
 from benchmarks.hads.methods import ABLATIONS, METHODS, ORACLES, OURS, RIVALS
 from benchmarks.hads.pretrained import attention_16, join
-from benchmarks.hads.settings import BUDGETS, FIRST, Settings
-from benchmarks.hads.stages import STAGES
+from benchmarks.hads.settings import BUDGETS, FIRST, LONG_METHODS, Settings
+from benchmarks.hads.stages import BY_DEFAULT, STAGES
 from benchmarks.hads.study import Study
 from xsake.model import load_pretrained
+from xsake.model.published import name_of
 
 
 def main() -> None:
@@ -45,8 +49,11 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--stage", default=",".join(STAGES), help="stages to run, with commas between them")
-    parser.add_argument("--methods", default=",".join(METHODS), help="methods to run, with commas between them")
+    parser.add_argument("--stage", default=",".join(BY_DEFAULT), help="stages to run, with commas between them")
+    parser.add_argument("--methods", help="methods to run, with commas between them; by default all of the stages'")
+    parser.add_argument(
+        "--name", help="what files and records call the model; by default the name of a published model"
+    )
     parser.add_argument(
         "--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, in order of importance"
     )
@@ -57,7 +64,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64, help="evaluate on at most so many sequences per domain")
     parser.add_argument("--calibration", type=int, default=4, help="sequences per domain to calibrate on")
     args = parser.parse_args()
-    stages, methods = args.stage.split(","), args.methods.split(",")
+    stages = args.stage.split(",")
+    all_methods = LONG_METHODS if set(stages) <= {"calibrate", "long"} else tuple(METHODS)
+    methods = all_methods if args.methods is None else args.methods.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):
         parser.error(f"unknown stages {unknown}; there are {', '.join(STAGES)}")
     if unknown := sorted(set(methods) - set(METHODS)):
@@ -68,15 +77,15 @@ def main() -> None:
 
     on_cpu = jax.default_backend() == "cpu"
     attention = xsake.attention if on_cpu else attention_16
-    model = load_pretrained(
-        join(args.inputs, args.work), dtype=jnp.float32, param_dtype=jnp.float32, attention_fn=attention
-    )
+    file = join(args.inputs, args.work)
+    model = load_pretrained(file, dtype=jnp.float32, param_dtype=jnp.float32, attention_fn=attention)
     settings = Settings(
         length=args.length,
         block=args.block,
         batch=args.batch,
         sequences=args.sequences,
         calibration_sequences=args.calibration,
+        name=args.name or name_of(str(file)),
         budgets=tuple(map(float, args.budgets.split(","))),
         methods=tuple(methods),
         # float16 has 10 bits of mantissa, as the other products (TF32): bfloat16's rounding would show in small KL.
@@ -95,7 +104,7 @@ def main() -> None:
     if "calibrate" in stages:
         compile_calibration(study)
     if set(stages) - {"calibrate"}:
-        compile_evaluation(study, study.wanted([*FIRST, *OURS, *ABLATIONS, *ORACLES, *RIVALS]))
+        compile_evaluation(study, study.wanted([*LONG_METHODS, *FIRST, *OURS, *ABLATIONS, *ORACLES, *RIVALS]))
     for name, stage in STAGES.items():
         if name in stages and not study.stop():
             study.say(f"-- {name}")

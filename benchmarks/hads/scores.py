@@ -56,15 +56,16 @@ def running_max_gap(query: Query, key: Key, grid: CausalGrid) -> Blocks:
     """A query's largest logit in a block minus its largest logit up to that block, then the largest difference among
     the block's queries: a kernel that goes from block to block decides by it (BLASST). Needs all logits."""
 
-    def row(i: Array, q: Array) -> Array:
-        logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), key.astype(jnp.float32)) * q.shape[-1] ** -0.5
+    def row(keys: int, i: Array, q: Array) -> Array:
+        wide = key[:, :keys].astype(jnp.float32)
+        logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), wide) * q.shape[-1] ** -0.5
         t = i * grid.block + jnp.arange(grid.block)
-        logits = jnp.where((t[:, None] >= jnp.arange(grid.length)) & (t < grid.length)[:, None], logits, -jnp.inf)
-        tail = grid.side * grid.block - grid.length
-        logits = jnp.pad(logits, [(0, 0)] * 4 + [(0, tail)], constant_values=-jnp.inf)
-        peak = logits.reshape(*logits.shape[:-1], grid.side, grid.block).max(-1)
-        gap = jnp.where(jnp.isfinite(peak), peak - jax.lax.cummax(peak, axis=peak.ndim - 1), -jnp.inf)
-        return gap.max(-2)
+        logits = jnp.where((t[:, None] >= jnp.arange(keys)) & (t < grid.length)[:, None], logits, -jnp.inf)
+        side = -(-keys // grid.block)
+        logits = jnp.pad(logits, [(0, 0)] * 4 + [(0, side * grid.block - keys)], constant_values=-jnp.inf)
+        peak = logits.reshape(*logits.shape[:-1], side, grid.block).max(-1)
+        gap = jnp.where(jnp.isfinite(peak), peak - jax.lax.cummax(peak, axis=peak.ndim - 1), -jnp.inf).max(-2)
+        return jnp.pad(gap, [(0, 0)] * 3 + [(0, grid.side - side)], constant_values=-jnp.inf)
 
     return causal_only(row_by_row(row, query, key.shape[2], grid), grid)
 

@@ -15,6 +15,19 @@ FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in S
 TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
 # Compared with the weight of the last rows given to every method, and to none.
 LAST_ROWS_METHODS = (*TASK_METHODS, "flash_prefill", "flash_prefill+forced", "hads_shares_top_k+forced", "oracle_gain")
+# A long text takes a second per method: so the most telling comparisons come first. (texts per domain, or all; methods;
+# budgets.) A method of a later step may be there already, on fewer texts.
+CLOSEST = ("x_attention_8+forced", "mean_top_k+forced", "flash_prefill+forced")
+OTHERS = ("x_attention_8", "mean_top_k", "flash_prefill", "sink_window+forced", "sink_window", "cobs", "blasst")
+LONG: tuple[tuple[int | None, Sequence[str], Sequence[float]], ...] = (
+    (None, ("hads", *CLOSEST), (0.2, 0.1)),
+    (1, ("oracle_gain",), (0.2, 0.1)),
+    (None, ("hads", *CLOSEST), (0.43, 0.3)),
+    (1, ("oracle_gain",), (0.43, 0.3)),
+    (1, ("oracle_gain", "oracle_top_k", *OTHERS), (0.2, 0.1, 0.43, 0.3)),
+    (None, (*OTHERS, "oracle_gain", "oracle_top_k"), (0.2, 0.1, 0.43, 0.3)),
+)
+LONG_METHODS = tuple(dict.fromkeys(name for _, names, _ in LONG for name in names))
 # The project's first table: each pattern at the share of blocks that it had there.
 SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 0.5, "hads": 0.43}
 
@@ -35,5 +48,5 @@ class Settings:
     attention_dtype: Any = None  # to which queries, keys and values are rounded; None: as the model has them
 
     def __str__(self) -> str:
-        """The part of file names that tells studies apart."""
-        return f"{self.length}-{self.block}"
+        """The part of file names that tells studies apart; SmolLM2, the first model, is not named."""
+        return f"{'' if self.name == 'smollm2' else f'{self.name}-'}{self.length}-{self.block}"

@@ -10,7 +10,7 @@ from benchmarks import record
 from benchmarks.hads import v1, x_heads
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
 from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
-from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, TASK_METHODS
+from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, LONG, TASK_METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -68,6 +68,17 @@ def first(study: Study) -> None:
     done = done and study.evaluate(texts, study.wanted(["oracle_top_k", "hads"]), s.budgets, layers="uniform")
     if done:  # with all blocks: how far the rounding of two kernels moves a model
         study.evaluate(texts, study.wanted(["sliding_window"]), [1.0])
+    study.report()
+
+
+def long(study: Study) -> None:
+    """For texts so long that a run may end early: the steps of LONG, each on its texts."""
+    s = study.settings
+    for texts_per_domain, methods, budgets in LONG:
+        texts = study.read(EVALUATION, min(texts_per_domain or s.sequences, s.sequences))
+        asked = study.wanted(methods), [b for b in budgets if b in s.budgets]
+        if all(asked) and not study.evaluate(texts, *asked):
+            break
     study.report()
 
 
@@ -149,6 +160,7 @@ def full(study: Study) -> None:
     study.say("all texts are read" if done else "not all texts are read: run again")
 
 
+BY_DEFAULT = ("calibrate", "first", "screen", "tasks", "last_rows", "seed", "full")
 STAGES: dict[str, Callable[[Study], None]] = {
-    stage.__name__: stage for stage in (calibrate, first, screen, tasks, last_rows, seed, full)
+    stage.__name__: stage for stage in (calibrate, long, first, screen, tasks, last_rows, seed, full)
 }

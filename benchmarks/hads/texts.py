@@ -5,6 +5,8 @@ asked at the end and in the middle.
     apt-get download linux-doc-6.1 perl-doc git-doc postgresql-doc-15 python3.11-doc libpython3.11-stdlib anarchism
     apt-get download doc-rfc-std                                (from Debian's non-free component)
     cd .. && python -m benchmarks.hads.texts packages --out texts.npz
+    python -m benchmarks.hads.texts packages --model qwen2.5-coder-1.5b --length 32768 --count 3 --one-each \\
+        --without pydoc_data --tasks 2 --out qwen/texts.npz
 
 Calibrate on some domains and evaluate on others: CALIBRATION and EVALUATION below. A sequence lies within one document
 where the document is long enough; otherwise short documents follow one another. DOMAIN.documents in the file names the
@@ -22,7 +24,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +61,14 @@ def read(path: Path) -> str:
     return text
 
 
-def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], tokens: int) -> dict[str, np.ndarray]:
-    """Different documents by their paths, in a random order, until there are more than `tokens` tokens."""
+def documents(
+    package: Path,
+    pattern: str,
+    encode: Callable[[str], list[int]],
+    is_enough: Callable[[Collection[np.ndarray]], bool],
+    without: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Different documents by their paths, in a random order, until there are enough; no path that holds `without`."""
     found: dict[str, np.ndarray] = {}
     seen: set[bytes] = set()
     with tempfile.TemporaryDirectory() as folder:
@@ -68,19 +76,23 @@ def documents(package: Path, pattern: str, encode: Callable[[str], list[int]], t
         paths = sorted(path for path in Path(folder).glob(pattern) if path.is_file() and not path.is_symlink())
         random.Random(0).shuffle(paths)
         for path in paths:
+            if without is not None and without in str(path.relative_to(folder)):
+                continue
             text = read(path)
             digest = hashlib.sha256(text.encode()).digest()
             if digest in seen or len(text) < LEAST_CHARACTERS:
                 continue
             seen.add(digest)
-            found[str(path.relative_to(folder))] = np.asarray(encode(text), np.uint16)
-            if sum(map(len, found.values())) > tokens:
+            found[str(path.relative_to(folder))] = np.asarray(encode(text), np.uint32)
+            if is_enough(found.values()):
                 break
     return found
 
 
-def sequences(found: dict[str, np.ndarray], length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """u16[N, length], N at most `count`, from long documents first, then from short ones one after the other; and
+def sequences(
+    found: dict[str, np.ndarray], length: int, count: int, from_one: int = FROM_ONE_DOCUMENT
+) -> tuple[np.ndarray, np.ndarray]:
+    """u32[N, length], N at most `count`, from long documents first, then from short ones one after the other; and
     str[N], the document of each sequence.
 
     Neighbours in the run of short documents share the document that one ends and the other begins with. So the whole
@@ -89,12 +101,17 @@ def sequences(found: dict[str, np.ndarray], length: int, count: int) -> tuple[np
     cuts = [
         (name, document[n * length : (n + 1) * length])
         for name, document in found.items()
-        for n in range(min(len(document) // length, FROM_ONE_DOCUMENT))
+        for n in range(min(len(document) // length, from_one))
     ]
-    short = np.concatenate([np.zeros(0, np.uint16), *(d for d in found.values() if len(d) < length)])
+    short = np.concatenate([np.zeros(0, np.uint32), *(d for d in found.values() if len(d) < length)])
     cuts += [(SHORT, short[n * length : (n + 1) * length]) for n in range(len(short) // length)]
     names, tokens = zip(*cuts[:count], strict=True)
     return np.stack(tokens), np.array(names)
+
+
+def narrow(tokens: np.ndarray) -> np.ndarray:
+    """The tokens in 16 bits where that is enough: in 32 bits the file of a small vocabulary would be larger."""
+    return tokens.astype(np.uint16 if tokens.max(initial=0) < 2**16 else np.uint32)
 
 
 def main() -> None:
@@ -104,26 +121,39 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--length", type=int, default=8192, help="tokens per sequence; an evaluation may use fewer")
     parser.add_argument("--count", type=int, default=64, help="sequences per domain")
+    parser.add_argument(
+        "--one-each", action="store_true", help="one sequence per document, as long as there are documents long enough"
+    )
+    parser.add_argument("--without", help="leave out documents whose path holds this text")
     parser.add_argument("--tasks", type=int, default=32, help="sequences per task")
     args = parser.parse_args()
 
     encode = load_tokenizer(args.model).encode
     arrays = {}
+    from_one = 1 if args.one_each else FROM_ONE_DOCUMENT
+
+    def is_enough(documents: Collection[np.ndarray]) -> bool:
+        if args.one_each:
+            return sum(len(one) >= args.length for one in documents) >= args.count
+        return sum(map(len, documents)) > 2 * args.count * args.length
+
     for domain, (name, pattern) in (CALIBRATION | EVALUATION).items():
         packages = sorted(args.packages.glob(f"{name}_*.deb"))
         if not packages:
             raise SystemExit(f"{args.packages} has no {name}_*.deb: the top of this file says how to get it")
-        found = documents(packages[0], pattern, encode, 2 * args.count * args.length)
-        arrays[domain], names = sequences(found, args.length, args.count)
+        found = documents(packages[0], pattern, encode, is_enough, args.without)
+        arrays[domain], names = sequences(found, args.length, args.count, from_one)
         arrays[f"{domain}.documents"] = names
         print(f"{domain}: {len(names)} sequences from {len(set(names))} documents", flush=True)
-    for length in (args.length // 2, args.length):
+    for length in (args.length // 2, args.length) if args.tasks else ():
         made = tasks.make(arrays[TASK_FILLER][: args.tasks, :length], encode)
         for name in tasks.NAMES:
             texts = [text for text in made if text.domain == name]
-            arrays[f"{name}-{length}"] = np.stack([text.tokens for text in texts]).astype(np.uint16)
+            arrays[f"{name}-{length}"] = np.stack([text.tokens for text in texts])
             arrays[f"{name}-{length}.items"] = np.stack([text.items for text in texts]).astype(np.uint16)
-    np.savez_compressed(args.out, **arrays)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {name: array if array.dtype.kind == "U" else narrow(array) for name, array in arrays.items()}
+    np.savez_compressed(args.out, **numbers)
     print(f"{args.out}: {args.out.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -44,11 +44,13 @@ NAMES = {
     "x_attention_8": "our block-level XAttention, stride 8",
 }
 
+MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B, "}  # others than SmolLM2
+
 Row = dict[str, Any]
 
 
 def every_study() -> str:
-    """A section for each length and block that was studied, the longest first."""
+    """A section for each model, length and block that was studied, the longest first."""
     return "\n\n".join(f"### {shape(run)}\n\n{study(run)}" for run in studies())
 
 
@@ -57,8 +59,8 @@ def studies() -> list[dict[str, Any]]:
 
 
 def short() -> str:
-    """The study of the longest texts at three budgets, for the README."""
-    run = studies()[0]
+    """SmolLM2's study of the longest texts at three budgets, for the README."""
+    run = next(run for run in studies() if run["about"]["model"] == "smollm2")
     rows, by = compared(run)
     budgets = [b for b in budgets_of(run) if b in (0.1, 0.2, 0.43)]
     rivals, forced = ranked(rows, RIVALS), ranked(rows, STRENGTHENED)
@@ -111,7 +113,8 @@ def origin(run: dict[str, Any]) -> str:
 
 
 def shape(run: dict[str, Any]) -> str:
-    return f"{run['about']['length']} tokens, blocks of {run['about']['block']}"
+    about = run["about"]
+    return f"{MODELS.get(about['model'], '')}{about['length']} tokens, blocks of {about['block']}"
 
 
 def cell(row: Row | None, sequences: int | None = None) -> str:
@@ -143,10 +146,10 @@ def facts(
     def over(best: Sequence[str]) -> str:
         """HADS's KL over the KL of the best of these methods, by budget, on the texts that both have read."""
         shares = (
-            max(1 + by[name, b]["against"]["mean"] / by[name, b]["kl"] for name in best if (name, b) in by)
+            [1 + by[name, b]["against"]["mean"] / by[name, b]["kl"] for name in best if (name, b) in by]
             for b in budgets
         )
-        return " / ".join(f"{share:.2f}" for share in shares)
+        return " / ".join(f"{max(share):.2f}" if share else "not run" for share in shares)
 
     off = max(r["off_budget"] for r in by.values())
     return [
@@ -333,5 +336,5 @@ def plain(name: str) -> str:
 
 
 def _longest_first(path: Any) -> tuple[int, int]:
-    _, length, block = path.stem.split("-")
+    *_, length, block = path.stem.split("-")
     return -int(length), int(block)

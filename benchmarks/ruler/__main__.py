@@ -5,6 +5,7 @@
         --methods dense,hads,sink_window+forced,x_attention_8,oracle_gain --budgets 0.2,0.1 --out ruler.jsonl
     python -m benchmarks.ruler smollm2 --tasks needle --samples 2 --out ruler.jsonl       for the picture
     python -m benchmarks.ruler.picture ruler.jsonl --out needles.png
+    python -m benchmarks.ruler qwen.gguf --prompts prompts.npz --out ruler.jsonl    prompts of benchmarks.ruler.prepared
 
 A prompt and its answer have at most the given length. The prompt is read under a method's masks; the answer is written
 greedily, and attends to all tokens. HADS reads as `xsake generate --hads` does; other methods read in one piece.
@@ -12,9 +13,9 @@ greedily, and attends to all tokens. HADS reads as `xsake generate --hads` does;
 Answers are appended to FILE.jsonl as they come: a run that was cut off goes on where it stopped, and loses at most the
 batch in flight. Scores go to FILE.json. Tasks run from 1024 tokens on; RULER's own lengths begin at 4096.
 
-Needs the model's file and what reads it: pip install 'xsake[model]' (flax, gguf, jinja2, tokenizers). The network is
-used only to fetch a published model that is not there yet. The haystack is the prose of Python's language reference,
-which comes with Python, or the text that --essay names.
+Needs the model's file and what reads it: pip install 'xsake[model]' (flax, gguf, jinja2, tokenizers); with --prompts
+only flax and gguf. The network is used only to fetch a published model that is not there yet. The haystack is the prose
+of Python's language reference, which comes with Python, or the text that --essay names.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import record
 from benchmarks.ruler.essay import Essay
-from benchmarks.ruler.prompt import tasks_named
+from benchmarks.ruler.prepared import Prepared
+from benchmarks.ruler.prompt import Made, tasks_named
 from benchmarks.ruler.prompt_layer import METHODS_HERE
 from benchmarks.ruler.run import run
 from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import NEEDLE, TASKS
 from benchmarks.ruler.way import ways_of
 from xsake import _atomic
-from xsake._cli.hads import model_name
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.records import Records
+from xsake.model.published import name_of
 
 
 def main() -> None:
@@ -72,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk", type=int, help="dense and hads read so many tokens at a time; by default all at once"
     )
     parser.add_argument("--profile", type=Path, help="of `xsake calibrate`; by default the one that comes with xsake")
+    parser.add_argument("--prompts", type=Path, help="prompts of benchmarks.ruler.prepared: no tokenizer is needed")
+    parser.add_argument("--name", help="the model's name in profile, prompts and records; by default that of its file")
     parser.add_argument("--essay", type=Path, help="plain text for the haystack, its paragraphs between empty lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -89,8 +93,8 @@ def _main(args: argparse.Namespace) -> None:
     if not ways:
         raise ValueError("--methods names no method")
     lengths = [int(length) for length in args.lengths.split(",")]
-    essay = Essay.python_reference() if args.essay is None else Essay.read(args.essay)
-    name = model_name(args.model)
+    name = args.name or name_of(args.model)
+    prepared = None if args.prompts is None else _prepared(args, name)
     given = None if args.profile is None else HadsProfile.load(args.profile)
     if given is not None and given.model != name:
         raise ValueError(f"{args.profile} is the profile of {given.model!r}, not of {name!r}: calibrate this model")
@@ -99,14 +103,22 @@ def _main(args: argparse.Namespace) -> None:
     if summary == args.out:
         raise ValueError(f"--out {args.out} is for records, one JSON line each: name a .jsonl file")
 
-    model, tokenizer = _load(args.model)
+    prompts: Made | Prepared
+    model, opened = _load(args.model)
+    if prepared is not None:
+        prompts, digest, seed = prepared, prepared.digest, prepared.seed
+    else:
+        from xsake.model import load_tokenizer
+
+        essay = Essay.python_reference() if args.essay is None else Essay.read(args.essay)
+        prompts, digest, seed = Made(load_tokenizer(opened), essay, args.seed), essay.digest, args.seed
     about = {
         "benchmark": "ruler",
         "model": name,
         "dtype": str(np.dtype(model.dtype)),
         "profile": "shipped" if args.profile is None else hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16],
-        "essay": essay.digest,
-        "seed": args.seed,
+        "essay": digest,
+        "seed": seed,
         "chunk": args.chunk,
     }
     records = Records(args.out, about)
@@ -125,15 +137,13 @@ def _main(args: argparse.Namespace) -> None:
 
         done = run(
             model,
-            tokenizer,
+            prompts,
             records,
             tasks=tasks,
             lengths=lengths,
             ways=ways,
             samples=args.samples,
             profile_for=profiles.__getitem__,
-            essay=essay,
-            seed=args.seed,
             batch=args.batch,
             chunk=args.chunk,
             progress=report,
@@ -149,17 +159,27 @@ def _main(args: argparse.Namespace) -> None:
         console.print("The time is over before all was done: run again to go on.")
 
 
+def _prepared(args: argparse.Namespace, name: str) -> Prepared:
+    if args.essay is not None or args.seed:
+        raise ValueError("--essay and --seed are for prompts that are made now: leave them out with --prompts")
+    found = Prepared.load(args.prompts)
+    if found.model != name:
+        raise ValueError(f"{args.prompts} holds prompts of {found.model!r}, not of {name!r}: prepare them for it")
+    return found
+
+
 def _load(name: str) -> tuple[Any, Any]:
+    """The model, and the opened file of which its tokenizer can be read."""
     import jax
     import jax.numpy as jnp
 
-    from xsake.model import load_pretrained, load_tokenizer, open_model
+    from xsake.model import load_pretrained, open_model
     from xsake.model.fetch import cache_folder
 
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     opened = open_model(name)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
-    return load_pretrained(opened, dtype=dtype, param_dtype=dtype), load_tokenizer(opened)
+    return load_pretrained(opened, dtype=dtype, param_dtype=dtype), opened
 
 
 if __name__ == "__main__":

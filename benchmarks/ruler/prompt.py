@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from benchmarks.ruler.essay import Essay
@@ -85,6 +86,35 @@ def make(name: str, task: Task, *, length: int, sample: int, seed: int, frame: F
         score=task.score,
         depth=asked.depth,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Prompts that are made as they are needed, by the model's tokenizer."""
+
+    tokenizer: Any
+    essay: Essay
+    seed: int = 0
+
+    @cached_property
+    def frame(self) -> Frame:
+        return Frame.of(self.tokenizer)
+
+    @property
+    def stop(self) -> frozenset[int]:
+        return self.tokenizer.stop
+
+    def check(self, tasks: Mapping[str, Task], lengths: Sequence[int], samples: int) -> None:
+        """Raise ValueError if a task does not fit the shortest length."""
+        for name, task in tasks.items():
+            self.sample(name, task, min(lengths), 0)
+
+    def sample(self, name: str, task: Task, length: int, number: int) -> Sample:
+        material: dict[str, Any] = dict(seed=self.seed, frame=self.frame, essay=self.essay)
+        return make(name, task, length=length, sample=number, **material)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.tokenizer.decode(tokens)
 
 
 def tasks_named(names: Sequence[str]) -> dict[str, Task]:

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.ruler.essay import Essay
-from benchmarks.ruler.prompt import Frame, Sample, make
+import jax
+
+from benchmarks.ruler.prepared import Prepared
+from benchmarks.ruler.prompt import Made, Sample
 from benchmarks.ruler.question import Task
+from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
@@ -18,7 +21,7 @@ from xsake.model import HadsBudget
 
 def run(
     model: Any,
-    tokenizer: Any,
+    prompts: Made | Prepared,
     records: Records,
     *,
     tasks: Mapping[str, Task],
@@ -26,8 +29,6 @@ def run(
     ways: Sequence[Way],
     samples: int,
     profile_for: Callable[[int], HadsProfile],
-    essay: Essay,
-    seed: int = 0,
     batch: int = 1,
     chunk: int | None = None,
     progress: Callable[[str, int], None] = lambda what, done: None,
@@ -39,13 +40,13 @@ def run(
     cut off has about as many of each. `progress` is called with what comes next, and how many answers were done;
     `stop` is asked before each batch and way whether to leave the rest.
     """
-    frame = Frame.of(tokenizer)
-    material: dict[str, Any] = dict(seed=seed, frame=frame, essay=essay)
     # What cannot be run is refused now, not after hours.
     for length in lengths:
         _check(model, length, profile_for(length), {way.budget for way in ways})
-    for name, task in tasks.items():
-        make(name, task, length=min(lengths), sample=0, **material)
+    prompts.check(tasks, lengths, samples)
+    if jax.default_backend() != "cpu":  # a CPU compiles in seconds, and reads a long prompt in minutes
+        progress("compiling", 0)
+        warm_up(model, ways=ways, lengths=lengths, profile_for=profile_for, batch=batch, chunk=chunk)
     for length in lengths:
         profile = profile_for(length)
         for name, numbers in _batches(tasks, samples, batch):
@@ -53,12 +54,12 @@ def run(
             progress(f"{name} at {length}", (len(ways) - len(left)) * len(numbers))
             if not left:
                 continue
-            some = [make(name, tasks[name], length=length, sample=n, **material) for n in numbers]
+            some = [prompts.sample(name, tasks[name], length, n) for n in numbers]
             for way in left:
                 if stop():
                     return False
                 progress(f"{name} at {length}, {way}", 0)
-                _run_batch(model, tokenizer, records, some, way, length, profile, batch, chunk)
+                _run_batch(model, prompts, records, some, way, length, profile, batch, chunk)
                 progress(f"{name} at {length}, {way}", len(numbers))
     return True
 
@@ -85,7 +86,7 @@ def _key(name: str, length: int, sample: int, way: Way) -> tuple[str, str, float
 
 def _run_batch(
     model: Any,
-    tokenizer: Any,
+    source: Made | Prepared,
     records: Records,
     samples: Sequence[Sample],
     way: Way,
@@ -104,13 +105,11 @@ def _run_batch(
         capacity=length,
         profile=profile,
         answer_tokens=samples[0].answer_tokens,
-        stop=tokenizer.stop,
+        stop=source.stop,
         chunk=chunk,
     )
     seconds = (time.perf_counter() - start) / len(samples)
-    lines = [
-        _line(sample, way, tokenizer.decode(found), seconds) for sample, found in zip(samples, answers, strict=False)
-    ]
+    lines = [_line(sample, way, source.decode(found), seconds) for sample, found in zip(samples, answers, strict=False)]
     records.add(line for line in lines if tuple(line[name] for name in KEY) not in records)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.pooled import row_bounds
 
 
 class BlockStatistics(NamedTuple):
@@ -52,8 +54,8 @@ def block_statistics(
     query, key = jnp.asarray(query), jnp.asarray(key)
     grid = CausalGrid(query.shape[1], block, window=window)
 
-    def row(i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
-        weights = attention_rows(q, key, i, grid, scale)
+    def row(keys: int, i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
+        weights = attention_rows(q, key[:, :keys], i, grid, scale)
         in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
         by_block = block_sums(weights, grid) * in_row[None, None, None, :, None]
         queries = in_row.sum()
@@ -69,10 +71,11 @@ def block_statistics(
 
 
 def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: CausalGrid, *more: Array) -> Any:
-    """`row(i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
+    """`row(keys, i, q, ...)` for every row i of blocks, one after the other, with its queries [B, K, G, block, D].
 
-    `more` are arrays like the query, cut the same way. The tail of the last row is 0. A CPU takes one row at a time, an
-    accelerator as many rows as have a gigabyte of logits.
+    `more` are arrays like the query, cut the same way. The tail of the last row is 0. A row sees no key but the first
+    `keys`, a number that few programs are compiled for. A CPU takes one row at a time, an accelerator as many rows as
+    have a gigabyte of logits.
     """
 
     def rows(x: Array) -> Array:
@@ -83,8 +86,15 @@ def scan_rows(row: Callable[..., Any], query: Array, kv_heads: int, grid: Causal
 
     # Behind a barrier: a compiler that knows the rows' numbers works out their causal masks itself, for minutes.
     numbers = jax.lax.optimization_barrier(jnp.arange(grid.side))
-    at_once = _rows_at_once(4 * query.shape[0] * query.shape[2] * grid.block * grid.length, grid.side)
-    return jax.lax.map(lambda x: row(*x), (numbers, rows(query), *map(rows, more)), batch_size=at_once)
+    whole = numbers, rows(query), *map(rows, more)
+    row_bytes = 4 * query.shape[0] * query.shape[2] * grid.block
+    parts = []
+    for first, end in itertools.pairwise(row_bounds(grid.side)):
+        keys = min(end * grid.block, grid.length)
+        at_once = _rows_at_once(row_bytes * keys, end - first)
+        some = jax.tree.map(lambda x, first=first, end=end: x[first:end], whole)
+        parts.append(jax.lax.map(lambda x, keys=keys: row(keys, *x), some, batch_size=at_once))
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
 
 
 def _rows_at_once(row_bytes: int, rows: int) -> int | None:
@@ -96,22 +106,24 @@ def _rows_at_once(row_bytes: int, rows: int) -> int | None:
 
 
 def attention_rows(
-    q: Float[Array, "B K G block D"], key: Float[Array, "B T K D"], i: Array, grid: CausalGrid, scale: float | None
-) -> Float[Array, "B K G block T"]:
-    """Causal attention weights of the queries of block i."""
+    q: Float[Array, "B K G block D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid, scale: float | None
+) -> Float[Array, "B K G block S"]:
+    """Causal attention weights of the queries of block i; the keys are the first S, all that these queries see."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Products of 16-bit numbers are exact in float32, whatever the precision.
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
     logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
-    back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(grid.length)[None]
+    back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(key.shape[1])[None]
     seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
     if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count
         seen |= back >= grid.length
     return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1)
 
 
-def block_sums(weights: Float[Array, "*lead T"], grid: CausalGrid) -> Float[Array, "*lead n"]:
-    """Sums over the keys of each block."""
-    tail = grid.side * grid.block - grid.length
-    padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, tail)])
-    return padded.reshape(*weights.shape[:-1], grid.side, grid.block).sum(-1)
+def block_sums(weights: Float[Array, "*lead S"], grid: CausalGrid) -> Float[Array, "*lead n"]:
+    """Sums over the keys of each block; 0 for blocks past the first S keys."""
+    lead = [(0, 0)] * (weights.ndim - 1)
+    side = -(-weights.shape[-1] // grid.block)
+    padded = jnp.pad(weights, [*lead, (0, side * grid.block - weights.shape[-1])])
+    sums = padded.reshape(*weights.shape[:-1], side, grid.block).sum(-1)
+    return jnp.pad(sums, [*lead, (0, grid.side - side)])

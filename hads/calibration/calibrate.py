@@ -9,7 +9,8 @@ T tokens, n = T / block, L layers, H query heads of D dimensions, and activation
       4 H T block rows              logits of a few rows of blocks, some copies of them; a gigabyte on an accelerator
     on the host
       2 H n² N L                    gains of the blocks that compete, the lower triangle in 4 bytes
-      2 T width (N + L)             the sequences' states, and one sequence's states before every layer
+      2 T width (N + L)             the sequences' states, and one sequence's states before every layer; on the device
+                                    where they are at most an eighth of its memory
 
 Qwen2.5-Coder-1.5B (L = 28, H = 12, D = 128, width 1536) at T = 32768 and N = 8 in blocks of 64: the statistics of a
 layer are 0.4 GB, where those of all layers would be 12 GB; the host holds 5 GB. `calibration.memory` asks the compiler.
@@ -28,7 +29,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.calibration.fit import STEPS, fit_estimator
-from xsake.hads.calibration.layerwise import Layers
+from xsake.hads.calibration.layerwise import Layers, wait_on_device
 from xsake.hads.calibration.observe import Observation, observe_block, touch
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import tabulate
@@ -130,19 +131,21 @@ class _Learned(NamedTuple):
 def _learn_layers(
     model: Any, tokens: Array | np.ndarray, grid: CausalGrid, *, back: int, steps: int, report: Progress
 ) -> Iterator[_Learned]:
-    """What all sequences show of each layer; their states wait on the host, and no layer's statistics outlive it."""
+    """What all sequences show of each layer; their states wait on the host, or on a device with much room, and no
+    layer's statistics outlive it."""
     layers, rotation = Layers(model), None
-    states: list[np.ndarray] = []
+    states: list[Array | np.ndarray] = []
     for row in tokens:
         x, rotation = layers.start(jnp.asarray(row[None], jnp.int32), windowed=True)
-        states.append(np.asarray(x))
+        stay = wait_on_device(len(tokens), x)
+        states.append(x if stay else np.asarray(x))
     for number, weights in enumerate(layers.weights):
         report("heads of each layer", number, len(layers.weights))
         seen = []
         for n, before in enumerate(states):
             given = jnp.asarray(before), rotation
             x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block, grid.window)
-            states[n] = np.asarray(x)
+            states[n] = x if stay else np.asarray(x)
             seen.append(one)
         yield _learn(seen, grid, back, steps)
     report("heads of each layer", len(layers.weights), len(layers.weights))

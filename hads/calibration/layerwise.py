@@ -49,6 +49,13 @@ class Layers:
         return self.model.start(tokens)
 
 
+def wait_on_device(count: int, x: Array) -> bool:
+    """Whether `count` arrays like `x` are little beside the device's memory: then they need not wait on the host, from
+    where they come back more slowly than a block runs. A device that does not tell its memory keeps none."""
+    room = (next(iter(x.devices())).memory_stats() or {}).get("bytes_limit", 0)
+    return count * x.nbytes <= room // 8
+
+
 def run_block(graph: Any, weights: Any, x: Array, rotation: Any, attend: Attend) -> Array:
     """One block's output, with `attend(query, key, value)` in place of its attention."""
     from flax import nnx

@@ -16,6 +16,7 @@ from xsake.hads.calibration.calibrate import _gains
 from xsake.hads.calibration.fit import STEPS, fit_weights
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.calibration.tables import AT_ONCE
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.rule import RULE, Rule
 
@@ -79,7 +80,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, rule: Ru
     }
     free = 4 * share.shape[1] * (grid.blocks - grid.forced_blocks)
     depth = len(layers.weights)
-    host = free * sequences * depth + 3 * free * depth + size(x) * (sequences + depth)
+    host = free * sequences * depth + 3 * min(AT_ONCE, sequences) * free * depth + size(x) * (sequences + depth)
     return Memory(size(whole[1]), stages, host)
 
 

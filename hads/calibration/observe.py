@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
-from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block
+from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block, wait_on_device
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import Pooled, pool
 
@@ -66,7 +66,8 @@ def observe_block(
 
 def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> Iterator[tuple[int, Touched]]:
     """(number, attention and the gradient of a likelihood with respect to its heads' outputs) of each layer, from the
-    last to the first. Only one layer is on the device; the states before every layer wait on the host.
+    last to the first. Only one layer is on the device; the states before every layer wait on the host, or on a device
+    with much room.
 
     The likelihood is that of tokens drawn from the model itself, each with a random sign: the mean square of its
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
@@ -76,9 +77,10 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
 
     layers = Layers(model)
     x, rotation = layers.start(tokens, windowed=True)
-    inputs = []
+    inputs: list[Array | np.ndarray] = []
+    stay = wait_on_device(len(layers.weights), x)
     for weights in layers.weights:
-        inputs.append(np.asarray(x))
+        inputs.append(x if stay else np.asarray(x))
         x = forward_block(layers.graph, model.attention_fn, weights, x, rotation, layers.window)
     gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
     for number in reversed(range(len(inputs))):

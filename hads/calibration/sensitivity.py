@@ -29,9 +29,10 @@ def cost_of_dropping(
     value = layer.value.astype(jnp.float32)
     kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, n, n), 3, 0).astype(jnp.float32)
 
-    def row(i: Array, q: Array, g: Array) -> tuple[Array, Array]:
-        weights = attention_rows(q, layer.key, i, grid, None)
-        felt = jnp.einsum("bkgtd,bskd->bkgts", g.astype(jnp.float32), value, precision=jax.lax.Precision.HIGHEST)
+    def row(keys: int, i: Array, q: Array, g: Array) -> tuple[Array, Array]:
+        weights = attention_rows(q, layer.key[:, :keys], i, grid, None)
+        wide, highest = g.astype(jnp.float32), jax.lax.Precision.HIGHEST
+        felt = jnp.einsum("bkgtd,bskd->bkgts", wide, value[:, :keys], precision=highest)
         mass, moved = block_sums(weights, grid), block_sums(weights * felt, grid)
         mine = kept_rows[i][..., None, :]
         kept_mass = (mass * mine).sum(-1)

@@ -68,17 +68,23 @@ def load(path: str | os.PathLike) -> HadsProfile:
     return profile
 
 
-# The profiles that come with xsake: the model's name, the tokens per sequence of calibration, the file.
-SHIPPED = (("smollm2", 2048, "smollm2.json"), ("smollm2", 8192, "smollm2-8192.json"))
-
-
 def shipped(model: str, length: int = 0) -> HadsProfile:
-    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens."""
-    known = [(abs(math.log(tokens / max(length, 1))), name) for found, tokens, name in SHIPPED if found == model]
+    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens.
+
+    The profiles are the files MODEL-TOKENS.json of the folder `shipped`, TOKENS those of a sequence of calibration.
+    """
+    folder = resources.files("xsake.hads.profile") / "shipped"
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    about = [file.name.removesuffix(".json").rpartition("-") for file in files]
+    known = {
+        abs(math.log(int(tokens) / max(length, 1))): file
+        for (name, _, tokens), file in zip(about, files, strict=True)
+        if name == model
+    }
     if not known:
-        names = ", ".join(dict.fromkeys(found for found, _, _ in SHIPPED))
+        names = ", ".join(sorted({name for name, _, _ in about}))
         raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
-    with resources.as_file(resources.files("xsake.hads.profile") / "shipped" / min(known)[1]) as path:
+    with resources.as_file(known[min(known)]) as path:
         return load(path)
 
 

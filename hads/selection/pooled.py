@@ -105,9 +105,7 @@ def over_keys(
     query = query.reshape(b, keys.shape[3], -1, n, d)
     sizes = jnp.asarray(grid.sizes, jnp.float32)
     parts = []
-    # The rows of a part see no later key: with four parts, three eighths of the work are never done.
-    bounds = np.linspace(0, n, min(1 + n // _ROWS_PER_PART, _ROW_PARTS) + 1).round().astype(int)
-    for first, end in itertools.pairwise(bounds.tolist()):
+    for first, end in itertools.pairwise(row_bounds(n)):
         some = query[:, :, :, first:end]
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
         logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :end])
@@ -118,6 +116,12 @@ def over_keys(
         part = finish(mean, above.sum(-1) / sizes[None, None, None, None, :end])
         parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - end),)))
     return jnp.where(grid.causal(), jnp.concatenate(parts, 3).reshape(b, h, n, n), 0.0)
+
+
+def row_bounds(rows: int) -> list[int]:
+    """Bounds of parts of a grid's rows of blocks. The rows of a part see no key of a later part: with four parts, three
+    eighths of the work are never done."""
+    return np.linspace(0, rows, min(1 + rows // _ROWS_PER_PART, _ROW_PARTS) + 1).round().astype(int).tolist()
 
 
 def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "*lead five_D"]:

@@ -36,10 +36,11 @@ def antidiagonal_shares(query: Query, key: Key, grid: CausalGrid, stride: int) -
     q, k = (_strides(x, parts, stride) for x in (query, key))  # [B, parts, stride, heads, D]
     b, _, _, h, d = q.shape
     q = q[:, :, ::-1].reshape(b, parts, stride, k.shape[3], -1, d)
-    causal = np.arange(parts)[:, None] >= np.arange(parts)
+    # Made on the device: as a constant it would make the program megabytes large.
+    causal = jnp.arange(parts)[:, None] >= jnp.arange(parts)[None]
     exists = np.arange(parts) * stride < grid.length
     logits = jnp.einsum("bisxgd,bjsxd->bxgij", q, k) * (d**-0.5 / stride)
-    weights = jax.nn.softmax(jnp.where(causal & exists, logits, -jnp.inf), -1)
+    weights = jax.nn.softmax(jnp.where((causal & exists[None])[None, None, None], logits, -jnp.inf), -1)
     weights = jnp.where(exists[:, None], weights, 0)
     each = grid.block // stride
     blocks = weights.reshape(b, h, grid.side, each, grid.side, each).sum((3, 5))
@@ -56,12 +57,14 @@ def strided_peaks(query: Query, key: Key, grid: CausalGrid, stride: int = 16) ->
     keys = keys.reshape(key.shape[0], -1, stride, *key.shape[2:]).sum(2) / sizes[None, :, None, None]
     start = np.arange(len(sizes))[None] * stride
 
-    def row(i: Array, q: Array) -> Array:
-        logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), keys) * q.shape[-1] ** -0.5
+    def row(seen: int, i: Array, q: Array) -> Array:
+        some = -(-seen // grid.block) * (grid.block // stride)  # strides of the blocks that the row sees
+        logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), keys[:, :some]) * q.shape[-1] ** -0.5
         t = i * grid.block + jnp.arange(grid.block)
-        logits = jnp.where((t[:, None] >= start) & exists.any(-1)[None], logits, -jnp.inf)
-        weights = jax.nn.softmax(logits, -1).reshape(*logits.shape[:-1], grid.side, -1).sum(-1)
-        return jnp.where((t < grid.length)[:, None], weights, 0).max(-2)
+        logits = jnp.where((t[:, None] >= start[:, :some]) & exists.any(-1)[None, :some], logits, -jnp.inf)
+        weights = jax.nn.softmax(logits, -1).reshape(*logits.shape[:-1], -1, grid.block // stride).sum(-1)
+        peaks = jnp.where((t < grid.length)[:, None], weights, 0).max(-2)
+        return jnp.pad(peaks, [(0, 0)] * 3 + [(0, grid.side - peaks.shape[-1])])
 
     return causal_only(jnp.log(row_by_row(row, query, key.shape[2], grid)), grid)
 

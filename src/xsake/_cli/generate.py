@@ -107,12 +107,12 @@ def generate(
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
-    from xsake._cli.hads import model_name
     from xsake.hads.profile import file
     from xsake.hads.profile.profile import HadsProfile
     from xsake.model import HadsBudget
+    from xsake.model.published import name_of
 
-    name = model_name(model)
+    name = name_of(model)
     learned = file.shipped(name, length) if profile is None else HadsProfile.load(profile)
     if learned.model != name:
         raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")

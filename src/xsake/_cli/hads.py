@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake.model.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
@@ -59,7 +60,7 @@ def calibrate(
         )
         with _progress() as progress:
             profile = calibrate(
-                loaded, np.stack([t.tokens for t in found]), name=model_name(model), block=block, progress=progress
+                loaded, np.stack([t.tokens for t in found]), name=name_of(model), block=block, progress=progress
             )
         profile.save(out)
         typer.echo(f"{profile!r}\n{out}")
@@ -100,7 +101,7 @@ def evaluate(
         from xsake.hads.study.texts import load_texts
 
         learned = HadsProfile.load(profile)
-        name = model_name(model)
+        name = name_of(model)
         if learned.model != name:
             raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
         if not knows_runs(learned.digests):
@@ -142,7 +143,7 @@ def _say_memory(
     types: dict[str, Any] = dict(dtype=kind, param_dtype=kind)
     shapes = nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types))
     memory = needed(shapes, length=length, sequences=count, block=block)
-    table = Table("memory", "GB", title=f"{model_name(model)}, {count} sequences of {length} tokens")
+    table = Table("memory", "GB", title=f"{name_of(model)}, {count} sequences of {length} tokens")
     for what, size in {"the weights": memory.weights, **memory.stages, "on the device at most": memory.device}.items():
         table.add_row(what, f"{size / 1e9:.2f}")
     table.add_row("on the host", f"{memory.host / 1e9:.2f}")
@@ -168,14 +169,6 @@ def _dtype(name: str | None) -> Any:
     if name not in kinds:
         raise ValueError(f"dtype={name!r} must be float32 or bfloat16")
     return kinds[name]
-
-
-def model_name(model: str) -> str:
-    """The name of a published model, also if its file is given; of another file, the file's name."""
-    from xsake.model.published import PUBLISHED
-
-    files = {published.file: name for name, published in PUBLISHED.items()}
-    return model if model in PUBLISHED else files.get(Path(model).name, Path(model).stem)
 
 
 def _split(names: str | None) -> list[str] | None:

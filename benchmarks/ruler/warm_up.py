@@ -1,0 +1,53 @@
+"""Compile every program of a run side by side, before the first prompt: one after the other they would take minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.ruler.way import Way, read
+from xsake.hads.profile.profile import HadsProfile
+from xsake.model.cache import KVCache
+from xsake.model.generation import write
+from xsake.model.prefill import Prompt
+from xsake.model.sampling import Sampler
+
+_AT_ONCE = 8
+
+
+def warm_up(
+    model: Any,
+    *,
+    ways: Sequence[Way],
+    lengths: Sequence[int],
+    profile_for: Callable[[int], HadsProfile],
+    batch: int,
+    chunk: int | None,
+) -> None:
+    """Read one batch of prompts in every way, and write two tokens, at every length. The results are thrown away."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        jobs: list[Callable[[], None]] = [partial(_write, model, length, batch) for length in lengths]
+        jobs += [
+            partial(_read, model, way, length, profile_for(length), batch, chunk) for length in lengths for way in ways
+        ]
+        for one in [pool.submit(job) for job in jobs]:
+            one.result()
+
+
+def _read(model: Any, way: Way, length: int, profile: HadsProfile, batch: int, chunk: int | None) -> None:
+    prompts = [[0] * length] * batch
+    jax.block_until_ready(read(model, prompts, way, capacity=length, profile=profile, chunk=chunk).last)
+
+
+def _write(model: Any, length: int, batch: int) -> None:
+    empty = KVCache.empty(model.config, batch=batch, capacity=length, dtype=model.dtype)
+    cache = dataclasses.replace(empty, length=jnp.ones(batch, jnp.int32), filled=True)
+    last = jnp.zeros((batch, 1, model.config.width), model.dtype)
+    for _ in write(model, Prompt(last, cache, None), [jax.random.key(0)] * 2, Sampler()):
+        pass
