@@ -79,9 +79,10 @@ class PackedHeads:
 
     def _bitmaps(self) -> Array:
         """The words of a block, repeated from head to head."""
-        words = jnp.asarray(self.given.mask.bitmaps)
+        # A block that all queries chose may have all bits of its word set, also those of no query.
+        word_of_block = jnp.asarray(self.given.mask.bitmaps)[..., 0] & np.uint32(2**self.block - 1)
         copies = min(_WORD // self.block, self.group)
-        word = sum((words[..., 0] << np.uint32(i * self.block) for i in range(copies)), jnp.zeros_like(words[..., 0]))
+        word = sum((word_of_block << np.uint32(i * self.block) for i in range(copies)), jnp.zeros_like(word_of_block))
         return jnp.repeat(word[..., None], -(-self.group * self.block // _WORD), axis=-1)
 
 
