@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake._registry",
         "xsake.kernels_pallas_gpu",
         "xsake.kernels_pallas_tpu",
+        "xsake.kernels_raw_triton",
         "xsake.kernels_xla_ref",
     ),
     ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),

@@ -42,6 +42,19 @@ def test_packed_heads(name, monkeypatch):
     assert any(packed)
 
 
+def test_blocks_that_every_token_chose_keep_all_their_bits():
+    """Concrete masks set all 32 bits of such a block, more than it has tokens."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((1, 40, heads, 16)), jnp.float32) for heads in (4, 1))
+    own = np.arange(40)[None, :, None, None] // 32
+    own[0, 5] = -1  # so that there are bits at all
+
+    def attend(own):
+        return xsake.selected_attention(q, k, k, own, block_size=32)
+
+    np.testing.assert_allclose(attend(own), jax.jit(attend)(own), rtol=1e-5, atol=1e-5)
+
+
 def test_an_empty_row_stays_empty_and_nan_of_a_sink_is_kept():
     x = jnp.zeros((1, 16, 4, 8))
     mask = xsake.BlockMask.from_blocks(np.zeros((2, 1), bool), block_q=8, block_kv=16, q_len=16, kv_len=16)

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
-from xsake import _op, _registry
+from xsake import _op, _registry, kernels_raw_triton
 from xsake._arguments import build_call
 from xsake._backend import Backend, Call
 from xsake._execution import Plan
 from xsake._fold import fold_call
 from xsake.kernels_pallas_gpu import mosaic, triton
+from xsake.kernels_raw_triton import versions
 
 
 @pytest.fixture
@@ -25,14 +26,15 @@ def gpu(monkeypatch):
 
     def pretend(capability: str) -> None:
         monkeypatch.setattr(_op, "platform_of", lambda x: "gpu")
-        for module in (mosaic, triton):
+        for module in (mosaic, triton, kernels_raw_triton):
             monkeypatch.setattr(module, "compute_capability", lambda: capability)
+        monkeypatch.setattr(versions, "_version", {}.get)  # jax-triton is not installed
 
     return pretend
 
 
 def test_best_first():
-    assert list(xsake.implementations())[:4] == ["mosaic_gpu", "triton", "mosaic_tpu", "xla"]
+    assert list(xsake.implementations())[:5] == ["mosaic_gpu", "raw_triton", "triton", "mosaic_tpu", "xla"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from xsake._trace import interpreting
 # name -> (module, platform it needs or None), best first. A module is imported only where its platform is present.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
     "mosaic_gpu": ("xsake.kernels_pallas_gpu.mosaic", "gpu"),
+    "raw_triton": ("xsake.kernels_raw_triton", "gpu"),
     "triton": ("xsake.kernels_pallas_gpu.triton", "gpu"),
     "mosaic_tpu": ("xsake.kernels_pallas_tpu", "tpu"),
     "xla": ("xsake.kernels_xla_ref", None),

@@ -218,7 +218,7 @@ def run(target: Target, case: Case, *, mask: Any = "own", config: Any = None) ->
         with target.context():
             results, grads = everything(case.inputs, mask, case.rest, case.cotangents)
     except NotImplementedError as refusal:
-        if target.partial and "does not honour" in str(refusal):
+        if target.partial and "no implementation supports this call" in str(refusal):
             pytest.skip(str(refusal))
         raise
     return collect(case, results, grads)
