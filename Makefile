@@ -28,9 +28,10 @@ pretrained: $(STAMP)
 compile-gpu: JAX_NOW = $(shell $(BIN)/python -c 'import jax; print(jax.__version__)')
 compile-gpu: $(STAMP)
 	$(PYTHON) -m venv .venv-cuda
-	.venv-cuda/bin/python -m pip install --quiet -e '.[dev]' jax==$(JAX_NOW) jaxlib==$(JAX_NOW) nvidia-cuda-nvcc nvidia-nvvm
+	.venv-cuda/bin/python -m pip install --quiet -e '.[dev,triton]' jax==$(JAX_NOW) jaxlib==$(JAX_NOW) nvidia-cuda-nvcc nvidia-nvvm
 	.venv-cuda/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$(JAX_NOW) jax-cuda13-pjrt==$(JAX_NOW)
 	.venv-cuda/bin/python -m pytest -q -rs -m compile tests/test_compile_gpu.py
+	TRITON_INTERPRET=1 .venv-cuda/bin/python -m pytest -q -rs -m interpret tests/test_raw_triton.py
 
 # With XSAKE_TPU_PYTHON, an interpreter that has libtpu, no environment is made; without libtpu it says so and skips.
 compile-tpu: $(if $(XSAKE_TPU_PYTHON),,$(STAMP))

@@ -12,10 +12,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import raw_triton_offline
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
-MISSING = sorted(set(WHEELS) - {d.metadata["Name"] for d in metadata.distributions()})
+INSTALLED = {d.metadata["Name"] for d in metadata.distributions()}
+MISSING = sorted(set(WHEELS) - INSTALLED)
+NO_JAX_TRITON = sorted({"jax-triton", "triton"} - INSTALLED)
 
 pytestmark = [
     pytest.mark.compile,
@@ -98,6 +101,40 @@ os._exit(0)
 @pytest.mark.parametrize(("head_dim", "bitmaps"), [(64, ""), (128, ""), (128, "of elements")])
 def test_triton_defaults_compile(chip, head_dim, bitmaps):
     run(TRITON_SCRIPT, chip, str(head_dim), bitmaps)
+
+
+RAW_TRITON = pytest.mark.skipif(bool(NO_JAX_TRITON), reason=f"not installed: {', '.join(NO_JAX_TRITON)}")
+
+
+@RAW_TRITON
+@pytest.mark.parametrize("name", raw_triton_offline.CALLS)
+def test_raw_triton_compiles(name):
+    """For sm_80, sm_86, sm_89 and sm_90."""
+    run(
+        "import sys; sys.path[:0] = ['src', 'tests']; from raw_triton_offline import table; print(table(sys.argv[1]))",
+        name,
+    )
+
+
+RAW_TRITON_SCRIPT = """
+import os, sys, pathlib, tempfile
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+from cuda_offline import compile, lower
+from raw_triton_offline import CALLS, backward_arrays, launch, make_call, raw
+launch.compute_capability = lambda: "8.0"
+call = make_call(**CALLS["group 4, D 128"])
+config = raw.default_config(call)
+def everything(call, *given):
+    return raw.forward(call, config), raw.backward(call, config, *given, with_bias=False)[:3]
+assert lower(everything, call, *backward_arrays(call), chip="sm_80").count("@triton_kernel_call") == 3
+compile(everything, call, *backward_arrays(call), chip="sm_80", dump=pathlib.Path(tempfile.mkdtemp()))
+os._exit(0)
+"""
+
+
+@RAW_TRITON
+def test_raw_triton_goes_through_jax_triton():
+    run(RAW_TRITON_SCRIPT)
 
 
 HADS_SCRIPT = """

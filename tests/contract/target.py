@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ class Target:
     Tests speak of small sizes (blocks of 16 and 32 tokens, about 100 tokens); `unit` multiplies them where a kernel
     needs larger blocks. `configs(case)` gives two different configurations for a case; in the second, forward and
     backward tiles differ. A `partial` implementation does not honour every argument: the suite skips the calls that it
-    refuses, and names the argument.
+    refuses, and names the reason.
     """
 
     name: str
@@ -75,6 +76,18 @@ def _triton_configs(case: Any) -> tuple[Any, Any]:
     )
 
 
+def _raw_triton_configs(case: Any) -> tuple[Any, Any]:
+    from xsake.kernels_raw_triton import Config, Tiling
+
+    kv = min(128, case.block_kv & -case.block_kv)
+    one = Tiling(rows=32, kv=kv, num_warps=4, num_stages=2)
+    small = Tiling(rows=16, kv=kv, num_warps=4, num_stages=1)
+    return (
+        Config(forward=one, dq=one, dkv=one),
+        Config(forward=small, dq=Tiling(rows=64, kv=16, num_warps=4, num_stages=2), dkv=small),
+    )
+
+
 def _mosaic_configs(case: Any) -> tuple[Any, Any]:
     from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
     from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
@@ -118,11 +131,18 @@ def _tpu_configs(case: Any) -> tuple[Any, Any]:
 
 HALVES = ("bfloat16", "float16")
 GPU = (pytest.mark.gpu,)
+TRITON_INTERPRETER = (
+    pytest.mark.interpret,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton interprets with TRITON_INTERPRET=1"),
+)
 
 TARGETS = [
     Target("xla", _xla_configs),
     Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
     Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=128, value_dim=64, fused=True, marks=GPU),
+    Target("raw_triton", _raw_triton_configs, partial=True, marks=GPU),
+    Target("raw_triton", _raw_triton_configs, interpret=True, partial=True, marks=TRITON_INTERPRETER),
     Target("triton", _triton_configs, marks=GPU),
     Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
     Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
