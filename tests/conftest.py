@@ -73,6 +73,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("implementation", target.parameters(metafunc.function.__name__))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """What a partial implementation refuses is skipped, with its reason."""
+    try:
+        return (yield)
+    except NotImplementedError as refusal:
+        target = pyfuncitem.callspec.params.get("implementation") if hasattr(pyfuncitem, "callspec") else None
+        if getattr(target, "partial", False) and "no implementation supports this call" in str(refusal):
+            pytest.skip(str(refusal))
+        raise
+
+
 def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look at it again, and seldom at the rest."""
     gc.collect()
