@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -15,8 +13,6 @@ from sweep import sweep
 
 import xsake
 from xsake import BlockMask
-from xsake.hads.mask import token_selection
-from xsake.hads.mask.grid import Grid
 from xsake.kernels_xla_ref import oracle
 
 
@@ -122,12 +118,3 @@ def test_numbers_out_of_range():
 def test_wrong_selections_are_refused(indices, counts, error, message):
     with pytest.raises(error, match=message):
         BlockMask.from_token_indices(indices, counts, block_kv=2)
-
-
-@pytest.mark.parametrize(("block_q", "tokens"), [(8, 21), (40, 100)])
-def test_words_by_comparison_are_those_by_scattering(block_q, tokens):
-    """A GPU compares every number with every block; numbers are repeated, and some are none."""
-    grid = Grid.of(block_q, 16, tokens, tokens, True, None)
-    column = np.random.default_rng(0).integers(0, grid.num_kv + 1, (2, tokens, 3, 5), np.int32)
-    found = jax.jit(partial(token_selection._compared, grid))(column)
-    np.testing.assert_array_equal(found, token_selection._row_words(np, grid, column))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from xsake._buckets import power_of_two_at_least
-from xsake._device import on_gpu
 from xsake.hads.mask.bitmaps import distinct, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
@@ -104,11 +101,7 @@ def _chosen(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, 
             f"at {np.argwhere(wrong)[:4].tolist()}"
         )
     column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
-    if traced:
-        words = on_gpu(partial(_compared, grid), partial(_row_words, jnp, grid), column)
-    else:
-        words = _row_words(np, grid, column)
-    return words, wrong, indices.shape[-1]
+    return _row_words(xp, column, grid), wrong, indices.shape[-1]
 
 
 def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT | None]:
@@ -130,7 +123,7 @@ def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tupl
     return indices, xp.broadcast_to(counts, indices.shape[:3])
 
 
-def _row_words(xp: Any, grid: Grid, column: ArrayT) -> ArrayT:
+def _row_words(xp: Any, column: ArrayT, grid: Grid) -> ArrayT:
     """uint32[b, h, nQ, nK, words]: which rows of a block of queries chose each block of keys.
 
     `column` [b, t, h, n] is nK where nothing is chosen. A word is the sum of its bits, so that each may come once: a
@@ -149,22 +142,6 @@ def _row_words(xp: Any, grid: Grid, column: ArrayT) -> ArrayT:
     words = np.zeros(shape, np.uint32)
     np.add.at(words, where, bit)
     return words[..., :-1, :]
-
-
-def _compared(grid: Grid, column: Array) -> Array:
-    """`_row_words` for a GPU, where comparing every number with every block takes less time than scattering bits."""
-    b, t, h, n = column.shape
-    column = jnp.pad(column, ((0, 0), (0, grid.num_q * grid.block_q - t), (0, 0), (0, 0)), constant_values=grid.num_kv)
-    column = column.reshape(b, grid.num_q, grid.block_q, h, n).transpose(0, 3, 1, 2, 4)
-    block = jnp.arange(grid.num_kv, dtype=column.dtype)[None, None, None, None, None]
-
-    def word(first: int) -> Array:
-        rows = column[:, :, :, first : first + 32, :, None]
-        bit = (np.uint32(1) << np.arange(rows.shape[3], dtype=np.uint32))[None, None, None, :, None, None]
-        chosen = jnp.where(rows == block, bit, np.uint32(0))
-        return jax.lax.reduce(chosen, np.uint32(0), jax.lax.bitwise_or, (3, 4))
-
-    return jnp.stack([word(first) for first in range(0, grid.block_q, 32)], -1)
 
 
 def _every_row(grid: Grid) -> np.ndarray:
