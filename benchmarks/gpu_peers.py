@@ -204,11 +204,11 @@ def main() -> None:
         if mask_name.startswith(tuple(args.masks.split(",")))
     ]
     with console.status("compiling"), ThreadPoolExecutor() as pool:
-        compiled = [pool.submit(one.compile, ours=True) for one in races]
-        for one in races:  # in this thread: torch's compilers take one program at a time
-            one.compile(ours=False)
-        for job in compiled:
+        for job in [pool.submit(one.compile, ours=True) for one in races]:
             job.result()
+        # Afterwards, and in this thread: torch captures graphs, during which nobody else may touch the GPU.
+        for one in races:
+            one.compile(ours=False)
     console.print(f"compiled in {time.monotonic() - start:.0f} s")
     results: list[dict[str, Any]] = []
     with Monitor() as monitor:
