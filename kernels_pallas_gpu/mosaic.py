@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = _packing(call).rows, call.mask.block_kv
     return Config(
-        forward=mosaic_forward_config.heuristic(d, dv, *_needs(call)),
+        forward=mosaic_forward_config.heuristic(d, dv, *_needs(call), _widest_tile(call)),
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks)),
         fused=_fused(call),
@@ -138,7 +139,8 @@ def search_space(call: Call) -> Sequence[Config]:
     default = default_config(call)
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = _packing(call).rows, call.mask.block_kv
-    space = [dataclasses.replace(default, forward=c) for c in mosaic_forward_config.search_space(d, dv, *_needs(call))]
+    forwards = mosaic_forward_config.search_space(d, dv, *_needs(call), _widest_tile(call))
+    space = [dataclasses.replace(default, forward=c) for c in forwards]
     if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
@@ -289,6 +291,13 @@ def _needs(call: Call) -> tuple[Pairing, int]:
     pairing = Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
     has_positions = call.q_positions is not None or call.kv_positions is not None
     return pairing, (call.kv_segments is not None) + has_positions
+
+
+def _widest_tile(call: Call) -> int:
+    """Keys of a step at most: only plain rules have tiles of several blocks (`mosaic_forward_plan.Plan.tile_kv`)."""
+    vectors = call.kv_segments is not None or call.q_positions is not None or call.kv_positions is not None
+    plain = not vectors and call.bias is None and call.mask.bitmaps is None
+    return 128 if plain else math.gcd(128, call.mask.block_kv)
 
 
 def _packing(call: Call) -> Packing:

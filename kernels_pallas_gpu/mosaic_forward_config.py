@@ -79,11 +79,14 @@ class ForwardConfig:
 
 
 def heuristic(
-    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0
+    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0, widest_tile: int = 128
 ) -> ForwardConfig:
-    """The first configuration that fits: prefer a wide tile, then queries loaded ahead, then a deep ring."""
+    """The first configuration that fits: prefer a wide tile, then queries loaded ahead, then a deep ring.
+
+    A call whose tiles are narrower than a configuration says would leave half of the ring unused.
+    """
     queries_ahead = (2, 1) if v_head_dim <= 128 else (1,)
-    for tile_kv in (128, 64):
+    for tile_kv in (128, 64) if widest_tile >= 128 else (64,):
         for q_stages in queries_ahead:
             for stages in (4, 3, 2):
                 # Beside an accumulator of 64 x 256 there are no registers for the state of a persistent loop.
@@ -98,9 +101,9 @@ def heuristic(
 
 
 def search_space(
-    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0
+    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0, widest_tile: int = 128
 ) -> list[ForwardConfig]:
-    first = heuristic(head_dim, v_head_dim, pairing, num_kv_vectors)
+    first = heuristic(head_dim, v_head_dim, pairing, num_kv_vectors, widest_tile)
     configs = [
         ForwardConfig(tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=num_ctas)
         for tile_kv in (128, 64)
