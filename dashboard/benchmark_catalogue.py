@@ -14,6 +14,9 @@ TITLES = {
     "gpu_attention": "Attention on a GPU",
     "gpu_peers": "Attention beside FlashAttention-4 and cuDNN",
     "gpu_hops": "The hops of a ring on one GPU",
+    "gpu_decode": "One new token against a long cache",
+    "gpu_selection": "Tokens that choose their own blocks",
+    "gpu_prompt": "Time to the first token",
     "gpu_accuracy": "Accuracy on a GPU",
     "gpu_profile": "Hardware counters of the GPU forward",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",
@@ -25,6 +28,7 @@ TITLES = {
     "hads": "HADS and other methods",
     "hads-seed": "HADS beside an earlier version",
     "hads_mask_cost": "What choosing blocks costs",
+    "ruler": "RULER's tasks",
     "smollm2": "SmolLM2 as it is loaded here",
     "train_gpu": "Training on a GPU",
 }
@@ -87,9 +91,10 @@ def _id_of(path: Path) -> str:
 def _title(identity: str) -> str:
     if identity in TITLES:
         return TITLES[identity]
-    if found := re.fullmatch(r"(hads(?:-seed)?)-(\d+)-(\d+)", identity):
-        return f"{TITLES[found[1]]}: {found[2]} tokens, blocks of {found[3]}"
-    if found := re.fullmatch(r"(gates|gpu_peers)_(.+)", identity):
+    if found := re.fullmatch(r"(hads(?:-seed)?)-(?:((?!union|shards).+)-)?(\d+)-(\d+)", identity):
+        model = f"{found[2]}, " if found[2] else ""
+        return f"{TITLES[found[1]]}: {model}{found[3]} tokens, blocks of {found[4]}"
+    if found := re.fullmatch(r"(gates|gpu_peers|ruler)_(.+)", identity):
         return f"{TITLES[found[1]]}: {found[2].replace('_', ' ')}"
     return identity.replace("_", " ")
 

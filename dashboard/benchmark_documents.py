@@ -46,7 +46,7 @@ def _contents(one: Benchmark, record: dict[str, Any] | None) -> dict[str, Any]:
         plots, notes = [], [f"This record cannot be plotted ({type(error).__name__}: {error}); its tables are whole."]
     if isinstance(unit := record["environment"].get("unit"), str):
         notes = [*notes, f"Unit: {unit}."]
-    rows = record.get("results")
+    rows = record.get("results", record.get("scores"))
     if "methods" in record:
         rows = {"methods": record["methods"], "tasks": record.get("tasks")}
     tables = benchmark_tables.tables(rows)

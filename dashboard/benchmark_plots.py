@@ -104,6 +104,46 @@ def _gpu_peers(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     return _there(made), ["Implementations took turns in random order; quartiles over rounds."]
 
 
+def _gpu_decode(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    names = {"dense": "xsake, dense", "sparse": "xsake, sparse", "dense by cudnn": "cudnn, dense"}
+    rows = [
+        (names[what], f"{row['heads']}, batch {row['batch']}", value)
+        for row in record["results"]
+        for what, value in row["seconds"].items()
+        if what in names  # the copy is of other bytes
+    ]
+    return [bars("times", "Time of one layer's attention", "heads and batch", _time(), rows)], []
+
+
+def _gpu_selection(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    made: list[Plot | None] = []
+    for direction in ("forward", "forward+backward"):
+        rows = []
+        for row in record["results"]:
+            call = f"{row['tokens']} tokens, {row['group']} heads per K/V head"
+            names = {
+                f"selected, {direction}": f"xsake, {row['choice']}",
+                f"whole, {direction}": "xsake, whole operation",
+                f"dense cudnn, {direction}": "cudnn, dense",
+            }
+            rows += [(names[what], call, value) for what, value in row["seconds"].items() if what in names]
+        made.append(bars(f"times-{direction}", f"Time per call, {direction}", "call", _time(), rows))
+    return _there(made), []
+
+
+def _ruler(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    made: list[Plot | None] = []
+    for (length,), found in _groups(record["scores"], "length").items():
+        rows = [
+            (f"{way['method']} {way['budget']:.0%}", task, score)
+            for way in found
+            for task, score in way["tasks"].items()
+        ]
+        y = axis("score", "%", better="higher")
+        made.append(bars(f"scores-{length}", f"Scores at {length} tokens", "task", y, rows))
+    return _there(made), ["A task without a bar was not run. The average is over the tasks that were run."]
+
+
 def _cpu_attention(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     rows = [
         (name, f"{row['workload']}, {row['direction']}, density {row['density']:.0%}", value)
@@ -166,14 +206,15 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         points = [(row["method"], row["active_blocks"], row["kl"]) for row in record["results"]]
         return _there([line("kl", title, share, kl, points)]), []
     methods = [row for row in record["methods"] if row["layers"] == "profile"]
-    shown = _nearest(methods)
+    is_rival = _is_rival if any(_is_rival(row["method"]) for row in methods) else _is_forced_rival
+    shown = _nearest(methods, is_rival)
     points = [(row["method"], row["budget"], row["kl"]) for row in methods if row["method"] in shown]
     made = [line("kl", title, share, kl, points)]
     for budget in sorted({row["budget"] for row in methods if row["against"]}):
         differences = [
             ("HADS minus the method", row["method"], _interval(row))
             for row in methods
-            if row["budget"] == budget and row["against"] and _is_rival(row["method"])
+            if row["budget"] == budget and row["against"] and is_rival(row["method"])
         ]
         title = f"HADS minus each method, {budget:.0%} of the blocks"
         y = axis("KL of HADS minus that of the method", "nats per token", better="lower")
@@ -200,11 +241,16 @@ def _is_rival(method: str) -> bool:
     return role(method) == "peer" and not method.endswith("+forced")
 
 
-def _nearest(methods: list[Row], rivals: int = 6) -> list[str]:
+def _is_forced_rival(method: str) -> bool:
+    """Of a study in which rivals ran with HADS's forced blocks alone."""
+    return role(method) == "peer" and method.endswith("+forced")
+
+
+def _nearest(methods: list[Row], is_rival: Callable[[str], bool] = _is_rival, rivals: int = 6) -> list[str]:
     """The methods worth a plot: HADS, an oracle, a fixed pattern, and the rivals nearest to the dense model."""
     distance: dict[str, list[float]] = {}
     for row in methods:
-        if row["budget"] in (0.1, 0.2, 0.43) and _is_rival(row["method"]):
+        if row["budget"] in (0.1, 0.2, 0.43) and is_rival(row["method"]):
             distance.setdefault(row["method"], []).append(row["kl"])
     full = {name: sum(values) for name, values in distance.items() if len(values) == max(map(len, distance.values()))}
     return ["hads", "oracle_gain", "sink_window", *sorted(full, key=lambda name: full[name])[:rivals]]
@@ -253,6 +299,9 @@ def _train_gpu(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 _PLOTS: dict[str, Callable[[dict[str, Any]], tuple[list[Plot], list[str]]]] = {
     "gpu_attention": _gpu_attention,
     "gpu_peers": _gpu_peers,
+    "gpu_decode": _gpu_decode,
+    "gpu_selection": _gpu_selection,
+    "ruler": _ruler,
     "cpu_attention": _cpu_attention,
     "gates": _gates,
     "gpu_accuracy": _gpu_accuracy,

@@ -23,6 +23,7 @@ _UNITS = {
     "train_loss": "nats per token",
     "held_out_loss": "nats per token",
     "bytes": "bytes",
+    "memory": "bytes",
     "peak_process_bytes": "bytes",
     "watts": "W",
     "celsius": "°C",

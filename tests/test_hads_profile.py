@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from importlib import resources
@@ -80,10 +81,25 @@ def test_recorded_and_shipped_profiles_load():
     assert shipped("smollm2").rule == VERSION_3
     assert [shipped("smollm2", length).length for length in (0, 100, 3000, 6000, 10**6)] == [2048] * 3 + [8192] * 2
     np.testing.assert_array_equal(shipped("smollm2", 8192).features, recorded.features)
-    with pytest.raises(FileNotFoundError, match="no profile of 'gpt-9' comes with xsake, only of smollm2"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no profile of 'gpt-9' comes with xsake, only of qwen2\.5-coder-1\.5b, smollm2"
+    ):
         shipped("gpt-9")
-    text = (resources.files("xsake.hads.profile") / "shipped" / "smollm2.json").read_text()
-    assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
+    for name in ("smollm2-2048.json", "smollm2-8192.json", "qwen2.5-coder-1.5b-32768.json"):
+        text = (resources.files("xsake.hads.profile") / "shipped" / name).read_text()
+        assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
+
+
+def test_the_shipped_profile_of_qwen_is_the_one_of_its_records():
+    """It is kept once: RULER's record names it by its SHA-256."""
+    file = resources.files("xsake.hads.profile") / "shipped" / "qwen2.5-coder-1.5b-32768.json"
+    about = record.load("ruler_qwen2.5-coder-1.5b")["about"]
+    assert hashlib.sha256(file.read_bytes()).hexdigest().startswith(about["profile"])
+    profile = shipped("qwen2.5-coder-1.5b")
+    summary = json.loads((record.RESULTS / "hads" / "summary-qwen2.5-coder-1.5b-32768-64.json").read_text())
+    assert (profile.model, profile.length, profile.block) == tuple(
+        summary["about"][name] for name in ("model", "length", "block")
+    )
 
 
 def test_files_that_are_no_profiles(tmp_path: Path):

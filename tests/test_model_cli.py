@@ -90,7 +90,10 @@ def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hads", 0.6], "no profile of 'model0' comes with xsake, only of smollm2: make one, xsake calibrate"),
+        (
+            ["--hads", 0.6],
+            "no profile of 'model0' comes with xsake, only of qwen2.5-coder-1.5b, smollm2: make one, xsake calibrate",
+        ),
         (["--profile", "PROFILE"], "--profile and --decode-budget are for --hads: give a budget"),
         (["--hads", 0.6, "--profile", "OTHER"], "is the profile of 'random', not of 'model0': calibrate this model"),
         (["--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),

@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import attention, hads, model, plan, shards, tpu, tuning
+from benchmarks.report import attention, decode, hads, model, plan, ruler, selection, shards, tpu, tuning
 
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
     "gpu_attention": attention.gpu_attention,
+    "gpu_decode": decode.gpu_decode,
     "gpu_peers": attention.gpu_peers,
     "gpu_hops": attention.gpu_hops,
     "gpu_profile": attention.gpu_profile,
+    "gpu_selection": selection.gpu_selection,
     "gpu_speed": attention.gpu_speed,
     "hads_every_method": hads.every_method,
     "hads_first_table": hads.first_table,
@@ -31,6 +33,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hads_union": shards.union,
     "plan_check": plan.check,
     "plan_example": plan.example,
+    "ruler": ruler.ruler,
     "smollm2": model.smollm2,
     "tpu_compile": tpu.tpu_compile,
     "tpu_gather_shapes": tpu.tpu_gather_shapes,

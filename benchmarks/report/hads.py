@@ -45,6 +45,7 @@ NAMES = {
 }
 
 MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B, "}  # others than SmolLM2
+AIMS = {"qwen2.5-coder-1.5b": {0.2: 0.005, 0.1: 0.02}}  # of HADS's perplexity over dense, by budget
 
 Row = dict[str, Any]
 
@@ -94,6 +95,7 @@ def study(run: dict[str, Any]) -> str:
             *table(["method", *(f"{b:.0%}" for b in budgets)], cells),
             "",
             *facts(by, budgets, plain_rivals, forced, rivals),
+            *aims(run, by),
             *lent(run, budgets),
             f"- {origin(run)}",
             *answers(run["tasks"]),
@@ -139,6 +141,7 @@ def facts(
     worse = [r for r in rivals if r["loss_against"]["low"] is not None and r["loss_against"]["low"] > 0]
     mended = sorted({plain(name) for name, _ in by if "_older" in name})
     left_out = f" Not counted, since mended after the run: {'; '.join(mended)}." if mended else ""
+    likelier = [r for r in rivals if r["loss_against"]["mean"] > 0]
     kin = [by[name, b] for name in KIN for b in budgets if (name, b) in by and not is_below(by[name, b]["against"])]
     kin_lost = [by[n, b] for n in KIN for b in budgets if (n, b) in by and by[n, b]["loss_against"]["mean"] > 0]
     names = {r["method"] for r in rivals}
@@ -152,18 +155,29 @@ def facts(
         return " / ".join(f"{max(share):.2f}" if share else "not run" for share in shares)
 
     off = max(r["off_budget"] for r in by.values())
+    kinds = "with and without HADS's forced blocks" if plain_rivals else "all with HADS's forced blocks"
+    bare_rivals = f" without forced blocks, by budget: {over(plain_rivals)};" if plain_rivals else ", by budget,"
     return [
-        f"- {len(names)} rivals (with and without HADS's forced blocks) at {len(budgets)} budgets: the 95% interval of "
+        f"- {len(names)} rivals ({kinds}) at {len(budgets)} budgets: the 95% interval of "
         f"HADS's KL minus the rival's KL, paired by text, documents resampled whole, lies below 0 in {len(below)} of "
         f"{len(rivals)} comparisons.{exceptions}{left_out}",
         f"- The same for the logarithm of perplexity: below 0 in {len(surer)}, above 0 in {len(worse)}"
         + (f" ({listed(worse)})." if worse else "."),
+        *([f"- Of the rivals, mean perplexity below HADS's: {listed(likelier)}."] if likelier else []),
         *([f"- Of HADS's own kin, KL not surely above HADS's: {listed(kin)}."] if kin else []),
         *([f"- Of HADS's own kin, mean perplexity below HADS's: {listed(kin_lost)}."] if kin_lost else []),
-        f"- HADS's KL over the KL of the best rival without forced blocks, by budget: {over(plain_rivals)}; with "
-        f"HADS's forced blocks: {over(forced)}.",
+        f"- HADS's KL over the KL of the best rival{bare_rivals} with HADS's forced blocks: {over(forced)}.",
         f"- The active blocks of every method differ from the budget by at most {off:.2%}, on every text.",
     ]
+
+
+def aims(run: dict[str, Any], by: dict[tuple[str, float], Row]) -> list[str]:
+    """HADS's perplexity beside what was aimed at for this model."""
+    said = []
+    for budget, most in AIMS.get(run["about"]["model"], {}).items():
+        gap = by["hads", budget]["perplexity_gap"]
+        said.append(f"{most:+.1%} at {budget:.0%} ({'met' if gap <= most else 'missed'}: {gap:+.2%})")
+    return [f"- Aims for HADS's perplexity over dense: at most {', '.join(said)}."] if said else []
 
 
 def is_below(difference: Row | None) -> bool:
@@ -316,8 +330,8 @@ def ranked(rows: Sequence[Row], among: Any) -> list[str]:
 
 
 def budgets_of(run: dict[str, Any]) -> list[float]:
-    """The budgets at which methods were compared, without budgets that only the first table has."""
-    return sorted({r["budget"] for r in run["methods"] if r["method"] == "oracle_gain"})
+    """The budgets at which methods were compared, without budgets that only patterns of the first table have."""
+    return sorted({r["budget"] for r in run["methods"] if r["method"] == "hads"})
 
 
 def title(name: str) -> str:

@@ -46,7 +46,10 @@ def generate(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="With --hads: what `xsake calibrate` wrote; SmolLM2's comes with xsake.", exists=True),
+        typer.Option(
+            help="With --hads: what `xsake calibrate` wrote; those of smollm2 and qwen2.5-coder-1.5b come with xsake.",
+            exists=True,
+        ),
     ] = None,
 ) -> None:
     """Answer a prompt with a pretrained model, greedily or by drawing.

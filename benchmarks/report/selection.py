@@ -1,0 +1,106 @@
+"""Tokens that choose their own blocks, and native sparse attention as a whole, beside dense attention by cuDNN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import record
+from benchmarks.gpu_selection import DIM
+from benchmarks.report.words import source, table
+
+AIM = 300  # TFLOP/s of what is chosen, forward, at the longest sequence
+NAMES = {"selected": "chosen blocks", "whole": "the whole operation"}
+DIRECTIONS = ("forward", "forward+backward")
+
+Row = dict[str, Any]
+
+
+def gpu_selection() -> str:
+    run = record.load("gpu_selection")
+    rows = run["results"]
+    heads = ["tokens", "heads per K/V head", "choice", "union", *DIRECTIONS]
+    heads += ["temporary memory", *(f"cuDNN dense, {direction}" for direction in DIRECTIONS)]
+    cells = []
+    for r in rows:
+        times = [f"{_ms(r, f'selected, {d}'):.2f} ms ({_tflops(r, d):.0f} TFLOP/s)" for d in DIRECTIONS]
+        cells.append(
+            [str(r["tokens"]), str(r["group"]), r["choice"], f"{r['union']:.1f}", *times, _memory(r, "selected")]
+            + [_dense(r, d) for d in DIRECTIONS]
+        )
+    whole = [
+        [
+            str(r["tokens"]),
+            *(f"{_ms(r, f'whole, {d}'):.2f} ms" for d in DIRECTIONS),
+            *(f"{_ms(r, f'dense cudnn, {d}') / _ms(r, f'whole, {d}'):.1f}x" for d in DIRECTIONS),
+            _memory(r, "whole"),
+        ]
+        for r in rows
+        if f"whole, {DIRECTIONS[0]}" in r["seconds"]
+    ]
+    whole_heads = ["tokens", *DIRECTIONS, *(f"over cuDNN dense, {d}" for d in DIRECTIONS), "temporary memory"]
+    return "\n".join(
+        [
+            *table(heads, cells),
+            "",
+            *_facts(rows),
+            "",
+            "The whole operation, with compression, choice and a window of 512 tokens; 16 heads per K/V head:",
+            "",
+            *table(whole_heads, whole),
+            "",
+            source("gpu_selection.json", run, "jax"),
+        ]
+    )
+
+
+def _facts(rows: list[Row]) -> list[str]:
+    longest = max(r["tokens"] for r in rows)
+    scored, uniform = (
+        next(r for r in rows if (r["tokens"], r["choice"]) == (longest, choice)) for choice in ("scored", "uniform")
+    )
+    rate = _tflops(scored, "forward")
+    longer = uniform["union"] / scored["union"]
+    slower = _ms(uniform, "selected, forward") / _ms(scored, "selected, forward")
+    lost = [
+        f"{NAMES[what]} at {r['tokens']} tokens, {_heads(r)} per K/V head, {d}"
+        for r in rows
+        for what in ("selected", "whole")
+        for d in DIRECTIONS
+        if f"{what}, {d}" in r["seconds"]
+        and f"dense cudnn, {d}" in r["seconds"]
+        and _ms(r, f"{what}, {d}") > _ms(r, f"dense cudnn, {d}")
+    ]
+    return [
+        f"- The aim is {AIM} TFLOP/s of what is chosen, forward at {longest} tokens. "
+        f"{'Reached' if rate >= AIM else 'Missed'}: {_ms(scored, 'selected, forward'):.1f} ms, {rate:.0f} TFLOP/s. "
+        f"Eight neighbouring tokens share a list, which has {scored['union']:.1f} times as many blocks as one token "
+        f"chose, and every block of the list is computed for all of them: {rate * scored['union']:.0f} TFLOP/s by that "
+        f"count. The lists are not all of it: with the uniform choice they are {longer:.1f} times as long, and take "
+        f"{slower:.1f} times as long.",
+        *([f"- Slower than dense attention by cuDNN: {'; '.join(lost)}."] if lost else []),
+        f"- The error against XLA in float32 is at most {max(r['error'] for r in rows):.1e} of the output's norm.",
+    ]
+
+
+def _heads(row: Row) -> str:
+    return "1 head" if row["group"] == 1 else f"{row['group']} heads"
+
+
+def _ms(row: Row, what: str) -> float:
+    return row["seconds"][what]["median"] * 1e3
+
+
+def _tflops(row: Row, direction: str) -> float:
+    """Of what is chosen: two products forward, seven with the backward."""
+    products = 2 if direction == "forward" else 7
+    flops = 2 * products * row["tokens"] * row["heads"] * row["keys"] * DIM
+    return flops / row["seconds"][f"selected, {direction}"]["median"] / 1e12
+
+
+def _dense(row: Row, direction: str) -> str:
+    what = f"dense cudnn, {direction}"
+    return f"{_ms(row, what):.2f} ms" if what in row["seconds"] else ""
+
+
+def _memory(row: Row, what: str) -> str:
+    return " / ".join(f"{row['memory'][f'{what}, {d}'] / 2**20:.0f} MiB" for d in DIRECTIONS)
