@@ -125,9 +125,14 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 
 def default_config(call: Call) -> Config:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
-    blocks = _packing(call).rows, call.mask.block_kv
+    packing = _packing(call)
+    blocks = packing.rows, call.mask.block_kv
+    forward = mosaic_forward_config.heuristic(d, dv, *_needs(call), _widest_tile(call))
+    if packing.group > 1 and call.mask.bitmaps is not None:
+        # A warpgroup that skips a tile would have to wait for its turn.
+        forward = dataclasses.replace(forward, take_turns=False)
     return Config(
-        forward=mosaic_forward_config.heuristic(d, dv, *_needs(call), _widest_tile(call)),
+        forward=forward,
         dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
         dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks)),
         fused=_fused(call),
@@ -140,7 +145,7 @@ def search_space(call: Call) -> Sequence[Config]:
     d, dv = _padded(call.head_dim), _padded(call.value_dim)
     blocks = _packing(call).rows, call.mask.block_kv
     forwards = mosaic_forward_config.search_space(d, dv, *_needs(call), _widest_tile(call))
-    space = [dataclasses.replace(default, forward=c) for c in forwards]
+    space = [dataclasses.replace(default, forward=c) for c in (default.forward, *forwards)]
     if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
