@@ -57,18 +57,19 @@ def profile_of(model: Transformer, block: int) -> HadsProfile:
     return calibrate(model, tokens, name="random", block=block, steps=20)
 
 
-@nnx.jit
+# Modules are trees of arrays: `nnx.jit` would look for changes in every one of them, tens of milliseconds per call.
+@jax.jit
 def whole(model: Transformer, tokens: Array) -> Array:
     return model.logits(model.hidden(tokens)[:, -1:])
 
 
-@nnx.jit
+@jax.jit
 def logits(model: Transformer, last: Array) -> Array:
     return model.logits(model.norm(last))
 
 
 def read(model: Transformer, tokens: np.ndarray, **options: Any) -> Array:
-    return logits(model, read_prompts(model, [tokens.tolist()], capacity=len(tokens), **options).last)
+    return logits(model, read_prompts(model, [tokens], capacity=len(tokens), **options).last)
 
 
 def measure(name: str, dense: str, budgets: list[float], rounds: int, given: Path | None) -> dict[str, Any]:

@@ -43,10 +43,7 @@ class KVCache:
 
         On a mesh, sequences are split over its axis "data" and KV heads over its axis "model".
         """
-        if batch < 1:
-            raise ValueError(f"{batch=} must be at least 1")
-        if not 1 <= capacity <= config.context:
-            raise ValueError(f"{capacity=} must be between 1 and the model's context of {config.context} tokens")
+        check_size(config, batch=batch, capacity=capacity)
         shape = (batch, capacity, config.kv_heads, config.head_dim)
         where = None if mesh is None else NamedSharding(mesh, PartitionSpec("data", None, "model", None))
         keys, values = (tuple(jnp.zeros(shape, dtype, device=where) for _ in range(config.layers)) for _ in range(2))
@@ -82,3 +79,11 @@ class KVCache:
     def advance(self, tokens: int) -> KVCache:
         """The cache after every layer has written `tokens` new tokens."""
         return dataclasses.replace(self, length=self.length + tokens, filled=True)
+
+
+def check_size(config: ModelConfig, *, batch: int, capacity: int) -> None:
+    """Raise ValueError if a model cannot have a cache of this size."""
+    if batch < 1:
+        raise ValueError(f"{batch=} must be at least 1")
+    if not 1 <= capacity <= config.context:
+        raise ValueError(f"{capacity=} must be between 1 and the model's context of {config.context} tokens")

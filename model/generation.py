@@ -177,9 +177,10 @@ def _steps_of_chunks(
     graph, weights = nnx.split(model)
     tokens = _first(graph, sampler, weights, last, keys[0])
     yield np.asarray(tokens)
-    learned = sparse_decode.learned_layers(hads)
     for key in keys[1:]:
-        tokens, cache, pooled = sparse_decode.decode(graph, sampler, step, weights, tokens, cache, pooled, learned, key)
+        tokens, cache, pooled = sparse_decode.decode(
+            graph, sampler, step, weights, tokens, cache, pooled, hads.learned, key
+        )
         yield np.asarray(tokens)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 
-from xsake.hads import HadsProfile
+from xsake.hads import HadsProfile, LayerWeights
 from xsake.model.config import ModelConfig
 
 
@@ -26,6 +27,11 @@ class HadsBudget:
         for name, value in (("prompt", self.prompt), ("decode", 1.0 if self.decode is None else self.decode)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"{name}={value!r} must be a share of the blocks, above 0 and at most 1")
+
+    @cached_property
+    def learned(self) -> tuple[LayerWeights, ...]:
+        """What the profile knows of each layer, on the device: moved there once, not with every prompt."""
+        return tuple(LayerWeights.of(self.profile, layer) for layer in range(self.profile.layers))
 
     def check(self, config: ModelConfig, length: int) -> None:
         """Raise ValueError if the profile cannot be this model's, or if it does not know the window within `length`."""

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from xsake.hads import chunk_counts, density_bucket
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights, select_chunk
 from xsake.hads.selection.pooled_keys import PooledKeys
-from xsake.model.cache import KVCache
+from xsake.model.cache import KVCache, check_size
+from xsake.model.config import ModelConfig
 from xsake.model.hads_budget import HadsBudget
+from xsake.model.rope import Rotation
 from xsake.model.transformer import Transformer
 
 UNIT = 64  # prompts without HADS are cut and padded to multiples of this many tokens
@@ -63,14 +64,13 @@ def read_prompts(
     padded = np.zeros((len(prompts), total), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    cache = KVCache.empty(model.config, batch=len(prompts), capacity=capacity, dtype=model.dtype, mesh=mesh)
-    reader = _Reader(model, _split(lengths, mesh, "data"), hads, mesh)
-    return reader.read(padded, chunk or -(-total // block) * block, cache, watch or (lambda states: None))
+    reader = _Reader(model, hads, mesh, capacity)
+    return reader.read(padded, lengths, chunk or -(-total // block) * block, watch or (lambda states: None))
 
 
-def _split(x: Any, mesh: Mesh | None, *axes: str) -> Array:
-    """The array on the mesh, its first dimensions split over these axes."""
-    return jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+def _split(x: Any, mesh: Mesh | None) -> Array:
+    """The array on its device, or its rows split over the mesh's axis "data"."""
+    return jax.device_put(x, None if mesh is None else NamedSharding(mesh, PartitionSpec("data")))
 
 
 def check_reading(
@@ -83,101 +83,109 @@ def check_reading(
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % block):
         what = "64 tokens" if hads is None else f"the profile's block of {block} tokens"
         raise ValueError(f"{chunk=} must be a multiple of {what}")
+    check_size(model.config, batch=len(prompts), capacity=capacity)
     if hads is not None:
         hads.check(model.config, longest)
     return block
 
 
 class _Reader:
-    def __init__(self, model: Transformer, lengths: Int[Array, "B"], hads: HadsBudget | None, mesh: Mesh | None):
-        self.model, self.lengths, self.hads, self.mesh = model, lengths, hads, mesh
-        self.graph, self.weights = nnx.split(model)
-        blocks = [nnx.split(block) for block in model.blocks]
-        self.block_graph, self.block_weights = blocks[0][0], [weights for _, weights in blocks]
+    """Between two programs the host does as little as it can: the chip waits for it, most of all with short chunks.
 
-    def read(self, padded: np.ndarray, chunk: int, cache: KVCache, watch: Callable[[Array], None]) -> Prompt:
-        config, batch = self.model.config, len(padded)
-        keys, values = list(cache.keys), list(cache.values)
-        pooled: list[PooledKeys | None] = [None] * config.layers
-        learned: list[LayerWeights | None] = [None] * config.layers
-        counts: Any = [[None] * config.layers] * -(-padded.shape[1] // chunk)
+    Weights are lists of arrays, which jit takes apart faster than modules.
+    """
+
+    def __init__(self, model: Transformer, hads: HadsBudget | None, mesh: Mesh | None, capacity: int):
+        self.config, self.hads, self.mesh = model.config, hads, mesh
+        self.embed, self.embed_tree = jax.tree.flatten(model.embed)
+        self.blocks = [jax.tree.leaves(block) for block in model.blocks]
+        self.static = _Static(jax.tree.structure(model.blocks[0]), model.attention_fn, capacity, mesh)
+        if hads is not None:
+            block, rule = hads.profile.block, hads.profile.rule
+            self.static = self.static._replace(block=block, rule=rule, density_hint=density_bucket(hads.prompt))
+
+    def read(self, padded: np.ndarray, lengths: np.ndarray, chunk: int, watch: Callable[[Array], None]) -> Prompt:
+        config, chunks = self.config, -(-padded.shape[1] // chunk)
+        layers: list[Any] = [None] * config.layers  # keys, values and pooled keys, once the first chunk is read
+        learned: Any = [None] * config.layers
+        counts: Any = [None] * chunks
         if self.hads is not None:
-            profile = self.hads.profile
-            blocks = -(-cache.capacity // profile.block)
-            shape = dict(batch=batch, kv_heads=config.kv_heads, blocks=blocks, head_dim=config.head_dim)
-            empty = PooledKeys(*(_split(x, self.mesh, "data", "model") for x in PooledKeys.empty(**shape)))
-            pooled = [jax.tree.map(jnp.copy, empty) for _ in range(config.layers)]
-            learned = [LayerWeights.of(profile, layer) for layer in range(config.layers)]
-            kept = chunk_counts(profile, self.hads.prompt, np.asarray(self.lengths).tolist(), chunk)
-            counts = np.zeros((len(counts), *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
+            learned = self.hads.learned
+            kept = chunk_counts(self.hads.profile, self.hads.prompt, lengths.tolist(), chunk)
+            counts = np.zeros((chunks, *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
             counts[: len(kept)] = kept
-        last = jnp.zeros((batch, 1, config.width), self.model.dtype)
-        for number, start in enumerate(range(0, padded.shape[1], chunk)):
-            tokens = _split(padded[:, start : start + chunk], self.mesh, "data")
-            x, rotation = _start(self.graph, self.weights, tokens, np.int32(start))
-            for layer in range(config.layers):
-                x, (keys[layer], values[layer], pooled[layer]) = _read_block(
-                    self.block_graph,
-                    _Static.of(self.model, self.hads, layer, start),
-                    self.block_weights[layer],
+        on_device = _split(lengths, self.mesh)
+        last: Any = None
+        for number in range(chunks):
+            start = number * chunk
+            tokens = _split(padded[:, start : start + chunk], self.mesh)
+            x, rotation, kept_here = _start(
+                config, self.embed_tree, self.embed, tokens, np.int32(start), counts[number]
+            )
+            for layer, weights in enumerate(self.blocks):
+                x, layers[layer] = _read_block(
+                    self.static._replace(start=start, window=config.window_of(layer)),
+                    weights,
                     x,
                     rotation,
-                    keys[layer],
-                    values[layer],
-                    pooled[layer],
+                    layers[layer],
                     learned[layer],
-                    counts[number][layer],
-                    self.lengths,
+                    kept_here[layer],
+                    on_device,
                 )
             watch(x)
-            last = _take_last(last, x, self.lengths - 1 - start)
-        filled = KVCache(keys=tuple(keys), values=tuple(values), length=self.lengths, filled=True)
-        return Prompt(last, filled, None if self.hads is None else tuple(pooled))  # type: ignore[arg-type]
+            last = _take_last(last, x, on_device, np.int32(start))
+        keys, values, pooled = zip(*layers, strict=True)
+        cache = KVCache(keys=keys, values=values, length=on_device, filled=True)
+        return Prompt(last, cache, None if self.hads is None else pooled)
 
 
 class _Static(NamedTuple):
     """What a block's program is compiled for."""
 
+    tree: Any  # of the block's weights
     attention_fn: Callable[..., Any]
-    start: int
-    window: int | None
+    capacity: int
+    mesh: Mesh | None
+    start: int = 0
+    window: int | None = None
     block: int | None = None
     rule: Rule | None = None
     density_hint: float | None = None
 
-    @classmethod
-    def of(cls, model: Transformer, hads: HadsBudget | None, layer: int, start: int) -> _Static:
-        plain = cls(model.attention_fn, start, model.config.window_of(layer))
-        if hads is None:
-            return plain
-        profile = hads.profile
-        return plain._replace(block=profile.block, rule=profile.rule, density_hint=density_bucket(hads.prompt))
+    def hold(self, x: Array, *axes: str | None) -> Array:
+        """The array, split over these axes of the mesh."""
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
 
 
-@partial(jax.jit, static_argnums=0)
-def _start(graph: nnx.GraphDef, weights: Any, tokens: Array, start: Array) -> tuple[Array, Any]:
-    model: Transformer = nnx.merge(graph, weights)
-    return model.start(tokens, (start + jnp.arange(tokens.shape[1], dtype=jnp.int32))[None])
+@partial(jax.jit, static_argnums=(0, 1))
+def _start(
+    config: ModelConfig, tree: Any, embed: list[Array], tokens: Array, start: Array, counts: Array | None
+) -> tuple[Array, Rotation, Any]:
+    """(the first block's input, the rotation of its positions, the counts of each layer)."""
+    positions = (start + jnp.arange(tokens.shape[1], dtype=jnp.int32))[None]
+    by_layer = (None,) * config.layers if counts is None else tuple(counts)
+    return jax.tree.unflatten(tree, embed)(tokens), Rotation.of(positions, config), by_layer
 
 
 @jax.jit
-def _take_last(last: Array, x: Array, place: Array) -> Array:
-    """`last`, with the states at `place` [B] where the place is in this chunk."""
+def _take_last(last: Array | None, x: Array, lengths: Array, start: Array) -> Array:
+    """`last`, with the states of the last tokens [B] that are in this chunk."""
+    place = lengths - 1 - start
     here = (place >= 0) & (place < x.shape[1])
     found = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], 1)
-    return jnp.where(here[:, None, None], found, last)
+    return jnp.where(here[:, None, None], found, jnp.zeros_like(found) if last is None else last)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 5, 6, 7))
+@partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
 def _read_block(
-    graph: nnx.GraphDef,
     static: _Static,
-    weights: Any,
+    weights: list[Array],
     x: Array,
-    rotation: Any,
-    keys: Array,
-    values: Array,
-    pooled: PooledKeys | None,
+    rotation: Rotation,
+    before: tuple[Array, Array, PooledKeys | None] | None,
     learned: LayerWeights | None,
     counts: Array | None,
     lengths: Array,
@@ -186,17 +194,25 @@ def _read_block(
     start = static.start
 
     def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-        end = start + query.shape[1]
-        k = keys.at[:, start:end].set(key.astype(keys.dtype))
-        v = values.at[:, start:end].set(value.astype(values.dtype))
-        new = None
+        end, new = start + query.shape[1], None
+        if before is None:
+            rest = ((0, 0), (0, static.capacity - end), (0, 0), (0, 0))
+            k, v = (static.hold(jnp.pad(part, rest), "data", None, "model", None) for part in (key, value))
+        else:
+            k, v = (old.at[:, start:end].set(part) for old, part in zip(before[:2], (key, value), strict=True))
         # A cache that holds nothing but this chunk needs no copy of it.
         seen = (key, value) if start == 0 else (k[:, :end], v[:, :end])
-        if pooled is None or learned is None or counts is None:
+        if learned is None or counts is None:
             options = _dense(start, static.window, query.shape[:2])
         else:
             assert static.block is not None and static.rule is not None
+            pooled = before[2] if before is not None else None
+            if pooled is None:
+                batch, _, kv_heads, head_dim = key.shape
+                blocks = -(-static.capacity // static.block)
+                pooled = PooledKeys.empty(batch=batch, kv_heads=kv_heads, blocks=blocks, head_dim=head_dim)
             new = pooled.write(key, lengths, start=start, block=static.block)
+            new = PooledKeys(*(static.hold(x, "data", "model") for x in new))
             mask = select_chunk(
                 query,
                 seen[0],
@@ -215,7 +231,7 @@ def _read_block(
                 options |= _dense(start, static.window, query.shape[:2])
         return static.attention_fn(query, *seen, **options), (k, v, new)
 
-    return nnx.merge(graph, weights)(x, rotation, attend)
+    return jax.tree.unflatten(static.tree, weights)(x, rotation, attend)
 
 
 def _dense(start: int, window: int | None, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -55,10 +55,6 @@ class StepRule(NamedTuple):
         return cls(hads.decode, counts[1], profile.block, profile.rule, tokens, window)
 
 
-def learned_layers(hads: HadsBudget) -> tuple[LayerWeights, ...]:
-    return tuple(LayerWeights.of(hads.profile, layer) for layer in range(hads.profile.layers))
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 6))
 def decode(
     graph: nnx.GraphDef,

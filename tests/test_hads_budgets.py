@@ -27,6 +27,15 @@ def test_apportion_is_exact_fair_and_within_its_room(seed: int, parts: int, shar
         assert np.ptp(ratio) <= 2 / weights[(got < room) & (weights > 0)].min()
 
 
+def test_totals_are_apportioned_each_for_itself():
+    rng = np.random.default_rng(0)
+    room, weights, totals = rng.integers(0, 50, 30), rng.exponential(size=(4, 30)), np.array([0, 77, 400, 500])
+    each = [budgets.apportion(row, int(total), room) for row, total in zip(weights, totals, strict=True)]
+    np.testing.assert_array_equal(budgets.apportion(weights, totals, room), each)
+    with pytest.raises(ValueError, match="must be between 0 and the room of"):
+        budgets.apportion(weights, totals + 1000, room)
+
+
 @given(st.integers(0, 100), st.integers(100, 5000), st.integers(1, 3))
 def test_counts_sum_to_the_budget_between_forced_and_all(seed: int, length: int, heads_each: int):
     profile = case.random_profile(seed, q_heads=2 * heads_each, kv_heads=2, layers=3)

@@ -154,6 +154,17 @@ def test_a_sparse_prompt_is_read_as_in_one_forward(model):
     assert read.cache.length.tolist() == [203] and read.cache.capacity == 256
 
 
+def test_weights_that_change_between_prompts_are_seen(model):
+    def last():
+        return read_prompts(model, PROMPTS[1:], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7), pad_to=256).last
+
+    before, scale = last(), model.blocks[0].mlp_norm.scale
+    scale[...] *= 2
+    after = last()
+    scale[...] /= 2
+    assert not jnp.array_equal(before, after) and jnp.array_equal(before, last())
+
+
 @pytest.fixture(scope="module")
 def windowed():
     return build(config=dataclasses.replace(TINY, layers=1, window=40))

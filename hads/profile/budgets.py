@@ -39,23 +39,22 @@ def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], ch
     counts = np.zeros((chunks, profile.layers, len(lengths)), np.int64)
     for n, length in enumerate(lengths):
         grid = profile.grid(length)
-        forced, allowed = (profile.q_heads * rows.sum(-1) for rows in (grid.forced(), grid.causal()))
-        room, starts = allowed - forced, np.arange(0, grid.side, chunk // grid.block)
-        by_layer = layer_counts(profile, budget, length) - forced.sum()
-        for layer, free in enumerate(by_layer):
-            kept = apportion(_row_weights(grid), int(free), room) + forced
-            counts[: len(starts), layer, n] = np.add.reduceat(kept, starts)
+        forced, free = grid.rows()
+        by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
+        weights = np.broadcast_to(_row_weights(grid, free), (profile.layers, grid.side))
+        kept = apportion(weights, by_layer, profile.q_heads * free) + profile.q_heads * forced
+        starts = np.arange(0, grid.side, chunk // grid.block)
+        counts[: len(starts), :, n] = np.add.reduceat(kept, starts, -1).T
     return counts
 
 
-def _row_weights(grid: CausalGrid) -> np.ndarray:
+def _row_weights(grid: CausalGrid, free: np.ndarray) -> np.ndarray:
     """f64[side]: how many blocks that are not forced a row wins among all rows, but for a factor.
 
     A row of twice as many blocks needs fewer than twice as many of them: its weight is the root of their number. Of a
     row whose errors count w times, the blocks of a w-th of the gain are kept too: w ** (1 / 3) times as many. Both
     exponents were measured: SmolLM2 at 4096 tokens, three domains, budgets of 20% to 43%.
     """
-    free = (grid.causal() & ~grid.forced()).sum(-1)
     return np.sqrt(free) * np.cbrt(grid.row_weights())
 
 
@@ -74,10 +73,7 @@ def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
     shares = _interpolate(free / max(free_total, 1), points, table)
     room = np.full(profile.q_heads, grid.blocks - grid.forced_blocks)
     by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
-    return (
-        np.stack([apportion(s * room, int(k), room) for s, k in zip(shares, by_layer, strict=True)])
-        + grid.forced_blocks
-    )
+    return apportion(shares * room, by_layer, room) + grid.forced_blocks
 
 
 def threshold(profile: HadsProfile, budget: float, length: int) -> float:
@@ -91,31 +87,33 @@ def threshold(profile: HadsProfile, budget: float, length: int) -> float:
     )
 
 
-def apportion(weights: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
+def apportion(weights: np.ndarray, total: int | np.ndarray, room: np.ndarray) -> np.ndarray:
     """Divide `total` in proportion to `weights` into whole numbers that sum to `total`, none above its `room`.
 
     What exceeds a room is divided among the others in proportion. Units left by rounding go to the largest remainders.
+    With totals [L] and weights [L, n], every row is divided for itself.
 
     >>> apportion(np.array([1.0, 1.0, 8.0]), 10, np.array([9, 9, 6])).tolist()
     [2, 2, 6]
     """
-    if not 0 <= total <= room.sum():
+    if np.min(total) < 0 or np.max(total) > room.sum():
         raise ValueError(f"{total=} must be between 0 and the room of {room.sum()}")
-    exact = np.zeros(len(room))
-    full = np.zeros(len(room), bool)
-    for _ in range(len(room)):
-        left = total - room[full].sum()
+    totals = np.asarray(total)[..., None]
+    exact = np.zeros(weights.shape)
+    full = np.zeros(weights.shape, bool)
+    for _ in range(weights.shape[-1]):
+        left = totals - np.where(full, room, 0).sum(-1, keepdims=True)
         open_weights = np.where(full, 0.0, np.maximum(weights, 1e-12))
-        exact = np.where(full, room, left * open_weights / max(open_weights.sum(), 1e-300))
+        exact = np.where(full, room, left * open_weights / np.maximum(open_weights.sum(-1, keepdims=True), 1e-300))
         over = ~full & (exact > room)
         if not over.any():
             break
         full |= over
     exact = np.minimum(exact, room)
     whole = np.floor(exact + 1e-9).astype(np.int64)
-    order = np.argsort(-np.where(whole < room, exact - whole, -1.0), kind="stable")
-    whole[order[: total - whole.sum()]] += 1
-    return whole
+    order = np.argsort(-np.where(whole < room, exact - whole, -1.0), axis=-1, kind="stable")
+    rank = np.argsort(order, axis=-1)
+    return whole + (rank < totals - whole.sum(-1, keepdims=True))
 
 
 def _free(budget: float, grid: CausalGrid, heads: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 
 import numpy as np
 
@@ -65,7 +66,8 @@ class CausalGrid:
 
     def causal(self) -> np.ndarray:
         """bool[side, side]: some query of the block sees some key of the block."""
-        return (self.distance() >= 0) & (self.distance() <= self.reach)
+        back = self.distance()
+        return (back >= 0) & (back <= self.reach)
 
     def full(self) -> np.ndarray:
         """bool[side, side]: every query of the block sees every key of the block, and all these tokens exist."""
@@ -90,7 +92,11 @@ class CausalGrid:
 
     @property
     def forced_blocks(self) -> int:
-        return int(self.forced().sum())
+        return int(self.rows()[0].sum())
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many blocks of each row are forced, and how many others are allowed, i64[side] each."""
+        return _rows(self)
 
     def check_choice(self, what: str) -> None:
         """Raise ValueError if most blocks are forced, which leaves next to nothing to choose."""
@@ -100,6 +106,14 @@ class CausalGrid:
                 f"{what} of {self.length} tokens have {self.side} blocks of {self.block}, most of them always on: use "
                 f"at least {least * self.block} tokens, or smaller blocks"
             )
+
+
+@lru_cache(maxsize=64)  # a prompt's budget asks for these counts again and again
+def _rows(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
+    forced = np.count_nonzero(grid.forced(), -1)
+    free = np.count_nonzero(grid.causal(), -1) - forced
+    forced.flags.writeable = free.flags.writeable = False
+    return forced, free
 
 
 def blocks_back(window: int, block: int) -> int:
