@@ -1,6 +1,6 @@
 """The largest numbers of each row, as a GPU kernel: a row stays in registers while its largest are taken one by one.
 
-XLA's top-k of 16 out of 1024 takes several times as long as all of selected attention. Lowered by Pallas-Triton.
+XLA's top-k of 16 out of 1024 takes longer than the attention to what it chose. Lowered by Pallas-Triton.
 """
 
 from __future__ import annotations
