@@ -187,12 +187,8 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
     q, k, v = _pad_dims(call.query, call.key, call.value)
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-    given: dict[str, Any] = dict(
-        bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, config=config.forward
-    )
-    if call.page_table is not None:
-        given["page_table"] = call.page_table
-    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given)
+    given = dict(bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, page_table=call.page_table)
+    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given, config=config.forward)
     return out[..., : call.value_dim], lse
 
 
