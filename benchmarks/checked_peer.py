@@ -48,7 +48,7 @@ def checked(function: Callable[..., Any], given: Sequence[Any], ours: Mapping[st
         except Exception as second:
             return Checked(None, f"{words}, and without jit it fails, too ({told(second)})")
         words += ", so it ran without jit"
-    differences = dict(zip(ours, map(_difference, jax.tree.leaves(found), ours.values()), strict=True))
+    differences = dict(zip(ours, map(relative_difference, jax.tree.leaves(found), ours.values()), strict=True))
     wrong = {name: d for name, d in differences.items() if not d <= WORST}  # NaN is wrong
     if wrong:
         named = ", ".join(f"{name} by {d:.1e}" for name, d in wrong.items())
@@ -76,7 +76,7 @@ def told(error: Exception) -> str:
     return text if len(text) <= MOST_WORDS else f"{text[:half]} ... {text[-half:]}"
 
 
-def _difference(found: Any, ours: Any) -> float:
+def relative_difference(found: Any, ours: Any) -> float:
     found, ours = found.astype(jnp.float32), ours.astype(jnp.float32)
     if found.shape != ours.shape:
         return float("inf")

@@ -29,6 +29,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from benchmarks.checked_peer import relative_difference
 from benchmarks.gpu_selection import DIRECTIONS
 from xsake.autotune.timing import race
 
@@ -73,7 +74,7 @@ def error(given: tuple[Array, ...], block_q: int, block_kv: int, density: float)
     wide = [x.astype(jnp.float32) for x in few]
     exact = jax.tree.leaves(jax.jit(DIRECTIONS["forward+backward"](by_xla))(*wide, mask))
     found = jax.tree.leaves(jax.jit(DIRECTIONS["forward+backward"](attend))(*few, mask))
-    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(found, exact, strict=True))
+    return max(relative_difference(a, b) for a, b in zip(found, exact, strict=True))
 
 
 def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: float, rounds: int) -> list[dict[str, Any]]:
@@ -98,6 +99,7 @@ def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: floa
                 "kv_heads": kv_heads,
                 "block_q": block_q,
                 "block_kv": block_kv,
+                "asked": density,
                 "density": float(mask.density()),
                 "keys": keys,
                 "error": error(given, block_q, block_kv, density),

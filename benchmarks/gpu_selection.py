@@ -75,9 +75,9 @@ def uniform(tokens: int, kv_heads: int) -> Array:
     """A block that is drawn twice is -1, no block, the second time: not every library counts repeated blocks once."""
     own = jnp.arange(tokens, dtype=jnp.int32)[None, :, None, None] // BLOCK
     drawn = jax.random.uniform(jax.random.key(4), (1, tokens, kv_heads, COUNT - 1))
-    others = (drawn * (own + 1)).astype(jnp.int32)
+    others = (drawn * (own + 1).astype(drawn.dtype)).astype(jnp.int32)
     drawn = jnp.concatenate([jnp.broadcast_to(own, (1, tokens, kv_heads, 1)), others], -1)
-    earlier = jnp.tril(jnp.ones((COUNT, COUNT), bool), -1)
+    earlier = jnp.tril(jnp.ones((COUNT, COUNT), bool), -1)[None, None, None]
     return jnp.where(((drawn[..., None] == drawn[..., None, :]) & earlier).any(-1), -1, drawn)
 
 
