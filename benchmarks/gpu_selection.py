@@ -45,7 +45,8 @@ from xsake.autotune.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
 RAW_TRITON, RAW_TRITON_GROUP = "raw_triton", 16
-PEERS = ("ejkernel",)  # of other libraries
+EJKERNEL, MENDED = "ejkernel", "ejkernel, mended"
+PEERS = {EJKERNEL: (EJKERNEL, MENDED)}  # of other libraries, and what is raced of them
 RESULTS = ("output", "dQ", "dK", "dV")
 ALIKE = 16  # neighbouring tokens that share four fifths of the variance
 
@@ -135,8 +136,9 @@ def variants_of(peer: str, group: int) -> dict[str, Callable[..., Array]] | str:
     try:
         from benchmarks import ejkernel_peer
     except Exception as error:  # whatever an import of another library raises
-        return f"it cannot be imported ({told(error)})"
-    return ejkernel_peer.unsupported(group) or ejkernel_peer.variants(BLOCK)
+        return f"it cannot be imported: {told(error)}"
+    of = {EJKERNEL: ejkernel_peer.variants, MENDED: ejkernel_peer.mended}[peer]
+    return ejkernel_peer.unsupported(group) or of(BLOCK)
 
 
 def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, Any]) -> dict[str, Checked]:
@@ -145,6 +147,8 @@ def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, 
     for peer in peers:
         variants = variants_of(peer, group)
         for direction, wrap in DIRECTIONS.items():
+            if peer == MENDED and direction == "forward":
+                continue  # only its backward differs
             name, (_, *given) = f"{peer}, {direction}", runs[f"selected, {direction}"]
             if isinstance(variants, str):
                 found[name] = Checked(None, variants)
@@ -257,9 +261,10 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    peers = [name for name in args.peers.split(",") if name]
-    if unknown := [name for name in peers if name not in PEERS]:
+    asked = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in asked if name not in PEERS]:
         parser.error(f"--peers {','.join(unknown)}: it must be of {', '.join(PEERS)}")
+    peers = [contestant for name in asked for contestant in PEERS[name]]
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
         for group in map(int, args.groups.split(",")):

@@ -24,20 +24,8 @@ def gpu_packing() -> str:
 
 def section(rows: list[Row]) -> list[str]:
     pairs = [(_row(rows, SMALL, r), r) for r in rows if r["block_q"] == TALL]
-    heads = [
-        "keys per block",
-        "density",
-        "direction",
-        f"{SMALL} queries per block",
-        f"{TALL} queries per block",
-        "ratio",
-    ]
-    cells = [
-        [str(tall["block_kv"]), f"{tall['asked']:.0%}", d]
-        + [_cell(small, d), _cell(tall, d), f"{_ratio(small, tall, d):.2f}"]
-        for small, tall in pairs
-        for d in PRODUCTS
-    ]
+    heads = ["keys per block", "density", "direction", *(f"{n} queries per block" for n in BLOCK_Q), "ratio"]
+    cells = [_line(small, tall, d) for small, tall in pairs for d in PRODUCTS]
     missed = [
         f"{tall['block_kv']} keys per block, {tall['asked']:.0%}, {d}: {_ratio(small, tall, d):.2f}"
         for small, tall in pairs
@@ -64,6 +52,11 @@ def section(rows: list[Row]) -> list[str]:
 def _row(rows: list[Row], block_q: int, like: Row) -> Row:
     wanted = (block_q, like["block_kv"], like["asked"])
     return next(r for r in rows if (r["block_q"], r["block_kv"], r["asked"]) == wanted)
+
+
+def _line(small: Row, tall: Row, direction: str) -> list[str]:
+    call = [str(tall["block_kv"]), f"{tall['asked']:.0%}", direction]
+    return [*call, _cell(small, direction), _cell(tall, direction), f"{_ratio(small, tall, direction):.2f}"]
 
 
 def _cell(row: Row, direction: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.report.words import table
 
-NAMES = {"raw_triton": "raw Triton", "ejkernel": "ejkernel"}
+NAMES = {"raw_triton": "raw Triton", "ejkernel": "ejkernel", "ejkernel, mended": "ejkernel with a mended backward"}
 DIRECTIONS = ("forward", "forward+backward")
 
 Row = dict[str, Any]
@@ -19,12 +19,11 @@ def lines(rows: list[Row]) -> list[str]:
     if not beside:
         return said
     peers = [name for name in NAMES if any(f"{name}, {d}" in r.get("peers", {}) for r in rows for d in DIRECTIONS)]
-    heads = ["tokens", "heads per K/V head", "choice"]
-    heads += [f"{who}, {d}" for d in DIRECTIONS for who in ("xsake", *(NAMES[name] for name in peers))]
+    heads = ["tokens", "heads per K/V head", "choice", "direction", "xsake", *(NAMES[name] for name in peers)]
     cells = [
-        [str(r["tokens"]), str(r["group"]), r["choice"]]
-        + [_cell(r, who, d) for d in DIRECTIONS for who in ("selected", *peers)]
+        [str(r["tokens"]), str(r["group"]), r["choice"], d, *(_cell(r, who, d) for who in ("selected", *peers))]
         for r in beside
+        for d in DIRECTIONS
     ]
     begin = "Other kernels with the same blocks; in brackets, how many times as long as xsake they take:"
     return [begin, "", *table(heads, cells), "", *said]
@@ -40,13 +39,14 @@ def _cell(row: Row, who: str, direction: str) -> str:
 
 def _words(rows: list[Row]) -> list[str]:
     """A line for each contestant and each thing that is said of it, with the calls that it is said of."""
-    calls: dict[tuple[str, str], list[str]] = {}
+    calls: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         for name, peer in row.get("peers", {}).items():
             if peer["words"]:
                 call = f"{row['tokens']} tokens, {row['group']} heads per K/V head, {row['choice']}"
-                calls.setdefault((name, peer["words"]), []).append(call)
+                who, direction = name.rsplit(", ", 1)
+                calls.setdefault((who, direction, peer["words"]), []).append(call)
     return [
-        f"- {NAMES[name.split(',')[0]]},{name.split(',')[1]} ({'; '.join(which)}): `{words.replace('`', chr(39))}`"
-        for (name, words), which in calls.items()
+        f"- {NAMES[who]}, {direction} ({'; '.join(which)}): `{words.replace('`', chr(39))}`"
+        for (who, direction, words), which in calls.items()
     ]
