@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.gpu_selection import DIRECTIONS, EJKERNEL, MENDED, RAW_TRITON
 from benchmarks.report.words import table
 
-NAMES = {"raw_triton": "raw Triton", "ejkernel": "ejkernel", "ejkernel, mended": "ejkernel with a mended backward"}
-DIRECTIONS = ("forward", "forward+backward")
+NAMES = {RAW_TRITON: "raw Triton", EJKERNEL: "ejkernel", MENDED: "ejkernel with a mended backward"}
 
 Row = dict[str, Any]
 
@@ -25,8 +25,12 @@ def lines(rows: list[Row]) -> list[str]:
         for r in beside
         for d in DIRECTIONS
     ]
-    begin = "Other kernels with the same blocks; in brackets, how many times as long as xsake they take:"
-    return [begin, "", *table(heads, cells), "", *said]
+    begin = "Other kernels with the same blocks; in brackets, how many times as long as xsake they take."
+    if MENDED in peers:
+        begin += (
+            " With a mended backward, ejkernel counts the rows of a launch by NumPy, and not by a traced operation."
+        )
+    return [begin, "", *table(heads, cells), *(["", *said] if said else [])]
 
 
 def _cell(row: Row, who: str, direction: str) -> str:
