@@ -32,7 +32,7 @@ def mended(block_size: int) -> dict[str, Attend]:
     """`variants` whose backward can be compiled.
 
     ejkernel 0.0.80.3 counts the rows of a launch with jnp.prod. Under jit this gives a tracer, where a launch needs a
-    number; without jit every call compiles anew. Here NumPy counts them, and nothing else is changed.
+    number. Here NumPy counts them, and nothing else is changed.
     """
     return {name: _mended(attend) for name, attend in variants(block_size).items()}
 
