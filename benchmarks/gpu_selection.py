@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_selection                          all of it, measure and print
     python -m benchmarks.gpu_selection --record                 also write benchmarks/results/gpu_selection.json
     python -m benchmarks.gpu_selection --out DIR                write the run to DIR
+    python -m benchmarks.gpu_selection --peers ejkernel         race ejkernel, too (see README.md for its installation)
     python -m benchmarks.gpu_selection --tokens 256 --heads 8 --groups 4 --dense xla    a small run, anywhere
 
 64 query heads of 128 numbers; every token chooses 16 blocks of 64 keys, its own block among them. Two choices are
@@ -13,13 +14,17 @@ list has for each block that a token chose. TFLOP/s count what is chosen: two pr
 
 The whole operation has the three branches of native sparse attention, with a window of 512 tokens. `--dense` is the
 implementation of jax.nn.dot_product_attention that is raced, causal.
+
+With 16 heads per K/V head our raw Triton kernels are raced, too, where jax-triton is installed. They and other
+libraries are given the same blocks, and are compared with our results before they are timed. The record says in words
+what failed or was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +37,20 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from benchmarks.checked_peer import Checked, fastest, told
+from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
 from xsake.autotune.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
+RAW_TRITON, RAW_TRITON_GROUP = "raw_triton", 16
+EJKERNEL, MENDED = "ejkernel", "ejkernel, mended"
+PEERS = {EJKERNEL: (EJKERNEL, MENDED)}  # of other libraries, and what is raced of them
+RESULTS = ("output", "dQ", "dK", "dV")
 ALIKE = 16  # neighbouring tokens that share four fifths of the variance
+
+Runs = dict[str, tuple[Any, ...]]  # by name: a function and its arguments
 
 
 def inputs(tokens: int, heads: int, kv_heads: int) -> tuple[Array, Array, Array, Array]:
@@ -60,10 +73,13 @@ def scored(scale: float, query: Array, key: Array) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def uniform(tokens: int, kv_heads: int) -> Array:
+    """A block that is drawn twice is -1, no block, the second time: not every library counts repeated blocks once."""
     own = jnp.arange(tokens, dtype=jnp.int32)[None, :, None, None] // BLOCK
     drawn = jax.random.uniform(jax.random.key(4), (1, tokens, kv_heads, COUNT - 1))
-    others = (drawn * (own + 1)).astype(jnp.int32)
-    return jnp.concatenate([jnp.broadcast_to(own, (1, tokens, kv_heads, 1)), others], -1)
+    others = (drawn * (own + 1).astype(drawn.dtype)).astype(jnp.int32)
+    drawn = jnp.concatenate([jnp.broadcast_to(own, (1, tokens, kv_heads, 1)), others], -1)
+    earlier = jnp.tril(jnp.ones((COUNT, COUNT), bool), -1)[None, None, None]
+    return jnp.where(((drawn[..., None] == drawn[..., None, :]) & earlier).any(-1), -1, drawn)
 
 
 def union(indices: Array, group: int) -> tuple[float, float]:
@@ -85,8 +101,14 @@ def both(function: Callable[..., Array]) -> Callable[..., Any]:
     return run
 
 
-def selected(query: Array, key: Array, value: Array, indices: Array) -> Array:
-    return xsake.selected_attention(query, key, value, indices, block_size=BLOCK)
+DIRECTIONS: dict[str, Callable[[Callable[..., Array]], Callable[..., Any]]] = {
+    "forward": lambda function: function,
+    "forward+backward": both,
+}
+
+
+def selected(query: Array, key: Array, value: Array, indices: Array, *, implementation: str | None = None) -> Array:
+    return xsake.selected_attention(query, key, value, indices, block_size=BLOCK, implementation=implementation)
 
 
 def whole(query: Array, key: Array, value: Array) -> Array:
@@ -107,8 +129,44 @@ def error(query: Array, key: Array, value: Array, indices: Array) -> float:
     return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
 
 
+def variants_of(peer: str, group: int) -> dict[str, Callable[..., Array]] | str:
+    """Functions like `selected`, of which the fastest is raced, or why there are none."""
+    if peer == RAW_TRITON:
+        return kernels_raw_triton.unavailable() or {"as shipped": partial(selected, implementation=RAW_TRITON)}
+    try:
+        from benchmarks import ejkernel_peer
+    except Exception as error:  # whatever an import of another library raises
+        return f"it cannot be imported: {told(error)}"
+    of = {EJKERNEL: ejkernel_peer.variants, MENDED: ejkernel_peer.mended}[peer]
+    return ejkernel_peer.unsupported(group) or of(BLOCK)
+
+
+def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, Any]) -> dict[str, Checked]:
+    """By name and direction, on the arguments of our own runs."""
+    found = {}
+    for peer in peers:
+        variants = variants_of(peer, group)
+        for direction, wrap in DIRECTIONS.items():
+            if peer == MENDED and direction == "forward":
+                continue  # only its backward differs
+            name, (_, *given) = f"{peer}, {direction}", runs[f"selected, {direction}"]
+            if isinstance(variants, str):
+                found[name] = Checked(None, variants)
+            else:
+                results = dict(zip(RESULTS, jax.tree.leaves(ours[direction]), strict=False))
+                found[name] = fastest({how: wrap(f) for how, f in variants.items()}, given, results)
+    return found
+
+
 def measure(
-    tokens: int, heads: int, group: int, dense: str, rounds: int, choices: list[str], with_whole: bool
+    tokens: int,
+    heads: int,
+    group: int,
+    dense: str,
+    rounds: int,
+    choices: list[str],
+    with_whole: bool,
+    peers: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     query, key, value, d_out = inputs(tokens, heads, heads // group)
     rows = []
@@ -118,7 +176,7 @@ def measure(
         if choice == "uniform":  # as few as there are blocks
             indices = indices[..., : -(-tokens // BLOCK)]
         listed, keys = union(indices, group)
-        runs: dict[str, tuple[Any, ...]] = {
+        runs: Runs = {
             "selected, forward": (selected, query, key, value, indices),
             "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
         }
@@ -136,7 +194,12 @@ def measure(
         for name, (function, *given) in runs.items():
             if name not in programs:
                 programs[name] = jax.jit(function).lower(*given).compile()
-        times = race({name: partial(programs[name], *given) for name, (_, *given) in runs.items()}, rounds=rounds)
+        contestants = {name: partial(programs[name], *given) for name, (_, *given) in runs.items()}
+        ours = {direction: contestants[f"selected, {direction}"]() for direction in DIRECTIONS}
+        checked = checked_peers([*([RAW_TRITON] if group == RAW_TRITON_GROUP else []), *peers], group, runs, ours)
+        del ours
+        contestants |= {name: peer.run for name, peer in checked.items() if peer.run is not None}
+        times = race(contestants, rounds=rounds)
         rows.append(
             {
                 "tokens": tokens,
@@ -148,6 +211,7 @@ def measure(
                 "error": error(query, key, value, indices),
                 "memory": {name: _temporary(programs[name]) for name in runs if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
+                "peers": {name: peer.recorded() for name, peer in checked.items()},
             }
         )
     return rows
@@ -173,9 +237,15 @@ def show(rows: list[dict[str, Any]]) -> None:
                 name,
                 f"{time['median'] * 1e3:.2f}",
                 f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
-                f"{flops / time['median'] / 1e12:.0f}" if name.startswith("selected") else "",
+                "" if name.startswith(("dense", "whole")) else f"{flops / time['median'] / 1e12:.0f}",
             )
-    Console(width=140).print(table)
+    console = Console(width=140)
+    console.print(table)
+    for row in rows:
+        for name, peer in row["peers"].items():
+            if peer["words"]:
+                what = f"{row['tokens']} tokens, group {row['group']}, {row['choice']}: {name}: {peer['words']}"
+                console.print(what, markup=False)
 
 
 def main() -> None:
@@ -185,16 +255,23 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64, help="query heads")
     parser.add_argument("--choices", default="scored,uniform")
     parser.add_argument("--whole", default="16", help="groups for which the whole operation is measured, too")
+    parser.add_argument("--peers", default="", help=f"other libraries to race, of {', '.join(PEERS)}")
     parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    asked = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in asked if name not in PEERS]:
+        parser.error(f"--peers {','.join(unknown)}: it must be of {', '.join(PEERS)}")
+    peers = [contestant for name in asked for contestant in PEERS[name]]
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
         for group in map(int, args.groups.split(",")):
             whole_too = str(group) in args.whole.split(",")
-            rows += measure(tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","), whole_too)
+            rows += measure(
+                tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","), whole_too, peers
+            )
             if args.record or args.out:
                 record.save("gpu_selection", rows, *([args.out] if args.out else []))
     show(rows)

@@ -28,6 +28,8 @@ def environment() -> dict[str, Any]:
         "numpy",
         "torch",
         "triton",
+        "jax-triton",
+        "ejkernel",
         "libtpu",
         "nvidia-cudnn-cu13",
         "flash-attn-4",

@@ -39,6 +39,8 @@ SHAPES = {
         bitmaps="of tokens", block_q=8, block_kv=64, q_heads=32, kv_heads=2, mask_heads=2
     ),
     "16 queries of 4 heads": dict(block_q=16, block_kv=64, q_heads=8, kv_heads=2, mask_heads=2),
+    "16 queries of 8 heads": dict(block_q=16, block_kv=64, q_heads=16, kv_heads=2, mask_heads=2),
+    "16 queries of 8 heads, block 16 x 128": dict(block_q=16, q_heads=16, kv_heads=2, mask_heads=2),
 }
 ARGUMENTS = {
     "segments, positions and window": dict(
@@ -141,6 +143,8 @@ def _given(call) -> tuple:
             "bitmaps, D 256",
             "a bit per token, D 64, block 64",
             "16 queries of 4 heads",
+            "16 queries of 8 heads",
+            "16 queries of 8 heads, block 16 x 128",
         ],
     ),
 )

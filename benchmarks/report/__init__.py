@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import attention, decode, hads, model, plan, ruler, selection, shards, tpu, tuning
+from benchmarks.report import attention, decode, hads, model, packing, plan, ruler, selection, shards, tpu, tuning
 
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
@@ -21,6 +21,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_decode": decode.gpu_decode,
     "gpu_peers": attention.gpu_peers,
     "gpu_hops": attention.gpu_hops,
+    "gpu_packing": packing.gpu_packing,
     "gpu_profile": attention.gpu_profile,
     "gpu_selection": selection.gpu_selection,
     "gpu_speed": attention.gpu_speed,

@@ -6,9 +6,11 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.gpu_selection import DIM
+from benchmarks.report import selection_peers
 from benchmarks.report.words import source, table
 
 AIM = 300  # TFLOP/s of what is chosen, forward, at the longest sequence
+OTHERS = ("jax-triton", "ejkernel")  # named where the record has them
 NAMES = {"selected": "chosen blocks", "whole": "the whole operation"}
 DIRECTIONS = ("forward", "forward+backward")
 
@@ -37,6 +39,7 @@ def gpu_selection() -> str:
         for r in rows
         if f"whole, {DIRECTIONS[0]}" in r["seconds"]
     ]
+    peers = selection_peers.lines(rows)
     whole_heads = ["tokens", *DIRECTIONS, *(f"over cuDNN dense, {d}" for d in DIRECTIONS), "temporary memory"]
     return "\n".join(
         [
@@ -48,7 +51,9 @@ def gpu_selection() -> str:
             "",
             *table(whole_heads, whole),
             "",
-            source("gpu_selection.json", run, "jax"),
+            *peers,
+            *([""] if peers else []),
+            source("gpu_selection.json", run, "jax", *(v for v in OTHERS if v in run["environment"]["versions"])),
         ]
     )
 

@@ -1,0 +1,75 @@
+"""A contestant that may fail or be wrong: it is compared with our results first, and raced only if they agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xsake.autotune.timing import race
+
+WORST = 0.02  # of the norm of our result: about five times what bfloat16 explains
+MOST_WORDS = 400  # characters of another library's error that a record keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """`run` is None where there is nothing to race, and `words` say why."""
+
+    run: Callable[[], Any] | None
+    words: str | None = None
+    differences: dict[str, float] | None = None  # from our results, relative to the norm
+    variant: str | None = None
+
+    def recorded(self) -> dict[str, Any]:
+        return {
+            "raced": self.run is not None,
+            "words": self.words,
+            "differences": self.differences,
+            "variant": self.variant,
+        }
+
+
+def checked(function: Callable[..., Any], given: Sequence[Any], ours: Mapping[str, Any]) -> Checked:
+    """`function` under jit. `ours` names our results, in the order of its own."""
+    try:
+        run: Callable[[], Any] = partial(jax.jit(function).lower(*given).compile(), *given)
+        found = jax.block_until_ready(run())
+    except Exception as error:  # whatever another library raises
+        return Checked(None, f"it fails: {told(error)}")
+    differences = dict(zip(ours, map(relative_difference, jax.tree.leaves(found), ours.values()), strict=True))
+    wrong = {name: d for name, d in differences.items() if not d <= WORST}  # NaN is wrong
+    if wrong:
+        named = ", ".join(f"{name} by {d:.1e}" for name, d in wrong.items())
+        return Checked(None, f"it is wrong: relative to the norm of ours it differs in {named}", differences)
+    return Checked(run, None, differences)
+
+
+def fastest(variants: Mapping[str, Callable[..., Any]], given: Sequence[Any], ours: Mapping[str, Any]) -> Checked:
+    """The fastest variant of those that are right; if none is, the first variant, with its words."""
+    every = {name: dataclasses.replace(checked(f, given, ours), variant=name) for name, f in variants.items()}
+    right = {name: peer.run for name, peer in every.items() if peer.run is not None}
+    if not right:
+        return next(iter(every.values()))
+    if len(right) == 1:
+        return every[next(iter(right))]
+    times = race(right, rounds=3, min_seconds=0.02)
+    return every[min(times, key=lambda name: times[name].median)]
+
+
+def told(error: Exception) -> str:
+    """The kind and the text of an error, on one line, its beginning and its end."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    half = MOST_WORDS // 2
+    return text if len(text) <= MOST_WORDS else f"{text[:half]} ... {text[-half:]}"
+
+
+def relative_difference(found: Any, ours: Any) -> float:
+    found, ours = found.astype(jnp.float32), ours.astype(jnp.float32)
+    if found.shape != ours.shape:
+        return float("inf")
+    return float(jnp.linalg.norm(found - ours) / jnp.linalg.norm(ours))

@@ -1,0 +1,142 @@
+"""What the GPU benchmarks do beside timing: contestants are checked, pairs are counted, records become tables."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import checked_peer, gpu_packing, gpu_selection
+from benchmarks.report import packing, selection_peers
+
+X = jnp.arange(1.0, 5.0)
+OURS = {"output": 2 * X}
+UNSUPPORTED = "their kernel takes no such call"
+
+
+def right(x):
+    return 2.0 * x
+
+
+def wrong(x):
+    return 3.0 * x
+
+
+def failing(*given):
+    raise RuntimeError(UNSUPPORTED)
+
+
+def checked(function):
+    return checked_peer.checked(function, (X,), OURS)
+
+
+def test_a_contestant_that_agrees_is_raced():
+    found = checked(right)
+    assert found.run is not None and found.words is None and found.differences == {"output": 0.0}
+    np.testing.assert_array_equal(found.run(), 2 * X)
+
+
+def test_a_wrong_contestant_is_not_raced():
+    found = checked(wrong)
+    assert found.run is None and found.words.endswith("it differs in output by 5.0e-01")
+    assert checked(lambda x: x * jnp.nan).run is None
+    assert checked(lambda x: x[:2]).run is None
+
+
+def test_a_failure_is_told_and_kept_short():
+    words = f"it fails: RuntimeError: {UNSUPPORTED}"
+    assert checked(failing).recorded() == {"raced": False, "words": words, "differences": None, "variant": None}
+    assert len(checked_peer.told(ValueError("x" * 10_000))) < checked_peer.MOST_WORDS + 10
+
+
+def test_the_fastest_is_of_the_right_variants():
+    variants = {"bad": wrong, "good": right, "none": failing, "also good": lambda x: x + x}
+    found = checked_peer.fastest(variants, (X,), OURS)
+    assert found.run is not None and found.variant in ("good", "also good")
+    assert checked_peer.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
+
+
+def test_repeated_blocks_are_no_blocks():
+    chosen = np.asarray(gpu_selection.uniform(200, 2))
+    assert (chosen[..., 0] == np.arange(200)[None, :, None] // gpu_selection.BLOCK).all()
+    for row in chosen.reshape(-1, gpu_selection.COUNT):
+        real = row[row >= 0]
+        assert len(set(real)) == len(real)
+
+
+def test_peers_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_selection", "--peers", "nobody"])
+    with pytest.raises(SystemExit):
+        gpu_selection.main()
+    assert "--peers nobody: it must be of ejkernel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [(256, 16, 64), (250, 16, 64), (256, 64, 128), (200, 64, 16)])
+def test_pairs_are_counted_as_the_mask_says(sizes):
+    tokens, block_q, block_kv = sizes
+    mask = gpu_packing.mask_of(tokens, 2, block_q, block_kv, 0.4)
+    assert gpu_packing.pairs(mask) == np.asarray(mask.to_elements()).sum() / (2 * tokens)
+
+
+@pytest.mark.slow
+def test_a_small_run_of_packing(monkeypatch):
+    monkeypatch.setattr(gpu_packing, "DIM", 16)
+    rows = gpu_packing.measure(128, 8, 1, 64, 0.5, rounds=2)
+    assert [r["block_q"] for r in rows] == [16, 64] and max(r["error"] for r in rows) < 0.01
+    assert "| 64 | 50% | forward+backward |" in "\n".join(packing.section(rows))
+
+
+@pytest.mark.slow
+def test_a_small_run_of_selection(monkeypatch):
+    """With contestants that are right, wrong and failing: only the right one is timed."""
+
+    def variants_of(peer, group):
+        return {
+            "raw_triton": {"by XLA": lambda *given: gpu_selection.selected(*given, implementation="xla")},
+            "ejkernel": {"doubled": lambda *given: 2 * gpu_selection.selected(*given)},
+            "ejkernel, mended": {"none": failing},
+        }[peer]
+
+    monkeypatch.setattr(gpu_selection, "variants_of", variants_of)
+    monkeypatch.setattr(gpu_selection, "DIM", 16)
+    (row,) = gpu_selection.measure(128, 16, 16, "xla", 2, ["uniform"], False, gpu_selection.PEERS["ejkernel"])
+    assert set(row["seconds"]) == {
+        f"{who}, {d}" for who in ("selected", "raw_triton") for d in gpu_selection.DIRECTIONS
+    }
+    assert set(row["peers"]["raw_triton, forward+backward"]["differences"]) == set(gpu_selection.RESULTS)
+    assert "ejkernel, mended, forward" not in row["peers"]
+    assert row["peers"]["ejkernel, mended, forward+backward"]["words"] == f"it fails: RuntimeError: {UNSUPPORTED}"
+    assert "differs in output by 1.0e+00, dQ by 1.0e+00" in row["peers"]["ejkernel, forward+backward"]["words"]
+    text = "\n".join(selection_peers.lines([row]))
+    assert "| raw Triton | ejkernel | ejkernel with a mended backward |" in text and "| not raced |" in text
+    assert "- ejkernel, forward (128 tokens, 16 heads per K/V head, uniform): `it is wrong" in text
+
+
+def test_a_record_without_peers_has_no_table_of_them():
+    assert selection_peers.lines([{"tokens": 8, "seconds": {}}]) == []
+
+
+def test_failures_are_told_once_with_their_calls():
+    peers = {"ejkernel, forward": {"raced": False, "words": "no `x`", "differences": None, "variant": None}}
+    rows = [{"tokens": n, "group": 16, "choice": "scored", "seconds": {}, "peers": peers} for n in (8, 16)]
+    call = "heads per K/V head, scored"
+    assert selection_peers.lines(rows) == [f"- ejkernel, forward (8 tokens, 16 {call}; 16 tokens, 16 {call}): `no 'x'`"]
+
+
+def test_missed_aims_of_packing_are_named():
+    def row(block_q, asked, tflops):
+        seconds = {d: {"median": 1e-3} for d in gpu_packing.PRODUCTS}
+        speed = dict.fromkeys(gpu_packing.PRODUCTS, tflops)
+        sizes = dict(tokens=64, heads=8, kv_heads=1, block_q=block_q, block_kv=64, asked=asked, density=asked)
+        return sizes | dict(keys=32.0, error=1e-3, seconds=seconds, tflops=speed)
+
+    text = "\n".join(
+        packing.section([row(16, 0.4, 95.0), row(64, 0.4, 100.0), row(16, 0.1, 80.0), row(64, 0.1, 100.0)])
+    )
+    assert "Missed: 64 keys per block, 10%, forward: 0.80; 64 keys per block, 10%, forward+backward: 0.80." in text
+    assert "Reached in every call" in "\n".join(packing.section([row(16, 0.4, 95.0), row(64, 0.4, 100.0)]))
+
+
+def test_the_cpu_has_no_raw_triton():
+    assert jax.default_backend() != "cpu" or gpu_selection.variants_of("raw_triton", 16) == "it needs an NVIDIA GPU"
