@@ -67,7 +67,7 @@ def backward(
     found = run_kernel(
         kernel,
         "block_sparse_backward",
-        plan.num_ctas,
+        plan.columns.ctas,
         COMPUTE_WGS,
         _results(plan, k, v),
         [given],
@@ -77,51 +77,29 @@ def backward(
     found = Results(*found)
     sums = (_dq_of_ctas(plan, found.dq_per_cta) if sums is None else jax.freeze(sums))[:, : call.q_len]
     dq = (sums if units is None else units.value(sums)) * jnp.float32(call.scale)
-    return dq.astype(q.dtype), *(x[:, : call.kv_len] for x in _merged(plan, lists, found))
+    dk, dv = (
+        plan.columns.merged(whole, parts, lists, plan.columns_per_block)
+        for whole, parts in ((found.dk, found.dk_parts), (found.dv, found.dv_parts))
+    )
+    return dq.astype(q.dtype), dk[:, : call.kv_len], dv[:, : call.kv_len]
 
 
 def _results(plan: Plan, k: Array, v: Array) -> Results:
-    def parts(x: Array) -> jax.ShapeDtypeStruct | None:
-        shape = (plan.pairs, plan.early, plan.parts, KEYS, x.shape[-1])
-        return jax.ShapeDtypeStruct(shape, jnp.float32) if plan.parts > 1 else None
-
-    per_cta = jax.ShapeDtypeStruct((plan.num_ctas, plan.group, plan.q_size, HEAD_DIM), plan.dq_dtype)
+    per_cta = jax.ShapeDtypeStruct((plan.columns.ctas, plan.group, plan.q_size, HEAD_DIM), plan.dq_dtype)
     return Results(
         dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
         dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        dk_parts=parts(k),
-        dv_parts=parts(v),
+        dk_parts=plan.columns.room_for_parts(KEYS, k.shape[-1]),
+        dv_parts=plan.columns.room_for_parts(KEYS, v.shape[-1]),
         dq_per_cta=per_cta if plan.simulate else None,
     )
 
 
 def _dq_of_ctas(plan: Plan, sums: Array) -> Array:
     """dQ [B, T, H, D] of an interpreted kernel: the sum over CTAs."""
-    pair, _, _ = jax.vmap(plan.place)(jnp.arange(plan.num_ctas, dtype=jnp.int32))
+    pair, _, _ = jax.vmap(plan.columns.place)(jnp.arange(plan.columns.ctas, dtype=jnp.int32))
     per_pair = jnp.zeros((plan.pairs, *sums.shape[1:]), sums.dtype).at[pair].add(sums)
     return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
-
-
-def _merged(plan: Plan, lists: RowLists, found: Results) -> tuple[Array, Array]:
-    """dK and dV, in which each early column is the sum of its parts, in the order of the parts."""
-    if found.dk_parts is None:
-        return found.dk, found.dv
-    pair, rank = jnp.arange(plan.pairs)[:, None], jnp.arange(plan.early)[None]
-    batch, head = pair // plan.num_kv_heads, pair % plan.num_kv_heads
-    block = rank // plan.columns_per_block
-    if lists.order is not None:
-        batches, heads = lists.order.shape[:2]
-        block = lists.order[batch if batches > 1 else 0, head * heads // plan.num_kv_heads, block]
-    first = (block * plan.columns_per_block + rank % plan.columns_per_block) * KEYS
-    keys = first[:, :, None] + jnp.arange(KEYS)[None, None]
-
-    def merge(whole: Array, parts: Array) -> Array:
-        total = parts[:, :, 0]
-        for part in range(1, plan.parts):
-            total += parts[:, :, part]
-        return whole.at[batch[:, :, None], keys, head[:, :, None]].set(total.astype(whole.dtype), mode="drop")
-
-    return merge(found.dk, found.dk_parts), merge(found.dv, found.dv_parts)
 
 
 def _share_the_work(cta: Cta) -> None:

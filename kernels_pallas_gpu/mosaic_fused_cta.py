@@ -48,7 +48,7 @@ class Cta:
         self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers
         self.wg = lax.axis_index("wg")
         self.number = lax.axis_index("cta")
-        self.pair, self.rank, self.part = plan.place(self.number)
+        self.pair, self.rank, self.part = plan.columns.place(self.number)
         self.batch, self.kv_head = lax.div(self.pair, plan.num_kv_heads), lax.rem(self.pair, plan.num_kv_heads)
         per_block = plan.columns_per_block
         self.block = given.lists.ranked(*self.coords(0), lax.div(self.rank, per_block))

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, whole
 from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, hopper_sms
-from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks, in_sections
+from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
+from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
@@ -180,27 +180,14 @@ class Plan:
         return self.config.parts if self.early else 1
 
     @property
-    def num_ctas(self) -> int:
-        return self.pairs * (self.early * self.parts + self.ranks - self.early)
-
-    @property
     def section(self) -> int:
         """Number of pairs with interleaved columns: Q, dO and dQ's sums of one head per pair fit in the L2 cache."""
         per_head = self.q_len * (2 * HEAD_DIM + 2 * self.v_head_dim + 4 * HEAD_DIM)
         return max(1, min(self.pairs, HOPPER_L2_BYTES // per_head))
 
-    def place(self, cta: Any) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of a CTA. Early columns come first, then the others section by section, longest first."""
-        ahead = self.pairs * self.early * self.parts
-        rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - self.early)
-        if not self.early:
-            return pair, rank, jnp.int32(0)
-        is_early, column = cta < ahead, lax.div(cta, self.pairs)
-        return (
-            jnp.where(is_early, lax.rem(cta, self.pairs), pair),
-            jnp.where(is_early, lax.div(column, self.parts), self.early + rank),
-            jnp.where(is_early, lax.rem(column, self.parts), 0),
-        )
+    @property
+    def columns(self) -> Columns:
+        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=self.early, parts=self.parts)
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 
