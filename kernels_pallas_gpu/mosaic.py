@@ -26,6 +26,7 @@ from xsake.kernels_pallas_gpu import (
     mosaic_forward_config,
     mosaic_fused,
     mosaic_fused_plan,
+    mosaic_gathered,
     triton_merge,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
@@ -173,6 +174,10 @@ def misfit(call: Call, config: Config) -> str | None:
         need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
+    if config.dkv.gather and (problem := mosaic_gathered.unknown(call, d, dv)):
+        return f"dkv: gather=True: {problem}"
+    if config.dkv.gather and config.dkv.compute_wgs != mosaic_gathered.WGS:
+        return f"dkv: gather=True needs compute_wgs={mosaic_gathered.WGS}"
     return _fused_misfit(call, config)
 
 
@@ -215,6 +220,9 @@ def backward(
         of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
         q, k, v = padded.query, padded.key, padded.value
         dq = mosaic_dq.dq(q, k, v, *given, rows, **_arguments(call), bits=of_rows, config=config.dq)
+        if _gathers(call, config.dkv):
+            dk, dv = mosaic_gathered.dkv(padded, lse, delta, d_out, config=config.dkv, interpret=_interpret())
+            return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
         heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
         found = mosaic_dkv.dkv(
             q,
@@ -230,11 +238,16 @@ def backward(
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 
+def _gathers(call: Call, config: BackwardConfig) -> bool:
+    known = mosaic_gathered.unknown(call, _padded(call.head_dim), _padded(call.value_dim)) is None
+    return known and config.compute_wgs == mosaic_gathered.WGS if config.gather is None else config.gather
+
+
 def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardConfig:
     """The memory warpgroup of dK/dV loads a packed tile by many copies, for which 24 registers are too few."""
-    return (
-        config if _packing(call).group == 1 else dataclasses.replace(config, compute_registers=232, memory_registers=40)
-    )
+    if _packing(call).group == 1 or _gathers(call, config):
+        return config
+    return dataclasses.replace(config, compute_registers=232, memory_registers=40)
 
 
 def _fused(call: Call) -> FusedConfig:

@@ -24,6 +24,7 @@ from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
+from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
 Array = jax.Array
 
@@ -46,6 +47,8 @@ class BackwardConfig:
         each warpgroup walks its own list.
       split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: split where the accumulators
         of both do not fit in one warpgroup.
+      gather: dK/dV only: read only the queries that chose a block of keys, where the mask has a bit per query; both
+        warpgroups then share one ring. None: wherever `mosaic_gathered` knows the call.
       compute_registers, memory_registers: registers per thread of a compute and of a memory warpgroup.
     """
 
@@ -54,6 +57,7 @@ class BackwardConfig:
     inner_stages: int = whole(1, 32, default=2)
     compute_wgs: int = one_of(1, 2, default=2)
     split: bool | None = one_of(None, False, True, default=None)
+    gather: bool | None = one_of(None, False, True, default=None)
     # setmaxnreg takes multiples of 8 from 24 to 256.
     compute_registers: int = whole(24, 256, multiple_of=8, default=240)
     memory_registers: int = whole(24, 256, multiple_of=8, default=24)
@@ -267,15 +271,9 @@ class WorkGrid:
 
     def rank_and_pair(self, cta: Any) -> tuple[Any, Any]:
         early = min(self.early, self.ranks)
-        ahead = early * self.pairs
-        rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - early)
-        if not early:
-            return rank, pair
-        is_early = cta < ahead
-        return (
-            jnp.where(is_early, lax.div(cta, self.pairs), early + rank),
-            jnp.where(is_early, lax.rem(cta, self.pairs), pair),
-        )
+        columns = Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early)
+        pair, rank, _ = columns.place(cta)
+        return rank, pair
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
         """(first resident row, mask row, whether the rank has rows for this ring)."""
@@ -285,14 +283,6 @@ class WorkGrid:
             exists, unit = unit < units, jnp.minimum(unit, units - 1)
         block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
         return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
-
-
-def in_sections(number: Any, pairs: int, section: int, ranks: int) -> tuple[Any, Any]:
-    """(rank, pair) of a number: section after section, and inside a section rank after rank."""
-    ranks = max(ranks, 1)
-    at, rest = lax.div(number, section * ranks), lax.rem(number, section * ranks)
-    size = jnp.minimum(section, pairs - at * section)
-    return lax.div(rest, size), at * section + lax.rem(rest, size)
 
 
 def early_ranks(pairs: int) -> int:

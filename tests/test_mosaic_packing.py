@@ -15,6 +15,7 @@ from sweep import sweep
 import xsake
 from xsake._arguments import build_call
 from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
@@ -34,6 +35,9 @@ CASES = {
     "4 queries of 16 heads, a bit per token, window": dict(
         q_len=11, kv_len=100, block_q=4, q_heads=16, kv_heads=1, density=1.0, local_window_size=(3, 70)
     ),
+    "8 queries of 16 heads, causal, a bit per token, many of them": dict(
+        q_len=90, block_q=8, q_heads=32, kv_heads=2, mask=(1, 2), density=1.0, is_causal=True
+    ),
     "16 queries of 8 heads, odd length, a bit per token": dict(
         q_len=21, block_q=16, q_heads=8, kv_heads=1, density=1.0
     ),
@@ -44,7 +48,8 @@ def case_of(target, name):
     case = make(target, **(COMMON | CASES[name]))
     rng = np.random.default_rng(0)
     if "a bit per token" in name:
-        return case.replace(chosen=rng.random((1, 1, case.query.shape[1], case.blocks.shape[-1])) < 0.5)
+        shape = (1, case.blocks.shape[-3], case.query.shape[1], case.blocks.shape[-1])
+        return case.replace(chosen=rng.random(shape) < 0.5)
     if "segments" in name:
         ids = np.sort(rng.integers(0, 3, (1, 24))).astype(np.int32)
         positions = rng.permutation(24)[None].astype(np.int32)
@@ -104,3 +109,6 @@ def test_a_packed_call_has_configurations():
     for config in mosaic.search_space(call):
         assert mosaic.misfit(call, config) is None
         assert not config.fused.use
+        assert not mosaic._gathers(call, config.dkv)  # no bits: whole blocks of queries are read
+    wrong = dataclasses.replace(mosaic.default_config(call), dkv=BackwardConfig(gather=True))
+    assert "gather=True: the mask must have one bit" in mosaic.misfit(call, wrong)
