@@ -63,12 +63,16 @@ class Grid:
     def allowed_and_full(self) -> tuple[np.ndarray, np.ndarray]:
         """bool[nQ, nK] each: some element passes the rule; every element does and none is tail padding."""
         rows, columns = np.arange(self.num_q)[:, None], np.arange(self.num_kv)[None, :]
-        q_first, k_first = rows * self.block_q, columns * self.block_kv
-        q_last = np.minimum(q_first + self.block_q, self.q_len) - 1
-        k_last = np.minimum(k_first + self.block_kv, self.kv_len) - 1
         shape = (self.num_q, self.num_kv)
-        allowed = np.broadcast_to(self.band.touches(k_first - q_last, k_last - q_first), shape)
+        allowed = np.broadcast_to(self.is_allowed(np, rows, columns), shape)
         return allowed, np.broadcast_to(self.is_full(rows, columns), shape)
+
+    def is_allowed(self, xp: Any, row: Any, column: Any) -> Any:
+        """Whether some element of a block passes the rule; block numbers may be traced."""
+        q_first, k_first = row * self.block_q, column * self.block_kv
+        q_last = xp.minimum(q_first + self.block_q, self.q_len) - 1
+        k_last = xp.minimum(k_first + self.block_kv, self.kv_len) - 1
+        return self.band.touches(k_first - q_last, k_last - q_first)
 
     def is_full(self, row: Any, column: Any) -> Any:
         """Whether every element of a block passes the rule and none is tail padding; block numbers may be traced."""

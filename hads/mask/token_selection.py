@@ -14,6 +14,7 @@ from xsake.hads.mask.bitmaps import distinct, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists import ArrayT
+from xsake.hads.mask.sorted_lists import sorted_lists
 from xsake.hads.mask.token_function import Known, mask_of_tokens
 from xsake.hads.mask.with_bitmaps import with_bitmap_per_block, with_bitmaps
 
@@ -29,27 +30,30 @@ def from_token_indices(
 ) -> BlockMask:
     if grid.num_q * grid.num_kv >= 2**31:
         raise ValueError(f"{grid.num_q} x {grid.num_kv} blocks are more than 2**31: use larger blocks")
-    words, wrong, count = _chosen(block_indices, block_counts, grid)
-    traced = isinstance(words, jax.core.Tracer)
-    allowed, full = grid.allowed_and_full()
-    active = (words != 0).any(-1) & allowed[None, None]
-    every_row = _every_row(grid)[None, None]
-    whole = ((words & every_row) == every_row).all(-1)
-    if traced and capacity is None:
+    column, wrong = _columns(block_indices, block_counts, grid)
+    given: dict[str, Any] = dict(transpose=transpose, density_hint=density_hint)
+    if not isinstance(column, jax.core.Tracer):
+        return _concrete(column, grid, capacity=capacity, **given)
+    if capacity is None:
         # A row of blocks lists at most as many blocks as its tokens have chosen.
-        capacity = max(int(np.minimum(allowed.sum(-1), grid.block_q * count).sum()), 1)
-    mask = BlockMask.of_active(
-        active,
-        full & whole if not traced else full[None, None] & whole,
-        grid,
-        capacity=capacity,
-        transpose=transpose,
-        density_hint=density_hint,
-        traced=traced,
-    )
-    if traced:
-        bitmaps = words.reshape(*words.shape[:2], grid.num_q * grid.num_kv, 1, words.shape[-1])
-        return _poisoned(with_bitmap_per_block(mask, bitmaps), wrong)
+        per_row = np.minimum(grid.allowed_and_full()[0].sum(-1), grid.block_q * column.shape[-1])
+        capacity = max(int(per_row.sum()), 1)
+    if capacity < 1:
+        raise ValueError(f"{capacity=} must be at least 1")
+    lists = sorted_lists(column, grid, capacity, transpose)
+    if lists is None:
+        return _poisoned(_dense(column, grid, capacity=capacity, **given), wrong)
+    rows, columns = lists.rows, lists.columns
+    mask = BlockMask.of_lists(rows[:3], columns and columns[:3], density_hint=density_hint, **dataclasses.asdict(grid))
+    q_bitmap = columns and columns.bitmap
+    mask = dataclasses.replace(mask, bitmaps=lists.bitmaps, kv_bitmap=rows.bitmap, q_bitmap=q_bitmap)
+    return _poisoned(mask, wrong)
+
+
+def _concrete(column: np.ndarray, grid: Grid, **given: Any) -> BlockMask:
+    words = _row_words(np, column, grid)
+    active, whole, full = _active_and_full(words, grid)
+    mask = BlockMask.of_active(active, full, grid, traced=False, **given)
     if not (active & ~whole).any():
         return mask.on_device()
     ones = np.full((1, words.shape[-1]), 2**32 - 1, np.uint32)
@@ -60,11 +64,20 @@ def from_token_indices(
     return with_bitmaps(mask, table[None, None], number[1:].reshape(active.shape)).on_device()
 
 
+def _dense(column: ArrayT, grid: Grid, **given: Any) -> BlockMask:
+    """A traced mask whose keys are too large to be sorted: from arrays with an entry for each block."""
+    words = _row_words(jnp, column, grid)
+    active, _, full = _active_and_full(words, grid)
+    mask = BlockMask.of_active(active, full, grid, traced=True, **given)
+    return with_bitmap_per_block(mask, words.reshape(*words.shape[:2], grid.num_q * grid.num_kv, 1, words.shape[-1]))
+
+
 def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: int, block_kv: int) -> BlockMask:
     """A causal mask of what each token chose, and of the last `window` tokens, its own included."""
     q_len = block_indices.shape[1]
     grid = Grid.of(block_q, block_kv, q_len, q_len, True, None)
-    words, wrong, _ = _chosen(block_indices, block_counts, grid)
+    column, wrong = _columns(block_indices, block_counts, grid)
+    words = _row_words(jnp if isinstance(column, jax.core.Tracer) else np, column, grid)
 
     def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
         row = q % block_q
@@ -86,8 +99,8 @@ def _poisoned(mask: BlockMask, wrong: ArrayT) -> BlockMask:
     return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
 
 
-def _chosen(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT, int]:
-    """(`_row_words`, which numbers are out of range, numbers per token)."""
+def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT]:
+    """(the numbers, nK where nothing is chosen; which are out of range), [b, t, h, n] each."""
     traced = any(isinstance(x, jax.core.Tracer) for x in (block_indices, block_counts))
     xp: Any = jnp if traced else np
     indices, counts = _checked(xp, block_indices, block_counts, grid)
@@ -100,8 +113,7 @@ def _chosen(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, 
             f"block_indices must be -1 (none) or in [0, {grid.num_kv}); got {indices[wrong][:4].tolist()} "
             f"at {np.argwhere(wrong)[:4].tolist()}"
         )
-    column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
-    return _row_words(xp, column, grid), wrong, indices.shape[-1]
+    return xp.where(wrong | (indices < 0), grid.num_kv, indices), wrong
 
 
 def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT | None]:
@@ -142,6 +154,14 @@ def _row_words(xp: Any, column: ArrayT, grid: Grid) -> ArrayT:
     words = np.zeros(shape, np.uint32)
     np.add.at(words, where, bit)
     return words[..., :-1, :]
+
+
+def _active_and_full(words: ArrayT, grid: Grid) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """(blocks that are listed, blocks that all rows chose, those of them that need no test of elements)."""
+    allowed, full = grid.allowed_and_full()
+    every_row = _every_row(grid)[None, None]
+    whole = ((words & every_row) == every_row).all(-1)
+    return (words != 0).any(-1) & allowed[None, None], whole, whole & full[None, None]
 
 
 def _every_row(grid: Grid) -> np.ndarray:
