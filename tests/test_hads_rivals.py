@@ -62,8 +62,8 @@ def v1_profile() -> v1.V1Profile:
 
 
 def test_every_rival_is_registered_in_both_forms():
-    assert set(RIVALS) == set(_RIVALS)
-    assert set(STRENGTHENED) == {f"{name}+forced" for name in _RIVALS}
+    names = {*_RIVALS, "minference", "kascade"}
+    assert set(RIVALS) == names and set(STRENGTHENED) == {f"{name}+forced" for name in names}
     assert {name for name in METHODS if name.startswith("hads_v1")} == v1.NAMES
     assert {*RIVALS, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
 

@@ -328,7 +328,9 @@ def test_methods_that_cannot_read_padded_prompts_are_refused():
     assert ways_of("dense, hads,oracle_gain", "0.2,0.1") == [
         *(Way("dense", 1.0), Way("hads", 0.2), Way("oracle_gain", 0.2), Way("hads", 0.1), Way("oracle_gain", 0.1))
     ]
-    for name in ("vertical_slash", "hads_group", "hads_v1"):
+    strongest = ("flash_prefill", "flash_prefill+forced", "x_attention_8", "x_attention_8+forced", "oracle_top_k")
+    assert ways_of(",".join(strongest), "0.2") == [Way(name, 0.2) for name in strongest]
+    for name in ("vertical_slash", "minference", "kascade", "hads_group", "hads_v1"):
         with pytest.raises(ValueError, match=f"{name}.* cannot read padded prompts.*These can: dense, hads"):
             ways_of(f"dense,{name}", "0.2")
     with pytest.raises(ValueError, match=r"budgets \[2.0\] must be shares"):
@@ -364,6 +366,8 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
     assert {line["sequence"] for line in lines} == {f"{t}/512/{n}" for t in ("niah_single_2", "qa_1") for n in range(4)}
     assert all(line["score"] == TASKS[line["task"]].score(line["said"], line["answers"]) for line in lines)
     assert whole.splitlines()[:6] == path.read_text().splitlines()[:6]
+    with pytest.raises(ValueError, match="mean_top_k 60% need a profile of the model at 512 tokens"):
+        go(profile_for=lambda length: None)
     with pytest.raises(ValueError, match="500 tokens must be a multiple of the profile's block of 16"):
         go(lengths=[500])
     with pytest.raises(ValueError, match="2048 tokens are beyond the model's context of 1024"):
@@ -389,7 +393,7 @@ def test_prepared_prompts_need_no_tokenizer(model, bytes_alone, tmp_path: Path):
     assert (stored.model, stored.digest, stored.stop) == ("tiny", ESSAY.digest, frozenset({256}))
     assert stored.decode([*bytes_alone.encode("na\u00efve \u2713\n"), 256]) == "na\u00efve \u2713\n"
     assert all(fresh.sample(n, t, 1024, i) == stored.sample(n, t, 1024, i) for n, t in tasks.items() for i in (0, 1))
-    more: dict[str, Any] = dict(tasks=tasks, ways=[Way("dense", 1.0)], profile_for=lambda length: MODEL_PROFILE)
+    more: dict[str, Any] = dict(tasks=tasks, ways=[Way("dense", 1.0)], profile_for=lambda length: None)
     lines = []
     for number, source in enumerate((fresh, stored)):
         records = Records(tmp_path / f"{number}.jsonl", {})

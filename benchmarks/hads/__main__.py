@@ -7,14 +7,16 @@
 
 INPUTS holds the model's GGUF file, whole (`*.gguf`) or in pieces (`*.gguf.00`, `*.gguf.01`, ...), and `texts.npz` of
 `benchmarks.hads.texts`. The files that a run leaves in DIR (a profile, records, summaries) may be put back into INPUTS:
-the next run goes on from there. Files of a model other than SmolLM2 carry its name. Needs `gguf`, and neither
+the next run goes on from there; so it does from files that are in DIR already, and records may be compressed
+(`records-*.jsonl.xz`). Files of a model other than SmolLM2 carry its name. Needs `gguf`, and neither
 `tokenizers` nor the command line.
 
 Stages: `calibrate` (skipped where INPUTS has the profile), `first` (HADS, oracles and the strongest rivals on the first
 texts), `screen` (every method on 16 texts), `tasks`, `last_rows` (the last rows' weight given to every method, and to
 none), `seed` (the project's first table), `full` (HADS, the three best rivals and the oracles on all texts). Only
-where it is named: `long`, for texts that take a second per method (HADS and its closest rivals on all texts come first,
-then the oracles, then the others). Programs are compiled side by side while the model is calibrated.
+where it is named: `long`, for texts that take a second per method: HADS, the oracles and every rival on one text after
+the other, at 20% and 10% of the blocks and then at 43% and 30%. It needs the profile. Programs are compiled side by
+side while the model is calibrated.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.hads import v1, x_heads
+from benchmarks.hads.knowledge import kind_of
 from benchmarks.hads.methods import METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -20,6 +20,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile, profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
+from xsake.hads.study.layer import TokenMask
 from xsake.hads.study.method_mask import MethodMask
 
 CALIBRATION_PROGRAMS = ("observe", "forward", "touch", "likelihood", "cost", "fit")
@@ -37,21 +38,28 @@ def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
     blocks = jax.ShapeDtypeStruct((size, config.q_heads, side, side), jnp.bool_)
     attend, states = layerwise.attend, jax.ShapeDtypeStruct((size, s.length, config.width), x.dtype)
     compile_("project", lambda: layerwise.project.lower(graph, weights, x, rotation, s.attention_dtype))
-    compile_("dense", lambda: attend.lower(graph, attention, weights, x, rotation, inputs))
-    compile_("sparse", lambda: attend.lower(graph, attention, weights, x, rotation, inputs, blocks, s.block))
+    block = graph, attention, weights, x, rotation, inputs
+    compile_("dense", lambda: attend.lower(*block))
+    compile_("sparse", lambda: attend.lower(*block, blocks, s.block))
     whole = nnx.split(study.model)
     compile_("compare", lambda: compare_states.lower(*whole, states, states, tokens, usual_chunk()))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     profile = _profile_shape(study)
     for name in methods:
-        shape = v1.shape if name in v1.NAMES else x_heads.shape if name in x_heads.NAMES else None
-        known = shape and shape(config.layers, config.q_heads)
+        kind, program = kind_of(name), METHODS[name].program
+        known = kind and kind.shape(config)
         mask_fn = jax.eval_shape(
             lambda p, k, name=name: MethodMask.of(name, p, np.zeros(config.layers), knowledge=k), profile, known
         )
-        compile_(
-            METHODS[name].program, lambda m=mask_fn: layerwise.choose_blocks.lower(m, number, inputs[0], inputs[1])
-        )
+        choice = mask_fn, number, inputs[0], inputs[1]
+        compile_(program, lambda choice=choice: layerwise.choose_blocks.lower(*choice))
+        if kind is None:
+            continue
+        kept, _, memory = jax.eval_shape(layerwise.choose_blocks, *choice)
+        if isinstance(kept, TokenMask):  # its attention is a program of its own
+            compile_((program, "attend"), lambda kept=kept: attend.lower(*block, kept, s.block))
+        if memory is not None:  # layers after the first
+            compile_((program, "again"), lambda more=(*choice, memory): layerwise.choose_blocks.lower(*more))
 
 
 def compile_calibration(study: Study) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from benchmarks.hads.ablations import ABLATIONS as _ABLATIONS
 from benchmarks.hads.ablations import BY_PRIORITY as _BY_PRIORITY
+from benchmarks.hads.kascade import kascade
+from benchmarks.hads.minference import minference
 from benchmarks.hads.patterns import PATTERNS
 from benchmarks.hads.rivals import METHODS as _RIVALS
 from benchmarks.hads.v1 import METHODS as _V1
 from benchmarks.hads.x_heads import METHODS as _X_HEADS
 from xsake.hads.study.methods import GROUPS, METHODS
-from xsake.hads.study.registry import register, register_rival
+from xsake.hads.study.registry import register, register_in_both_forms, register_rival
 
 for _rival in (*PATTERNS, *_RIVALS, *_X_HEADS):
     register_rival(_rival.__name__, _rival)
+for _rival in (minference, kascade):
+    register_in_both_forms(_rival.__name__, _rival)
 for _name, _method in _ABLATIONS.items():
     register(_name, _method, group="ablations")
 for _own in (*_BY_PRIORITY, *_V1):  # ours, with and without forced blocks: no rivals

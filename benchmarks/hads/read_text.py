@@ -29,7 +29,7 @@ def read_text(layers: Layers, profile: HadsProfile, text: Text, method: str, bud
     found = []
     for number, weights in enumerate(layers.weights):
         inputs = project(layers.graph, weights, x, rotation, None)
-        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
+        blocks, count, _ = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
         if int(count.sum()) != counts[number]:
             raise ValueError(
                 f"{method} at {budget:.0%}: layer {number} keeps {int(count.sum())} blocks, not {counts[number]}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.hads.methods import METHODS
+from benchmarks.hads.methods import METHODS, RIVALS, STRENGTHENED
 
 BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling budgets first: a run may be cut off
 STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
@@ -15,19 +15,16 @@ FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in S
 TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
 # Compared with the weight of the last rows given to every method, and to none.
 LAST_ROWS_METHODS = (*TASK_METHODS, "flash_prefill", "flash_prefill+forced", "hads_shares_top_k+forced", "oracle_gain")
-# A long text takes a second per method: so the most telling comparisons come first. (texts per domain, or all; methods;
-# budgets.) A method of a later step may be there already, on fewer texts.
-CLOSEST = ("x_attention_8+forced", "mean_top_k+forced", "flash_prefill+forced")
-OTHERS = ("x_attention_8", "mean_top_k", "flash_prefill", "sink_window+forced", "sink_window", "cobs", "blasst")
-LONG: tuple[tuple[int | None, Sequence[str], Sequence[float]], ...] = (
-    (None, ("hads", *CLOSEST), (0.2, 0.1)),
-    (1, ("oracle_gain",), (0.2, 0.1)),
-    (None, ("hads", *CLOSEST), (0.43, 0.3)),
-    (1, ("oracle_gain",), (0.43, 0.3)),
-    (1, ("oracle_gain", "oracle_top_k", *OTHERS), (0.2, 0.1, 0.43, 0.3)),
-    (None, (*OTHERS, "oracle_gain", "oracle_top_k"), (0.2, 0.1, 0.43, 0.3)),
+# Of long texts, each takes a second per method. The stage `long` runs these methods in this order on one text after the
+# other, at the first budgets on all texts before the others.
+CLOSEST = ("flash_prefill", "x_attention_8", "x_attention_8_heads", "minference", "kascade", "mean_top_k")
+LONG_METHODS = tuple(
+    dict.fromkeys(
+        ["hads", "oracle_gain", *(f"{name}+forced" for name in CLOSEST), *CLOSEST, "oracle_top_k"]
+        + [name for pair in zip(STRENGTHENED, RIVALS, strict=True) for name in pair]
+    )
 )
-LONG_METHODS = tuple(dict.fromkeys(name for _, names, _ in LONG for name in names))
+LONG_BUDGETS = ((0.2, 0.1), (0.43, 0.3))
 # The project's first table: each pattern at the share of blocks that it had there.
 SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 0.5, "hads": 0.43}
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1, x_heads
 from benchmarks.hads.compile_ahead import CALIBRATION_PROGRAMS, compile_calibration
+from benchmarks.hads.knowledge import KINDS
 from benchmarks.hads.methods import ABLATIONS, ORACLES, OURS, RIVALS, STRENGTHENED
-from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, LONG, TASK_METHODS
+from benchmarks.hads.settings import FIRST, LAST_ROWS_METHODS, LONG_BUDGETS, LONG_METHODS, TASK_METHODS
 from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
@@ -27,12 +27,16 @@ def calibrate(study: Study) -> None:
         study.say(f"{study.profile_path.name} is there")
     else:
         _calibrate_hads(study)
-    if study.wanted(v1.NAMES) and not study.v1_path.exists():
-        study.say("measuring the heads for HADS-v1")
-        v1.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.v1_path)
-    if study.wanted(x_heads.NAMES) and not study.x_path.exists():
-        study.say("measuring the heads' thresholds for XAttention")
-        x_heads.measure(study.model, _calibration_tokens(study), study.settings.block).save(study.x_path)
+    _measure_knowledge(study)
+
+
+def _measure_knowledge(study: Study) -> None:
+    """Make what the methods that are asked for must know beyond the profile, unless it is there."""
+    for kind in KINDS:
+        path = study.known_paths[kind.file]
+        if study.wanted(kind.methods) and not path.exists():
+            study.say(f"measuring {kind.what}")
+            kind.measure(study.model, _calibration_tokens(study), study.settings.block).save(path)
 
 
 def _calibrate_hads(study: Study) -> None:
@@ -72,12 +76,15 @@ def first(study: Study) -> None:
 
 
 def long(study: Study) -> None:
-    """For texts so long that a run may end early: the steps of LONG, each on its texts."""
+    """For texts so long that a run may end early: all methods on one text after the other, so that a run that is cut
+    off has the same texts of every method but for the last text; first the budgets that tell most. What methods must
+    know beyond the profile is made if it is missing."""
     s = study.settings
-    for texts_per_domain, methods, budgets in LONG:
-        texts = study.read(EVALUATION, min(texts_per_domain or s.sequences, s.sequences))
-        asked = study.wanted(methods), [b for b in budgets if b in s.budgets]
-        if all(asked) and not study.evaluate(texts, *asked):
+    _measure_knowledge(study)
+    texts, methods = study.read(EVALUATION, s.sequences), study.wanted(LONG_METHODS)
+    for some in LONG_BUDGETS:
+        budgets = [b for b in some if b in s.budgets]
+        if methods and budgets and not study.evaluate(texts, methods, budgets):
             break
     study.report()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from benchmarks.hads import v1, x_heads
+from benchmarks.hads.knowledge import KINDS
 from benchmarks.hads.methods import METHODS, RIVALS, RIVALS_VERSION, STRENGTHENED
 from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
@@ -51,12 +52,10 @@ class Study:
         self.programs = Programs()
         out.mkdir(parents=True, exist_ok=True)
         self.profile_path = out / f"profile-{settings}.json"
-        self.v1_path = out / f"v1-{settings}.npz"
-        self.x_path = out / f"x-heads-{settings}.npz"
+        self.known_paths = {kind.file: out / f"{kind.file}-{settings}.npz" for kind in KINDS}
         self.records_path = out / f"records-{settings}.jsonl"
-        for path in (self.profile_path, self.v1_path, self.x_path, self.records_path):
-            if earlier is not None and not path.exists() and (earlier / path.name).exists():
-                shutil.copy(earlier / path.name, path)
+        for path in (self.profile_path, *self.known_paths.values(), self.records_path):
+            _take_over(path, [out] if earlier is None else [out, earlier])
         self._records: Records | None = None
 
     def say(self, text: str) -> None:
@@ -78,15 +77,11 @@ class Study:
         return HadsProfile.load(_calibrated(self.profile_path))
 
     def knowledge(self, methods: Iterable[str]) -> dict[str, Any]:
-        """What each of the methods knows beyond the profile: HADS-v1 its own profile, XAttention per head its
-        thresholds, the others nothing."""
+        """What each of the methods knows beyond the profile; most know nothing."""
         wanted, known = set(methods), {}
-        for names, kind, path in (
-            (v1.NAMES, v1.V1Profile, self.v1_path),
-            (x_heads.NAMES, x_heads.Thresholds, self.x_path),
-        ):
-            if mine := names & wanted:
-                known |= dict.fromkeys(mine, kind.load(_calibrated(path)))
+        for kind in KINDS:
+            if mine := kind.methods & wanted:
+                known |= dict.fromkeys(mine, kind.type.load(_calibrated(self.known_paths[kind.file])))
         return known
 
     @property
@@ -119,7 +114,9 @@ class Study:
     ) -> bool:
         """Budget by budget, methods in the order given; True if all was done."""
         s = self.settings
-        self.programs.wait_for("project", "dense", "sparse", "compare", *(METHODS[name].program for name in methods))
+        self.programs.wait_for("project", "dense", "sparse", "compare")
+        for program in dict.fromkeys(METHODS[name].program for name in methods):
+            self.programs.wait_for(program, (program, "attend"), (program, "again"))
         start, seen = time.perf_counter(), len(self.records)
 
         def report(what: str, done: int, of: int) -> None:
@@ -161,6 +158,20 @@ class Study:
         _atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)
+
+
+def _take_over(path: Path, folders: Sequence[Path]) -> None:
+    """Copy an earlier run's file to `path` unless it is there, from the first folder that has it; records may be
+    compressed, as they are in `benchmarks/results`."""
+    for folder in folders:
+        plain, compressed = folder / path.name, folder / f"{path.name}.xz"
+        if path.exists():
+            return
+        if plain.exists():
+            shutil.copy(plain, path)
+        elif compressed.exists():
+            with lzma.open(compressed, "rt", encoding="utf-8") as file:
+                _atomic.write_text(path, file.read())
 
 
 def _calibrated(path: Path) -> Path:

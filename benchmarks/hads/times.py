@@ -43,7 +43,7 @@ def attention_times(
             continue
         counts = layer_counts(profile, budget, s.length)
         choice = MethodMask.of(name, profile, counts, knowledge=known.get(name)), jnp.int32(number), *inputs[:2]
-        blocks, _ = layerwise.choose_blocks(*choice)
+        blocks, *_ = layerwise.choose_blocks(*choice)
         choosing = seconds_per_call(layerwise.choose_blocks, *choice) + seconds_per_call(to_mask, blocks)
         times[name, budget] = (
             milliseconds * choosing,

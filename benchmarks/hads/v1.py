@@ -95,9 +95,10 @@ def _known(x: Layer) -> V1Profile:
 # -- its profile -------------------------------------------------------------------------------------------------------
 
 
-def shape(layers: int, heads: int) -> V1Profile:
+def shape(config: Any) -> V1Profile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead."""
-    head = (layers, heads), (layers, heads, len(BUCKETS))
+    size = config.layers, config.q_heads
+    head = size, (*size, len(BUCKETS))
     return V1Profile(*(jax.ShapeDtypeStruct(of_heads, jnp.float32) for of_heads in head))
 
 

@@ -64,9 +64,9 @@ METHODS = (x_attention_8_heads,)
 NAMES = frozenset(f"{method.__name__}{form}" for method in METHODS for form in ("", "+forced"))
 
 
-def shape(layers: int, heads: int) -> Thresholds:
+def shape(config: Any) -> Thresholds:
     """Thresholds with a shape in place of the array, for programs that are compiled ahead."""
-    return Thresholds(jax.ShapeDtypeStruct((layers, heads), jnp.float32))
+    return Thresholds(jax.ShapeDtypeStruct((config.layers, config.q_heads), jnp.float32))
 
 
 def measure(model: Any, tokens: Int[np.ndarray, "N T"], block: int) -> Thresholds:

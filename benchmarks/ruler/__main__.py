@@ -2,7 +2,7 @@
 
     python -m benchmarks.ruler smollm2 --out ruler.jsonl
     python -m benchmarks.ruler qwen2.5-coder-1.5b --profile qwen-32768.json --lengths 4096,8192,16384,32768 \\
-        --methods dense,hads,sink_window+forced,x_attention_8,oracle_gain --budgets 0.2,0.1 --out ruler.jsonl
+        --methods dense,hads,oracle_gain,flash_prefill+forced,x_attention_8+forced --budgets 0.2,0.1 --out ruler.jsonl
     python -m benchmarks.ruler smollm2 --tasks needle --samples 2 --out ruler.jsonl       for the picture
     python -m benchmarks.ruler.picture ruler.jsonl --out needles.png
     python -m benchmarks.ruler qwen.gguf --prompts prompts.npz --out ruler.jsonl    prompts of benchmarks.ruler.prepared
@@ -24,6 +24,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from benchmarks.ruler.prompt_layer import METHODS_HERE
 from benchmarks.ruler.run import run
 from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import NEEDLE, TASKS
-from benchmarks.ruler.way import ways_of
+from benchmarks.ruler.way import Way, ways_of
 from xsake import _atomic
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.profile import HadsProfile
@@ -73,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chunk", type=int, help="dense and hads read so many tokens at a time; by default all at once"
     )
-    parser.add_argument("--profile", type=Path, help="of `xsake calibrate`; by default the one that comes with xsake")
+    parser.add_argument(
+        "--profile", type=Path, help="of `xsake calibrate`; by default the one that comes with xsake; dense needs none"
+    )
     parser.add_argument("--prompts", type=Path, help="prompts of benchmarks.ruler.prepared: no tokenizer is needed")
     parser.add_argument("--name", help="the model's name in profile, prompts and records; by default that of its file")
     parser.add_argument("--essay", type=Path, help="plain text for the haystack, its paragraphs between empty lines")
@@ -98,7 +101,7 @@ def _main(args: argparse.Namespace) -> None:
     given = None if args.profile is None else HadsProfile.load(args.profile)
     if given is not None and given.model != name:
         raise ValueError(f"{args.profile} is the profile of {given.model!r}, not of {name!r}: calibrate this model")
-    profiles = {length: profile_file.shipped(name, length) if given is None else given for length in lengths}
+    profiles = {length: _shipped(name, length, ways) if given is None else given for length in lengths}
     summary = args.out.with_suffix(".json")
     if summary == args.out:
         raise ValueError(f"--out {args.out} is for records, one JSON line each: name a .jsonl file")
@@ -116,7 +119,7 @@ def _main(args: argparse.Namespace) -> None:
         "benchmark": "ruler",
         "model": name,
         "dtype": str(np.dtype(model.dtype)),
-        "profile": "shipped" if args.profile is None else hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16],
+        "profile": _profile_of_run(args, profiles),
         "essay": digest,
         "seed": seed,
         "chunk": args.chunk,
@@ -157,6 +160,22 @@ def _main(args: argparse.Namespace) -> None:
     console.print(f"{len(records)} answers are in {args.out}, scores in {summary}", soft_wrap=True)
     if not done:
         console.print("The time is over before all was done: run again to go on.")
+
+
+def _shipped(name: str, length: int, ways: Sequence[Way]) -> HadsProfile | None:
+    """The profile that comes with xsake; None if there is none and every way is dense."""
+    try:
+        return profile_file.shipped(name, length)
+    except FileNotFoundError:
+        if all(way.method == "dense" for way in ways):
+            return None
+        raise
+
+
+def _profile_of_run(args: argparse.Namespace, profiles: Mapping[int, HadsProfile | None]) -> str | None:
+    if args.profile is not None:
+        return hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16]
+    return None if None in profiles.values() else "shipped"
 
 
 def _prepared(args: argparse.Namespace, name: str) -> Prepared:

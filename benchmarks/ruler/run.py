@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ def run(
     lengths: Sequence[int],
     ways: Sequence[Way],
     samples: int,
-    profile_for: Callable[[int], HadsProfile],
+    profile_for: Callable[[int], HadsProfile | None],
     batch: int = 1,
     chunk: int | None = None,
     progress: Callable[[str, int], None] = lambda what, done: None,
@@ -36,13 +36,14 @@ def run(
 ) -> bool:
     """Every sample of every task and length, in every way; returns whether all was done.
 
-    What `records` has is not run again. All tasks get their first samples before any gets more, so that a run that is
+    Dense reading needs no profile: `profile_for` may return None where nothing else is asked for. What `records` has is
+    not run again. All tasks get their first samples before any gets more, so that a run that is
     cut off has about as many of each. `progress` is called with what comes next, and how many answers were done;
     `stop` is asked before each batch and way whether to leave the rest.
     """
     # What cannot be run is refused now, not after hours.
     for length in lengths:
-        _check(model, length, profile_for(length), {way.budget for way in ways})
+        _check(model, length, profile_for(length), ways)
     prompts.check(tasks, lengths, samples)
     if jax.default_backend() != "cpu":  # a CPU compiles in seconds, and reads a long prompt in minutes
         progress("compiling", 0)
@@ -64,12 +65,17 @@ def run(
     return True
 
 
-def _check(model: Any, length: int, profile: HadsProfile, budgets: Iterable[float]) -> None:
-    if length % profile.block:
-        raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
+def _check(model: Any, length: int, profile: HadsProfile | None, ways: Sequence[Way]) -> None:
     if length > model.config.context:
         raise ValueError(f"{length} tokens are beyond the model's context of {model.config.context}")
-    for budget in budgets:
+    sparse = [way for way in ways if way.method != "dense"]
+    if not sparse:
+        return
+    if profile is None:
+        raise ValueError(f"{', '.join(map(str, sparse))} need a profile of the model at {length} tokens")
+    if length % profile.block:
+        raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
+    for budget in {way.budget for way in sparse}:
         HadsBudget(profile, budget).check(model.config, length)
         layer_counts(profile, budget, length)
 
@@ -91,7 +97,7 @@ def _run_batch(
     samples: Sequence[Sample],
     way: Way,
     length: int,
-    profile: HadsProfile,
+    profile: HadsProfile | None,
     batch: int,
     chunk: int | None,
 ) -> None:

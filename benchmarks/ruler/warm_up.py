@@ -26,7 +26,7 @@ def warm_up(
     *,
     ways: Sequence[Way],
     lengths: Sequence[int],
-    profile_for: Callable[[int], HadsProfile],
+    profile_for: Callable[[int], HadsProfile | None],
     batch: int,
     chunk: int | None,
 ) -> None:
@@ -40,7 +40,7 @@ def warm_up(
             one.result()
 
 
-def _read(model: Any, way: Way, length: int, profile: HadsProfile, batch: int, chunk: int | None) -> None:
+def _read(model: Any, way: Way, length: int, profile: HadsProfile | None, batch: int, chunk: int | None) -> None:
     prompts = [[0] * length] * batch
     jax.block_until_ready(read(model, prompts, way, capacity=length, profile=profile, chunk=chunk).last)
 

@@ -42,11 +42,19 @@ def ways_of(methods: str, budgets: str) -> list[Way]:
 
 
 def read(
-    model: Any, prompts: Sequence[Sequence[int]], way: Way, *, capacity: int, profile: HadsProfile, chunk: int | None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    way: Way,
+    *,
+    capacity: int,
+    profile: HadsProfile | None,
+    chunk: int | None,
 ) -> Prompt:
-    """The prompts in a cache of `capacity` tokens, to which they are padded."""
+    """The prompts in a cache of `capacity` tokens, to which they are padded. Only "dense" needs no profile."""
     if way.method == "dense":
         return read_prompts(model, prompts, capacity=capacity, chunk=chunk, pad_to=capacity)
+    if profile is None:
+        raise ValueError(f"{way} needs a profile of the model")
     if way.method == "hads":
         hads = HadsBudget(profile, way.budget)
         return read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, pad_to=capacity)
@@ -59,7 +67,7 @@ def answer(
     way: Way,
     *,
     capacity: int,
-    profile: HadsProfile,
+    profile: HadsProfile | None,
     answer_tokens: int,
     stop: frozenset[int],
     chunk: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +19,35 @@ Blocks = Bool[Array, "B H n n"]
 Priority = Float[Array, "B H n n"]
 
 
+@runtime_checkable
+class TokenMask(Protocol):
+    """A choice that no block mask can say, such as single keys: a pytree that computes its own attention."""
+
+    def counts(self) -> Float[Array, "B H"]:
+        """How much each head keeps, in blocks: its share of the causal pairs of query and key, times all blocks."""
+        ...
+
+    def attend(
+        self, query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
+    ) -> Float[Array, "B T H D"]: ...
+
+
+class Remembered(NamedTuple):
+    """A layer's blocks, and a pytree that the next layer's program finds in `Layer.memory`."""
+
+    blocks: Blocks
+    memory: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A layer's queries and keys, its number in the model, the number of blocks to keep, and what is known beforehand.
 
     `with_forced` says whether HADS's forced blocks are always kept. `knowledge` is a pytree for a method that must know
     more of the model than a HADS profile says; None for all others. `last_count`, if given, is the number of blocks
-    that the rule's last rows keep together; the other rows share the rest of `count`. Everything but the grid may be
-    traced, so that one compiled program serves every layer, budget and profile.
+    that the rule's last rows keep together; the other rows share the rest of `count`. `memory` is what the layer before
+    left (`Remembered`), None in the first layer. Everything but the grid may be traced, so that one compiled program
+    serves every layer, budget and profile.
     """
 
     query: Float[Array, "B T H D"]
@@ -38,6 +59,7 @@ class Layer:
     with_forced: Array | bool = False
     knowledge: Any = None
     last_count: Int[Array, "B"] | None = None
+    memory: Any = None
 
     @property
     def forced(self) -> Array:

@@ -12,28 +12,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Num
 
 from xsake.hads.calibration.layerwise import Layers, run_block
+from xsake.hads.study.layer import Blocks, TokenMask
 from xsake.hads.study.method_mask import MethodMask, causal_mask
 
 
 def run(
     layers: Layers, tokens: Int[Array, "B T"], mask_fn: MethodMask | None = None, *, attention_dtype: Any = None
-) -> tuple[Float[Array, "B T width"], Int[Array, "L B H"] | None]:
+) -> tuple[Float[Array, "B T width"], Num[Array, "L B H"] | None]:
     """`model.hidden(tokens, mask_fn=mask_fn)`, and the active blocks of each layer, sequence and head of its masks.
 
     Without `mask_fn` attention is dense, and there are no counts. Queries, keys and values are rounded to
     `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits.
     """
     x, rotation = layers.start(tokens)
-    counts = []
+    counts, memory = [], None
     for number, weights in enumerate(layers.weights):
         inputs = project(layers.graph, weights, x, rotation, attention_dtype)
         if mask_fn is None:
             x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs)
             continue
-        blocks, count = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
+        blocks, count, memory = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1], memory)
         counts.append(count)
         x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, mask_fn.profile.block)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)
@@ -55,11 +56,11 @@ def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tu
 
 @jax.jit
 def choose_blocks(
-    mask_fn: MethodMask, layer: Array, query: Array, key: Array
-) -> tuple[Bool[Array, "B H n n"], Int[Array, "B H"]]:
-    """A layer's kept blocks, and how many there are per head."""
-    blocks = mask_fn.blocks(layer, query, key)
-    return blocks, blocks.sum((-2, -1))
+    mask_fn: MethodMask, layer: Array, query: Array, key: Array, memory: Any = None
+) -> tuple[Blocks | TokenMask, Num[Array, "B H"], Any]:
+    """What a layer keeps, how many blocks (or how much in blocks) that is per head, and what it leaves to the next."""
+    kept, memory = mask_fn.choose(layer, query, key, memory)
+    return kept, kept.counts() if isinstance(kept, TokenMask) else kept.sum((-2, -1)), memory
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
@@ -70,10 +71,12 @@ def attend(
     x: Array,
     rotation: Any,
     inputs: tuple[Array, Array, Array],
-    blocks: Array | None = None,
+    blocks: Array | TokenMask | None = None,
     block: int | None = None,
 ) -> Array:
     """A block's output from its query, key and value; attention is dense, or restricted to `blocks`."""
+    if isinstance(blocks, TokenMask):
+        return run_block(graph, weights, x, rotation, lambda *_: blocks.attend(*inputs).astype(x.dtype))
     options: dict[str, Any] = {"is_causal": True}
     if blocks is not None and block is not None:
         options["mask"] = causal_mask(blocks, block, x.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import check_inputs
-from xsake.hads.study.layer import Blocks, Layer
+from xsake.hads.study.layer import Blocks, Layer, Remembered, TokenMask
 from xsake.hads.study.methods import METHODS
 
 LAST_ROWS = ("own", "every", "none")
@@ -38,7 +38,7 @@ class MethodMask:
     - "none": HADS's rule does not, either.
     """
 
-    program: Callable[[Layer], Blocks]
+    program: Callable[[Layer], Blocks | TokenMask | Remembered]
     profile: HadsProfile
     counts: Any
     with_forced: Any
@@ -73,15 +73,26 @@ class MethodMask:
         )
 
     def blocks(self, layer: Any, query: Array, key: Array) -> Blocks:
-        """The kept blocks, bool[B, H, n, n]."""
+        """The kept blocks, bool[B, H, n, n]. NotImplementedError for a method that needs more than a layer's blocks."""
+        kept, memory = self.choose(layer, query, key)
+        if isinstance(kept, TokenMask) or memory is not None:
+            what = "single tokens" if isinstance(kept, TokenMask) else "from what layers before it chose"
+            raise NotImplementedError(
+                f"this method chooses {what}, and has no block mask of its own: use layerwise.run"
+            )
+        return kept
+
+    def choose(self, layer: Any, query: Array, key: Array, memory: Any = None) -> tuple[Blocks | TokenMask, Any]:
+        """What a layer keeps, and what it leaves to the next layer; `memory` is what the layer before left."""
         grid = check_inputs(query, key, self.profile, layer)
         query, key = jax.lax.stop_gradient((query, key))
         count = self.counts[layer]
-        x = Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge)
+        x = Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge, memory=memory)
         if self.last_rows == "every":
-            ours = METHODS["hads"].program(x) & jnp.asarray(grid.last_rows())[None, None, :, None]
+            ours = cast(Array, METHODS["hads"].program(x)) & jnp.asarray(grid.last_rows())[None, None, :, None]
             x = dataclasses.replace(x, last_count=ours.sum((1, 2, 3)))
-        return self.program(x)
+        kept = self.program(x)
+        return (kept.blocks, kept.memory) if isinstance(kept, Remembered) else (kept, None)
 
     def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
         return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1], self.transpose)

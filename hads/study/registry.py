@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.layer import Blocks, Layer, Priority
+from xsake.hads.study.layer import Blocks, Layer, Priority, Remembered, TokenMask
 from xsake.hads.study.ranking import ALWAYS
 
 
@@ -29,7 +29,7 @@ class Method:
     Methods that share `program` share its compiled form.
     """
 
-    program: Callable[[Layer], Blocks]
+    program: Callable[[Layer], Blocks | TokenMask | Remembered]
     forced: bool = True
     adapt: Callable[[HadsProfile], HadsProfile] | None = None
 
@@ -52,11 +52,23 @@ def register_rival(
 ) -> None:
     """Register the method that keeps the diagonal blocks and those of highest priority, in two forms: `name` in the
     first of the groups, and `name+forced`, with HADS's forced blocks always kept, in the second."""
-    program = partial(_by_priority, priority)
+    register_in_both_forms(name, partial(_by_priority, priority), groups)
+
+
+def register_in_both_forms(
+    name: str,
+    program: Callable[[Layer], Blocks | TokenMask | Remembered],
+    groups: tuple[str, str] = ("rivals", "forced"),
+) -> None:
+    """As `register_rival`, for a program that keeps by itself and honours `Layer.with_forced`."""
     register(name, Method(program, forced=False), group=groups[0])
     register(f"{name}+forced", Method(program), group=groups[1])
 
 
+def keep_with_diagonal(x: Layer, priority: Priority) -> Blocks:
+    """Diagonal blocks come first, whatever the priority says: no row is left without a key."""
+    return x.keep(jnp.maximum(priority, x.everywhere(np.where(x.grid.distance() == 0, ALWAYS, -np.inf))))
+
+
 def _by_priority(priority: Callable[[Layer], Priority], x: Layer) -> Blocks:
-    """Diagonal blocks come first, whatever the method says: no row is left without a key."""
-    return x.keep(jnp.maximum(priority(x), x.everywhere(np.where(x.grid.distance() == 0, ALWAYS, -np.inf))))
+    return keep_with_diagonal(x, priority(x))
