@@ -57,8 +57,7 @@ class Turns:
     """Writers that take turns with one cache: a second one would not fit the device at large batches."""
 
     def __init__(self, model: Transformer, batch: int, length: int, new: int):
-        self.model, self.new = model, new
-        self.start = np.full(batch, length - new, np.int32)
+        self.model, self.start = model, length - new
         self.cache = random_cache(model.config, batch, length, model.dtype)
         self.tokens = jnp.zeros(batch, jnp.int32)
         self.keys = list(jax.random.split(jax.random.key(0), new))
@@ -67,13 +66,17 @@ class Turns:
         if budget is None:
             return Writer(self.model, self.cache, Sampler())
         hads = HadsBudget(profile, 1.0, budget)
-        step = StepRule.of(hads, shortest=int(self.start[0]), capacity=self.cache.capacity)
-        pooled = pool(dataclasses.replace(self.cache, length=jnp.asarray(self.start)), profile.block)
+        step = StepRule.of(hads, shortest=self.start, capacity=self.cache.capacity)
+        pooled = pool(self.begun(), profile.block)
         return Writer(self.model, self.cache, Sampler(), step=step, pooled=pooled, learned=hads.learned)
 
+    def begun(self) -> KVCache:
+        """The cache as it is before every turn."""
+        return dataclasses.replace(self.cache, length=jnp.full(len(self.tokens), self.start, jnp.int32))
+
     def take(self, writer: Writer) -> np.ndarray:
-        """The tokens of a turn, i32[new, B]. The cache is as long before every turn."""
-        writer.cache = dataclasses.replace(self.cache, length=jnp.asarray(self.start))
+        """The tokens of a turn, i32[new, B]."""
+        writer.cache = self.begun()
         written = list(writer.follow(self.tokens, self.keys))
         self.cache = writer.cache
         return np.stack(written)
