@@ -125,28 +125,22 @@ def times(
 
 def quality(
     model: Transformer, profile: HadsProfile, text: Text, *, new: int, budgets: list[float], chunk: int | None
-) -> Row:
+) -> list[Row]:
+    """A row per budget."""
     length = len(text.tokens)
     read = read_prompts(model, [text.tokens[: length - new].tolist()], capacity=length, chunk=chunk)
+    about = {"text": text.name, "domain": text.domain, "document": text.document}
+    about |= {"prompt": length - new, "new_tokens": new}
     found = divergences(model, profile, read, budgets, new)
-    return {
-        "text": text.name,
-        "domain": text.domain,
-        "document": text.document,
-        "prompt": length - new,
-        "new_tokens": new,
-        "budgets": [{"budget": budget, **summary(seen)} for budget, seen in found.items()],
-    }
+    return [{**about, "budget": budget, **summary(seen)} for budget, seen in found.items()]
 
 
-def summary(seen: Divergence) -> dict[str, float]:
-    low, median, high = (float(x) for x in np.quantile(seen.kl, (0.25, 0.5, 0.75)))
+def summary(seen: Divergence) -> Row:
+    quartiles = np.quantile(seen.kl, (0.25, 0.5, 0.75)).tolist()
     return {
         "kl": float(seen.kl.mean()),
-        "low": low,
-        "median": median,
-        "high": high,
-        "largest": float(seen.kl.max()),
+        "kl_of_tokens": dict(zip(("low", "median", "high"), quartiles, strict=True)),
+        "largest_kl": float(seen.kl.max()),
         "same_token": float(seen.same.mean()),
     }
 
@@ -170,15 +164,14 @@ def show_times(rows: list[Row]) -> None:
 def show_quality(rows: list[Row]) -> None:
     table = Table("text", "budget", "KL", "quartiles", "largest", "same token")
     for row in rows:
-        for one in row["budgets"]:
-            table.add_row(
-                row["text"],
-                f"{one['budget']:.0%}",
-                f"{one['kl']:.5f}",
-                f"{one['low']:.5f} {one['median']:.5f} {one['high']:.5f}",
-                f"{one['largest']:.3f}",
-                f"{one['same_token']:.1%}",
-            )
+        table.add_row(
+            row["text"],
+            f"{row['budget']:.0%}",
+            f"{row['kl']:.5f}",
+            " ".join(f"{x:.5f}" for x in row["kl_of_tokens"].values()),
+            f"{row['largest_kl']:.3f}",
+            f"{row['same_token']:.1%}",
+        )
     Console(width=120).print(table)
 
 
@@ -233,16 +226,16 @@ def run(args: argparse.Namespace) -> None:
     }
     rows: list[Row] = []
 
-    def keep(row: Row) -> None:
-        rows.append(row)
+    def keep(*more: Row) -> None:
+        rows.extend(more)
+        print(*more, sep="\n", flush=True)
         if args.record or args.out:
             what = "gpu_generate_quality" if with_texts else "gpu_generate"
             record.save(what, rows, *([args.out] if args.out else []), settings=settings)
 
     if with_texts:
         for text in texts_for(args, profile, length):
-            keep(quality(model, profile, text, new=new, budgets=budgets, chunk=args.chunk))
-            print(rows[-1], flush=True)
+            keep(*quality(model, profile, text, new=new, budgets=budgets, chunk=args.chunk))
         show_quality(rows)
         return
     for batch in batches:
@@ -251,7 +244,6 @@ def run(args: argparse.Namespace) -> None:
             continue
         shape = dict(batch=batch, length=length, new=new)
         keep(times(model, profile, **shape, budgets=budgets, rounds=args.rounds))
-        print(rows[-1], flush=True)
     show_times(rows)
 
 

@@ -54,13 +54,13 @@ def quality() -> str:
     if run is None:
         return ""
     rows, about = run["results"], run["environment"]["settings"]
-    budgets = [one["budget"] for one in rows[0]["budgets"]]
-    domains = dict.fromkeys(r["domain"] for r in rows)
+    budgets = list(dict.fromkeys(r["budget"] for r in rows))
     heads = ["texts", *(f"{what} at {budget:.0%}" for budget in budgets for what in ("KL", "same token"))]
     cells = [
-        _cells(f"{name} ({len(some)})", some) for name in domains if (some := [r for r in rows if r["domain"] == name])
+        _cells(name, [r for r in rows if r["domain"] == name], budgets)
+        for name in dict.fromkeys(r["domain"] for r in rows)
     ]
-    cells.append(_cells(f"**all ({len(rows)})**", rows))
+    cells.append(_cells("**all**", rows, budgets))
     lines = [
         "## Writing with some of the blocks",
         "",
@@ -71,7 +71,7 @@ def quality() -> str:
         "",
         *table(heads, cells),
         "",
-        *(_spread(rows, n, budget) for n, budget in enumerate(budgets)),
+        *(_spread([r for r in rows if r["budget"] == budget]) for budget in budgets),
     ]
     return "\n".join([*lines, "", source("gpu_generate_quality.json", run, "jax")])
 
@@ -99,20 +99,20 @@ def _bytes(row: Row) -> str:
     )
 
 
-def _cells(name: str, rows: list[Row]) -> list[str]:
-    found = [name]
-    for n in range(len(rows[0]["budgets"])):
-        kl, same = (np.mean([r["budgets"][n][what] for r in rows]) for what in ("kl", "same_token"))
+def _cells(name: str, rows: list[Row], budgets: list[float]) -> list[str]:
+    found = [f"{name}, {len({r['text'] for r in rows})}"]
+    for budget in budgets:
+        some = [r for r in rows if r["budget"] == budget]
+        kl, same = (np.mean([r[what] for r in some]) for what in ("kl", "same_token"))
         found += [f"{kl:.4f}", f"{same:.1%}"]
     return found
 
 
-def _spread(rows: list[Row], n: int, budget: float) -> str:
-    kl = {r["text"]: r["budgets"][n]["kl"] for r in rows}
-    least, most = min(kl, key=kl.__getitem__), max(kl, key=kl.__getitem__)
-    low, median, high = (np.mean([r["budgets"][n][what] for r in rows]) for what in ("low", "median", "high"))
+def _spread(rows: list[Row]) -> str:
+    least, most = (pick(rows, key=lambda r: r["kl"]) for pick in (min, max))
+    low, median, high = (np.mean([r["kl_of_tokens"][name] for r in rows]) for name in ("low", "median", "high"))
     return (
-        f"- At {budget:.0%}, texts lie between {kl[least]:.4f} ({least}) and {kl[most]:.4f} ({most}). Within a text, "
-        f"the quartiles of the tokens' KL are {low:.5f}, {median:.5f} and {high:.5f} on average, the largest of all "
-        f"{max(r['budgets'][n]['largest'] for r in rows):.2f}."
+        f"- At {rows[0]['budget']:.0%}, texts lie between {least['kl']:.4f} ({least['text']}) and {most['kl']:.4f} "
+        f"({most['text']}). Within a text, the quartiles of the tokens' KL are {low:.5f}, {median:.5f} and {high:.5f} "
+        f"on average; the largest of all is {max(r['largest_kl'] for r in rows):.2f}."
     )
