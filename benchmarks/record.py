@@ -61,6 +61,11 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def find(name: str) -> dict[str, Any] | None:
+    """The run, or None if nothing was recorded yet."""
+    return load(name) if (RESULTS / f"{name}.json").exists() else None
+
+
 def load_all(prefix: str) -> dict[str, dict[str, Any]]:
     """The runs whose names begin like this, by their names."""
     return {path.stem: load(path.stem) for path in sorted(RESULTS.glob(f"{prefix}*.json"))}

@@ -115,6 +115,17 @@ def _gpu_decode(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     return [bars("times", "Time of one layer's attention", "heads and batch", _time(), rows)], []
 
 
+def _gpu_generate(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    rows = [(way, f"{row['batch']}", value) for row in record["results"] for way, value in row["seconds"].items()]
+    return [bars("times", "Time of a token of every sequence", "sequences", _time(), rows)], []
+
+
+def _generate_quality(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    kl = axis("KL from dense", "nats per token", log=True, better="lower")
+    rows = [(f"HADS {row['budget']:.0%}", row["text"], row["kl"]) for row in record["results"]]
+    return [bars("kl", "Divergence while tokens are written", "text", kl, rows)], []
+
+
 def _gpu_selection(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     made: list[Plot | None] = []
     for direction in ("forward", "forward+backward"):
@@ -300,6 +311,8 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], tuple[list[Plot], list[str]]]] = {
     "gpu_attention": _gpu_attention,
     "gpu_peers": _gpu_peers,
     "gpu_decode": _gpu_decode,
+    "gpu_generate_quality": _generate_quality,  # before the shorter name
+    "gpu_generate": _gpu_generate,
     "gpu_selection": _gpu_selection,
     "ruler": _ruler,
     "cpu_attention": _cpu_attention,

@@ -20,6 +20,8 @@ _UNITS = {
     "tflops": "TFLOP/s",
     "tokens_per_second": "tokens/s",
     "kl": "nats per token",
+    "kl_of_tokens": "nats",
+    "largest_kl": "nats",
     "train_loss": "nats per token",
     "held_out_loss": "nats per token",
     "bytes": "bytes",

@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xsake.model import sparse_decode
 from xsake.model.attend import MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.fields import Whole, check
@@ -22,7 +20,9 @@ from xsake.model.hads_budget import HadsBudget
 from xsake.model.prefill import Prompt, check_reading, read_prompts
 from xsake.model.sampling import Sampler
 from xsake.model.sharding import check_generation, shard_model
+from xsake.model.sparse_decode import StepRule
 from xsake.model.transformer import Transformer
+from xsake.model.writer import Writer
 
 
 def generate(
@@ -113,7 +113,7 @@ def stream(
         step = None
         if hads is not None and hads.decode is not None:
             hads.check(model.config, max(lengths) + max_new_tokens)
-            step = sparse_decode.StepRule.of(hads, shortest=min(lengths), capacity=capacity)
+            step = StepRule.of(hads, shortest=min(lengths), capacity=capacity)
         return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step, mesh)
     if hads is not None or chunk is not None:
         raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
@@ -146,16 +146,14 @@ def _steps(
     mask_fn: MaskFn,
     mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
-    graph, weights = nnx.split(model)
     if mesh is not None:
         padded, lengths = jax.device_put((padded, lengths), NamedSharding(mesh, PartitionSpec("data")))
     if jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
         mask_fn = jax.tree_util.Partial(mask_fn)
-    tokens, cache = _prefill(graph, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
+    weights, tree = jax.tree.flatten(model)
+    tokens, cache = _prefill(tree, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
     yield np.asarray(tokens)
-    for key in keys[1:]:
-        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
-        yield np.asarray(tokens)
+    yield from Writer(model, cache, sampler).follow(tokens, keys[1:])
 
 
 def _steps_of_chunks(
@@ -166,22 +164,14 @@ def _steps_of_chunks(
     sampler: Sampler,
     hads: HadsBudget | None,
     chunk: int | None,
-    step: sparse_decode.StepRule | None,
+    step: StepRule | None,
     mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
     read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
-    if hads is None or read.pooled is None or step is None:
-        yield from write(model, read, keys, sampler)
-        return
-    last, cache, pooled = read
-    graph, weights = nnx.split(model)
-    tokens = _first(graph, sampler, weights, last, keys[0])
-    yield np.asarray(tokens)
-    for key in keys[1:]:
-        tokens, cache, pooled = sparse_decode.decode(
-            graph, sampler, step, weights, tokens, cache, pooled, hads.learned, key
-        )
-        yield np.asarray(tokens)
+    sparse: dict[str, Any] = {}
+    if hads is not None and step is not None:
+        sparse = dict(step=step, pooled=read.pooled, learned=hads.learned)
+    yield from _write(Writer(model, read.cache, sampler, **sparse), read.last, keys)
 
 
 def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampler: Sampler) -> Iterator[np.ndarray]:
@@ -189,42 +179,28 @@ def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampl
 
     The cache of `read` is used up.
     """
-    graph, weights = nnx.split(model)
-    tokens, cache = _first(graph, sampler, weights, read.last, keys[0]), read.cache
+    return _write(Writer(model, read.cache, sampler), read.last, keys)
+
+
+def _write(writer: Writer, last: Array, keys: Array | Sequence[Array]) -> Iterator[np.ndarray]:
+    tokens = writer.first(last, keys[0])
     yield np.asarray(tokens)
-    for key in keys[1:]:
-        tokens, cache = _decode(graph, sampler, weights, tokens, cache, key)
-        yield np.asarray(tokens)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _first(graph: nnx.GraphDef, sampler: Sampler, weights: Any, last: Array, key: Array) -> Array:
-    model: Transformer = nnx.merge(graph, weights)
-    return sampler(model.logits(model.norm(last))[:, 0], key)
+    yield from writer.follow(tokens, keys[1:])
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(
-    graph: nnx.GraphDef,
+    tree: Any,
     sampler: Sampler,
     capacity: int,
-    weights: Any,
+    weights: list[Array],
     padded: Array,
     lengths: Array,
     key: Array,
     mask_fn: Any,
 ) -> tuple[Array, KVCache]:
-    model: Transformer = nnx.merge(graph, weights)
+    model: Transformer = jax.tree.unflatten(tree, weights)
     cache = KVCache.empty(model.config, batch=len(padded), capacity=capacity, dtype=model.dtype)
     states, cache = model.hidden(padded, cache=cache, mask_fn=mask_fn)
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
     return sampler(model.logits(last)[:, 0], key), dataclasses.replace(cache, length=lengths)
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _decode(
-    graph: nnx.GraphDef, sampler: Sampler, weights: Any, tokens: Array, cache: KVCache, key: Array
-) -> tuple[Array, KVCache]:
-    model: Transformer = nnx.merge(graph, weights)
-    logits, cache = model(tokens[:, None], cache=cache)
-    return sampler(logits[:, 0], key), cache

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -57,18 +56,22 @@ class StepRule(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 6))
 def decode(
-    graph: nnx.GraphDef,
+    tree: Any,
     sampler: Sampler,
     step: StepRule,
-    weights: Any,
+    weights: list[Array],
     tokens: Int[Array, "B"],
     cache: KVCache,
     pooled: tuple[PooledKeys, ...],
     learned: tuple[LayerWeights, ...],
     key: Array,
 ) -> tuple[Array, KVCache, tuple[PooledKeys, ...]]:
-    """(the next token of every sequence, the cache and its pooled keys with the given tokens)."""
-    logits, cache, pooled = forward(nnx.merge(graph, weights), step, tokens[:, None], cache, pooled, learned)
+    """(the next token of every sequence, the cache and its pooled keys with the given tokens).
+
+    Tree and weights are of `jax.tree.flatten(model)`.
+    """
+    model: Transformer = jax.tree.unflatten(tree, weights)
+    logits, cache, pooled = forward(model, step, tokens[:, None], cache, pooled, learned)
     return sampler(logits[:, 0], key), cache, pooled
 
 

@@ -11,7 +11,7 @@ import pytest
 from tiny_model import TINY, TOKENS, build, run
 
 import xsake
-from xsake.model import Sampler, generate, generation, prefill, stream
+from xsake.model import Sampler, generate, generation, prefill, stream, writer
 
 # One worker for the tests of the model: it has its programs.
 pytestmark = pytest.mark.xdist_group("model")
@@ -79,9 +79,9 @@ def test_masks_are_those_of_the_prompt_and_may_be_trees(model, greedy):
 
 
 def test_other_lengths_do_not_compile_anew(model, greedy):
-    compiled = prefill._read_block._cache_size(), generation._decode._cache_size()
+    compiled = prefill._read_block._cache_size(), writer._decode._cache_size()
     generate(model, [PROMPTS[0][:5], PROMPTS[1][:12]], max_new_tokens=NEW + 3)
-    assert (prefill._read_block._cache_size(), generation._decode._cache_size()) == compiled
+    assert (prefill._read_block._cache_size(), writer._decode._cache_size()) == compiled
 
 
 def test_a_stop_token_ends_its_sequence_only(model, greedy):
@@ -94,6 +94,18 @@ def test_steps_arrive_one_by_one(model, greedy):
     steps = stream(model, PROMPTS, max_new_tokens=NEW)
     assert next(steps).tolist() == [new[0] for new in greedy]
     assert np.stack(list(steps), 1).tolist() == [new[1:] for new in greedy]
+
+
+def test_the_device_works_while_a_token_is_handed_out(model, monkeypatch):
+    queued, step = [], writer.Writer.next
+
+    def count(self, tokens, key):
+        queued.append(tokens)
+        return step(self, tokens, key)
+
+    monkeypatch.setattr(writer.Writer, "next", count)
+    seen = [len(queued) for _ in stream(model, PROMPTS, max_new_tokens=NEW)]
+    assert seen == [0, 2, 3, 3]  # the first token waits for no other program, and nothing is computed in vain
 
 
 @pytest.fixture(scope="module")

@@ -11,26 +11,24 @@ tokens are then written with HADS, and every step's prediction is compared. Text
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from benchmarks import record
-from xsake.hads import HadsProfile, LayerWeights, PooledKeys
+from benchmarks.hads.written import divergences
+from xsake.hads import HadsProfile
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.fingerprint import shared
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
-from xsake.model import HadsBudget, KVCache, Transformer, load_pretrained, load_tokenizer
+from xsake.model import HadsBudget, Transformer, load_pretrained, load_tokenizer
 from xsake.model.prefill import Prompt, read_prompts
-from xsake.model.sparse_decode import StepRule, forward
 
 
 def read(model: Transformer, tokens: np.ndarray, *, room: int = 0, **options: Any) -> tuple[Array, Prompt]:
@@ -63,47 +61,13 @@ def reading(
 
 
 def writing(
-    model: Transformer, profile: HadsProfile, text: Text, last: Array, cache: KVCache, budgets: list[float], new: int
+    model: Transformer, profile: HadsProfile, done: Prompt, budgets: list[float], new: int
 ) -> list[dict[str, Any]]:
     """KL of each budget's predictions from dense ones, over `new` tokens that dense attention writes."""
-    graph, weights = nnx.split(model)
-    first, length = model.logits(last)[:, 0], len(text.tokens)
-    tokens, predictions, grown = [first.argmax(-1)], [], cache
-    for _ in range(new):
-        logits, grown = _dense_step(graph, weights, tokens[-1], grown)
-        predictions.append(logits)
-        tokens.append(logits.argmax(-1))
-    learned = tuple(LayerWeights.of(profile, layer) for layer in range(profile.layers))
-    blocks = -(-cache.capacity // profile.block)
-    shape = dict(batch=1, kv_heads=profile.kv_heads, blocks=blocks, head_dim=profile.head_dim)
-    pooled_once = tuple(
-        PooledKeys.empty(**shape).write(keys, cache.length, start=0, block=profile.block) for keys in cache.keys
-    )
-    found = []
-    for budget in budgets:
-        step = StepRule.of(HadsBudget(profile, 1.0, budget), shortest=length, capacity=cache.capacity)
-        kept, pooled, kl, same = cache, pooled_once, 0.0, 0
-        for token, dense in zip(tokens, predictions, strict=False):
-            logits, kept, pooled = _sparse_step(graph, step, weights, token, kept, pooled, learned)
-            one, other = jax.nn.log_softmax(dense), jax.nn.log_softmax(logits)
-            kl += float((jnp.exp(one) * (one - other)).sum())
-            same += int(one.argmax() == other.argmax())
-        found.append({"budget": budget, "new_tokens": new, "kl": kl / new, "same_token": same / new})
-    return found
-
-
-@partial(jax.jit, static_argnums=0)
-def _dense_step(graph: Any, weights: Any, token: Array, cache: KVCache) -> tuple[Array, KVCache]:
-    logits, cache = nnx.merge(graph, weights)(token[:, None], cache=cache)
-    return logits[:, 0], cache
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _sparse_step(
-    graph: Any, step: StepRule, weights: Any, token: Array, cache: KVCache, pooled: Any, learned: Any
-) -> tuple[Array, KVCache, Any]:
-    logits, cache, pooled = forward(nnx.merge(graph, weights), step, token[:, None], cache, pooled, learned)
-    return logits[:, 0], cache, pooled
+    return [
+        {"budget": budget, "new_tokens": new, "kl": float(seen.kl.mean()), "same_token": float(seen.same.mean())}
+        for budget, seen in divergences(model, profile, done, budgets, new).items()
+    ]
 
 
 def summarise(texts: list[dict[str, Any]], chunks: list[int]) -> dict[str, Any]:
@@ -156,7 +120,7 @@ def main() -> None:
         line: dict[str, Any] = {"text": text.name, "reading": reading(model, profile, text, dense, budgets, chunks)}
         line["writing"] = []
         if given.new_tokens:
-            line["writing"] = writing(model, profile, text, dense[:, -1:], done.cache, decode, given.new_tokens)
+            line["writing"] = writing(model, profile, done, decode, given.new_tokens)
         measured.append(line)
         print(line, flush=True)
     results = summarise(measured, chunks)

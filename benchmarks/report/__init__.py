@@ -13,12 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import attention, decode, hads, model, packing, plan, ruler, selection, shards, tpu, tuning
+from benchmarks.report import (
+    attention,
+    decode,
+    generate,
+    hads,
+    model,
+    packing,
+    plan,
+    ruler,
+    selection,
+    shards,
+    tpu,
+    tuning,
+)
 
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
     "gpu_attention": attention.gpu_attention,
     "gpu_decode": decode.gpu_decode,
+    "gpu_generate": generate.times,
+    "gpu_generate_quality": generate.quality,
     "gpu_peers": attention.gpu_peers,
     "gpu_hops": attention.gpu_hops,
     "gpu_packing": packing.gpu_packing,
