@@ -40,7 +40,7 @@ from benchmarks import record
 from benchmarks.checked_peer import Checked, fastest, told
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
-from xsake._selection.selected import mask_of
+from xsake._selection.selected import mask_of, rows_per_list
 from xsake.autotune.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
@@ -82,15 +82,16 @@ def uniform(tokens: int, kv_heads: int) -> Array:
     return jnp.where(((drawn[..., None] == drawn[..., None, :]) & earlier).any(-1), -1, drawn)
 
 
-def union(indices: Array, group: int) -> tuple[float, float]:
-    """(blocks of a list for each block that a token chose, keys that a token attends on average)."""
-    mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group)
+def union(indices: Array, group: int) -> tuple[int, float, float]:
+    """(tokens of a list, its blocks for each block that a token chose, keys that a token attends on average)."""
+    rows = rows_per_list(jnp.bfloat16, DIM, DIM, None, None)
+    mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group, rows)
     listed = jnp.diff(mask.kv_row_ptr).mean()
     token = jnp.arange(indices.shape[1])[None, :, None, None]
     different = jnp.sort(indices, -1)
     different = jnp.where(jnp.diff(different, axis=-1, prepend=-2) != 0, different, -1)
     keys = jnp.where(different < 0, 0, jnp.clip(token + 1 - different * BLOCK, 0, BLOCK)).sum(-1)
-    return float(listed / (different >= 0).sum(-1).mean()), float(keys.mean())
+    return mask.block_q, float(listed / (different >= 0).sum(-1).mean()), float(keys.mean())
 
 
 def both(function: Callable[..., Array]) -> Callable[..., Any]:
@@ -175,7 +176,7 @@ def measure(
         indices = scored(DIM**-0.5, query, key) if choice == "scored" else uniform(tokens, heads // group)
         if choice == "uniform":  # as few as there are blocks
             indices = indices[..., : -(-tokens // BLOCK)]
-        listed, keys = union(indices, group)
+        list_tokens, listed, keys = union(indices, group)
         runs: Runs = {
             "selected, forward": (selected, query, key, value, indices),
             "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
@@ -206,6 +207,7 @@ def measure(
                 "heads": heads,
                 "group": group,
                 "choice": choice,
+                "list_tokens": list_tokens,
                 "union": listed,
                 "keys": keys,
                 "error": error(query, key, value, indices),
