@@ -40,7 +40,7 @@ from benchmarks import record
 from benchmarks.checked_peer import Checked, fastest, told
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
-from xsake._selection.selected import mask_of, rows_per_list
+from xsake._selection.selected import mask_of
 from xsake.autotune.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
@@ -84,8 +84,7 @@ def uniform(tokens: int, kv_heads: int) -> Array:
 
 def union(indices: Array, group: int) -> tuple[int, float, float]:
     """(tokens of a list, its blocks for each block that a token chose, keys that a token attends on average)."""
-    rows = rows_per_list(jnp.bfloat16, DIM, DIM, None, None)
-    mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group, rows)
+    mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group)
     listed = jnp.diff(mask.kv_row_ptr).mean()
     token = jnp.arange(indices.shape[1])[None, :, None, None]
     different = jnp.sort(indices, -1)

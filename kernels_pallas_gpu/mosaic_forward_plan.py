@@ -145,7 +145,7 @@ class Plan:
         """Registers per thread of (compute, memory) warpgroups; in all, at most those that the CTA starts with."""
         if self.pairing is Pairing.APART:
             return 216, 40
-        return (240, 24) if self.ahead else (232, 40)
+        return (240, 24) if self.ahead and self.packing.group == 1 else (232, 40)
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
