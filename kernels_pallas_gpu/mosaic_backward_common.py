@@ -57,7 +57,7 @@ class BackwardConfig:
     inner_stages: int = whole(1, 32, default=2)
     compute_wgs: int = one_of(1, 2, default=2)
     split: bool | None = one_of(None, False, True, default=None)
-    gather: bool | None = one_of(None, False, True, default=None)
+    gather: bool | None = one_of(None, False, True, default=None, before=None)
     # setmaxnreg takes multiples of 8 from 24 to 256.
     compute_registers: int = whole(24, 256, multiple_of=8, default=240)
     memory_registers: int = whole(24, 256, multiple_of=8, default=24)

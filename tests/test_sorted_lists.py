@@ -52,6 +52,7 @@ def test_sorted_lists_are_the_dense_ones(monkeypatch, case):
             return BlockMask.from_token_indices(numbers, counts, kv_len=sizes[3], **options)
 
         with monkeypatch.context() as patch:
+            patch.setattr(token_selection, "_sorting_pays", lambda *_: True)
             patch.setattr(sorted_lists, "jit_may_partition", lambda: way == "head by head")
             by_sorting = mask()
             patch.setattr(token_selection, "sorted_lists", lambda *_: None)

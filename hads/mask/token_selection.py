@@ -40,7 +40,7 @@ def from_token_indices(
         capacity = max(int(per_row.sum()), 1)
     if capacity < 1:
         raise ValueError(f"{capacity=} must be at least 1")
-    lists = sorted_lists(column, grid, capacity, transpose)
+    lists = sorted_lists(column, grid, capacity, transpose) if _sorting_pays(column, grid) else None
     if lists is None:
         return _poisoned(_dense(column, grid, capacity=capacity, **given), wrong)
     rows, columns = lists.rows, lists.columns
@@ -64,8 +64,13 @@ def _concrete(column: np.ndarray, grid: Grid, **given: Any) -> BlockMask:
     return with_bitmaps(mask, table[None, None], number[1:].reshape(active.shape)).on_device()
 
 
+def _sorting_pays(column: ArrayT, grid: Grid) -> bool:
+    """Whether fewer numbers were chosen than there are blocks, per head."""
+    return column.shape[1] * column.shape[3] < grid.num_q * grid.num_kv
+
+
 def _dense(column: ArrayT, grid: Grid, **given: Any) -> BlockMask:
-    """A traced mask whose keys are too large to be sorted: from arrays with an entry for each block."""
+    """A traced mask from arrays with an entry for each block: where these are few, or keys too large to be sorted."""
     words = _row_words(jnp, column, grid)
     active, _, full = _active_and_full(words, grid)
     mask = BlockMask.of_active(active, full, grid, traced=True, **given)
