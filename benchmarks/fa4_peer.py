@@ -51,9 +51,11 @@ def contestant(
 def _lists(workload: Workload, mask: xsake.BlockMask) -> dict[str, Any]:
     """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
+    blocks = np.broadcast_to(blocks, (workload.q_heads, *blocks.shape[1:]))
     diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
-    rows = [*_compressed(blocks & diagonal), *_compressed(blocks & ~diagonal)]
-    columns = [*_compressed((blocks & diagonal).swapaxes(1, 2)), *_compressed((blocks & ~diagonal).swapaxes(1, 2))]
+    tested, full = blocks & diagonal, blocks & ~diagonal
+    rows = [x for active in (tested, full) for x in _compressed(active, workload.batch)]
+    columns = [x for active in (tested, full) for x in _compressed(active.swapaxes(1, 2), workload.batch)]
     size = (mask.block_q, mask.block_kv)
     return dict(
         mask_mod=_causal if workload.is_causal else None,
@@ -62,7 +64,11 @@ def _lists(workload: Workload, mask: xsake.BlockMask) -> dict[str, Any]:
     )
 
 
-def _compressed(active: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: (number of active blocks, indices of all blocks with the active ones first)."""
+def _compressed(active: np.ndarray, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row: (number of active blocks, indices of all blocks with the active ones first).
+
+    Each batch entry has a copy: runs with one for all, at batch 4, ended in an illegal memory access.
+    """
     order = np.argsort(~active, axis=-1, kind="stable").astype(np.int32)
-    return torch.from_numpy(active.sum(-1, dtype=np.int32)).cuda()[None], torch.from_numpy(order).cuda()[None]
+    count, order = (torch.from_numpy(x).cuda() for x in (active.sum(-1, dtype=np.int32), order))
+    return count.repeat(batch, 1, 1), order.repeat(batch, 1, 1, 1)
