@@ -43,7 +43,8 @@ from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 Array = jax.Array
 
 WGS = 2  # compute warpgroups
-PARTS = 8  # of the longest columns: every query may have chosen one block, the first for instance
+# The longest columns are cut into parts: every query may have chosen one block, the first for instance.
+QUERIES_PER_PART, MOST_PARTS = 1024, 8
 
 
 def unknown(call: Call, d: int, dv: int) -> str | None:
@@ -84,12 +85,13 @@ def dkv(
     rule = LogitRule(scale=call.scale, band=call.band, soft_cap=None, has_bias=False)
     pairs = batch * kv_heads
     ranks, per_block = pl.cdiv(kv_len, block_kv) * (block_kv // ROWS), block_kv // ROWS
+    num_parts = min(max(2, q_len // QUERIES_PER_PART), MOST_PARTS)
     columns = Columns(
         pairs=pairs,
         section=max(1, min(pairs, L2_SHARE // (q_len * group * (d + dv_dim) * 2))),
         ranks=ranks,
-        early=min(ranks, max(1, hopper_sms() // (PARTS * pairs))),  # their parts fill the chip once
-        parts=PARTS,
+        early=min(ranks, max(1, hopper_sms() // (num_parts * pairs))),  # their parts fill the chip once
+        parts=num_parts,
     )
     simulate = bool(interpret)
 
@@ -146,8 +148,8 @@ def dkv(
         b, h, coords, block, kv_start, is_early, (_, _, part) = column()
         begin, _, end = list_refs.row(*coords, block)
         length = end - begin
-        end = jnp.where(is_early, begin + lax.div(length * (part + 1), PARTS), end)
-        begin = jnp.where(is_early, begin + lax.div(length * part, PARTS), begin)
+        end = jnp.where(is_early, begin + lax.div(length * (part + 1), num_parts), end)
+        begin = jnp.where(is_early, begin + lax.div(length * part, num_parts), begin)
         count = chosen_ref[(*coords, end)] - chosen_ref[(*coords, begin)]
         tiles = lax.div(count + (pieces - 1), jnp.int32(pieces))
         ring = GatherRing(ready, stages, ROWS * (d + dv_dim) * 2 + 2 * ROWS * 4, interpret=simulate)

@@ -37,6 +37,7 @@ def small(tmp_path_factory):
     return [*options, "--out", f"{folder}"], folder
 
 
+@pytest.mark.slow  # the quality below runs the same programs
 def test_times(small, monkeypatch):
     options, folder = small
     gpu_generate.main([*options, "--batches", "2", "--budgets", "0.5", "--rounds", "1"])

@@ -135,6 +135,7 @@ def model() -> Transformer:
     return Transformer(dataclasses.replace(PRESETS["tiny"], layers=3), rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
+@pytest.mark.slow  # a whole model; what it is made of is tested above and below
 def test_a_layer_takes_the_blocks_of_its_anchor(model: Transformer, tmp_path: Path):
     """Layer 1 reuses layer 0 with its heads exchanged, layer 2 looks for itself."""
     config = model.config
@@ -161,6 +162,7 @@ def test_a_layer_takes_the_blocks_of_its_anchor(model: Transformer, tmp_path: Pa
     assert plan.anchor.all() and plan.head.tolist() == [[0, 1]] * 3  # five anchors for three layers
 
 
+@pytest.mark.slow  # a whole model; what it is made of is tested above and below
 def test_a_model_runs_under_lines(model: Transformer, tmp_path: Path):
     """With all pairs, a run is dense; with half of them, it keeps half."""
     profile = case.random_profile(layers=3, head_dim=model.config.head_dim, block=16)
