@@ -222,19 +222,11 @@ def backward(
         dq = mosaic_dq.dq(q, k, v, *given, rows, **_arguments(call), bits=of_rows, config=config.dq)
         if _gathers(call, config.dkv):
             dk, dv = mosaic_gathered.dkv(padded, lse, delta, d_out, config=config.dkv, interpret=_interpret())
-            return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
-        heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
-        found = mosaic_dkv.dkv(
-            q,
-            heads.of_keys(k),
-            heads.of_keys(v),
-            *given,
-            columns,
-            **_arguments(call),
-            bits=of_columns,
-            config=config.dkv,
-        )
-        dk, dv = (heads.added(x) for x in found)
+        else:
+            heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
+            k, v = (heads.of_keys(x) for x in (k, v))
+            found = mosaic_dkv.dkv(q, k, v, *given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
+            dk, dv = (heads.added(x) for x in found)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 
 

@@ -1,7 +1,7 @@
 """A ring of tiles in shared memory that are filled by many small copies, with one arrival per tile.
 
-Pallas has every thread of a warpgroup arrive at the barrier for every copy: 128 arrivals, which take longer than a copy
-of a few kilobytes. Here one thread starts the copies and arrives once, with the bytes of all of them. Interpreted, the
+Pallas divides the bytes of a copy among the 128 threads that arrive at its barrier, and so refuses the 64 bytes that 16
+float32 numbers are. Here one thread starts the copies and arrives once, with the bytes of all of them. Interpreted, the
 copies and barriers are those of Pallas.
 """
 
@@ -20,7 +20,7 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 
 class GatherRing:
-    """`ready`: what `GatherRing.scratch` gives, as refs; `transforms`: of the swizzled buffers."""
+    """`ready`: what `GatherRing.scratch` gives, as a ref. `tile_bytes`: of all copies of a tile."""
 
     def __init__(self, ready: Any, stages: int, tile_bytes: int, *, interpret: bool) -> None:
         self.ready, self.stages, self.tile_bytes, self.interpret = ready, stages, tile_bytes, interpret

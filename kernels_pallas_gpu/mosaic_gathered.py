@@ -166,7 +166,7 @@ def dkv(
 
         def add_up(dk_acc, dv_acc, buffers):
             def one_tile(n, _):
-                tile = 2 * n + wg
+                tile = WGS * n + wg
                 slot = ring.wait(tile)
 
                 def per_col(ref):
@@ -202,7 +202,7 @@ def dkv(
                     pl.when(jnp.logical_not(near))(lambda: run(False))
                 release(free.at[slot], interpret=simulate)
 
-            lax.fori_loop(0, lax.div(tiles + 1 - wg, jnp.int32(WGS)), one_tile, None)
+            lax.fori_loop(0, lax.div(tiles + (WGS - 1) - wg, jnp.int32(WGS)), one_tile, None)
             return read(dk_acc, in_flight=0, interpret=simulate), read(dv_acc, in_flight=0, interpret=simulate)
 
         @pl.when(wg < WGS)

@@ -80,8 +80,9 @@ def _facts(rows: list[Row]) -> list[str]:
     return [
         *_aims(scored),
         f"- {scored.get('list_tokens', 8)} neighbouring tokens share a list, which has {scored['union']:.1f} times as "
-        f"many blocks as one token chose; four neighbours leave out a block that none of them chose. With the uniform "
-        f"choice the lists are {longer:.1f} times as long, and the forward takes {slower:.1f} times as long.",
+        f"many blocks as one token chose; {64 // scored['group']} neighbours leave out a block that none of them "
+        f"chose. With the uniform choice the lists are {longer:.1f} times as long, and the forward takes {slower:.1f} "
+        "times as long.",
         *([f"- Slower than dense attention by cuDNN: {'; '.join(lost)}."] if lost else []),
         f"- The error against XLA in float32 is at most {max(r['error'] for r in rows):.1e} of the output's norm.",
     ]
