@@ -126,6 +126,16 @@ class ElementRule:
             test &= kv_start + (num_keys - 1 + left) >= q_start
         return test
 
+    def all_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
+        """Whether the indices of a tile allow all of its elements to attend."""
+        left, right = self.band
+        test = kv_start + (num_keys - 1) < self.kv_len
+        if right is not None:
+            test &= kv_start + (num_keys - 1 - right) <= q_start
+        if left is not None:
+            test &= kv_start + left >= q_start + (num_queries - 1)
+        return test
+
     def tile(
         self,
         shape: tuple[int, int],
@@ -246,6 +256,29 @@ def matmul_add(
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def differs_in_warp(alpha: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 where a row of the thread's warp has a number other than 1, else 0: warps of a warpgroup may differ."""
+    if interpret:
+        return (alpha != 1.0).any().astype(jnp.int32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def vote(_: Any, alpha: Any) -> Any:
+        arith, i32 = mgpu_utils.arith, ir.IntegerType.get_signless(32)
+        other = None
+        for register in alpha.registers.flat:
+            x = mgpu_utils.vector.extract(register, [], [0])
+            one = arith.constant(x.type, ir.FloatAttr.get(x.type, 1.0))
+            differs = arith.cmpf(arith.CmpFPredicate.UNE, x, one)
+            other = differs if other is None else arith.ori(other, differs)
+        found = mgpu_utils.nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, i32), other, "any")
+        return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
+
+    return vote(alpha)
 
 
 def take_ticket(counter: Any) -> jax.Array:

@@ -89,6 +89,8 @@ def dq(
     ragged = kv_len % tile != 0
     skips = rule.by_position and kv_positions is None
     by_index = ragged or skips
+    # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
+    bits_alone = bits is not None and skips and not ragged and kv_segments is None
     q_vectors = vectors(q_size, position=q_positions if rule.by_position else None, segment=q_segments)
     q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(
@@ -168,7 +170,10 @@ def dq(
             def bitmap_of(t):
                 return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(t, tiles_per_block))
 
-            def element_mask(slot, keys, t, part, own_bits):
+            def element_mask(slot, keys, t, part, own_bits, ruled):
+                kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
+                if not ruled:
+                    return own_bits.tile(None, 0, kv_first, (ROWS, PART), 0)
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
                 row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS)
                 ok = rule.attends(
@@ -180,7 +185,6 @@ def dq(
                     kv.get("segment"),
                     kv["index"] < kv_len if ragged else None,
                 )
-                kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
                 return ok if own_bits is None else own_bits.tile(ok, 0, kv_first, (ROWS, PART), 0)
 
             def accumulate(dq_acc):
@@ -195,7 +199,7 @@ def dq(
                     if masked or config.inner_stages > 1:
                         plgpu.barrier_wait(v_ready.at[ring, inner])
 
-                    def products(s_acc, dp_acc, *, part, width):
+                    def products(s_acc, dp_acc, *, part, width, ruled):
                         keys, start = pl.ds(part * width, width), tile_start + part * width
                         k_tile, v_tile = k_smem.at[ring, slot, keys], v_smem.at[ring, inner, keys]
                         # S and dP
@@ -210,7 +214,7 @@ def dq(
                             s,
                             None if rule.folds_lse else per_row(statistic, width),
                             None if bias is None else load_bias(bias_ref, b, h, q_start, start, (ROWS, width)),
-                            element_mask(slot, keys, t, part, own_bits) if masked else None,
+                            element_mask(slot, keys, t, part, own_bits, ruled) if masked else None,
                         )
                         # dS
                         dp = read(dp_acc, in_flight=0, interpret=simulate)
@@ -222,9 +226,9 @@ def dq(
                     width = PART if masked or not rule.folds_lse else tile
                     for part in range(tile // width):
 
-                        def run(part=part):
+                        def run(ruled=True, part=part):
                             with_values(
-                                functools.partial(products, part=part, width=width),
+                                functools.partial(products, part=part, width=width, ruled=ruled),
                                 [r.at[:, pl.ds(0, width)] for r in buffers[1:]],
                                 [
                                     per_row(statistic, width) if rule.folds_lse else wgmma_full((ROWS, width), 0.0),
@@ -233,11 +237,16 @@ def dq(
                                 interpret=simulate,
                             )
 
-                        near = None
+                        near, live = None, None if own_bits is None else own_bits.any(0)
                         if skips and masked:
                             first_key = kv_vector_smem["index"][ring, slot, part * width]
-                            near = rule.may_attend(first_query, first_key, packing.queries, width)
-                        run_where(run, near, None if own_bits is None else own_bits.any(0))
+                            place = first_query, first_key, packing.queries, width
+                            near = rule.may_attend(*place)
+                            if bits_alone:
+                                whole = rule.all_attend(*place)
+                                run_where(functools.partial(run, ruled=False), whole, live)
+                                near &= ~whole
+                        run_where(run, near, live)
                     if masked:
                         release(v_free.at[ring, inner], interpret=simulate)
                     release(k_free.at[ring, slot], interpret=simulate)

@@ -19,6 +19,9 @@ from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD
 HALF = 64
 # Columns after which an accumulator's layout repeats: a thread holds all of a row's columns c, c + 8, c + 16, ...
 LANE_COLUMNS = 8
+# A row's maximum stays until a logit exceeds it by this, in powers of two. Sums that are up to 2 ** 8 times as large
+# are as exact, and the output is seldom rescaled.
+RISE = 8.0
 
 
 class ComputeWarpgroup:
@@ -212,7 +215,21 @@ class Tile:
         cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
         if plan.has_bits and (live := self.chosen(notes[cta.bitmap_field(slot)])) is not None:
             pl.when(~live)(lambda: self.idle_step(step))
-            return lax.fori_loop(0, live.astype(jnp.int32), lambda _, c: self.kv_step(step, c, partial=True), carry)
+            ways = [(True, live)]
+            if not plan.kv_vectors:
+                # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
+                whole = self.plan.rule.all_in_band(
+                    self.first_query(), plan.packing.queries, notes[cta.run_field(slot, 0)], plan.tile_kv
+                )
+                ways = [(False, live & whole), (True, live & ~whole)]
+            for ruled, here in ways:
+                carry = lax.fori_loop(
+                    0,
+                    here.astype(jnp.int32),
+                    lambda _, c, ruled=ruled: self.kv_step(step, c, partial=True, ruled=ruled),
+                    carry,
+                )
+            return carry
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
         first_keys = [
@@ -247,8 +264,11 @@ class Tile:
         plgpu.barrier_arrive(cta.stage(barriers.v_free, slot))
         self.await_next_keys(step)
 
-    def kv_step(self, step: Any, carry: Any, *, partial: bool, half: Any = None) -> Any:
-        """One tile of keys; with `half` (0 or 1), only that half of the tile."""
+    def kv_step(self, step: Any, carry: Any, *, partial: bool, ruled: bool = True, half: Any = None) -> Any:
+        """One tile of keys; with `half` (0 or 1), only that half of the tile.
+
+        `ruled`: whether the rule may exclude elements of a partial tile; otherwise only bits do.
+        """
         cta, plan, slot = self.cta, self.plan, self.slot(step)
         keys, values = cta.stage(cta.scratch.k, slot), cta.stage(cta.scratch.v, slot)
         starts = self.warpgroup.starts(slot) if partial or plan.has_bias else None
@@ -273,7 +293,7 @@ class Tile:
                 vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
-        logits = self.element_wise(logits, starts, vectors, partial=partial)
+        logits = self.element_wise(logits, starts, vectors, partial=partial and ruled)
         if number is not None:
             assert starts is not None
             logits = jnp.where(self.bits(number, starts[0], logits.shape), logits, -jnp.inf)
@@ -335,11 +355,18 @@ class Tile:
         slot = self.slot(step)
 
         # Softmax
-        m_new = jnp.maximum(m, logits.max(axis=1) * jnp.float32(plan.to_log2))
+        largest = jnp.maximum(m, logits.max(axis=1) * jnp.float32(plan.to_log2))
+        m_new = jnp.where(largest > m + RISE, largest, m)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(logits * jnp.float32(plan.to_log2) - common.per_row(m_new, shape))
-        acc *= common.per_row(alpha, acc.shape)
-        total *= common.per_row(alpha, total.shape) if plan.lane_sums else alpha
+
+        def rescale(_: Any, sums: Any) -> Any:
+            acc, total = sums
+            by_row = common.per_row(alpha, total.shape) if plan.lane_sums else alpha
+            return acc * common.per_row(alpha, acc.shape), total * by_row
+
+        moved = common.differs_in_warp(alpha, interpret=bool(plan.interpret))
+        acc, total = lax.fori_loop(0, moved, rescale, (acc, total))
         p16 = p.astype(plan.dtype)
         if plan.lane_sums:
             for column in range(0, shape[1], LANE_COLUMNS):

@@ -396,6 +396,18 @@ def test_large_logits_do_not_overflow(implementation):
     assert np.isfinite(results.out).all()
 
 
+@pytest.mark.parametrize("rise", [3.0, 9.0])
+def test_logits_that_rise_from_block_to_block(implementation, rise):
+    """By this many powers of two: kernels may keep an old maximum while the new one is not much larger."""
+    case = make(implementation, mask_causal=True, density=1.0)
+    blocks = np.arange(case.key.shape[1]) / case.mask().block_kv
+    growth = rise * np.log(2.0) * blocks / 4 * case.key.shape[3] ** 0.5  # times the 4 below, times the scale
+    along = np.full(case.key.shape[3], case.key.shape[3] ** -0.5)
+    query = (case.query.astype(np.float32) + 4 * along).astype(case.query.dtype)
+    key = (case.key.astype(np.float32) + growth[:, None, None] * along).astype(case.key.dtype)
+    check_run(implementation, case.replace(query=query, key=key))
+
+
 @pytest.mark.slow  # every test in float32 would fail, too
 def test_float32_means_float32(implementation):
     """TF32 or bfloat16 passes would be wrong by 1e-3."""
