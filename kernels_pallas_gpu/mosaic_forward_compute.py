@@ -214,7 +214,6 @@ class Tile:
         plan = self.plan
         cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
         if plan.has_bits and (live := self.chosen(notes[cta.bitmap_field(slot)])) is not None:
-            pl.when(~live)(lambda: self.idle_step(step))
             ways = [(True, live)]
             if not plan.kv_vectors:
                 # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
@@ -222,6 +221,7 @@ class Tile:
                     self.first_query(), plan.packing.queries, notes[cta.run_field(slot, 0)], plan.tile_kv
                 )
                 ways = [(False, live & whole), (True, live & ~whole)]
+            pl.when(~live)(lambda: self.idle_step(step))
             for ruled, here in ways:
                 carry = lax.fori_loop(
                     0,
