@@ -3,9 +3,12 @@
     python -m benchmarks.hads.summaries                      rewrites benchmarks/results/hads/summary-*.json
     python -m benchmarks.hads.summaries --texts texts.npz    first makes documents.tsv there
 
-A summary keeps the environment of its run. Older records do not name the documents of their texts. For these,
-`documents.tsv` has the document of every text by the digest of its tokens, from the study's texts made anew by
-`benchmarks.hads.texts`: a text is found there only if its tokens are the recorded ones.
+A summary keeps the environment of its run. Where the run went on from records of earlier runs, `earlier` has their
+environments, each with the methods whose records are theirs.
+
+Older records do not name the documents of their texts. For these, `documents.tsv` has the document of every text by the
+digest of its tokens, from the study's texts made anew by `benchmarks.hads.texts`: a text is found there only if its
+tokens are the recorded ones.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def main() -> None:
         which = path.stem.removeprefix("summary-")
         about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
         lines = list(with_documents(lines, documents))
-        found = {"environment": json.loads(path.read_text())["environment"]}
+        found = {name: of for name, of in json.loads(path.read_text()).items() if name in ("environment", "earlier")}
         found |= as_json(about, summarise(lines), retention(lines)) | extras(lines)
         _atomic.write_text(path, json.dumps(found, indent=1) + "\n")
         print(path.name, len(lines), "lines")
