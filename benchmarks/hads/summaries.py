@@ -48,11 +48,9 @@ def main() -> None:
         found = [one for length in LENGTHS for one in load_texts([texts], length=length, domains=EVALUATION)]
         rows = {f"{text.digest}\t{text.document}\n" for text in found}
         _atomic.write_text(FOLDER / "documents.tsv", "".join(sorted(rows)))
-    documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
     for path in sorted(FOLDER.glob("summary-*.json")):
         which = path.stem.removeprefix("summary-")
-        about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
-        lines = list(with_documents(lines, documents))
+        about, lines = recorded(which)
         found = {name: of for name, of in json.loads(path.read_text()).items() if name in ("environment", "earlier")}
         found |= as_json(about, summarise(lines), retention(lines)) | extras(lines)
         _atomic.write_text(path, json.dumps(found, indent=1) + "\n")
@@ -68,6 +66,13 @@ def extras(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             whole = as_json({}, rows, retention(lines, last_rows))
             found[last_rows] = {name: whole[name] for name in ("methods", "tasks")}
     return {"layer_division": layer_division(lines), "last_rows": found}
+
+
+def recorded(which: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the recorded study of this name is about, and its lines, each with its text's document."""
+    documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
+    about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
+    return about, list(with_documents(lines, documents))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
