@@ -12,17 +12,17 @@ import numpy as np
 from benchmarks.hads import union_picture
 from benchmarks.hads.methods import RIVALS, STRENGTHENED
 from benchmarks.hads.union_density import MOST
-from benchmarks.report.hads import ALWAYS, FOLDER, budgets_of, ranked
+from benchmarks.report.hads import ALWAYS, FOLDER, compared, of_small_study, ranked, studies
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.pictures import kept_shares, mask_over_mass, quality_over_density
 from xsake.hads.study.summary import Summary
 
 
 def main() -> None:
-    for path in sorted(FOLDER.glob("summary-*.json")):
-        which = path.stem.removeprefix("summary-")
-        run = json.loads(path.read_text())
-        rows = [r for r in run["methods"] if r["layers"] == "profile" and r["budget"] in budgets_of(run)]
+    for run in studies():
+        which = run["name"]
+        small = of_small_study(run)  # lines of different texts must not be compared
+        rows = compared(run)[0] if small is None else small.rows
         best = [*ranked(rows, RIVALS)[:6], *ranked(rows, STRENGTHENED)[:4]]
         summaries = [
             Summary(**r | {name: r[name] and Difference(**r[name]) for name in ("against", "loss_against")})

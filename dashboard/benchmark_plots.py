@@ -240,6 +240,12 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         "In the differences, intervals are 95% intervals of a paired bootstrap over documents, not quartiles; below 0, "
         "HADS is nearer to the dense model.",
     ]
+    texts = sorted({row["sequences"] for row in methods})
+    if len(texts) > 1:
+        notes.append(
+            f"Methods have read {texts[0]} to {texts[-1]} texts. The first plot has each method's own texts; the "
+            "differences are of the texts that HADS and the method have both read."
+        )
     return _there(made), notes
 
 

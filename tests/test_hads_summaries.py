@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.hads import summaries
 from benchmarks.report import hads as report
+from benchmarks.report import shared_texts
 
 LINE = {"budget": 0.2, "layers": "profile", "density": 0.2, "loss": 2.0, "sparse_loss": 2.1, "same_token": 1.0}
 
@@ -49,3 +50,23 @@ def test_every_setting_of_the_last_rows_gets_its_tables():
     )
     assert said.count("| **HADS** | 75% |") == said.count("| **HADS** | 50% |") == 1
     assert said.count("| sink + window | 25% |") == 2 and report.last_rows({}) == []
+
+
+def test_methods_are_compared_on_the_texts_that_all_have_read(monkeypatch):
+    def line(method: str, text: str, budget: float, kl: float) -> dict:
+        return LINE | {"sequence": text, "document": text, "method": method, "budget": budget, "kl": kl}
+
+    lines = [line("hads", text, budget, 0.1) for text in "abcd" for budget in (0.1, 0.2)]
+    lines += [line("quest", text, 0.2, kl) for text, kl in zip("abc", (0.2, 0.3, 0.05), strict=True)]
+    lines += [line("quest+forced", text, budget, 0.3) for text in "bcd" for budget in (0.1, 0.2)]
+    monkeypatch.setattr(shared_texts, "recorded", lambda which: ({}, lines))
+    found = shared_texts.shared("any")
+    assert found.texts == 2 and found.budgets == [0.2]  # b and c
+    assert {r["method"]: (r["sequences"], round(r["kl"], 3)) for r in found.rows} == {
+        "hads": (2, 0.1),
+        "quest": (2, 0.175),
+        "quest+forced": (2, 0.3),
+    }
+    assert found.lower == (3, 4) and found.lower_everywhere == (8, 9)
+    lines[:] = [one for one in lines if one["sequence"] in "bc"]
+    assert shared_texts.shared("any") is None

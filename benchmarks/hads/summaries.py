@@ -3,9 +3,12 @@
     python -m benchmarks.hads.summaries                      rewrites benchmarks/results/hads/summary-*.json
     python -m benchmarks.hads.summaries --texts texts.npz    first makes documents.tsv there
 
-A summary keeps the environment of its run. Older records do not name the documents of their texts. For these,
-`documents.tsv` has the document of every text by the digest of its tokens, from the study's texts made anew by
-`benchmarks.hads.texts`: a text is found there only if its tokens are the recorded ones.
+A summary keeps the environment of its run. Where the run went on from records of earlier runs, `earlier` has their
+environments, each with the methods whose records are theirs.
+
+Older records do not name the documents of their texts. For these, `documents.tsv` has the document of every text by the
+digest of its tokens, from the study's texts made anew by `benchmarks.hads.texts`: a text is found there only if its
+tokens are the recorded ones.
 """
 
 from __future__ import annotations
@@ -45,12 +48,10 @@ def main() -> None:
         found = [one for length in LENGTHS for one in load_texts([texts], length=length, domains=EVALUATION)]
         rows = {f"{text.digest}\t{text.document}\n" for text in found}
         _atomic.write_text(FOLDER / "documents.tsv", "".join(sorted(rows)))
-    documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
     for path in sorted(FOLDER.glob("summary-*.json")):
         which = path.stem.removeprefix("summary-")
-        about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
-        lines = list(with_documents(lines, documents))
-        found = {"environment": json.loads(path.read_text())["environment"]}
+        about, lines = recorded(which)
+        found = {name: of for name, of in json.loads(path.read_text()).items() if name in ("environment", "earlier")}
         found |= as_json(about, summarise(lines), retention(lines)) | extras(lines)
         _atomic.write_text(path, json.dumps(found, indent=1) + "\n")
         print(path.name, len(lines), "lines")
@@ -65,6 +66,13 @@ def extras(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             whole = as_json({}, rows, retention(lines, last_rows))
             found[last_rows] = {name: whole[name] for name in ("methods", "tasks")}
     return {"layer_division": layer_division(lines), "last_rows": found}
+
+
+def recorded(which: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the recorded study of this name is about, and its lines, each with its text's document."""
+    documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
+    about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
+    return about, list(with_documents(lines, documents))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

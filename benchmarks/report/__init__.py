@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import record
 from benchmarks.report import (
     attention,
+    chunks,
     decode,
     generate,
     hads,
@@ -42,6 +43,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_prompt": prompt.gpu_prompt,
     "gpu_selection": selection.gpu_selection,
     "gpu_speed": attention.gpu_speed,
+    "hads_chunks": chunks.chunks,
     "hads_every_method": hads.every_method,
     "hads_first_table": hads.first_table,
     "hads_mask_cost": hads.mask_cost,

@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.hads.methods import RIVALS, STRENGTHENED
-from benchmarks.report.words import source, table
+from benchmarks.report.shared_texts import Shared, shared
+from benchmarks.report.words import source, table, went_on
 
 FOLDER = record.RESULTS / "hads"
 ALWAYS = ("sink_window", "oracle_top_k", "oracle_gain")
@@ -46,6 +47,7 @@ NAMES = {
     "x_attention_8": "our block-level XAttention, stride 8",
 }
 
+MANY = 20  # a study of more methods has a table of all of them, each on its own texts
 MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B, "}  # others than SmolLM2
 AIMS = {"qwen2.5-coder-1.5b": {0.2: 0.005, 0.1: 0.02}}  # of HADS's perplexity over dense, by budget
 
@@ -58,7 +60,9 @@ def every_study() -> str:
 
 
 def studies() -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("summary-*.json"), key=_longest_first)]
+    """The recorded summaries; `name` is that of the study in the names of its files."""
+    paths = sorted(FOLDER.glob("summary-*.json"), key=_longest_first)
+    return [json.loads(path.read_text()) | {"name": path.stem.removeprefix("summary-")} for path in paths]
 
 
 def short() -> str:
@@ -79,10 +83,14 @@ def study(run: dict[str, Any]) -> str:
     rows, by = compared(run)
     budgets = budgets_of(run)
     plain_rivals, forced = ranked(rows, RIVALS), ranked(rows, STRENGTHENED)
-    shown = ["hads", *KIN, *forced[:3], *plain_rivals[:3], *ALWAYS]
-    shown = [name for name in shown if (name, budgets[0]) in by]
     most = by["hads", budgets[0]]
     sequences = most["sequences"]
+    on_shared = same_texts(run)
+    best = [plain_rivals, forced]
+    if on_shared:  # that table has what has read fewer texts than HADS
+        best = [[name for name in names if by[name, budgets[0]]["sequences"] == sequences] for names in best]
+    shown = ["hads", *KIN, *best[1][:3], *best[0][:3], *(() if on_shared else ALWAYS)]
+    shown = [name for name in shown if (name, budgets[0]) in by]
     cells = []
     for name in dict.fromkeys(shown):
         own = by[name, budgets[0]]["sequences"]
@@ -99,11 +107,48 @@ def study(run: dict[str, Any]) -> str:
             *facts(by, budgets, plain_rivals, forced, rivals),
             *aims(run, by),
             *lent(run, budgets),
-            f"- {origin(run)}",
+            " ".join([f"- {origin(run)}", *went_on(run, bare)]),
+            *on_shared,
             *answers(run["tasks"]),
             *last_rows(run),
         ]
     )
+
+
+def same_texts(run: dict[str, Any]) -> list[str]:
+    """Every method of a small study on the texts that all have read, best first; nothing if they read the same."""
+    found = of_small_study(run)
+    if found is None:
+        return []
+    by = {(r["method"], r["budget"]): r for r in found.rows}
+    heads = ["method"]
+    for b in found.budgets:
+        heads += [f"KL at {b:.0%}", "HADS's KL minus it"]
+    cells = []
+    for name in ranked(found.rows, {name for name, _ in by}):
+        row = [title(name)]
+        for b in found.budgets:
+            row += [cell(by[name, b], found.texts), interval(by[name, b]["against"])]
+        cells.append(row)
+    return [
+        "",
+        f"All methods on the {found.texts} texts that every one of them has read: KL, in brackets perplexity over "
+        "dense, and the paired difference with its 95% interval:",
+        "",
+        *table(heads, cells),
+        "",
+        f"- HADS's KL is below the rival's in {found.lower.count} of {found.lower.of} comparisons of one text at one "
+        f"budget. With {found.texts} texts an interval says little more than that. Of all texts and budgets that were "
+        f"run, it is below in {found.lower_everywhere.count} of {found.lower_everywhere.of}.",
+    ]
+
+
+def of_small_study(run: dict[str, Any]) -> Shared | None:
+    return shared(run["name"]) if len({r["method"] for r in run["methods"]}) <= MANY else None
+
+
+def interval(difference: Row | None) -> str:
+    return "" if difference is None else "{mean:+.4f} ({low:+.4f} to {high:+.4f})".format(**difference)
 
 
 def compared(run: dict[str, Any]) -> tuple[list[Row], dict[tuple[str, float], Row]]:
@@ -159,8 +204,11 @@ def facts(
     off = max(r["off_budget"] for r in by.values())
     kinds = "with and without HADS's forced blocks" if plain_rivals else "all with HADS's forced blocks"
     bare_rivals = f" without forced blocks, by budget: {over(plain_rivals)};" if plain_rivals else ", by budget,"
+    texts = sorted({r["sequences"] for r in rivals})
+    few = f", on {texts[0]} to {texts[-1]} texts" if len(texts) > 1 else ""
+    up_to = "up to " if len(rivals) < len(names) * len(budgets) else ""
     return [
-        f"- {len(names)} rivals ({kinds}) at {len(budgets)} budgets: the 95% interval of "
+        f"- {len(names)} rivals ({kinds}) at {up_to}{len(budgets)} budgets{few}: the 95% interval of "
         f"HADS's KL minus the rival's KL, paired by text, documents resampled whole, lies below 0 in {len(below)} of "
         f"{len(rivals)} comparisons.{exceptions}{left_out}",
         f"- The same for the logarithm of perplexity: below 0 in {len(surer)}, above 0 in {len(worse)}"
@@ -179,7 +227,20 @@ def aims(run: dict[str, Any], by: dict[tuple[str, float], Row]) -> list[str]:
     for budget, most in AIMS.get(run["about"]["model"], {}).items():
         gap = by["hads", budget]["perplexity_gap"]
         said.append(f"{most:+.1%} at {budget:.0%} ({'met' if gap <= most else 'missed'}: {gap:+.2%})")
-    return [f"- Aims for HADS's perplexity over dense: at most {', '.join(said)}."] if said else []
+    if not said:
+        return []
+    return [f"- Aims for HADS's perplexity over dense: at most {', '.join(said)}.", *beside_oracle(run, by)]
+
+
+def beside_oracle(run: dict[str, Any], by: dict[tuple[str, float], Row]) -> list[str]:
+    """HADS's perplexity beside the oracle's on the texts that the oracle has read."""
+    said = []
+    for budget in AIMS[run["about"]["model"]]:
+        if (oracle := by.get(("oracle_gain", budget))) is not None:
+            own = np.expm1(np.log1p(oracle["perplexity_gap"]) + oracle["loss_against"]["mean"])
+            theirs = f"the oracle {oracle['perplexity_gap']:+.2%} ({oracle['sequences']} texts)"
+            said.append(f"at {budget:.0%} HADS {own:+.2%}, {theirs}")
+    return [f"- The same on the texts that the oracle has read: {'; '.join(said)}."] if said else []
 
 
 def is_below(difference: Row | None) -> bool:
@@ -213,7 +274,7 @@ def every_method() -> str:
     for run in studies():
         rows, by = compared(run)
         names = {r["method"] for r in rows}
-        if len(names) <= 20:
+        if len(names) <= MANY:
             continue
         budgets = [b for b in budgets_of(run) if b in (0.1, 0.2, 0.43)]
         cells = [
@@ -323,12 +384,13 @@ def mask_cost() -> str:
 
 
 def ranked(rows: Sequence[Row], among: Any) -> list[str]:
-    """Best first, by the mean over budgets of the logarithm of KL."""
-    logs: dict[str, list[float]] = {}
+    """Best first, by the mean of the logarithm of KL over the budgets that all of these methods have."""
+    logs: dict[str, dict[float, float]] = {}
     for r in rows:
         if r["method"] in among:
-            logs.setdefault(r["method"], []).append(float(np.log(r["kl"])))
-    return sorted(logs, key=lambda name: float(np.mean(logs[name])))
+            logs.setdefault(r["method"], {})[r["budget"]] = float(np.log(r["kl"]))
+    common = sorted(set.intersection(*map(set, logs.values()))) if logs else []
+    return sorted(logs, key=lambda name: float(np.mean([logs[name][b] for b in common])))
 
 
 def budgets_of(run: dict[str, Any]) -> list[float]:

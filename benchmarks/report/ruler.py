@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import lzma
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from benchmarks import record
-from benchmarks.report.hads import MODELS
-from benchmarks.report.words import source, table
+from benchmarks.report.hads import MODELS, plain
+from benchmarks.report.words import source, table, went_on
 from benchmarks.ruler.tasks import TASKS
+from xsake.hads.study.bootstrap import Difference, paired_difference
 
 Scores = dict[str, Any]
+Answers = Callable[[int, str, float], dict[str, float]]  # of (length, method, budget): scores by prompt
 
 
 def ruler() -> str:
@@ -21,41 +28,106 @@ def _run(name: str, run: dict[str, Any]) -> str:
     by_length: dict[int, list[Scores]] = {}
     for scores in run["scores"]:
         by_length.setdefault(scores["length"], []).append(scores)
-    whole = {n: found for n, found in by_length.items() if all(len(s["tasks"]) == len(TASKS) for s in found)}
-    parts = [_length(run, n, whole[n]) for n in sorted(whole, reverse=True)]
-    cut_off = [_cut_off(n, found) for n, found in by_length.items() if n not in whole]
-    return "\n".join([*parts, *cut_off, "", source(f"{name}.json", run, "jax")])
+    shown = {n for n, found in by_length.items() if sum(_is_whole(s) for s in found) > 1}
+    answers = _answers(name)
+    parts = [_length(run, n, by_length[n], answers) for n in sorted(shown, reverse=True)]
+    cut_off = [_cut_off(n, found) for n, found in by_length.items() if n not in shown]
+    origin = " ".join([source(f"{name}.json", run, "jax"), *went_on(run, _name)])
+    return "\n".join([*parts, *cut_off, "", origin])
 
 
-def _length(run: dict[str, Any], length: int, found: list[Scores]) -> str:
-    heads = ["task", *map(_way, found)]
-    rows = [[task, *(f"{s['tasks'][task]:.0f}" for s in found)] for task in TASKS]
-    rows.append(["**average**", *(f"{s['average']:.1f}" for s in found)])
-    rows.append(["minus dense", *(_difference(s) for s in found)])
+def _length(run: dict[str, Any], length: int, found: list[Scores], answers: Answers) -> str:
+    found = sorted(found, key=lambda s: -s["budget"])
     dense = next(s for s in found if s["method"] == "dense")
-    hopeless = [task for task in TASKS if dense["tasks"][task] == 0]
+    common = [task for task in TASKS if all(task in s["tasks"] for s in found)]
+    rows = [[task, *(f"{s['tasks'][task]:.0f}" if task in s["tasks"] else "" for s in found)] for task in TASKS]
+    rows.append([f"**average of {len(TASKS)}**", *(f"{s['average']:.1f}" if _is_whole(s) else "" for s in found)])
+    if len(common) < len(TASKS):
+        means = (np.mean([s["tasks"][task] for task in common]) for s in found)
+        rows.append([f"**average of the {len(common)} that all have**", *(f"{mean:.1f}" for mean in means)])
     model = MODELS.get(run["about"]["model"], "SmolLM2, ")
     lines = [
-        f"{model}prompts of {length} tokens, {min(s['samples'] for s in found)} per task, scores in "
-        "percent; in brackets the 95% interval of the difference, paired by prompt:",
+        f"{model}prompts of {length} tokens, {min(s['samples'] for s in found)} per task, scores in percent:",
         "",
-        *table(heads, rows),
+        *table(["task", *map(_way, found)], rows),
         "",
+        "Points above or below dense on the tasks that a method has answered, and HADS at the same budget on the same "
+        "prompts; in brackets the 95% interval of the difference, paired by prompt:",
+        "",
+        *_differences(length, found, answers),
+        "",
+        *_undecided(length, found, answers),
     ]
-    for s in found:
-        if s["against_dense"] is None:
-            continue
+    for s in (s for s in found if s["method"] == "hads"):
         lost, won = (
-            [task for task in TASKS if sign * (s["tasks"][task] - dense["tasks"][task]) > 0] for sign in (-1, 1)
+            [task for task in s["tasks"] if sign * (s["tasks"][task] - dense["tasks"][task]) > 0] for sign in (-1, 1)
         )
-        where = "lies below 0" if s["against_dense"]["high"] < 0 else "does not lie below 0"
         lines.append(
-            f"- {_way(s)}: the interval {where}. Lower than dense: {', '.join(lost) or 'no task'}; higher: "
-            f"{', '.join(won) or 'no task'}."
+            f"- {_way(s)}: lower than dense in {', '.join(lost) or 'no task'}; higher in {', '.join(won) or 'no task'}."
         )
-    if hopeless:
+    if hopeless := [task for task in dense["tasks"] if dense["tasks"][task] == 0]:
         lines.append(f"- Dense attention solves nothing of {' and '.join(hopeless)}: these say nothing of a method.")
+    if partial := [s for s in found if not _is_whole(s)]:
+        missing = [task for task in TASKS if any(task not in s["tasks"] for s in partial)]
+        lines.append(
+            f"- An empty cell was not run, the time was over: {', '.join(missing)}. So averages of different "
+            "tasks are not shown."
+        )
     return "\n".join(lines)
+
+
+def _answers(name: str) -> Answers:
+    """The scores of every prompt that was answered, in percent."""
+    with lzma.open(record.RESULTS / f"{name}.jsonl.xz", "rt") as file:
+        _, *lines = map(json.loads, file)
+
+    def of(length: int, method: str, budget: float) -> dict[str, float]:
+        way = (length, method, budget)
+        mine = [line for line in lines if (line["length"], line["method"], line["budget"]) == way]
+        return {line["sequence"]: 100 * line["score"] for line in mine if line["task"] in TASKS}
+
+    return of
+
+
+def _differences(length: int, found: list[Scores], answers: Answers) -> list[str]:
+    dense = answers(length, "dense", 1.0)
+    cells = []
+    for s in (s for s in found if s["method"] != "dense"):
+        mine = answers(length, s["method"], s["budget"])
+        ours = _ours_there(length, s, answers)
+        beside = [_written(_difference(ours, other)) for other in (dense, mine)] if ours else ["", ""]
+        cells.append([_way(s), str(len(s["tasks"])), _written(_difference(mine, dense)), *beside])
+    return table(["read with", "tasks", "minus dense", "HADS minus dense there", "HADS minus it"], cells)
+
+
+def _undecided(length: int, found: list[Scores], answers: Answers) -> list[str]:
+    """How many of the differences between HADS and other methods might be chance."""
+    differences = [
+        _difference(ours, answers(length, s["method"], s["budget"]))
+        for s in found
+        if (ours := _ours_there(length, s, answers))
+    ]
+    if not differences:
+        return []
+    open_ = sum(d.low <= 0 <= d.high for d in differences if d.low is not None and d.high is not None)
+    return [f"- HADS minus another method: {open_} of {len(differences)} intervals contain 0."]
+
+
+def _ours_there(length: int, scores: Scores, answers: Answers) -> dict[str, float]:
+    """HADS's scores, at this method's budget, of the prompts that the method has answered; none for HADS itself."""
+    if scores["method"] in ("dense", "hads"):
+        return {}
+    mine = answers(length, scores["method"], scores["budget"])
+    return {prompt: score for prompt, score in answers(length, "hads", scores["budget"]).items() if prompt in mine}
+
+
+def _difference(one: dict[str, float], other: dict[str, float]) -> Difference:
+    both = sorted(set(one) & set(other))
+    return paired_difference(*(np.array([of[prompt] for prompt in both]) for of in (one, other)))
+
+
+def _written(d: Difference) -> str:
+    return f"{d.mean:+.1f} ({d.low:+.1f} to {d.high:+.1f})"
 
 
 def _cut_off(length: int, found: list[Scores]) -> str:
@@ -65,10 +137,14 @@ def _cut_off(length: int, found: list[Scores]) -> str:
     )
 
 
+def _is_whole(scores: Scores) -> bool:
+    return len(scores["tasks"]) == len(TASKS)
+
+
 def _way(scores: Scores) -> str:
-    return "dense" if scores["method"] == "dense" else f"{scores['method'].upper()} {scores['budget']:.0%}"
+    name = _name(scores["method"])
+    return name if scores["method"] == "dense" else f"{name} {scores['budget']:.0%}"
 
 
-def _difference(scores: Scores) -> str:
-    d = scores["against_dense"]
-    return "" if d is None else f"{d['mean']:+.1f} ({d['low']:+.1f} to {d['high']:+.1f})"
+def _name(method: str) -> str:
+    return {"dense": "dense", "hads": "HADS", "oracle_gain": "oracle"}.get(method) or plain(method)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -20,3 +20,11 @@ def source(name: str, run: dict[str, Any], *versions: str, note: str = "") -> st
     e = run["environment"]
     facts = [e["device"], note, *(f"{v} {e['versions'][v]}" for v in versions), f"commit {e['commit'][:7]}"]
     return f"Recorded in `benchmarks/results/{name}`: {', '.join(fact for fact in facts if fact)}."
+
+
+def went_on(run: dict[str, Any], named: Callable[[str], str]) -> list[str]:
+    """Sentences that say which methods' records an earlier run made, if the run went on from its records."""
+    return [
+        f"Of an earlier run, commit {one['environment']['commit'][:7]}: {', '.join(map(named, one['methods']))}."
+        for one in run.get("earlier", ())
+    ]
