@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
+from contract.case import attend, check_run, make
 from cuda_offline import lower
 from sweep import sweep
 from tiny_model import TINY, build, run
@@ -105,9 +105,21 @@ def test_full_blocks_of_a_chunk_are_known(inputs):
 
 
 def test_backends_take_the_rule_of_a_chunk(implementation):
-    """Queries that begin in the middle of the keys."""
-    size = dict(q_len=96, kv_len=160, mask_window=(None, 64), block_q=32, block_kv=32)
+    """Queries that begin in the middle of the keys, and end before the last key."""
+    size = dict(q_len=96, kv_len=224, mask_window=(None, 64), block_q=32, block_kv=32)
     check_run(implementation, make(implementation, **size))
+
+
+@pytest.mark.parametrize("mask", [None, (1, 4)], ids=["dense", "lists"])
+def test_what_lies_past_a_chunk_changes_nothing(implementation, mask):
+    """A cache may hold anything there."""
+    case = make(implementation, q_len=96, kv_len=320, mask=mask, block_q=32, block_kv=32, mask_window=(None, 64))
+    options = {} if mask else {"local_window_size": (None, 64)}
+    end = case.query.shape[1] + 64
+    garbage = case.inputs | {name: case.inputs[name].at[:, end:].set(1000) for name in ("key", "value")}
+    with implementation.context():
+        wanted, found = (attend(implementation, x, case.mask(), {}, **options)[0] for x in (case.inputs, garbage))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_wrong_chunks_are_refused(inputs):
@@ -220,8 +232,9 @@ def test_the_kernel_of_the_tokens_feature_is_xlas(first):
     pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
     pooled = pooled.write(key, lengths, start=0, block=16)
     expected = chunk._over_keys(first, grid, query, key, pooled, lengths)
+    cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
     with xsake.interpret():
-        found = triton_chunk.over_keys(query, key, pooled.mean, lengths, first, grid)
+        found = triton_chunk.over_keys(query, cache, pooled.mean, lengths, first, grid)
     causal = first + np.arange(rows)[:, None] >= np.arange(grid.side)
     holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
     used = causal[None, None] & holds[:, None, None]

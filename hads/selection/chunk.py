@@ -62,12 +62,12 @@ def select_chunk(
 ) -> BlockMask:
     """The mask of one layer for the queries of a chunk, which are tokens `start` to `start + T` of their sequences.
 
-    Works under jit. The mask has T queries and start + T keys. Its rule is causality counted from `start`, which is the
-    window `(None, start)`: pass the mask to `xsake.attention` without `is_causal`.
+    Works under jit. The mask has T queries and S keys. Its rule is causality counted from `start`, which is the window
+    `(None, start)`: pass the mask to `xsake.attention` with the same keys, without `is_causal`.
 
     Args:
       query: the chunk's queries, rotary positions applied.
-      key: the keys of the sequences, of which the first start + T are there; a cache may have more.
+      key: the keys of the sequences. The first start + T are read: a cache of any size, which need not be cut.
       pooled: of the same keys, the chunk's own among them (`PooledKeys.write`).
       weights: of this layer (`LayerWeights.of`).
       counts: how many blocks each sequence keeps in this chunk, over all heads: a row of `hads.chunk_counts`.
@@ -86,15 +86,16 @@ def select_chunk(
     grid = CausalGrid(start + length, block, rule, window)
     if pooled.blocks < grid.side:
         raise ValueError(f"{grid.side} blocks of keys are there, but only {pooled.blocks} pooled ones")
-    given = jax.lax.stop_gradient((query, key[:, : start + length], pooled, weights))
+    given = jax.lax.stop_gradient((query, key, pooled, weights))
     blocks = _chosen(*given, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32), start // block, grid)
     windowed = window is not None and window < grid.length
+    unseen = -(-key.shape[1] // block) - grid.side
     return BlockMask.from_blocks(
-        blocks,
+        jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, unseen))),
         block_q=block,
         block_kv=block,
         q_len=length,
-        kv_len=start + length,
+        kv_len=key.shape[1],
         is_causal=start == 0 and not windowed,
         local_window_size=None if start == 0 or windowed else (None, start),
         transpose=False,
@@ -202,7 +203,7 @@ def _over_keys(
     """
     b, h, rows, d = query.shape
     n, groups = grid.side, key.shape[2]
-    keys = jnp.pad(key, ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
+    keys = jnp.pad(key[:, : grid.length], ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
     keys = keys.reshape(b, n, grid.block, groups, d)
     place = jnp.arange(n * grid.block, dtype=jnp.int32).reshape(1, n, grid.block)
     here = place < jnp.minimum(lengths, grid.length)[:, None, None]

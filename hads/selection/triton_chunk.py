@@ -34,7 +34,6 @@ def over_keys(
     tiles, parts = -(-rows // TILE), -(-n // _BLOCKS)
     narrow = key.dtype if key.dtype.itemsize == 2 else jnp.bfloat16
     mean = (jnp.pad(query, ((0, 0), (0, 0), (0, tiles * TILE - rows), (0, 0))) * _LOG2_E).astype(narrow)
-    key = jnp.pad(key, ((0, 0), (0, n * grid.block - key.shape[1]), (0, 0), (0, 0)))
 
     def kernel(q_ref: Any, key_ref: Any, mean_ref: Any, length_ref: Any, out_ref: Any) -> None:
         tile, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
