@@ -17,8 +17,11 @@ from tiny_model import TINY, build, run
 
 import xsake
 from xsake import hads
+from xsake.hads.mask.compact import compact
+from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import chunk, triton_chunk
+from xsake.hads.selection import chunk, triton_choose, triton_chunk
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.prefill import read_prompts
@@ -231,7 +234,8 @@ def test_the_kernel_of_the_tokens_feature_is_xlas(first):
     key = jnp.asarray(rng.standard_normal((2, 300, 2, 16)), jnp.float32)
     pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
     pooled = pooled.write(key, lengths, start=0, block=16)
-    expected = chunk._over_keys(first, grid, query, key, pooled, lengths)
+    unused = jnp.zeros((2, 1, 4, 16)), hads.LayerWeights.of(PROFILE, 1), lengths
+    expected = chunk._over_keys(grid, first, chunk._Given(unused[0], key, pooled, *unused[1:], lengths), query)
     cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
     with xsake.interpret():
         found = triton_chunk.over_keys(query, cache, pooled.mean, lengths, first, grid)
@@ -241,9 +245,46 @@ def test_the_kernel_of_the_tokens_feature_is_xlas(first):
     np.testing.assert_allclose(jnp.where(used, found, 0), jnp.where(used, expected, 0), atol=0.02)
 
 
-def test_the_kernel_of_the_tokens_feature_lowers_for_cuda():
-    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    given = shape((1, 12, 64, 128)), shape((1, 8192, 2, 128)), shape((1, 2, 512, 128))
-    grid = CausalGrid(8192, 64, PROFILE.rule)
-    run = partial(triton_chunk.over_keys, first=64, grid=grid)
-    lower(run, *given, jax.ShapeDtypeStruct((1,), jnp.int32), chip="sm_80")
+@pytest.mark.parametrize("first", sweep([0, 20], slow=[0]))
+def test_the_kernels_of_the_choice_are_xlas(first):
+    """Many gains are equal. The second sequence ends inside the chunk, the third before it."""
+    grid, lengths = CausalGrid(630, 16, PROFILE.rule), jnp.array([630, 470, 300], jnp.int32)
+    shape = (3, 4, grid.side, grid.side)
+    logits = np.round(2 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
+    mass = jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1)[:, :, first:]
+    weights, count = hads.LayerWeights.of(PROFILE, 1), jnp.array([700, 400, 0 if first else 300], jnp.int32)
+    full, room = grid.full()[first:], 200  # too few slots for some heads
+
+    @jax.jit
+    def ours(mass):
+        rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness, "count": count[:, None]}
+        rows = {"first": first, "sides": chunk._sides(lengths, grid)}
+        picked = triton_choose.choose(pad(mass), grid, normalise=False, **rule, **rows)
+        return picked.blocks(grid), picked.lists(grid, room)
+
+    @jax.jit
+    def xlas(mass):
+        blocks = chunk.keep_by_gain(mass, weights, count, lengths, first, grid)
+        return blocks, compact(blocks, full, room)
+
+    with xsake.interpret():
+        found, lists = ours(mass)
+    wanted, wanted_lists = xlas(mass)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found.sum((1, 2, 3)), count)
+    used = np.arange(room) < np.asarray(lists[1])[..., -1:]
+    np.testing.assert_array_equal(np.where(used, lists[0], 0), np.where(used, wanted_lists[0], 0))
+    for a, b in zip(lists[1:], wanted_lists[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_kernels_of_a_chunk_lower_for_cuda():
+    shape, length = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), 8192
+    profile, number = case.random_profile(q_heads=12, head_dim=128, block=64), jax.ShapeDtypeStruct((1,), jnp.int32)
+    pooled = hads.PooledKeys(*(shape((1, 2, 512, 128), dtype=jnp.float32),) * 4)
+    given = shape((1, 4096, 12, 128)), shape((1, 32768, 2, 128)), pooled, hads.LayerWeights.of(profile, 0)
+    mask = Grid.of(64, 64, 4096, 32768, False, (None, length - 4096))
+    run = partial(chunk._by_kernels, CausalGrid(length, 64, profile.rule), mask, 64)
+    text = lower(run, chunk._Given(*given, number, number), chip="sm_90")
+    for name in ("chunk_tokens", "sorted_gains", "cut_5", "reach", "lists"):
+        assert f"hads_{name}" in text

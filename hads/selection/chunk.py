@@ -6,6 +6,8 @@ the blocks that `select` gives. Sequences of a batch may have different lengths:
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ from jaxtyping import Bool, Float, Int
 from xsake._device import on_gpu
 from xsake._trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.compact import compact
+from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.profile import HadsProfile
@@ -86,35 +90,69 @@ def select_chunk(
     grid = CausalGrid(start + length, block, rule, window)
     if pooled.blocks < grid.side:
         raise ValueError(f"{grid.side} blocks of keys are there, but only {pooled.blocks} pooled ones")
-    given = jax.lax.stop_gradient((query, key, pooled, weights))
-    blocks = _chosen(*given, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32), start // block, grid)
     windowed = window is not None and window < grid.length
-    unseen = -(-key.shape[1] // block) - grid.side
-    return BlockMask.from_blocks(
-        jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, unseen))),
+    mask = Grid.of(
         block_q=block,
         block_kv=block,
         q_len=length,
         kv_len=key.shape[1],
         is_causal=start == 0 and not windowed,
-        local_window_size=None if start == 0 or windowed else (None, start),
-        transpose=False,
-        density_hint=density_hint,
+        window=None if start == 0 or windowed else (None, start),
     )
+    given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    lists = _chosen(grid, mask, start // block, jax.lax.stop_gradient(given))
+    return BlockMask.of_lists(lists, **dataclasses.asdict(mask), density_hint=density_hint)
 
 
-def _chosen(
-    query: Array,
-    key: Array,
-    pooled: PooledKeys,
-    weights: LayerWeights,
-    counts: Array,
-    lengths: Array,
-    first: int,
-    grid: CausalGrid,
-) -> Bool[Array, "B H rows n"]:
-    mass = _mass(query, key, pooled, weights.estimator, lengths, first, grid)
-    return keep_by_gain(mass, weights, counts, lengths, first, grid)
+class _Given(NamedTuple):
+    """What the blocks of a chunk are chosen from: arguments of `select_chunk`."""
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S K D"]
+    pooled: PooledKeys
+    weights: LayerWeights
+    counts: Int[Array, "B"]
+    lengths: Int[Array, "B"]
+
+
+def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    """The lists of the mask's rows, which are the rows of `grid` from row `first` on."""
+    xla = partial(_by_xla, grid, mask, first)
+    # Kernels are not partitioned over devices.
+    if unsupported(given.query.shape[-1], grid) is not None or jit_may_partition():
+        return xla(given)
+    return on_gpu(partial(_by_kernels, grid, mask, first), xla, given)
+
+
+def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    from xsake.hads.mask.triton_call import pad
+    from xsake.hads.selection import triton_choose, triton_chunk
+
+    def over_keys(mean: Array) -> Array:
+        return triton_chunk.over_keys(mean, given.key, given.pooled.mean, given.lengths, first, grid)
+
+    choice = triton_choose.choose(
+        pad(_logits(grid, first, given, over_keys)),
+        grid,
+        sensitivity=given.weights.sensitivity,
+        burstiness=given.weights.burstiness,
+        count=given.counts[:, None],
+        first=first,
+        sides=_sides(given.lengths, grid),
+    )
+    return choice.lists(grid, mask.num_allowed)
+
+
+def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    logits = _logits(grid, first, given, partial(_over_keys, grid, first, given))
+    mass = jax.nn.softmax(jnp.where(grid.causal()[None, None, first:], logits, -jnp.inf), -1)
+    blocks = keep_by_gain(mass, given.weights, given.counts, given.lengths, first, grid)
+    return compact(blocks, mask.allowed_and_full()[1][:, : grid.side], mask.num_allowed)
+
+
+def _sides(lengths: Int[Array, "B"], grid: CausalGrid) -> Int[Array, "B"]:
+    """How many rows of blocks each sequence has."""
+    return (lengths + grid.block - 1) // grid.block
 
 
 def keep_by_gain(
@@ -128,7 +166,7 @@ def keep_by_gain(
     """`choose` for rows of blocks from row `first` on, on any masses; rows past a sequence's end keep nothing."""
     b, h, rows, n = mass.shape
     row, column = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32)
-    sides = (lengths + grid.block - 1) // grid.block
+    sides = _sides(lengths, grid)
     back = row[:, None] - column[None]
     exists = (row[None] < sides[:, None])[:, None, :, None] & ((back >= 0) & (back <= grid.reach))[None, None]
     keys = key_of(mass, row[None, None, :, None], column[None, None, None], grid)
@@ -142,34 +180,25 @@ def keep_by_gain(
     return (keys >= last) & (kept > 0)[..., None]
 
 
-def _mass(
-    query: Array,
-    key: Array,
-    pooled: PooledKeys,
-    estimator: Estimator,
-    lengths: Array,
-    first: int,
-    grid: CausalGrid,
+def _logits(
+    grid: CausalGrid, first: int, given: _Given, over_keys: Callable[[Array], Array]
 ) -> Float[Array, "B H rows n"]:
-    """`estimate.block_mass` for the rows of a chunk."""
-    b, _, h, d = query.shape
-    mean, spread = _query_moments(query, lengths, first, grid)
-    rows, n, groups = mean.shape[2], grid.side, key.shape[2]
+    """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything.
+
+    `over_keys` makes the tokens' feature from mean queries, scaled.
+    """
+    b, _, h, d = given.query.shape
+    estimator = given.weights.estimator
+    mean, spread = _query_moments(given.query, given.lengths, first, grid)
+    rows, n, groups = mean.shape[2], grid.side, given.key.shape[2]
     ours = (
         jnp.concatenate(query_parts(mean, spread), -1) * spread_weights(jnp.asarray(estimator.features))[None, :, None]
     )
-    products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), pooled.parts(n))
-    distance = (first + np.arange(rows))[:, None] - np.arange(n)
-    bias = jnp.asarray(estimator.distance)[:, bucket_of(distance)]
+    products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), given.pooled.parts(n))
+    bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    given = mean * d**-0.5, key, pooled, lengths
-    by_xla = partial(_over_keys, first, grid)
-    # A kernel is not partitioned over devices.
-    has_kernel = unsupported(d, grid) is None and not jit_may_partition()
-    tokens = on_gpu(partial(_by_kernel, first, grid), by_xla, *given) if has_kernel else by_xla(*given)
-    logits = products.reshape(b, h, rows, n) + bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * tokens
-    allowed = (distance >= 0) & (distance <= grid.reach)
-    return jax.nn.softmax(jnp.where(allowed[None, None], logits, -jnp.inf), -1)
+    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * over_keys(mean * d**-0.5)
+    return products.reshape(b, h, rows, n) + bias[None] + tokens
 
 
 def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -> tuple[Array, Array]:
@@ -186,22 +215,15 @@ def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -
     return mean, variance(jnp.square(x).sum(2).swapaxes(1, 2) / count, mean)
 
 
-def _by_kernel(
-    first: int, grid: CausalGrid, query: Array, key: Array, pooled: PooledKeys, lengths: Array
-) -> Float[Array, "B H rows n"]:
-    from xsake.hads.selection.triton_chunk import over_keys
-
-    return over_keys(query, key, pooled.mean, lengths, first, grid)
-
-
 def _over_keys(
-    first: int, grid: CausalGrid, query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array
+    grid: CausalGrid, first: int, given: _Given, query: Float[Array, "B H rows D"]
 ) -> Float[Array, "B H rows n"]:
     """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys.
 
     0 for keys that come after the last of the rows that are computed together.
     """
     b, h, rows, d = query.shape
+    key, lengths = given.key, given.lengths
     n, groups = grid.side, key.shape[2]
     keys = jnp.pad(key[:, : grid.length], ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
     keys = keys.reshape(b, n, grid.block, groups, d)
@@ -213,7 +235,7 @@ def _over_keys(
         some = query[:, :, begin : begin + _ROWS].reshape(b, groups, h // groups, -1, d)
         seen = first + begin + some.shape[3]
         logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
-        mean = jnp.einsum("bkgid,bkjd->bkgij", some, pooled.mean[:, :, :seen])
+        mean = jnp.einsum("bkgid,bkjd->bkgij", some, given.pooled.mean[:, :, :seen])
         # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
         above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
         total = jnp.where(here[:, None, None, None, :seen], above, 0).sum(-1) / count[..., :seen]
