@@ -215,7 +215,7 @@ def _read_block(
                 blocks = -(-static.capacity // static.block)
                 pooled = PooledKeys.empty(batch=batch, kv_heads=kv_heads, blocks=blocks, head_dim=head_dim)
             new = pooled.write(key, lengths, start=start, block=static.block)
-            new = PooledKeys(*(static.hold(x, "data", "model") for x in new))
+            new = PooledKeys(static.hold(new.features, "data", "model"))
             mask = select_chunk(
                 query,
                 seen[0],

@@ -281,7 +281,7 @@ def test_the_kernels_of_the_choice_are_xlas(first):
 def test_the_kernels_of_a_chunk_lower_for_cuda():
     shape, length = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), 8192
     profile, number = case.random_profile(q_heads=12, head_dim=128, block=64), jax.ShapeDtypeStruct((1,), jnp.int32)
-    pooled = hads.PooledKeys(*(shape((1, 2, 512, 128), dtype=jnp.float32),) * 4)
+    pooled = hads.PooledKeys(shape((1, 2, 512, 5, 128), dtype=jnp.float32))
     given = shape((1, 4096, 12, 128)), shape((1, 32768, 2, 128)), pooled, hads.LayerWeights.of(profile, 0)
     mask = Grid.of(64, 64, 4096, 32768, False, (None, length - 4096))
     run = partial(chunk._by_kernels, CausalGrid(length, 64, profile.rule), mask, 64)
