@@ -21,7 +21,8 @@ from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import chunk, triton_choose, triton_chunk
+from xsake.hads.selection import chunk, pooled_keys, triton_choose, triton_estimate
+from xsake.hads.selection.triton_rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.prefill import read_prompts
@@ -224,25 +225,33 @@ def test_a_prompt_beyond_the_cache_is_refused(model):
         read_prompts(model, PROMPTS, capacity=256, pad_to=512)
 
 
-@pytest.mark.parametrize("first", [0, 8])
-def test_the_kernel_of_the_tokens_feature_is_xlas(first):
-    """Sequences of different lengths, rows from block `first` on; the kernel multiplies in 16 bits."""
-    rng = np.random.default_rng(0)
-    grid, lengths = CausalGrid(300, 16, PROFILE.rule), jnp.array([300, 250], jnp.int32)
-    rows = grid.side - first
-    query = jnp.asarray(0.3 * rng.standard_normal((2, 4, rows, 16)), jnp.float32)
-    key = jnp.asarray(rng.standard_normal((2, 300, 2, 16)), jnp.float32)
-    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
-    pooled = pooled.write(key, lengths, start=0, block=16)
-    unused = jnp.zeros((2, 1, 4, 16)), hads.LayerWeights.of(PROFILE, 1), lengths
-    expected = chunk._over_keys(grid, first, chunk._Given(unused[0], key, pooled, *unused[1:], lengths), query)
+@pytest.mark.parametrize("first", sweep([0, 8], slow=[0]))
+def test_the_kernels_of_the_estimate_are_xlas(first):
+    """Sequences of different lengths; the kernels multiply in 16 bits, and read nothing past the chunk."""
+    profile, lengths = case.random_profile(head_dim=16), jnp.array([300, 250], jnp.int32)
+    grid, start = CausalGrid(300, 16, profile.rule), 16 * first
+    query, key = (jnp.asarray(x) for x in case.random_inputs(5, 300, profile, batch=2))
     cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
+    before = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
+    before = before.write(key[:, :start], lengths, start=0, block=16) if first else before
+
+    def given(by):
+        new = by(grid, first, key[:, start:], lengths)
+        pooled = hads.PooledKeys(before.features.at[:, :, first:].set(new))
+        return chunk._Given(query[:, start:], cache, pooled, hads.LayerWeights.of(profile, 1), lengths, lengths)
+
+    xlas = given(pooled_keys._pool_by_xla)
+    wanted = jax.jit(partial(chunk._logits, grid, first))(xlas)
     with xsake.interpret():
-        found = triton_chunk.over_keys(query, cache, pooled.mean, lengths, first, grid)
-    causal = first + np.arange(rows)[:, None] >= np.arange(grid.side)
+        ours = given(pooled_keys._pool_by_kernel)
+        rows = Rows(grid, first, lengths)
+        inputs = ours.query, ours.key, ours.weights.estimator
+        found = jax.jit(partial(triton_estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
+    np.testing.assert_allclose(ours.pooled.features, xlas.pooled.features, rtol=1e-5, atol=1e-5)
     holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
-    used = causal[None, None] & holds[:, None, None]
-    np.testing.assert_allclose(jnp.where(used, found, 0), jnp.where(used, expected, 0), atol=0.02)
+    used = grid.causal()[first:] & holds[:, None, first:, None]
+    found = found[:, :, : grid.side - first, : grid.side]
+    np.testing.assert_allclose(np.where(used, found, 0), np.where(used, wanted, 0), atol=0.02)
 
 
 @pytest.mark.parametrize("first", sweep([0, 20], slow=[0]))
@@ -258,8 +267,7 @@ def test_the_kernels_of_the_choice_are_xlas(first):
     @jax.jit
     def ours(mass):
         rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness, "count": count[:, None]}
-        rows = {"first": first, "sides": chunk._sides(lengths, grid)}
-        picked = triton_choose.choose(pad(mass), grid, normalise=False, **rule, **rows)
+        picked = triton_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **rule)
         return picked.blocks(grid), picked.lists(grid, room)
 
     @jax.jit
@@ -286,5 +294,5 @@ def test_the_kernels_of_a_chunk_lower_for_cuda():
     mask = Grid.of(64, 64, 4096, 32768, False, (None, length - 4096))
     run = partial(chunk._by_kernels, CausalGrid(length, 64, profile.rule), mask, 64)
     text = lower(run, chunk._Given(*given, number, number), chip="sm_90")
-    for name in ("chunk_tokens", "sorted_gains", "cut_5", "reach", "lists"):
+    for name in ("pool_queries", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
         assert f"hads_{name}" in text

@@ -7,7 +7,6 @@ the blocks that `select` gives. Sequences of a batch may have different lengths:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,34 +124,21 @@ def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Ar
 
 
 def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
-    from xsake.hads.mask.triton_call import pad
-    from xsake.hads.selection import triton_choose, triton_chunk
+    from xsake.hads.selection import triton_choose, triton_estimate
+    from xsake.hads.selection.triton_rows import Rows
 
-    def over_keys(mean: Array) -> Array:
-        return triton_chunk.over_keys(mean, given.key, given.pooled.mean, given.lengths, first, grid)
-
-    choice = triton_choose.choose(
-        pad(_logits(grid, first, given, over_keys)),
-        grid,
-        sensitivity=given.weights.sensitivity,
-        burstiness=given.weights.burstiness,
-        count=given.counts[:, None],
-        first=first,
-        sides=_sides(given.lengths, grid),
-    )
+    rows, weights = Rows(grid, first, given.lengths), given.weights
+    logits = triton_estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
+    rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
+    choice = triton_choose.choose(logits, rows, count=given.counts[:, None], **rule)
     return choice.lists(grid, mask.num_allowed)
 
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
-    logits = _logits(grid, first, given, partial(_over_keys, grid, first, given))
+    logits = _logits(grid, first, given)
     mass = jax.nn.softmax(jnp.where(grid.causal()[None, None, first:], logits, -jnp.inf), -1)
     blocks = keep_by_gain(mass, given.weights, given.counts, given.lengths, first, grid)
     return compact(blocks, mask.allowed_and_full()[1][:, : grid.side], mask.num_allowed)
-
-
-def _sides(lengths: Int[Array, "B"], grid: CausalGrid) -> Int[Array, "B"]:
-    """How many rows of blocks each sequence has."""
-    return (lengths + grid.block - 1) // grid.block
 
 
 def keep_by_gain(
@@ -166,7 +152,7 @@ def keep_by_gain(
     """`choose` for rows of blocks from row `first` on, on any masses; rows past a sequence's end keep nothing."""
     b, h, rows, n = mass.shape
     row, column = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32)
-    sides = _sides(lengths, grid)
+    sides = (lengths + grid.block - 1) // grid.block
     back = row[:, None] - column[None]
     exists = (row[None] < sides[:, None])[:, None, :, None] & ((back >= 0) & (back <= grid.reach))[None, None]
     keys = key_of(mass, row[None, None, :, None], column[None, None, None], grid)
@@ -180,13 +166,8 @@ def keep_by_gain(
     return (keys >= last) & (kept > 0)[..., None]
 
 
-def _logits(
-    grid: CausalGrid, first: int, given: _Given, over_keys: Callable[[Array], Array]
-) -> Float[Array, "B H rows n"]:
-    """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything.
-
-    `over_keys` makes the tokens' feature from mean queries, scaled.
-    """
+def _logits(grid: CausalGrid, first: int, given: _Given) -> Float[Array, "B H rows n"]:
+    """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything."""
     b, _, h, d = given.query.shape
     estimator = given.weights.estimator
     mean, spread = _query_moments(given.query, given.lengths, first, grid)
@@ -197,7 +178,7 @@ def _logits(
     products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), given.pooled.parts(n))
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * over_keys(mean * d**-0.5)
+    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * _over_keys(grid, first, given, mean * d**-0.5)
     return products.reshape(b, h, rows, n) + bias[None] + tokens
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, variance
+from xsake.hads.selection.program import unsupported
 
 
 class PooledKeys(NamedTuple):
@@ -54,10 +59,7 @@ class PooledKeys(NamedTuple):
         """
         if start % block:
             raise ValueError(f"{start=} must be a multiple of the block of {block} tokens")
-        tail = -key.shape[1] % block
-        keys = jnp.pad(key, ((0, 0), (0, tail), (0, 0), (0, 0)))
-        places = start + jnp.arange(keys.shape[1], dtype=jnp.int32)
-        new = _pool(keys, places[None] < jnp.minimum(lengths, start + key.shape[1])[:, None], block)
+        new = _pool_chunk(start, block, key, jnp.asarray(lengths, jnp.int32))
         return PooledKeys(self.features.at[:, :, start // block : start // block + new.shape[2]].set(new))
 
     def write_last(
@@ -73,6 +75,29 @@ class PooledKeys(NamedTuple):
             new = _pool(own, slots < lengths[:, None], block)
             now = PooledKeys(now.features.at[row, :, last].set(new[:, :, 0]))
         return now
+
+
+def _pool_chunk(start: int, block: int, key: Array, lengths: Array) -> Float[Array, "B K n five D"]:
+    grid = CausalGrid(start + key.shape[1], block)
+    kernel, xla = (partial(by, grid, start // block) for by in (_pool_by_kernel, _pool_by_xla))
+    # A kernel is not partitioned over devices.
+    if unsupported(key.shape[-1], grid) is not None or jit_may_partition():
+        return xla(key, lengths)
+    return on_gpu(kernel, xla, key, lengths)
+
+
+def _pool_by_kernel(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+    from xsake.hads.selection.triton_estimate import pool_keys
+    from xsake.hads.selection.triton_rows import Rows
+
+    rows = Rows(grid, first, lengths)
+    return pool_keys(key, rows, rows.number, jnp.float32)
+
+
+def _pool_by_xla(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+    keys = jnp.pad(key, ((0, 0), (0, -key.shape[1] % grid.block), (0, 0), (0, 0)))
+    places = first * grid.block + jnp.arange(keys.shape[1], dtype=jnp.int32)
+    return _pool(keys, places[None] < jnp.minimum(lengths, grid.length)[:, None], grid.block)
 
 
 def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> Float[Array, "B K n five D"]:

@@ -23,6 +23,7 @@ from xsake.hads.mask.triton_call import TILE, iota, triton_call, whole
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import gains_of_sorted, key_of
+from xsake.hads.selection.triton_rows import Rows
 from xsake.hads.selection.triton_sort import sort_rows
 
 _TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
@@ -60,7 +61,7 @@ class Choice(NamedTuple):
 
 def choose(
     logits: Float[Array, "B H m width"],
-    grid: CausalGrid,
+    rows: Rows,
     *,
     sensitivity: Float[Array, "H"],
     burstiness: Float[Array, "H"],
@@ -68,25 +69,23 @@ def choose(
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
     normalise: bool = True,
     cut: Cut = TOGETHER,
-    first: int = 0,
-    sides: Int[Array | np.ndarray, "B"] | None = None,
 ) -> Choice:
     """`choice.choose`, from `padded` logits or, with `normalise=False`, from masses.
 
     Entries above the diagonal or past the last row are never read. Gains that agree in 16 bits of their mantissa count
     as equal. Where a `cut` has shards, XLA finds the cut from the kernels' gains.
 
-    The logits may be of the grid's rows from row `first` on, without a `cut`: these alone compete for `count`, which is
-    then one number per sequence, [B, 1]. `sides` are the rows that each sequence has; rows past them keep nothing.
+    Where `rows` are a chunk's, they alone compete for `count`, which may be one number per sequence, [B, 1], and rows
+    past a sequence's end keep nothing. They have no `cut`.
     """
     b, h, m, width = logits.shape
-    rows = _Rows(first, m, jnp.full(b, grid.side, jnp.int32) if sides is None else jnp.asarray(sides, jnp.int32))
-    keys, in_order, gain = _sorted_gains(logits, grid, rows, sensitivity, burstiness, normalise)
+    grid = rows.grid
+    keys, in_order, gain = _sorted_gains(logits, rows, sensitivity, burstiness, normalise)
     order = lax.bitcast_convert_type(gain, jnp.int32)
     wanted = None if count is None else jnp.asarray(count, jnp.int32)
     if wanted is None:
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
-        kept = _reach(order, least, 0, rows)[..., 0]
+        kept = _reach(order, least, 0, rows, m)[..., 0]
     elif cut != TOGETHER:
         written = np.arange(width) >= width - 1 - np.arange(grid.side)[:, None]
         positive = (order[:, :, : grid.side] >> _DROPPED) + 1
@@ -95,32 +94,15 @@ def choose(
         groups = wanted.shape[-1] if wanted.ndim else 1
         wanted = jnp.broadcast_to(wanted, (b, groups))
         grouped = order.reshape(b, groups, h // groups * m, width)
-        least, above_all = _largest_cut(grouped, wanted, rows)
-        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, rows)
+        least, above_all = _largest_cut(grouped, wanted, rows, m)
+        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, rows, m)
         above, equal = reach[..., 1], reach[..., 0] - reach[..., 1]
         later = lax.cumsum(equal, 2, reverse=True) - equal
         left = (wanted - above_all)[..., None]
         kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
-    here = grid.side - first
-    kept = kept[..., :here]
-    last = jnp.take_along_axis(in_order[:, :, :here], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
+    kept = kept[..., : rows.number]
+    last = jnp.take_along_axis(in_order[:, :, : rows.number], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
     return Choice(keys, last, kept)
-
-
-class _Rows(NamedTuple):
-    """The rows that a kernel gets of each head: row i is row `first` + i of a grid, and `padded` rows are there.
-
-    Row j of a grid has j + 1 blocks, and none from the sequence's side on.
-    """
-
-    first: int
-    padded: int
-    sides: Int[Array, "B"]
-
-    @property
-    def input(self) -> tuple[Array, pl.BlockSpec]:
-        """The sides, of which a program sees that of its sequence."""
-        return self.sides[:, None], whole(None, 1)
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
@@ -175,8 +157,7 @@ def _columns(
 
 def _sorted_gains(
     logits: Float[Array, "B H m width"],
-    grid: CausalGrid,
-    rows: _Rows,
+    rows: Rows,
     sensitivity: Array,
     burstiness: Array,
     normalise: bool,
@@ -187,14 +168,14 @@ def _sorted_gains(
     """
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
-    steps = -(-(grid.side - rows.first) // tile)
+    steps = -(-rows.number // tile)
     scalars = jnp.stack([jnp.asarray(sensitivity), jnp.asarray(burstiness)], -1).astype(jnp.float32)
 
-    def kernel(logits_ref: Any, scalars_ref: Any, side_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
+    def kernel(logits_ref: Any, scalars_ref: Any, length_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
         begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = scalars_ref[0], scalars_ref[1]
         row = (rows.first + begin + iota(tile))[:, None]
-        weight = omega * grid.rule.row_weight(row, side_ref[0])
+        weight = omega * rows.grid.rule.row_weight(row, rows.side(length_ref))
 
         def at(used: int) -> None:
             column = iota(used)[None, :]
@@ -204,7 +185,7 @@ def _sorted_gains(
             if normalise:
                 x = jnp.exp(x - x.max(1)[:, None])
                 x = x / x.sum(1)[:, None]
-            keys = key_of(x, row, column, grid)
+            keys = key_of(x, row, column, rows.grid)
             plgpu.store(keys_ref.at[here], keys, mask=inside)
             ordered = sort_rows(jnp.where(inside, keys, -1))
             gain = gains_of_sorted(ordered, weight, phi)
@@ -219,7 +200,7 @@ def _sorted_gains(
         kernel,
         "hads_sorted_gains",
         (steps, h, b),
-        [(logits, square), (scalars, pl.BlockSpec((None, 2), lambda i, h, b: (h, 0))), rows.input],
+        [(logits, square), (scalars, pl.BlockSpec((None, 2), lambda i, h, b: (h, 0))), rows.input(b)],
         [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
         num_warps=_SORT_WARPS,
     )
@@ -236,7 +217,7 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
 
 
 def _largest_cut(
-    order: Int[Array, "B G all width"], wanted: Int[Array, "B G"], rows: _Rows
+    order: Int[Array, "B G all width"], wanted: Int[Array, "B G"], rows: Rows, m: int
 ) -> tuple[Int[Array, "B G"], Int[Array, "B G"]]:
     """(the largest cut that at least `wanted` entries of a group reach, how many entries are above it), both without
     the lowest bits."""
@@ -247,10 +228,10 @@ def _largest_cut(
     for number in range(_PASSES):
 
         def kernel(
-            order_ref: Any, wanted_ref: Any, side_ref: Any, _: Any, counts_ref: Any, number: int = number
+            order_ref: Any, wanted_ref: Any, length_ref: Any, _: Any, counts_ref: Any, number: int = number
         ) -> None:
             digits = _known(counts_ref, wanted_ref[0], number) + (iota(cuts) << _place(number))
-            found = _search(order_ref, digits, _DROPPED, rows, side_ref[0])
+            found = _search(order_ref, digits, _DROPPED, rows, m, length_ref)
             jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
 
         (counts,) = triton_call(
@@ -260,7 +241,7 @@ def _largest_cut(
             [
                 (order, whole(None, None, together, width)),
                 (wanted[..., None], whole(None, None, 1)),
-                rows.input,
+                rows.input(b),
                 (counts, block),
             ],
             [(counts.shape, jnp.int32, block)],
@@ -289,32 +270,34 @@ def _known(counts_ref: Any, wanted: Array, passes: int) -> Array:
 
 
 def _reach(
-    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], dropped: int, rows: _Rows
+    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], dropped: int, rows: Rows, m: int
 ) -> Int[Array, "B G all C"]:
     """How many entries of each row reach each cut."""
     b, groups, together, width = order.shape
     c = cuts.shape[-1]
 
-    def kernel(order_ref: Any, cuts_ref: Any, side_ref: Any, out_ref: Any) -> None:
-        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, rows, side_ref[0])
+    def kernel(order_ref: Any, cuts_ref: Any, length_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, rows, m, length_ref)
 
     (out,) = triton_call(
         kernel,
         "hads_reach",
         (together // TILE, groups, b),
-        [(order, whole(None, None, together, width)), (cuts, whole(None, None, c)), rows.input],
+        [(order, whole(None, None, together, width)), (cuts, whole(None, None, c)), rows.input(b)],
         [((b, groups, together, c), jnp.int32, pl.BlockSpec((None, None, TILE, c), lambda i, g, b: (b, g, i, 0)))],
         num_warps=1,
     )
     return out
 
 
-def _search(order_ref: Any, cuts: Int[Array, "C"], dropped: int, rows: _Rows, side: Array) -> Int[Array, "R C"]:
-    """How many entries of each of this program's rows reach each cut. The entries of a row rise."""
+def _search(
+    order_ref: Any, cuts: Int[Array, "C"], dropped: int, rows: Rows, m: int, length_ref: Any
+) -> Int[Array, "R C"]:
+    """How many entries of each of this program's rows reach each cut. The entries of a row rise; a head has m rows."""
     width = order_ref.shape[1]
     row = pl.program_id(0) * TILE + iota(TILE)
-    i = rows.first + lax.rem(row, jnp.int32(rows.padded))
-    own = jnp.where(i < side, i + 1, 0)
+    i = rows.first + lax.rem(row, jnp.int32(m))
+    own = jnp.where(i < rows.side(length_ref), i + 1, 0)
     shape = (TILE, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)
