@@ -169,11 +169,18 @@ def _sorted_gains(
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
     steps = -(-rows.number // tile)
-    scalars = jnp.stack([jnp.asarray(sensitivity), jnp.asarray(burstiness)], -1).astype(jnp.float32)
 
-    def kernel(logits_ref: Any, scalars_ref: Any, length_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
+    def kernel(
+        logits_ref: Any,
+        omega_ref: Any,
+        phi_ref: Any,
+        length_ref: Any,
+        keys_ref: Any,
+        rows_ref: Any,
+        gain_ref: Any,
+    ) -> None:
         begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
-        omega, phi = scalars_ref[0], scalars_ref[1]
+        omega, phi = omega_ref[0], phi_ref[0]
         row = (rows.first + begin + iota(tile))[:, None]
         weight = omega * rows.grid.rule.row_weight(row, rows.side(length_ref))
 
@@ -195,12 +202,15 @@ def _sorted_gains(
 
         _by_width(rows.first + begin + tile - 1, width, at)
 
+    def of_head(x: Array) -> tuple[Array, pl.BlockSpec]:
+        return jnp.asarray(x, jnp.float32)[:, None], pl.BlockSpec((None, 1), lambda i, h, b: (h, 0))
+
     square = whole(None, None, m, width)
     return triton_call(
         kernel,
         "hads_sorted_gains",
         (steps, h, b),
-        [(logits, square), (scalars, pl.BlockSpec((None, 2), lambda i, h, b: (h, 0))), rows.input(b)],
+        [(logits, square), of_head(sensitivity), of_head(burstiness), rows.input(b)],
         [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
         num_warps=_SORT_WARPS,
     )

@@ -259,9 +259,10 @@ def _sum(
     group = h // k_features.shape[1]
     m, width = padded(rows.grid.side)
     by_distance = jnp.asarray(estimator.distance)[:, bucket_of(np.arange(m))]
-    scalars = jnp.stack([jnp.asarray(estimator.tokens), jnp.asarray(estimator.sink)], -1)
 
-    def kernel(q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, scalars_ref: Any, out_ref: Any) -> None:
+    def kernel(
+        q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, weight_ref: Any, sink_ref: Any, out_ref: Any
+    ) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
 
         @pl.when(j * TILE < rows.first + (i + 1) * TILE)
@@ -273,11 +274,14 @@ def _sum(
 
             # In the tokens' feature the axis of keys comes first.
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
-            sums = (sums + scalars_ref[0] * tokens_ref[here, :]).T
+            sums = (sums + weight_ref[0] * tokens_ref[here, :]).T
             row, column = (rows.first + i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
             distance = jnp.clip(row - column, 0, m - 1)
-            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, scalars_ref[1], 0.0)
+            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, sink_ref[0], 0.0)
             out_ref[:, here] = sums
+
+    def of_head(x: Array | np.ndarray) -> tuple[Array, pl.BlockSpec]:
+        return jnp.asarray(x)[:, None], pl.BlockSpec((None, 1), lambda i, j, x: (x % h, 0))
 
     def tokens_at(i: Any, j: Any, x: Any) -> tuple:
         return x // h, x % h // heads_per_program, i, 0, x % heads_per_program
@@ -294,7 +298,8 @@ def _sum(
             ),
             (tokens, pl.BlockSpec((None, None, None, m, TILE), tokens_at)),
             (by_distance, pl.BlockSpec((None, m), lambda i, j, x: (x % h, 0))),
-            (scalars, pl.BlockSpec((None, 2), lambda i, j, x: (x % h, 0))),
+            of_head(estimator.tokens),
+            of_head(estimator.sink),
         ],
         [
             (
