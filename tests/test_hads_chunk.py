@@ -16,7 +16,7 @@ from sweep import sweep
 from tiny_model import TINY, build, run
 
 import xsake
-from xsake import hads
+from xsake import BlockMask, hads
 from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.triton_call import pad
@@ -296,3 +296,21 @@ def test_the_kernels_of_a_chunk_lower_for_cuda():
     text = lower(run, chunk._Given(*given, number, number), chip="sm_90")
     for name in ("pool_queries", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
         assert f"hads_{name}" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [0, 4096])
+def test_a_chunk_on_a_gpu_is_xlas(start):
+    profile, lengths = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=64), np.int32([8192, 6000])
+    query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, 8192, profile, batch=2))
+    counts = hads.chunk_counts(profile, 0.3, lengths.tolist(), 4096)[start // 4096, 1].astype(np.int32)
+    empty = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=128, head_dim=128)
+    pooled = jax.jit(partial(empty.write, start=0, block=64))(key, lengths)
+    weights, options = hads.LayerWeights.of(profile, 1), dict(start=start, block=64, rule=profile.rule)
+    given = query[:, start : start + 4096], key, pooled, weights, jnp.asarray(counts), jnp.asarray(lengths)
+    mask = jax.jit(partial(hads.select_chunk, **options))(*given)
+    grid = CausalGrid(start + 4096, 64, profile.rule)
+    wanted = jax.jit(lambda x: BlockMask.of_lists(chunk._by_xla(grid, mask.grid, start // 64, x), **vars(mask.grid)))
+    found, wanted = np.asarray(mask.to_blocks()), np.asarray(wanted(chunk._Given(*given)).to_blocks())
+    np.testing.assert_array_equal(found.sum((1, 2, 3)), counts)
+    assert (found & wanted).sum() > 0.99 * wanted.sum()
