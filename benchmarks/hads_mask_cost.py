@@ -36,6 +36,7 @@ from xsake.hads.selection import triton_choose, triton_estimate
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.triton_rows import Rows
 from xsake.hads.study.method_mask import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)
@@ -114,13 +115,13 @@ class Bench:
 
         def estimates(query: Array, key: Array, p: HadsProfile) -> Array:
             if jax.default_backend() == "gpu":
-                return triton_estimate.block_logits(query, key, p.estimator(0), grid)
+                return triton_estimate.block_logits(query, key, p.estimator(0), Rows(grid))
             return block_mass(pool(query, key, grid), p.estimator(0), grid)
 
         def chooses(estimate: Array, p: HadsProfile) -> tuple[Array, ...]:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
             if jax.default_backend() == "gpu":
-                return triton_choose.choose(estimate, grid, **rule).lists(grid, grid.blocks)
+                return triton_choose.choose(estimate, Rows(grid), **rule).lists(grid, grid.blocks)
             return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
 
         estimate = jax.jit(estimates)(query, key, profile)

@@ -59,7 +59,7 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     from xsake.kernels_pallas_tpu import kernel_forward
 
-    out, lse = kernel_forward.forward(_arithmetic(call), config.forward)
+    out, lse = kernel_forward.forward(_arithmetic(call.within_reach()), config.forward)
     return out.astype(call.query.dtype), lse
 
 

@@ -367,6 +367,7 @@ def _logits(
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    call = call.within_reach()
     if few := few_queries(call):
         return few.results(*forward_of_tiles(few.call, config))
     if packed := PackedHeads.of(call):

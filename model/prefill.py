@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
+import xsake
 from xsake.hads import chunk_counts, density_bucket
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights, select_chunk
@@ -200,8 +201,10 @@ def _read_block(
             k, v = (static.hold(jnp.pad(part, rest), "data", None, "model", None) for part in (key, value))
         else:
             k, v = (old.at[:, start:end].set(part) for old, part in zip(before[:2], (key, value), strict=True))
-        # A cache that holds nothing but this chunk needs no copy of it.
-        seen = (key, value) if start == 0 else (k[:, :end], v[:, :end])
+        # No rule and no list reaches past the chunk's end, so that xsake takes the cache as it is: a part of it would
+        # be a copy. Other functions, and rules of positions, would compute what is past the end too.
+        as_it_is = static.attention_fn is xsake.attention and static.window is None
+        seen = (key, value) if start == 0 else (k, v) if as_it_is else (k[:, :end], v[:, :end])
         if learned is None or counts is None:
             options = _dense(start, static.window, query.shape[:2])
         else:
@@ -212,7 +215,7 @@ def _read_block(
                 blocks = -(-static.capacity // static.block)
                 pooled = PooledKeys.empty(batch=batch, kv_heads=kv_heads, blocks=blocks, head_dim=head_dim)
             new = pooled.write(key, lengths, start=start, block=static.block)
-            new = PooledKeys(*(static.hold(x, "data", "model") for x in new))
+            new = PooledKeys(static.hold(new.features, "data", "model"))
             mask = select_chunk(
                 query,
                 seen[0],

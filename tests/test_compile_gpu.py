@@ -176,7 +176,8 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.g
 from functools import partial
 import hads_case, jax, jax.numpy as jnp
 from cuda_offline import compile
-from xsake.hads.selection import program
+from xsake.hads.selection import chunk, pooled_keys, program
+from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
 chip, length, head_dim, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 profile = hads_case.random_profile(head_dim=head_dim, block=64)
@@ -186,6 +187,17 @@ weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0
 make = partial(program._by_kernels, grid, 4, 1000)
 given = program.Given(query, key, *weights, {"count": jnp.int32(1000)})
 compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
+
+first = grid.side // 2  # the second half as a chunk of the prompt
+def chunk_of_prompt(query, key, cache, features, weights, number):
+    new = pooled_keys._pool_by_kernel(grid, first, key, number)
+    pooled = pooled_keys.PooledKeys(features.at[:, :, first:].set(new))
+    mask = Grid.of(64, 64, length - first * 64, length, False, (None, first * 64))
+    return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
+half = (jax.ShapeDtypeStruct((1, length - first * 64, heads, head_dim), dtype) for heads in (4, 2))
+features = jax.ShapeDtypeStruct((1, 2, grid.side, 5, head_dim), jnp.float32)
+rest = features, chunk.LayerWeights.of(profile, 0), jax.ShapeDtypeStruct((1,), jnp.int32)
+compile(chunk_of_prompt, *half, key, *rest, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 os._exit(0)
 """
 

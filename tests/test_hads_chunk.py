@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
+from contract.case import attend, check_run, make
 from cuda_offline import lower
 from sweep import sweep
 from tiny_model import TINY, build, run
 
 import xsake
-from xsake import hads
+from xsake import BlockMask, hads
+from xsake.hads.mask.compact import compact
+from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import chunk, triton_chunk
+from xsake.hads.selection import chunk, pooled_keys, triton_choose, triton_estimate
+from xsake.hads.selection.triton_rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.prefill import read_prompts
@@ -105,9 +109,21 @@ def test_full_blocks_of_a_chunk_are_known(inputs):
 
 
 def test_backends_take_the_rule_of_a_chunk(implementation):
-    """Queries that begin in the middle of the keys."""
-    size = dict(q_len=96, kv_len=160, mask_window=(None, 64), block_q=32, block_kv=32)
+    """Queries that begin in the middle of the keys, and end before the last key."""
+    size = dict(q_len=96, kv_len=224, mask_window=(None, 64), block_q=32, block_kv=32)
     check_run(implementation, make(implementation, **size))
+
+
+@pytest.mark.parametrize("mask", [None, (1, 4)], ids=["dense", "lists"])
+def test_what_lies_past_a_chunk_changes_nothing(implementation, mask):
+    """A cache may hold anything there."""
+    case = make(implementation, q_len=96, kv_len=320, mask=mask, block_q=32, block_kv=32, mask_window=(None, 64))
+    options = {} if mask else {"local_window_size": (None, 64)}
+    end = case.query.shape[1] + 64
+    garbage = case.inputs | {name: case.inputs[name].at[:, end:].set(1000) for name in ("key", "value")}
+    with implementation.context():
+        wanted, found = (attend(implementation, x, case.mask(), {}, **options)[0] for x in (case.inputs, garbage))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_wrong_chunks_are_refused(inputs):
@@ -209,28 +225,92 @@ def test_a_prompt_beyond_the_cache_is_refused(model):
         read_prompts(model, PROMPTS, capacity=256, pad_to=512)
 
 
-@pytest.mark.parametrize("first", [0, 8])
-def test_the_kernel_of_the_tokens_feature_is_xlas(first):
-    """Sequences of different lengths, rows from block `first` on; the kernel multiplies in 16 bits."""
-    rng = np.random.default_rng(0)
-    grid, lengths = CausalGrid(300, 16, PROFILE.rule), jnp.array([300, 250], jnp.int32)
-    rows = grid.side - first
-    query = jnp.asarray(0.3 * rng.standard_normal((2, 4, rows, 16)), jnp.float32)
-    key = jnp.asarray(rng.standard_normal((2, 300, 2, 16)), jnp.float32)
-    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
-    pooled = pooled.write(key, lengths, start=0, block=16)
-    expected = chunk._over_keys(first, grid, query, key, pooled, lengths)
+@pytest.mark.parametrize("first", sweep([0, 8], slow=[0]))
+def test_the_kernels_of_the_estimate_are_xlas(first):
+    """Sequences of different lengths; the kernels multiply in 16 bits, and read nothing past the chunk."""
+    profile, lengths = case.random_profile(head_dim=16), jnp.array([300, 250], jnp.int32)
+    grid, start = CausalGrid(300, 16, profile.rule), 16 * first
+    query, key = (jnp.asarray(x) for x in case.random_inputs(5, 300, profile, batch=2))
+    cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
+    before = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
+    before = before.write(key[:, :start], lengths, start=0, block=16) if first else before
+
+    def given(by):
+        new = by(grid, first, key[:, start:], lengths)
+        pooled = hads.PooledKeys(before.features.at[:, :, first:].set(new))
+        return chunk._Given(query[:, start:], cache, pooled, hads.LayerWeights.of(profile, 1), lengths, lengths)
+
+    xlas = given(pooled_keys._pool_by_xla)
+    wanted = jax.jit(partial(chunk._logits, grid, first))(xlas)
     with xsake.interpret():
-        found = triton_chunk.over_keys(query, key, pooled.mean, lengths, first, grid)
-    causal = first + np.arange(rows)[:, None] >= np.arange(grid.side)
+        ours = given(pooled_keys._pool_by_kernel)
+        rows = Rows(grid, first, lengths)
+        inputs = ours.query, ours.key, ours.weights.estimator
+        found = jax.jit(partial(triton_estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
+    np.testing.assert_allclose(ours.pooled.features, xlas.pooled.features, rtol=1e-5, atol=1e-5)
     holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
-    used = causal[None, None] & holds[:, None, None]
-    np.testing.assert_allclose(jnp.where(used, found, 0), jnp.where(used, expected, 0), atol=0.02)
+    used = grid.causal()[first:] & holds[:, None, first:, None]
+    found = found[:, :, : grid.side - first, : grid.side]
+    np.testing.assert_allclose(np.where(used, found, 0), np.where(used, wanted, 0), atol=0.02)
 
 
-def test_the_kernel_of_the_tokens_feature_lowers_for_cuda():
-    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    given = shape((1, 12, 64, 128)), shape((1, 8192, 2, 128)), shape((1, 2, 512, 128))
-    grid = CausalGrid(8192, 64, PROFILE.rule)
-    run = partial(triton_chunk.over_keys, first=64, grid=grid)
-    lower(run, *given, jax.ShapeDtypeStruct((1,), jnp.int32), chip="sm_80")
+@pytest.mark.parametrize("first", sweep([0, 20], slow=[0]))
+def test_the_kernels_of_the_choice_are_xlas(first):
+    """Many gains are equal. The second sequence ends inside the chunk, the third before it."""
+    grid, lengths = CausalGrid(630, 16, PROFILE.rule), jnp.array([630, 470, 300], jnp.int32)
+    shape = (3, 4, grid.side, grid.side)
+    logits = np.round(2 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
+    mass = jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1)[:, :, first:]
+    weights, count = hads.LayerWeights.of(PROFILE, 1), jnp.array([700, 400, 0 if first else 300], jnp.int32)
+    full, room = grid.full()[first:], 200  # too few slots for some heads
+
+    @jax.jit
+    def ours(mass):
+        rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness, "count": count[:, None]}
+        picked = triton_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **rule)
+        return picked.blocks(grid), picked.lists(grid, room)
+
+    @jax.jit
+    def xlas(mass):
+        blocks = chunk.keep_by_gain(mass, weights, count, lengths, first, grid)
+        return blocks, compact(blocks, full, room)
+
+    with xsake.interpret():
+        found, lists = ours(mass)
+    wanted, wanted_lists = xlas(mass)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found.sum((1, 2, 3)), count)
+    used = np.arange(room) < np.asarray(lists[1])[..., -1:]
+    np.testing.assert_array_equal(np.where(used, lists[0], 0), np.where(used, wanted_lists[0], 0))
+    for a, b in zip(lists[1:], wanted_lists[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_kernels_of_a_chunk_lower_for_cuda():
+    shape, length = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), 8192
+    profile, number = case.random_profile(q_heads=12, head_dim=128, block=64), jax.ShapeDtypeStruct((1,), jnp.int32)
+    pooled = hads.PooledKeys(shape((1, 2, 512, 5, 128), dtype=jnp.float32))
+    given = shape((1, 4096, 12, 128)), shape((1, 32768, 2, 128)), pooled, hads.LayerWeights.of(profile, 0)
+    mask = Grid.of(64, 64, 4096, 32768, False, (None, length - 4096))
+    run = partial(chunk._by_kernels, CausalGrid(length, 64, profile.rule), mask, 64)
+    text = lower(run, chunk._Given(*given, number, number), chip="sm_90")
+    for name in ("pool_queries", "tokens", "block_logits", "sorted_gains", "cut_5", "reach", "lists"):
+        assert f"hads_{name}" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [0, 4096])
+def test_a_chunk_on_a_gpu_is_xlas(start):
+    profile, lengths = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=64), np.int32([8192, 6000])
+    query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, 8192, profile, batch=2))
+    counts = hads.chunk_counts(profile, 0.3, lengths.tolist(), 4096)[start // 4096, 1].astype(np.int32)
+    empty = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=128, head_dim=128)
+    pooled = jax.jit(partial(empty.write, start=0, block=64))(key, lengths)
+    weights, options = hads.LayerWeights.of(profile, 1), dict(start=start, block=64, rule=profile.rule)
+    given = query[:, start : start + 4096], key, pooled, weights, jnp.asarray(counts), jnp.asarray(lengths)
+    mask = jax.jit(partial(hads.select_chunk, **options))(*given)
+    grid = CausalGrid(start + 4096, 64, profile.rule)
+    wanted = jax.jit(lambda x: BlockMask.of_lists(chunk._by_xla(grid, mask.grid, start // 64, x), **vars(mask.grid)))
+    found, wanted = np.asarray(mask.to_blocks()), np.asarray(wanted(chunk._Given(*given)).to_blocks())
+    np.testing.assert_array_equal(found.sum((1, 2, 3)), counts)
+    assert (found & wanted).sum() > 0.99 * wanted.sum()

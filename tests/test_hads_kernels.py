@@ -25,6 +25,7 @@ from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection import choice, estimate, program, triton_choose, triton_estimate
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.triton_rows import Rows
 from xsake.hads.selection.triton_sort import sort_rows
 
 
@@ -50,7 +51,7 @@ SHAPES = {  # length, query heads, KV heads, head_dim, block
 def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     """(the kernels' estimate, XLA's estimate), 0 where causality forbids."""
     with interpret():
-        got = jax.jit(partial(triton_estimate.block_logits, grid=grid))(query, key, estimator)
+        got = jax.jit(partial(triton_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
     wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
     got = got[..., : grid.side, : grid.side]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
@@ -110,7 +111,7 @@ def test_choice_is_xlas(name: str):
 
     @jax.jit
     def ours(mass):
-        picked = triton_choose.choose(pad(mass), grid, normalise=False, **given)
+        picked = triton_choose.choose(pad(mass), Rows(grid), normalise=False, **given)
         return picked.blocks(grid), picked.lists(grid, few)
 
     @jax.jit
@@ -134,7 +135,9 @@ def test_nothing_is_read_outside_the_triangle():
     garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)
     garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
     with interpret():
-        got = jax.jit(lambda logits: triton_choose.choose(logits, grid, **given).blocks(grid))(jnp.asarray(garbage))
+        got = jax.jit(lambda logits: triton_choose.choose(logits, Rows(grid), **given).blocks(grid))(
+            jnp.asarray(garbage)
+        )
     assert (got != wanted).sum() <= 4  # masses may differ in their last bit
 
 

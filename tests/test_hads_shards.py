@@ -21,6 +21,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import choice, program, triton_choose
 from xsake.hads.selection.cut import TOGETHER, Cut, equal_counts
 from xsake.hads.selection.given import Given
+from xsake.hads.selection.triton_rows import Rows
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
@@ -108,7 +109,7 @@ def test_kernels_choose_as_xla(count):
     mass = jax.nn.softmax(jnp.asarray(np.where(grid.causal(), logits, -np.inf), jnp.float32), -1)
     rule = dict(sensitivity=jnp.array([1.0, 2.0, 0.5]), burstiness=jnp.full(3, 0.03), count=count, cut=Cut(4, "zigzag"))
     with interpret():
-        got = triton_choose.choose(pad(mass), grid, normalise=False, **rule).blocks(grid)
+        got = triton_choose.choose(pad(mass), Rows(grid), normalise=False, **rule).blocks(grid)
     assert np.array_equal(got, choice.choose(mass, grid, **rule))
 
 

@@ -70,11 +70,10 @@ def padded(side: int) -> tuple[int, int]:
     return -(-side // TILE) * TILE, max(pl.next_power_of_2(side), TILE)
 
 
-def pad(square: Float[Array, "B H n n"]) -> Float[Array, "B H m width"]:
-    """Pad a square of blocks with zeros to the size that kernels hold."""
-    n = square.shape[-1]
-    rows, columns = padded(n)
-    return jnp.pad(square, ((0, 0), (0, 0), (0, rows - n), (0, columns - n)))
+def pad(blocks: Float[Array, "B H rows n"]) -> Float[Array, "B H m width"]:
+    """Pad rows of blocks with zeros to the size that kernels hold."""
+    rows, n = blocks.shape[2:]
+    return jnp.pad(blocks, ((0, 0), (0, 0), (0, padded(rows)[0] - rows), (0, padded(n)[1] - n)))
 
 
 def iota(n: int) -> Array:

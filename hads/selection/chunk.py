@@ -6,6 +6,7 @@ the blocks that `select` gives. Sequences of a batch may have different lengths:
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from jaxtyping import Bool, Float, Int
 from xsake._device import on_gpu
 from xsake._trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.compact import compact
+from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.profile import HadsProfile
@@ -62,12 +65,12 @@ def select_chunk(
 ) -> BlockMask:
     """The mask of one layer for the queries of a chunk, which are tokens `start` to `start + T` of their sequences.
 
-    Works under jit. The mask has T queries and start + T keys. Its rule is causality counted from `start`, which is the
-    window `(None, start)`: pass the mask to `xsake.attention` without `is_causal`.
+    Works under jit. The mask has T queries and S keys. Its rule is causality counted from `start`, which is the window
+    `(None, start)`: pass the mask to `xsake.attention` with the same keys, without `is_causal`.
 
     Args:
       query: the chunk's queries, rotary positions applied.
-      key: the keys of the sequences, of which the first start + T are there; a cache may have more.
+      key: the keys of the sequences. The first start + T are read: a cache of any size, which need not be cut.
       pooled: of the same keys, the chunk's own among them (`PooledKeys.write`).
       weights: of this layer (`LayerWeights.of`).
       counts: how many blocks each sequence keeps in this chunk, over all heads: a row of `hads.chunk_counts`.
@@ -86,34 +89,56 @@ def select_chunk(
     grid = CausalGrid(start + length, block, rule, window)
     if pooled.blocks < grid.side:
         raise ValueError(f"{grid.side} blocks of keys are there, but only {pooled.blocks} pooled ones")
-    given = jax.lax.stop_gradient((query, key[:, : start + length], pooled, weights))
-    blocks = _chosen(*given, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32), start // block, grid)
     windowed = window is not None and window < grid.length
-    return BlockMask.from_blocks(
-        blocks,
+    mask = Grid.of(
         block_q=block,
         block_kv=block,
         q_len=length,
-        kv_len=start + length,
+        kv_len=key.shape[1],
         is_causal=start == 0 and not windowed,
-        local_window_size=None if start == 0 or windowed else (None, start),
-        transpose=False,
-        density_hint=density_hint,
+        window=None if start == 0 or windowed else (None, start),
     )
+    given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    lists = _chosen(grid, mask, start // block, jax.lax.stop_gradient(given))
+    return BlockMask.of_lists(lists, **dataclasses.asdict(mask), density_hint=density_hint)
 
 
-def _chosen(
-    query: Array,
-    key: Array,
-    pooled: PooledKeys,
-    weights: LayerWeights,
-    counts: Array,
-    lengths: Array,
-    first: int,
-    grid: CausalGrid,
-) -> Bool[Array, "B H rows n"]:
-    mass = _mass(query, key, pooled, weights.estimator, lengths, first, grid)
-    return keep_by_gain(mass, weights, counts, lengths, first, grid)
+class _Given(NamedTuple):
+    """What the blocks of a chunk are chosen from: arguments of `select_chunk`."""
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S K D"]
+    pooled: PooledKeys
+    weights: LayerWeights
+    counts: Int[Array, "B"]
+    lengths: Int[Array, "B"]
+
+
+def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    """The lists of the mask's rows, which are the rows of `grid` from row `first` on."""
+    xla = partial(_by_xla, grid, mask, first)
+    # Kernels are not partitioned over devices.
+    if unsupported(given.query.shape[-1], grid) is not None or jit_may_partition():
+        return xla(given)
+    return on_gpu(partial(_by_kernels, grid, mask, first), xla, given)
+
+
+def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    from xsake.hads.selection import triton_choose, triton_estimate
+    from xsake.hads.selection.triton_rows import Rows
+
+    rows, weights = Rows(grid, first, given.lengths), given.weights
+    logits = triton_estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
+    rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
+    choice = triton_choose.choose(logits, rows, count=given.counts[:, None], **rule)
+    return choice.lists(grid, mask.num_allowed)
+
+
+def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+    logits = _logits(grid, first, given)
+    mass = jax.nn.softmax(jnp.where(grid.causal()[None, None, first:], logits, -jnp.inf), -1)
+    blocks = keep_by_gain(mass, given.weights, given.counts, given.lengths, first, grid)
+    return compact(blocks, mask.allowed_and_full()[1][:, : grid.side], mask.num_allowed)
 
 
 def keep_by_gain(
@@ -141,34 +166,20 @@ def keep_by_gain(
     return (keys >= last) & (kept > 0)[..., None]
 
 
-def _mass(
-    query: Array,
-    key: Array,
-    pooled: PooledKeys,
-    estimator: Estimator,
-    lengths: Array,
-    first: int,
-    grid: CausalGrid,
-) -> Float[Array, "B H rows n"]:
-    """`estimate.block_mass` for the rows of a chunk."""
-    b, _, h, d = query.shape
-    mean, spread = _query_moments(query, lengths, first, grid)
-    rows, n, groups = mean.shape[2], grid.side, key.shape[2]
+def _logits(grid: CausalGrid, first: int, given: _Given) -> Float[Array, "B H rows n"]:
+    """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything."""
+    b, _, h, d = given.query.shape
+    estimator = given.weights.estimator
+    mean, spread = _query_moments(given.query, given.lengths, first, grid)
+    rows, n, groups = mean.shape[2], grid.side, given.key.shape[2]
     ours = (
         jnp.concatenate(query_parts(mean, spread), -1) * spread_weights(jnp.asarray(estimator.features))[None, :, None]
     )
-    products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), pooled.parts(n))
-    distance = (first + np.arange(rows))[:, None] - np.arange(n)
-    bias = jnp.asarray(estimator.distance)[:, bucket_of(distance)]
+    products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), given.pooled.parts(n))
+    bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    given = mean * d**-0.5, key, pooled, lengths
-    by_xla = partial(_over_keys, first, grid)
-    # A kernel is not partitioned over devices.
-    has_kernel = unsupported(d, grid) is None and not jit_may_partition()
-    tokens = on_gpu(partial(_by_kernel, first, grid), by_xla, *given) if has_kernel else by_xla(*given)
-    logits = products.reshape(b, h, rows, n) + bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * tokens
-    allowed = (distance >= 0) & (distance <= grid.reach)
-    return jax.nn.softmax(jnp.where(allowed[None, None], logits, -jnp.inf), -1)
+    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * _over_keys(grid, first, given, mean * d**-0.5)
+    return products.reshape(b, h, rows, n) + bias[None] + tokens
 
 
 def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -> tuple[Array, Array]:
@@ -185,24 +196,17 @@ def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -
     return mean, variance(jnp.square(x).sum(2).swapaxes(1, 2) / count, mean)
 
 
-def _by_kernel(
-    first: int, grid: CausalGrid, query: Array, key: Array, pooled: PooledKeys, lengths: Array
-) -> Float[Array, "B H rows n"]:
-    from xsake.hads.selection.triton_chunk import over_keys
-
-    return over_keys(query, key, pooled.mean, lengths, first, grid)
-
-
 def _over_keys(
-    first: int, grid: CausalGrid, query: Float[Array, "B H rows D"], key: Array, pooled: PooledKeys, lengths: Array
+    grid: CausalGrid, first: int, given: _Given, query: Float[Array, "B H rows D"]
 ) -> Float[Array, "B H rows n"]:
     """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys.
 
     0 for keys that come after the last of the rows that are computed together.
     """
     b, h, rows, d = query.shape
+    key, lengths = given.key, given.lengths
     n, groups = grid.side, key.shape[2]
-    keys = jnp.pad(key, ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
+    keys = jnp.pad(key[:, : grid.length], ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
     keys = keys.reshape(b, n, grid.block, groups, d)
     place = jnp.arange(n * grid.block, dtype=jnp.int32).reshape(1, n, grid.block)
     here = place < jnp.minimum(lengths, grid.length)[:, None, None]
@@ -212,7 +216,7 @@ def _over_keys(
         some = query[:, :, begin : begin + _ROWS].reshape(b, groups, h // groups, -1, d)
         seen = first + begin + some.shape[3]
         logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
-        mean = jnp.einsum("bkgid,bkjd->bkgij", some, pooled.mean[:, :, :seen])
+        mean = jnp.einsum("bkgid,bkjd->bkgij", some, given.pooled.mean[:, :, :seen])
         # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
         above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
         total = jnp.where(here[:, None, None, None, :seen], above, 0).sum(-1) / count[..., :seen]

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.hads.selection.pooled import key_parts, variance
+from xsake._device import on_gpu
+from xsake._trace import jit_may_partition
+from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, variance
+from xsake.hads.selection.program import unsupported
 
 
 class PooledKeys(NamedTuple):
-    """One layer's keys pooled over blocks, float32: 4 D numbers per block and KV head. Blocks without tokens are 0."""
+    """One layer's keys pooled over blocks, float32: 5 D numbers per block and KV head. Blocks without tokens are 0.
 
-    mean: Float[Array, "B K n D"]
-    variance: Float[Array, "B K n D"]
-    largest: Float[Array, "B K n D"]
-    smallest: Float[Array, "B K n D"]
+    They are the keys' side of the pooled features (`pooled.key_parts`), in one array: new blocks are written at once.
+    """
+
+    features: Float[Array, "B K n five D"]
 
     @classmethod
     def empty(cls, *, batch: int, kv_heads: int, blocks: int, head_dim: int) -> PooledKeys:
-        shape = (batch, kv_heads, blocks, head_dim)
-        return cls(*(jnp.zeros(shape, jnp.float32) for _ in cls._fields))
+        return cls(jnp.zeros((batch, kv_heads, blocks, len(KIND_OF_PART), head_dim), jnp.float32))
 
     @property
     def blocks(self) -> int:
-        return self.mean.shape[2]
+        return self.features.shape[2]
+
+    @property
+    def mean(self) -> Float[Array, "B K n D"]:
+        return self.features[..., 0, :]
+
+    @property
+    def variance(self) -> Float[Array, "B K n D"]:
+        return self.features[..., 1, :]
+
+    @property
+    def largest(self) -> Float[Array, "B K n D"]:
+        return self.features[..., 3, :]
+
+    @property
+    def smallest(self) -> Float[Array, "B K n D"]:
+        return self.features[..., 4, :]
 
     def parts(self, blocks: int) -> Float[Array, "B K n five_D"]:
-        """The keys' side of the pooled features of the first `blocks` blocks."""
-        return jnp.concatenate(key_parts(*(x[:, :, :blocks] for x in self)), -1)
+        """The features of the first `blocks` blocks."""
+        return self.features[:, :, :blocks].reshape(*self.features.shape[:2], blocks, -1)
 
     def write(self, key: Float[Array, "B T K D"], lengths: Int[Array, "B"], *, start: int, block: int) -> PooledKeys:
         """With the blocks of new keys, which begin at token `start`, a multiple of the block.
@@ -40,16 +59,8 @@ class PooledKeys(NamedTuple):
         """
         if start % block:
             raise ValueError(f"{start=} must be a multiple of the block of {block} tokens")
-        tail = -key.shape[1] % block
-        keys = jnp.pad(key, ((0, 0), (0, tail), (0, 0), (0, 0)))
-        places = start + jnp.arange(keys.shape[1], dtype=jnp.int32)
-        new = _pool(keys, places[None] < jnp.minimum(lengths, start + key.shape[1])[:, None], block)
-        return PooledKeys(
-            *(
-                old.at[:, :, start // block : start // block + x.shape[2]].set(x)
-                for old, x in zip(self, new, strict=True)
-            )
-        )
+        new = _pool_chunk(start, block, key, jnp.asarray(lengths, jnp.int32))
+        return PooledKeys(self.features.at[:, :, start // block : start // block + new.shape[2]].set(new))
 
     def write_last(
         self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int, tokens: int = 1
@@ -62,12 +73,35 @@ class PooledKeys(NamedTuple):
             # A slot past the cache repeats its last one, which `lengths` leaves out.
             own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
             new = _pool(own, slots < lengths[:, None], block)
-            now = PooledKeys(*(old.at[row, :, last].set(x[:, :, 0]) for old, x in zip(now, new, strict=True)))
+            now = PooledKeys(now.features.at[row, :, last].set(new[:, :, 0]))
         return now
 
 
-def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> tuple[Array, ...]:
-    """(mean, variance, largest, smallest) of each block's valid tokens, [B, K, n, D] each."""
+def _pool_chunk(start: int, block: int, key: Array, lengths: Array) -> Float[Array, "B K n five D"]:
+    grid = CausalGrid(start + key.shape[1], block)
+    kernel, xla = (partial(by, grid, start // block) for by in (_pool_by_kernel, _pool_by_xla))
+    # A kernel is not partitioned over devices.
+    if unsupported(key.shape[-1], grid) is not None or jit_may_partition():
+        return xla(key, lengths)
+    return on_gpu(kernel, xla, key, lengths)
+
+
+def _pool_by_kernel(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+    from xsake.hads.selection.triton_estimate import pool_keys
+    from xsake.hads.selection.triton_rows import Rows
+
+    rows = Rows(grid, first, lengths)
+    return pool_keys(key, rows, rows.number, jnp.float32)
+
+
+def _pool_by_xla(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+    keys = jnp.pad(key, ((0, 0), (0, -key.shape[1] % grid.block), (0, 0), (0, 0)))
+    places = first * grid.block + jnp.arange(keys.shape[1], dtype=jnp.int32)
+    return _pool(keys, places[None] < jnp.minimum(lengths, grid.length)[:, None], grid.block)
+
+
+def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> Float[Array, "B K n five D"]:
+    """The features of each block's valid tokens."""
     b, t, heads, d = keys.shape
     x = keys.reshape(b, t // block, block, heads, d).astype(jnp.float32)
     here = valid.reshape(b, t // block, block, 1, 1)
@@ -77,10 +111,6 @@ def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> tuple[Arra
     largest = jnp.where(here, x, -jnp.inf).max(2)
     smallest = jnp.where(here, x, jnp.inf).min(2)
     any_here = here.any(2)
-    parts = (
-        mean,
-        variance(jnp.square(real).sum(2) / count, mean),
-        jnp.where(any_here, largest, 0),
-        jnp.where(any_here, smallest, 0),
-    )
-    return jax.tree.map(lambda part: part.swapaxes(1, 2), parts)
+    spread = variance(jnp.square(real).sum(2) / count, mean)
+    parts = key_parts(mean, spread, jnp.where(any_here, largest, 0), jnp.where(any_here, smallest, 0))
+    return jnp.stack(parts, 3).swapaxes(1, 2)

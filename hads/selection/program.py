@@ -59,8 +59,9 @@ def _by_kernels_of_devices(grid: CausalGrid, heads: int, room: int | None, given
 def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
     from xsake.hads.mask.triton_call import pad
     from xsake.hads.selection import triton_choose, triton_estimate
+    from xsake.hads.selection.triton_rows import Rows
 
-    logits = triton_estimate.block_logits(given.query, given.key, given.estimator, grid)
+    logits = triton_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
     sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:
@@ -69,7 +70,7 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)
     rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
-    choice = triton_choose.choose(logits, grid, normalise=not of_masses, cut=cut, **rule)
+    choice = triton_choose.choose(logits, Rows(grid), normalise=not of_masses, cut=cut, **rule)
     return choice.blocks(grid) if room is None else choice.lists(grid, room)
 
 

@@ -61,7 +61,7 @@ def select_step(
     reach = pooled.blocks if window is None else blocks_back(window, block)
     rows = ((lengths - query.shape[1])[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]) // block
     mass = _mass(query, pooled, weights, rows, reach)
-    b, groups, n = mass.shape[0], pooled.mean.shape[1], pooled.blocks
+    b, groups, n = mass.shape[0], pooled.features.shape[1], pooled.blocks
     of_group = weights.sensitivity.reshape(groups, -1)
     omega = of_group.sum(-1)
     part = of_group / omega[:, None]
@@ -124,7 +124,7 @@ def _mass(
 ) -> Float[Array, "B H n"]:
     """The root of the mean square over the tokens of their estimated masses, a row of which sums to 1."""
     b, t, h, d = query.shape
-    groups, n = pooled.mean.shape[1], pooled.blocks
+    groups, n = pooled.features.shape[1], pooled.blocks
     q = query.astype(jnp.float32)
     estimator = weights.estimator
     features = spread_weights(jnp.asarray(estimator.features))[None, None]

@@ -23,6 +23,7 @@ from xsake.hads.mask.triton_call import TILE, iota, triton_call, whole
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import gains_of_sorted, key_of
+from xsake.hads.selection.triton_rows import Rows
 from xsake.hads.selection.triton_sort import sort_rows
 
 _TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
@@ -34,29 +35,33 @@ _DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut ignores
 
 
 class Choice(NamedTuple):
-    """Each row keeps its `kept` blocks with the largest keys; `last` is the smallest key among them."""
+    """Each row keeps its `kept` blocks with the largest keys; `last` is the smallest key among them.
+
+    The rows are the last ones of the grid: all, or those of a prompt's chunk.
+    """
 
     keys: Int[Array, "B H m width"]
-    last: Int[Array, "B H n"]
-    kept: Int[Array, "B H n"]
+    last: Int[Array, "B H rows"]
+    kept: Int[Array, "B H rows"]
 
-    def blocks(self, grid: CausalGrid) -> Bool[Array, "B H n n"]:
-        n = grid.side
-        reach = self.keys[:, :, :n, :n] >= self.last[..., None]
-        return reach & grid.causal()[None, None] & (self.kept > 0)[..., None]
+    def blocks(self, grid: CausalGrid) -> Bool[Array, "B H rows n"]:
+        n, rows = grid.side, self.kept.shape[-1]
+        reach = self.keys[:, :, :rows, :n] >= self.last[..., None]
+        return reach & grid.causal()[None, None, n - rows :] & (self.kept > 0)[..., None]
 
     def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
         """The lists that `compact.compact` makes. A row's one partial block is the diagonal, which is always on."""
-        b, h, _ = self.kept.shape
+        b, h, rows = self.kept.shape
+        first = grid.side - rows
         ends = jnp.cumsum(self.kept, -1, dtype=jnp.int32)
         row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
-        num_full = jnp.where(grid.full().any(-1), self.kept - 1, 0)
-        return _columns(self, capacity, row_ptr), row_ptr, num_full
+        num_full = jnp.where(grid.full()[first:].any(-1), jnp.maximum(self.kept - 1, 0), 0)
+        return _columns(self, first, capacity, row_ptr), row_ptr, num_full
 
 
 def choose(
     logits: Float[Array, "B H m width"],
-    grid: CausalGrid,
+    rows: Rows,
     *,
     sensitivity: Float[Array, "H"],
     burstiness: Float[Array, "H"],
@@ -69,46 +74,51 @@ def choose(
 
     Entries above the diagonal or past the last row are never read. Gains that agree in 16 bits of their mantissa count
     as equal. Where a `cut` has shards, XLA finds the cut from the kernels' gains.
+
+    Where `rows` are a chunk's, they alone compete for `count`, which may be one number per sequence, [B, 1], and rows
+    past a sequence's end keep nothing. They have no `cut`.
     """
     b, h, m, width = logits.shape
-    n = grid.side
-    keys, rows, gain = _sorted_gains(logits, grid, sensitivity, burstiness, normalise)
+    grid = rows.grid
+    keys, in_order, gain = _sorted_gains(logits, rows, sensitivity, burstiness, normalise)
     order = lax.bitcast_convert_type(gain, jnp.int32)
     wanted = None if count is None else jnp.asarray(count, jnp.int32)
     if wanted is None:
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
-        kept = _reach(order, least, 0, n, m)[..., 0]
+        kept = _reach(order, least, 0, rows, m)[..., 0]
     elif cut != TOGETHER:
-        written = np.arange(width) >= width - 1 - np.arange(n)[:, None]
-        positive = (order[:, :, :n] >> _DROPPED) + 1
+        written = np.arange(width) >= width - 1 - np.arange(grid.side)[:, None]
+        positive = (order[:, :, : grid.side] >> _DROPPED) + 1
         kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
     else:
-        groups = h if wanted.ndim else 1
+        groups = wanted.shape[-1] if wanted.ndim else 1
         wanted = jnp.broadcast_to(wanted, (b, groups))
         grouped = order.reshape(b, groups, h // groups * m, width)
-        least, above_all = _largest_cut(grouped, wanted, n, m)
-        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, n, m)
+        least, above_all = _largest_cut(grouped, wanted, rows, m)
+        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, rows, m)
         above, equal = reach[..., 1], reach[..., 0] - reach[..., 1]
         later = lax.cumsum(equal, 2, reverse=True) - equal
         left = (wanted - above_all)[..., None]
         kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
-    kept = kept[..., :n]
-    last = jnp.take_along_axis(rows[:, :, :n], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
+    kept = kept[..., : rows.number]
+    last = jnp.take_along_axis(in_order[:, :, : rows.number], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
     return Choice(keys, last, kept)
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
 
 
-def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]) -> Int[Array, "B H {capacity}"]:
+def _columns(
+    choice: Choice, first: int, capacity: int, row_ptr: Int[Array, "B H rows_and_one"]
+) -> Int[Array, "B H {capacity}"]:
     """Columns of the chosen blocks, row after row; slots past the last chosen block are not written."""
     b, h, m, width = choice.keys.shape
     n = choice.kept.shape[-1]
     tile = _LIST_ENTRIES // width or 1
 
     def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any) -> None:
-        first = pl.program_id(0) * tile
-        row = first + iota(tile)
+        begin = pl.program_id(0) * tile
+        row = begin + iota(tile)
         exists = row < n
         start = plgpu.load(row_ptr_ref.at[row], mask=exists, other=0)
         end = plgpu.load(row_ptr_ref.at[row + 1], mask=exists, other=0)
@@ -117,15 +127,15 @@ def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]
 
         def at(used: int) -> None:
             column = jnp.broadcast_to(iota(used)[None, :], (tile, used))
-            inside = (column <= row[:, None]) & nonempty[:, None]
-            keys = plgpu.load(keys_ref.at[pl.ds(first, tile), pl.ds(0, used)], mask=inside, other=-1)
+            inside = (column <= first + row[:, None]) & nonempty[:, None]
+            keys = plgpu.load(keys_ref.at[pl.ds(begin, tile), pl.ds(0, used)], mask=inside, other=-1)
             chosen = inside & (keys >= last[:, None])
             slot = start[:, None] + jnp.cumsum(chosen.astype(jnp.int32), 1) - 1
             written = chosen & (slot < capacity)
             # Interpretation writes masked elements too, with their old values: the spare slot takes those.
             plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], column, mask=written)
 
-        _by_width(first + tile - 1, width, at)
+        _by_width(first + begin + tile - 1, width, at)
 
     (out,) = triton_call(
         kernel,
@@ -146,47 +156,61 @@ def _columns(choice: Choice, capacity: int, row_ptr: Int[Array, "B H n_and_one"]
 
 
 def _sorted_gains(
-    logits: Float[Array, "B H m width"], grid: CausalGrid, sensitivity: Array, burstiness: Array, normalise: bool
+    logits: Float[Array, "B H m width"],
+    rows: Rows,
+    sensitivity: Array,
+    burstiness: Array,
+    normalise: bool,
 ) -> tuple[Array, ...]:
     """As `gain.sorted_gains`, [B, H, m, width] each.
 
-    Sorted keys and gains of row i are in its last i + 1 entries; the entries before them are not written.
+    Sorted keys and gains of a row of k blocks are in its last k entries; the entries before them are not written.
     """
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
-    steps = -(-grid.side // tile)
-    scalars = jnp.stack([jnp.asarray(sensitivity), jnp.asarray(burstiness)], -1).astype(jnp.float32)
+    steps = -(-rows.number // tile)
 
-    def kernel(logits_ref: Any, scalars_ref: Any, keys_ref: Any, rows_ref: Any, gain_ref: Any) -> None:
-        first = (steps - 1 - pl.program_id(0)) * tile  # long rows first
-        omega, phi = scalars_ref[0], scalars_ref[1]
-        row = (first + iota(tile))[:, None]
-        weight = omega * grid.rule.row_weight(row, grid.side)
+    def kernel(
+        logits_ref: Any,
+        omega_ref: Any,
+        phi_ref: Any,
+        length_ref: Any,
+        keys_ref: Any,
+        rows_ref: Any,
+        gain_ref: Any,
+    ) -> None:
+        begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
+        omega, phi = omega_ref[0], phi_ref[0]
+        row = (rows.first + begin + iota(tile))[:, None]
+        weight = omega * rows.grid.rule.row_weight(row, rows.side(length_ref))
 
         def at(used: int) -> None:
             column = iota(used)[None, :]
             inside = column <= row
-            here = (pl.ds(first, tile), pl.ds(0, used))
+            here = (pl.ds(begin, tile), pl.ds(0, used))
             x = plgpu.load(logits_ref.at[here], mask=inside, other=-jnp.inf if normalise else 0.0)
             if normalise:
                 x = jnp.exp(x - x.max(1)[:, None])
                 x = x / x.sum(1)[:, None]
-            keys = key_of(x, row, column, grid)
+            keys = key_of(x, row, column, rows.grid)
             plgpu.store(keys_ref.at[here], keys, mask=inside)
             ordered = sort_rows(jnp.where(inside, keys, -1))
             gain = gains_of_sorted(ordered, weight, phi)
-            there = (pl.ds(first, tile), pl.ds(width - used, used))
+            there = (pl.ds(begin, tile), pl.ds(width - used, used))
             plgpu.store(rows_ref.at[there], ordered, mask=ordered >= 0)
             plgpu.store(gain_ref.at[there], gain, mask=ordered >= 0)
 
-        _by_width(first + tile - 1, width, at)
+        _by_width(rows.first + begin + tile - 1, width, at)
+
+    def of_head(x: Array) -> tuple[Array, pl.BlockSpec]:
+        return jnp.asarray(x, jnp.float32)[:, None], pl.BlockSpec((None, 1), lambda i, h, b: (h, 0))
 
     square = whole(None, None, m, width)
     return triton_call(
         kernel,
         "hads_sorted_gains",
         (steps, h, b),
-        [(logits, square), (scalars, pl.BlockSpec((None, 2), lambda i, h, b: (h, 0)))],
+        [(logits, square), of_head(sensitivity), of_head(burstiness), rows.input(b)],
         [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
         num_warps=_SORT_WARPS,
     )
@@ -203,29 +227,36 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
 
 
 def _largest_cut(
-    order: Int[Array, "B G rows width"], wanted: Int[Array, "B G"], n: int, m: int
+    order: Int[Array, "B G all width"], wanted: Int[Array, "B G"], rows: Rows, m: int
 ) -> tuple[Int[Array, "B G"], Int[Array, "B G"]]:
     """(the largest cut that at least `wanted` entries of a group reach, how many entries are above it), both without
     the lowest bits."""
-    b, groups, rows, width = order.shape
+    b, groups, together, width = order.shape
     cuts = 1 << _DIGIT
     counts = jnp.zeros((b, groups, _PASSES, cuts), jnp.int32)
     block = whole(None, None, _PASSES, cuts)
     for number in range(_PASSES):
 
-        def kernel(order_ref: Any, wanted_ref: Any, _: Any, counts_ref: Any, number: int = number) -> None:
+        def kernel(
+            order_ref: Any, wanted_ref: Any, length_ref: Any, _: Any, counts_ref: Any, number: int = number
+        ) -> None:
             digits = _known(counts_ref, wanted_ref[0], number) + (iota(cuts) << _place(number))
-            found = _search(order_ref, digits, _DROPPED, n, m)
+            found = _search(order_ref, digits, _DROPPED, rows, m, length_ref)
             jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
 
         (counts,) = triton_call(
             kernel,
             f"hads_cut_{number}",
-            (rows // TILE, groups, b),
-            [(order, whole(None, None, rows, width)), (wanted[..., None], whole(None, None, 1)), (counts, block)],
+            (together // TILE, groups, b),
+            [
+                (order, whole(None, None, together, width)),
+                (wanted[..., None], whole(None, None, 1)),
+                rows.input(b),
+                (counts, block),
+            ],
             [(counts.shape, jnp.int32, block)],
             num_warps=_CUT_WARPS,
-            aliases={2: 0},
+            aliases={3: 0},
         )
     digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
     places = np.array([_place(number) for number in range(_PASSES)], np.int32)
@@ -249,32 +280,34 @@ def _known(counts_ref: Any, wanted: Array, passes: int) -> Array:
 
 
 def _reach(
-    order: Int[Array, "B G rows width"], cuts: Int[Array, "B G C"], dropped: int, n: int, m: int
-) -> Int[Array, "B G rows C"]:
+    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], dropped: int, rows: Rows, m: int
+) -> Int[Array, "B G all C"]:
     """How many entries of each row reach each cut."""
-    b, groups, rows, width = order.shape
+    b, groups, together, width = order.shape
     c = cuts.shape[-1]
 
-    def kernel(order_ref: Any, cuts_ref: Any, out_ref: Any) -> None:
-        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, n, m)
+    def kernel(order_ref: Any, cuts_ref: Any, length_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, rows, m, length_ref)
 
     (out,) = triton_call(
         kernel,
         "hads_reach",
-        (rows // TILE, groups, b),
-        [(order, whole(None, None, rows, width)), (cuts, whole(None, None, c))],
-        [((b, groups, rows, c), jnp.int32, pl.BlockSpec((None, None, TILE, c), lambda i, g, b: (b, g, i, 0)))],
+        (together // TILE, groups, b),
+        [(order, whole(None, None, together, width)), (cuts, whole(None, None, c)), rows.input(b)],
+        [((b, groups, together, c), jnp.int32, pl.BlockSpec((None, None, TILE, c), lambda i, g, b: (b, g, i, 0)))],
         num_warps=1,
     )
     return out
 
 
-def _search(order_ref: Any, cuts: Int[Array, "C"], dropped: int, n: int, m: int) -> Int[Array, "R C"]:
-    """How many entries of each of this program's rows reach each cut. Rows rise; row i of a head has i + 1 entries."""
+def _search(
+    order_ref: Any, cuts: Int[Array, "C"], dropped: int, rows: Rows, m: int, length_ref: Any
+) -> Int[Array, "R C"]:
+    """How many entries of each of this program's rows reach each cut. The entries of a row rise; a head has m rows."""
     width = order_ref.shape[1]
     row = pl.program_id(0) * TILE + iota(TILE)
-    i = lax.rem(row, jnp.int32(m))
-    own = jnp.where(i < n, i + 1, 0)
+    i = rows.first + lax.rem(row, jnp.int32(m))
+    own = jnp.where(i < rows.side(length_ref), i + 1, 0)
     shape = (TILE, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)

@@ -2,6 +2,8 @@
 
 Three steps: the pooled features of queries and keys, with the weights applied; the tokens' feature of every pair of
 blocks; the sum of all terms, tile by tile. Products of 16-bit numbers are summed in float32: an estimate needs no more.
+
+They serve the queries of a whole sequence, and those of a chunk against all keys up to its end (`Rows`).
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from jaxtyping import Float
 
 from xsake._trace import interpreting
 from xsake.hads.mask.triton_call import TILE, Output, iota, padded, triton_call
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, spread_weights, variance
+from xsake.hads.selection.triton_rows import Rows
 
 _PARTS = len(KIND_OF_PART)
 _CHUNK, _PROGRAMS = 16, 1024  # at most so many blocks of keys per program, at least so many programs
@@ -33,34 +35,46 @@ _LOG2_E = math.log2(math.e)
 
 
 def block_logits(
-    query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], estimator: Estimator, grid: CausalGrid
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S K D"],
+    estimator: Estimator,
+    rows: Rows,
+    k_features: Float[Array, "B K blocks five D"] | None = None,
 ) -> Float[Array, "B H m width"]:
-    """`estimate.block_logits`, `padded`; entries above the diagonal or past the last row are not written."""
+    """`estimate.block_logits`, `padded`; entries above the diagonal or past the last row are not written.
+
+    Queries are those of `rows`. Keys may be a cache: those past the grid's end are not read. `k_features` are their
+    `PooledKeys.features`, where these are known.
+    """
     heads, kv_heads = query.shape[2], key.shape[2]
     heads_per_program = math.gcd(heads // kv_heads, _MOST_HEADS_PER_PROGRAM)
-    q_mean, q_features = _pool_queries(query, estimator, grid, heads_per_program)
-    k_features = _pool_keys(key, grid)
-    tokens = _tokens(q_mean, key, k_features, grid)
-    return _sum(q_features, k_features, tokens, estimator, grid, heads_per_program)
+    q_mean, q_features = _pool_queries(query, estimator, rows, heads_per_program)
+    m, _ = padded(rows.grid.side)
+    if k_features is None:
+        k_features = pool_keys(key, rows, m, jnp.bfloat16)
+    elif k_features.shape[2] < m:
+        k_features = jnp.pad(k_features, ((0, 0), (0, 0), (0, m - k_features.shape[2]), (0, 0), (0, 0)))
+    tokens = _tokens(q_mean, key, k_features, rows)
+    return _sum(q_features, k_features, tokens, estimator, rows, heads_per_program)
 
 
 # -- pooled features -------------------------------------------------------------------------------------------------
 
 
 def _pool_queries(
-    query: Float[Array, "B T H D"], estimator: Estimator, grid: CausalGrid, heads_per_program: int
+    query: Float[Array, "B T H D"], estimator: Estimator, rows: Rows, heads_per_program: int
 ) -> tuple[Array, Array]:
     """Means, [B, H / heads_per_program, tiles, heads_per_program * TILE, D], and weighted features, [B, H, m, 5, D].
 
     Means are scaled so that their products with keys are logits in base 2.
     """
     b, _, h, d = query.shape
-    m, _ = padded(grid.side)
-    root, parts = d**-0.5, h // heads_per_program
+    m, _ = padded(rows.number)
+    block, root, parts = rows.grid.block, d**-0.5, h // heads_per_program
     weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
 
-    def kernel(x_ref: Any, weights_ref: Any, mean_ref: Any, features_ref: Any) -> None:
-        mean, spread = _moments(x_ref, grid)
+    def kernel(x_ref: Any, weights_ref: Any, length_ref: Any, mean_ref: Any, features_ref: Any) -> None:
+        mean, spread = _moments(x_ref, rows, length_ref)
         mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
         for number, part in enumerate(query_parts(mean, spread)):
             features_ref[:, number, :] = (part * weights_ref[:, number, :]).astype(features_ref.dtype)
@@ -71,10 +85,11 @@ def _pool_queries(
     mean, features = triton_call(
         kernel,
         "hads_pool_queries",
-        (parts, grid.side, b),
+        (parts, rows.number, b),
         [
-            (query, _block_of_heads(grid, heads_per_program, d)),
+            (query, _block_of_heads(block, heads_per_program, d)),
             (weights, pl.BlockSpec((heads_per_program, _PARTS, d), lambda part, i, b: (part, 0, 0))),
+            rows.input(b),
         ],
         [
             (
@@ -82,31 +97,35 @@ def _pool_queries(
                 query.dtype if query.dtype.itemsize == 2 else jnp.bfloat16,
                 pl.BlockSpec((None, None, None, heads_per_program, None, d), mean_at),
             ),
-            _features(b, h, m, heads_per_program, d),
+            _features(b, h, m, heads_per_program, d, jnp.bfloat16),
         ],
-        num_warps=_pool_warps(grid.block * heads_per_program * d, spills=query.dtype.itemsize > 2),
+        num_warps=_pool_warps(block * heads_per_program * d, spills=query.dtype.itemsize > 2),
     )
     return mean.reshape(b, parts, m // TILE, heads_per_program * TILE, d), features
 
 
-def _pool_keys(key: Float[Array, "B T K D"], grid: CausalGrid) -> Array:
+def pool_keys(key: Float[Array, "B T K D"], rows: Rows, room: int, dtype: Any) -> Float[Array, "B K {room} five D"]:
+    """The keys' side of the features, of the tokens of `rows`; blocks without tokens are 0, others not written."""
     b, _, kv_heads, d = key.shape
 
-    def kernel(x_ref: Any, features_ref: Any) -> None:
-        mean, spread = _moments(x_ref, grid)
-        largest = _tokens_of(x_ref, grid, -jnp.inf).astype(jnp.float32).max(0)
-        smallest = _tokens_of(x_ref, grid, jnp.inf).astype(jnp.float32).min(0)
+    def kernel(x_ref: Any, length_ref: Any, features_ref: Any) -> None:
+        tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
+        mean, spread = _moments(x_ref, rows, length_ref)
+        largest = _tokens_of(x_ref, tokens, -jnp.inf).astype(jnp.float32).max(0)
+        smallest = _tokens_of(x_ref, tokens, jnp.inf).astype(jnp.float32).min(0)
+        if tokens is not None:
+            largest, smallest = (jnp.where(tokens > 0, x, 0.0) for x in (largest, smallest))
         for number, part in enumerate(key_parts(mean, spread, largest, smallest)):
             features_ref[:, number, :] = part.astype(features_ref.dtype)
 
     (features,) = triton_call(
         kernel,
         "hads_pool_keys",
-        (kv_heads, grid.side, b),
-        [(key, _block_of_heads(grid, 1, d))],
-        [_features(b, kv_heads, padded(grid.side)[0], 1, d)],
-        # With 256 numbers per thread the compiler spills where head_dim is 256, and where the last block is short.
-        num_warps=_pool_warps(grid.block * d, spills=key.dtype.itemsize > 2 or d > 128 or grid.length % grid.block > 0),
+        (kv_heads, rows.number, b),
+        [(key, _block_of_heads(rows.grid.block, 1, d)), rows.input(b)],
+        [_features(b, kv_heads, room, 1, d, dtype)],
+        # With 256 numbers per thread the compiler spills where head_dim is 256, and where blocks are short.
+        num_warps=_pool_warps(rows.grid.block * d, spills=key.dtype.itemsize > 2 or d > 128 or rows.short),
     )
     return features
 
@@ -116,35 +135,31 @@ def _pool_warps(numbers: int, *, spills: bool) -> int:
     return max(numbers // (_POOLED_PER_WARP // 2 if spills else _POOLED_PER_WARP), 1)
 
 
-def _features(b: int, heads: int, m: int, heads_per_program: int, d: int) -> Output:
+def _features(b: int, heads: int, m: int, heads_per_program: int, d: int, dtype: Any) -> Output:
     spec = pl.BlockSpec((None, heads_per_program, None, _PARTS, d), lambda h, i, b: (b, h, i, 0, 0))
-    return (b, heads, m, _PARTS, d), jnp.bfloat16, spec
+    return (b, heads, m, _PARTS, d), dtype, spec
 
 
-def _block_of_heads(grid: CausalGrid, heads_per_program: int, d: int) -> pl.BlockSpec:
+def _block_of_heads(block: int, heads_per_program: int, d: int) -> pl.BlockSpec:
     """Heads before blocks: neighbouring programs read neighbouring memory."""
-    return pl.BlockSpec((None, grid.block, heads_per_program, d), lambda h, i, b: (b, i, h, 0))
+    return pl.BlockSpec((None, block, heads_per_program, d), lambda h, i, b: (b, i, h, 0))
 
 
-def _tokens_of(ref: Any, grid: CausalGrid, other: float) -> Array:
-    """This program's block, `other` past the last token."""
-    if grid.length % grid.block == 0:
+def _tokens_of(ref: Any, tokens: Array | None, other: float) -> Array:
+    """This program's block, `other` past its tokens."""
+    if tokens is None:
         return ref[...]
-    inside = (pl.program_id(1) * grid.block + iota(grid.block) < grid.length)[:, None, None]
-    inside = jnp.broadcast_to(inside, ref.shape)
+    inside = jnp.broadcast_to((iota(ref.shape[0]) < tokens)[:, None, None], ref.shape)
     return plgpu.load(ref.at[...], mask=inside, other=other)
 
 
-def _moments(ref: Any, grid: CausalGrid) -> tuple[Array, Array]:
-    """Mean and variance; the padding is 0 and counts only in the number of tokens."""
-    x = _tokens_of(ref, grid, 0.0).astype(jnp.float32)
-    share = 1 / _size(pl.program_id(1), grid)
+def _moments(ref: Any, rows: Rows, length_ref: Any) -> tuple[Array, Array]:
+    """Mean and variance of this program's block; what is past its tokens does not count."""
+    tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
+    x = _tokens_of(ref, tokens, 0.0).astype(jnp.float32)
+    share = 1 / rows.size(tokens)
     mean = x.sum(0) * share
     return mean, variance((x * x).sum(0) * share, mean)
-
-
-def _size(block: Array, grid: CausalGrid) -> Array:
-    return jnp.minimum(grid.length - block * grid.block, grid.block).astype(jnp.float32)
 
 
 # -- the tokens' feature ---------------------------------------------------------------------------------------------
@@ -152,37 +167,39 @@ def _size(block: Array, grid: CausalGrid) -> Array:
 
 def _tokens(
     mean: Float[Array, "B parts tiles R D"],
-    key: Float[Array, "B T K D"],
-    k_features: Float[Array, "B K m 5 D"],
-    grid: CausalGrid,
+    key: Float[Array, "B S K D"],
+    k_features: Float[Array, "B K blocks 5 D"],
+    rows: Rows,
 ) -> Float[Array, "B parts tiles m R"]:
     """The log of the mean exponential of the logits of a tile's mean queries with each block's keys."""
-    b, parts, tiles, rows, d = mean.shape
-    kv_heads = key.shape[2]
+    b, parts, tiles, in_tile, d = mean.shape
+    grid, kv_heads = rows.grid, key.shape[2]
     chunk = _chunk(b * parts * tiles * grid.side)
     chunks = -(-grid.side // chunk)
-    m, tail = padded(grid.side)[0], grid.length % grid.block
+    m, _ = padded(grid.side)
 
-    def kernel(mean_ref: Any, key_ref: Any, features_ref: Any, out_ref: Any) -> None:
+    def kernel(mean_ref: Any, key_ref: Any, features_ref: Any, length_ref: Any, out_ref: Any) -> None:
         tile, first = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * chunk
         q = mean_ref[...]
 
         def step(j: Array, about: Array) -> Array:
-            token = j * grid.block + iota(grid.block)
-            inside = jnp.broadcast_to((token < grid.length)[:, None], (grid.block, d)) if tail else None
+            tokens = rows.tokens_in(j, length_ref)
             here = key_ref.at[pl.ds(j * grid.block, grid.block), :]
-            k = plgpu.load(here, mask=inside, other=0.0 if tail else None)
-            above = exp2(rows_by_rows(q, k.astype(q.dtype)) - about[:, None])
-            if tail:
-                above = jnp.where((token < grid.length)[None, :], above, 0.0)
-            average = above.sum(1) / _size(j, grid)
-            out = log2_from(about, average)
+            if tokens is None:
+                k = here[...]
+            else:
+                exists = iota(grid.block) < tokens
+                k = plgpu.load(here, mask=jnp.broadcast_to(exists[:, None], (grid.block, d)), other=0.0)
+            above = _exp2(_rows_by_rows(q, k.astype(q.dtype)) - about[:, None])
+            if tokens is not None:
+                above = jnp.where(exists[None, :], above, 0.0)
+            out = _log2_from(about, above.sum(1) / rows.size(tokens))
             out_ref[j, :] = out * (1 / _LOG2_E)
             return out
 
         # Exponents are taken about the result of the block before: this saves a pass for the largest logit or the mean.
         about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
-        last = jnp.minimum(jnp.minimum((tile + 1) * TILE, first + chunk), grid.side)
+        last = jnp.minimum(jnp.minimum(rows.first + (tile + 1) * TILE, first + chunk), grid.side)
         lax.fori_loop(first, last, step, about)
 
     def at(place: Any, part: Any, b: Any) -> tuple:
@@ -196,11 +213,12 @@ def _tokens(
         "hads_tokens",
         (tiles * chunks, parts, b),
         [
-            (mean, pl.BlockSpec((None, None, None, rows, d), at)),
+            (mean, pl.BlockSpec((None, None, None, in_tile, d), at)),
             (key, pl.BlockSpec((None, grid.side * grid.block, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
             (k_features, pl.BlockSpec((None, None, m, _PARTS, d), lambda _, p, b: (b, kv_head(p), 0, 0, 0))),
+            rows.input(b),
         ],
-        [((b, parts, tiles, m, rows), jnp.float32, pl.BlockSpec((None, None, None, m, rows), at))],
+        [((b, parts, tiles, m, in_tile), jnp.float32, pl.BlockSpec((None, None, None, m, in_tile), at))],
         num_warps=_TOKENS_WARPS,
         num_stages=_TOKENS_STAGES,
     )
@@ -212,12 +230,12 @@ def _chunk(tiles: int) -> int:
     return min(max(pl.next_power_of_2(tiles // _PROGRAMS + 1) // 2, 4), _CHUNK)
 
 
-def log2_from(about: Array, average: Array) -> Array:
+def _log2_from(about: Array, average: Array) -> Array:
     """The logarithm of a mean of exponentials that were taken about a number; no block exceeds it by 2 ** 120."""
     return about + jnp.log2(jnp.clip(average, 2.0**-120, 2.0**120))
 
 
-def exp2(x: Array) -> Array:
+def _exp2(x: Array) -> Array:
     if interpreting():
         return jnp.exp2(x)
     # jnp.exp2 takes four instructions more for denormals, which are 0 here.
@@ -230,37 +248,40 @@ def exp2(x: Array) -> Array:
 
 
 def _sum(
-    q_features: Float[Array, "B H m 5 D"],
-    k_features: Float[Array, "B K m 5 D"],
+    q_features: Float[Array, "B H rows 5 D"],
+    k_features: Float[Array, "B K blocks 5 D"],
     tokens: Float[Array, "B parts tiles m R"],
     estimator: Estimator,
-    grid: CausalGrid,
+    rows: Rows,
     heads_per_program: int,
-) -> Float[Array, "B H m width"]:
-    b, h, m, _, d = q_features.shape
-    kv_heads = k_features.shape[1]
-    group, tiles = h // kv_heads, m // TILE
-    width = padded(grid.side)[1]
+) -> Float[Array, "B H rows width"]:
+    b, h, m_rows, _, d = q_features.shape
+    group = h // k_features.shape[1]
+    m, width = padded(rows.grid.side)
     by_distance = jnp.asarray(estimator.distance)[:, bucket_of(np.arange(m))]
-    scalars = jnp.stack([jnp.asarray(estimator.tokens), jnp.asarray(estimator.sink)], -1)
 
-    def kernel(q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, scalars_ref: Any, out_ref: Any) -> None:
+    def kernel(
+        q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, weight_ref: Any, sink_ref: Any, out_ref: Any
+    ) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
 
-        @pl.when(j <= i)
+        @pl.when(j * TILE < rows.first + (i + 1) * TILE)
         def _() -> None:
             here = pl.ds(j * TILE, TILE)
 
             def add(part: Array, total: Array) -> Array:
-                return total + rows_by_rows(k_ref[here, part, :], q_ref[:, part, :])
+                return total + _rows_by_rows(k_ref[here, part, :].astype(q_ref.dtype), q_ref[:, part, :])
 
             # In the tokens' feature the axis of keys comes first.
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
-            sums = (sums + scalars_ref[0] * tokens_ref[here, :]).T
-            row, column = (i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
-            distance = jnp.maximum(row - column, 0)
-            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, scalars_ref[1], 0.0)
+            sums = (sums + weight_ref[0] * tokens_ref[here, :]).T
+            row, column = (rows.first + i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
+            distance = jnp.clip(row - column, 0, m - 1)
+            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, sink_ref[0], 0.0)
             out_ref[:, here] = sums
+
+    def of_head(x: Array | np.ndarray) -> tuple[Array, pl.BlockSpec]:
+        return jnp.asarray(x)[:, None], pl.BlockSpec((None, 1), lambda i, j, x: (x % h, 0))
 
     def tokens_at(i: Any, j: Any, x: Any) -> tuple:
         return x // h, x % h // heads_per_program, i, 0, x % heads_per_program
@@ -268,7 +289,7 @@ def _sum(
     (out,) = triton_call(
         kernel,
         "hads_block_logits",
-        (tiles, tiles, b * h),
+        (m_rows // TILE, m // TILE, b * h),
         [
             (q_features, pl.BlockSpec((None, None, TILE, _PARTS, d), lambda i, j, x: (x // h, x % h, i, 0, 0))),
             (
@@ -277,11 +298,12 @@ def _sum(
             ),
             (tokens, pl.BlockSpec((None, None, None, m, TILE), tokens_at)),
             (by_distance, pl.BlockSpec((None, m), lambda i, j, x: (x % h, 0))),
-            (scalars, pl.BlockSpec((None, 2), lambda i, j, x: (x % h, 0))),
+            of_head(estimator.tokens),
+            of_head(estimator.sink),
         ],
         [
             (
-                (b, h, m, width),
+                (b, h, m_rows, width),
                 jnp.float32,
                 pl.BlockSpec((None, None, TILE, width), lambda i, j, x: (x // h, x % h, i, 0)),
             )
@@ -292,6 +314,6 @@ def _sum(
     return out
 
 
-def rows_by_rows(a: Array, b: Array) -> Array:
+def _rows_by_rows(a: Array, b: Array) -> Array:
     """a @ b.T in float32."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

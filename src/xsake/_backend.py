@@ -110,6 +110,34 @@ class Call:
         return self.key.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
     @property
+    def kv_reach(self) -> int:
+        """How many keys, from the first on, the mask's rule leaves to its queries: lists name no block past these."""
+        right = self.mask.band.right
+        return self.kv_len if right is None else min(self.kv_len, self.q_len + right)
+
+    def within_reach(self) -> Call:
+        """The call without the blocks of keys past `kv_reach`: for a forward that copies all keys that it is given.
+
+        A chunk of a prompt attends to a cache of which most may be empty still.
+        """
+        block = self.mask.block_kv
+        # At least two blocks: a configuration that was chosen for several blocks may not suit a single one.
+        end = max(-(-self.kv_reach // block), 2) * block
+        if end >= self.kv_len or self.page_table is not None:
+            return self
+        return dataclasses.replace(
+            self,
+            key=self.key[:, :end],
+            value=self.value[:, :end],
+            mask=dataclasses.replace(
+                self.mask, kv_len=end, q_indices=None, q_row_ptr=None, q_num_full=None, col_order=None, q_bitmap=None
+            ),
+            bias=None if self.bias is None else self.bias[..., :end],
+            kv_segments=None if self.kv_segments is None else self.kv_segments[:, :end],
+            kv_positions=None if self.kv_positions is None else self.kv_positions[:, :end],
+        )
+
+    @property
     def page(self) -> int | None:
         """Tokens per page, where keys and values lie in pages."""
         return None if self.page_table is None else self.key.shape[1]

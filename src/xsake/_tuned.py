@@ -94,7 +94,7 @@ def key_of(name: str, call: Call, direction: str) -> Key:
         block_kv=call.mask.block_kv,
         causal=call.band.right == 0,
         q_len=call.q_len,
-        kv_len=call.kv_len,
+        kv_len=call.kv_reach,
         heads=call.batch * call.q_heads,
         density=_density(call.mask),
     )
