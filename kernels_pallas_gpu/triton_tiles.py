@@ -243,7 +243,9 @@ class Tiles:
             return products, self.product_scale * self.units.one, None
         x, slope = products * self.product_scale, None
         if bias is not None:
-            x = x + bias
+            # Not a sum: Triton would turn dot + bias into a dot whose accumulator begins with the bias, and each of its
+            # steps would round at the size of the bias.
+            x = x - (-bias)
         if self.soft_cap is not None:
             t = jnp.tanh(x * (1 / self.soft_cap))
             x, slope = t * self.soft_cap, 1 - t * t

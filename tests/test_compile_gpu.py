@@ -105,6 +105,36 @@ def test_triton_defaults_compile(chip, head_dim, bitmaps):
     run(TRITON_SCRIPT, chip, str(head_dim), bitmaps)
 
 
+BIAS_SCRIPT = """
+import os, sys, pathlib, re, tempfile
+dump = pathlib.Path(tempfile.mkdtemp())
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_emitter_re=triton"}
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+import jax, jax.numpy as jnp
+from tests.cuda_offline import compile
+from tests.test_mosaic_lowering import make_call
+from xsake.kernels_pallas_gpu import triton
+from xsake.kernels_pallas_gpu.triton_tiles import Tiling
+bias = jnp.zeros((1, 1, 1, 128))
+call = make_call(head_dim=16, q_len=128, kv_len=128, dtype=jnp.float32, bias=bias)
+tiling = Tiling(q=16, kv=16, num_warps=4, num_stages=1)
+config = triton.Config(forward=tiling, dq=tiling, dkv=tiling)
+compile(lambda call: triton.forward(call, config), call, chip="sm_90", dump=dump)
+(log,) = dump.glob("*xsake_triton_forward*triton-to-llvm*")
+passes = log.read_text().split("// -----// IR Dump Before ")
+after = 1 + next(n for n, text in enumerate(passes) if text.startswith("TritonCombineOps"))
+made_by = dict(re.findall(r'(%\\w+) = "([\\w.]+)"', passes[after]))
+begun = [made_by.get(name) for name in re.findall(r'= "tt.dot"\\(%\\w+, %\\w+, (%\\w+)\\)', passes[after])]
+print(begun)
+os._exit(0 if begun and begun.count("arith.constant") * 2 == len(begun) else 1)
+"""
+
+
+def test_triton_adds_the_bias_after_the_products():
+    """Of the two products of a step, that of queries and keys begins with 0, and not with the bias."""
+    run(BIAS_SCRIPT)
+
+
 PAGED_SCRIPT = """
 import os, sys, tempfile, pathlib
 dump = pathlib.Path(tempfile.mkdtemp())

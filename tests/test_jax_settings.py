@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hads_case
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from contract.case import attend, check, collect, make, with_grads
 from contract.reference import Results
+from host_reads import only_explicit_reads
 from sweep import sweep
 
 import xsake
@@ -76,18 +79,60 @@ def _xla():
 @pytest.mark.usefixtures("interpreter_without_effects")
 @pytest.mark.parametrize("name", sweep(NAMES, slow=["mask, bias and sinks", "empty rows"]))
 def test_tracing_transfers_nothing_unasked(implementation, name):
-    """The mask of a call that gives none is made, and put on the device, while tracing."""
+    """Neither the mask of a call that gives none, which is made while tracing, nor one that the caller gives."""
     case = cases(implementation)[name]
-    inputs, rest, cotangents = jax.device_put((case.inputs, case.rest, case.cotangents))
+    given = jax.device_put((case.inputs, case.rest, case.cotangents))
     mask = None if case.blocks is None else jax.device_put(case.mask())
 
-    @jax.jit
-    def everything(inputs, rest, cotangents):
+    def everything(mask, inputs, rest, cotangents):
         return with_grads(lambda x: attend(implementation, x, mask, rest, **case.options), inputs, cotangents)
 
-    with implementation.context(), jax.transfer_guard("disallow"):
-        results = everything(inputs, rest, cotangents)
+    with implementation.context(), jax.transfer_guard("disallow"), only_explicit_reads():
+        # Arrays that a function closes over are copied by JAX itself, when it lowers: only the tracing is ours.
+        jax.jit(partial(everything, mask)).trace(*given)
+        results = jax.jit(everything)(mask, *given)
     check(case, collect(case, *results))
+
+
+@pytest.mark.usefixtures("interpreter_without_effects")
+@pytest.mark.parametrize("name", sweep(NAMES, slow=["no mask", "empty rows"]))
+def test_a_call_outside_jit_reads_nothing_unasked(implementation, name):
+    case = cases(implementation)[name]
+    case = case.replace(d_lse=np.zeros_like(case.d_lse))
+    with jax.transfer_guard_device_to_host("disallow"), only_explicit_reads():
+        out, grads = eager(implementation, case)
+    check(case, Results(np.asarray(out), None, **{f"d_{k}": np.asarray(v) for k, v in grads.items()}))
+
+
+def test_a_pattern_made_under_jit_transfers_nothing_unasked():
+    """Its lists are constants of the program: on the device they would be copied back when the program is lowered."""
+    q = jax.device_put(np.ones((1, 256, 1, 16), np.float32))
+
+    @jax.jit
+    def window(q):
+        mask = xsake.patterns.sink_window(256, 256, sink=64, window=64, block_q=64, block_kv=64)
+        assert not mask.traced
+        return xsake.attention(q, q, q, mask, implementation="xla")
+
+    with jax.transfer_guard("disallow"), only_explicit_reads():
+        window(q).block_until_ready()
+
+
+def test_checks_of_concrete_arguments_read_them_explicitly():
+    """What is refused by its contents is read by `jax.device_get`, which guards of transfers allow."""
+    q = jnp.ones((1, 128, 2, 16))
+    ids, chosen = jnp.zeros((1, 128), jnp.int32), jnp.zeros((1, 128, 2, 1), jnp.int32)
+    sizes = dict(block_q=64, block_kv=64, q_len=128, kv_len=128)
+    blocks, bounds, table = jnp.ones((2, 2), bool), jnp.array([0, 50, 128]), jnp.array([[1, 0]])
+    with jax.transfer_guard_device_to_host("disallow"), only_explicit_reads():
+        mask = xsake.BlockMask.from_blocks(blocks, **sizes)
+        xsake.BlockMask.from_indices(jnp.array([[0, -1], [0, 1]]), **sizes)
+        xsake.BlockMask.from_token_indices(chosen, jnp.ones((1, 128, 2), jnp.int32), block_kv=64)
+        xsake.patterns.documents(ids, block_q=64, block_kv=64)
+        xsake.patterns.prefix_lm(128, 128, prefix=jnp.array([70]), block_q=64, block_kv=64)
+        mask.shard_rows(2).most_to_send(1)
+        xsake.selected_attention(q, q, q, chosen, block_size=64, cu_seqlens=bounds)
+        xsake.attention(q, q.reshape(2, 64, 2, 16), q.reshape(2, 64, 2, 16), page_table=table, implementation="xla")
 
 
 def test_masks_are_made_and_read_without_unasked_transfers():

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from xsake._buckets import density_bucket, power_of_two_at_least
+from xsake._device import on_host, put_on_device
 from xsake.hads.mask import exported
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.bitmaps import unpack
@@ -103,7 +104,7 @@ class BlockMask:
         grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         traced = isinstance(blocks, jax.core.Tracer)
         if not traced:
-            blocks = np.asarray(blocks)
+            blocks = on_host(blocks)
         if blocks.dtype != np.bool_:
             raise TypeError(f"blocks must be boolean, got dtype {blocks.dtype}")
         if not 2 <= blocks.ndim <= 4:
@@ -165,10 +166,8 @@ class BlockMask:
         return cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
 
     def on_device(self) -> BlockMask:
-        if self.traced:
-            return self
-        with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
-            return jax.device_put(self)
+        """This mask, with its lists on the device where they are concrete and no jit traces (`put_on_device`)."""
+        return self if self.traced else put_on_device(self)
 
     @classmethod
     def of_lists(
@@ -214,7 +213,7 @@ class BlockMask:
         grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, local_window_size)
         traced = isinstance(kv_indices, jax.core.Tracer)
         xp: Any = jnp if traced else np
-        indices: Any = kv_indices if traced else np.asarray(kv_indices)
+        indices: Any = kv_indices if traced else on_host(kv_indices)
         if not np.issubdtype(indices.dtype, np.integer):
             raise TypeError(f"kv_indices must be integers, got dtype {indices.dtype}")
         if not 2 <= indices.ndim <= 4 or indices.shape[-2] != grid.num_q:
@@ -354,7 +353,7 @@ class BlockMask:
 
     def read(self, lists: ArrayT) -> ArrayT:
         """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
-        return jnp.asarray(lists) if self.traced else np.asarray(jax.device_get(lists))
+        return jnp.asarray(lists) if self.traced else on_host(lists)
 
     def overflowed(self) -> ArrayT:
         """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xsake import _atomic
+from xsake._device import on_host
 from xsake.hads.mask.block_mask import BlockMask
 
 FORMAT, VERSION = "xsake.BlockMask", 3
@@ -28,7 +28,7 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
         if isinstance(value, jax.core.Tracer):
             raise TypeError("a traced BlockMask cannot be saved: save it outside jit")
         if hasattr(value, "shape"):
-            arrays[field.name] = np.asarray(value)
+            arrays[field.name] = on_host(value)
         else:
             static[field.name] = value
     header = json.dumps({"format": FORMAT, "version": VERSION, "static": static})
@@ -39,7 +39,7 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike) -> BlockMask:
     try:
         with open(path, "rb") as file:
-            arrays = dict(_read(file))
+            arrays: dict[str, Any] = dict(_read(file))
         header = json.loads(str(arrays.pop("header")))
         version = header["format"], header["version"]
     except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
@@ -57,8 +57,7 @@ def load(path: str | os.PathLike) -> BlockMask:
         )
     if static["local_window_size"] is not None:
         static["local_window_size"] = tuple(static["local_window_size"])
-    lists: dict[str, Any] = {name: jnp.asarray(value) for name, value in arrays.items()}
-    return BlockMask(**static, **lists)
+    return BlockMask(**static, **arrays).on_device()
 
 
 def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake._device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
@@ -28,8 +29,7 @@ class _Blocks:
         self.size: dict[str, Any] = dict(
             q_len=q_len, kv_len=kv_len, block_q=block_q, block_kv=block_kv, is_causal=is_causal
         )
-        # `full` validates the sizes; what it lists is what the rule allows.
-        self.allowed = np.asarray(BlockMask.full(**self.size, transpose=False).to_blocks())[0, 0]
+        self.allowed, _ = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, None).allowed_and_full()
         num_q, num_kv = self.allowed.shape
         self.i, self.j = np.arange(num_q)[:, None], np.arange(num_kv)[None, :]
         self.block_q, self.block_kv, self.q_len, self.kv_len = block_q, block_kv, q_len, kv_len
@@ -228,7 +228,7 @@ def documents(
         raise ValueError(f"segment_ids must be one array or a (query, key) pair; got {len(pair)} entries")
     traced = any(isinstance(x, jax.core.Tracer) for x in pair)
     xp: Any = jnp if traced else np
-    pair = tuple(xp.asarray(x) for x in pair)
+    pair = tuple(jnp.asarray(x) if traced else on_host(x) for x in pair)
     for x in pair:
         if not np.issubdtype(x.dtype, np.integer):
             raise TypeError(f"segment_ids must be integers, got dtype {x.dtype}")
@@ -280,8 +280,7 @@ def prefix_lm(
     [2, 2, 3, 4]
     """
     traced = isinstance(prefix, jax.core.Tracer)
-    xp: Any = jnp if traced else np
-    length = xp.asarray(prefix)
+    length: Any = jnp.asarray(prefix) if traced else on_host(prefix)
     if not np.issubdtype(length.dtype, np.integer) or length.ndim > 1:
         raise TypeError(f"prefix must be an int or i32[B]; got {prefix!r}")
     if not traced and (length < 0).any():

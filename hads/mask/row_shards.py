@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from xsake._device import on_host, put_on_device
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
@@ -80,10 +81,7 @@ class RowShards:
             bitmaps=mask.bitmaps,
             kv_bitmap=None if mask.bitmaps is None else of_shards(mask.read(mask.kv_bitmap)),
         )
-        if traced:
-            return shards
-        with jax.ensure_compile_time_eval():  # on the device once, and still concrete inside a trace
-            return jax.device_put(shards)
+        return shards if traced else put_on_device(shards)
 
     @property
     def batch(self) -> int:
@@ -118,7 +116,7 @@ class RowShards:
 
     def most_to_send(self, kv_heads: int) -> int:
         """The most blocks that one shard needs of another for one of `kv_heads` K/V heads. The lists are concrete."""
-        indices, ptr = np.asarray(self.kv_indices), np.asarray(self.kv_row_ptr)
+        indices, ptr = on_host(self.kv_indices), on_host(self.kv_row_ptr)
         used = np.arange(self.capacity) < ptr[..., -1:]
         total = self.columns * self.order.shards
         place = self.order.places(total)[indices]

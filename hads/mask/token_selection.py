@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake._buckets import power_of_two_at_least
+from xsake._device import on_host
 from xsake.hads.mask.bitmaps import distinct, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
@@ -122,14 +123,15 @@ def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT,
 
 
 def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT | None]:
-    indices = xp.asarray(block_indices)
+    to_array = on_host if xp is np else jnp.asarray
+    indices = to_array(block_indices)
     if not np.issubdtype(indices.dtype, np.integer):
         raise TypeError(f"block_indices must be integers, got dtype {indices.dtype}")
     if indices.ndim != 4 or indices.shape[1] != grid.q_len or 0 in indices.shape:
         raise ValueError(f"block_indices must be [batch, tokens, heads, blocks]; got shape {tuple(indices.shape)}")
     if block_counts is None:
         return indices, None
-    counts = xp.asarray(block_counts)
+    counts = to_array(block_counts)
     if not np.issubdtype(counts.dtype, np.integer):
         raise TypeError(f"block_counts must be integers, got dtype {counts.dtype}")
     if counts.ndim and tuple(counts.shape) != tuple(indices.shape[:3]):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def platform_of(array: Any) -> str:
@@ -25,6 +26,21 @@ def _device_of(array: Any) -> jax.Device | None:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))
     return None
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A concrete array as NumPy's. A device's is copied by an explicit transfer, which `jax.transfer_guard` allows."""
+    return np.asarray(jax.device_get(array) if isinstance(array, jax.Array) else array)
+
+
+def put_on_device(tree: Any) -> Any:
+    """A tree of NumPy arrays, put on the device; while jit traces, the tree as it is.
+
+    There the arrays become constants of the program, which XLA puts on the device. JAX would copy arrays that are on
+    the device already back to the host when it lowers the program.
+    """
+    put = jax.device_put(tree)
+    return tree if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(put)) else put
 
 
 def compute_capability() -> str | None:

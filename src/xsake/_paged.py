@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from xsake import _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
-from xsake._device import platform_of
+from xsake._device import on_host, platform_of
 from xsake._execution import Plan
 from xsake._fold import fold_call, unfold
 from xsake._trace import vary, varying_axes
@@ -125,11 +125,11 @@ def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | 
     wrong = needed & ((table < 0) | (table >= count))
     if isinstance(wrong, jax.core.Tracer):
         return wrong.any(1)
-    if (found := np.argwhere(np.asarray(wrong))).size:
+    if (found := np.argwhere(on_host(wrong))).size:
         sequence, place = found[0].tolist()
         raise ValueError(
-            f"page_table[{sequence}, {place}]={int(table[sequence, place])} must be a page from 0 to {count - 1}, the "
-            f"pages of key and value; only entries at or past key_value_seq_lengths may be anything"
+            f"page_table[{sequence}, {place}]={on_host(table)[sequence, place]} must be a page from 0 to {count - 1}, "
+            f"the pages of key and value; only entries at or past key_value_seq_lengths may be anything"
         )
     return None
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._device import on_host
 from xsake._trace import vary, varying_axes
 
 
@@ -36,7 +37,7 @@ class Sequences:
         if batch != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, which holds all sequences; got {batch}")
         if not isinstance(bounds, jax.core.Tracer):
-            given = np.asarray(bounds)
+            given = on_host(bounds)
             if given[0] != 0 or (np.diff(given) < 0).any() or given[-1] > tokens:
                 raise ValueError(
                     f"cu_seqlens must begin with 0, never fall, and end at {tokens} tokens or before; got "

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 import xsake
-from xsake._device import platform_of
+from xsake._device import on_host, platform_of
 from xsake.compat.element_mask import as_elements, mask_of
 from xsake.compat.tiles import BwdParams, FwdParams, Tiles
 from xsake.hads.mask.band import Band
@@ -160,7 +160,7 @@ def native_sparse_attention(
             "block_counts must be known while tracing when blocks are chosen by weight: give an int, or an array that "
             "is no argument of the traced function"
         )
-    most = max(int(np.max(np.asarray(block_counts))), 1)
+    most = max(int(np.max(on_host(block_counts))), 1)
     gates = [None if g is None else _gate(name, g, query, value) for name, g in (("g_cmp", g_cmp), ("g_slc", g_slc))]
     return xsake.native_sparse_attention(
         query,
@@ -309,8 +309,7 @@ def _blocks(layout: Any, batch: int, sizes: dict[str, int]) -> Any:
     if lower is None or upper is None:
         raise ValueError("qkv_layouts must hold a SparseMask with lower_bounds and upper_bounds")
     traced = any(isinstance(x, jax.core.Tracer) for x in (lower, upper))
-    xp: Any = jnp if traced else np
-    lower, upper = xp.asarray(lower), xp.asarray(upper)
+    lower, upper = (jnp.asarray(x) if traced else on_host(x) for x in (lower, upper))
     rows, columns = (-(-sizes[f"{side}_len"] // sizes[f"block_{side}"]) for side in ("q", "kv"))
     if lower.shape != upper.shape or lower.ndim != 3 or lower.shape[0] not in (1, batch) or lower.shape[2] != rows:
         raise ValueError(

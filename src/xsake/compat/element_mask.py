@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from xsake._device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
@@ -18,7 +19,7 @@ Sizes = dict[str, Any]  # block_q, block_kv, q_len, kv_len
 
 def as_elements(attention_mask: Any, batch: int, heads: int, sizes: Sizes) -> Any:
     """bool[B | 1, H | 1, T, S] from a boolean or integer mask of 2 to 4 dimensions that broadcasts to it."""
-    given: Any = attention_mask if isinstance(attention_mask, jax.core.Tracer) else np.asarray(attention_mask)
+    given: Any = attention_mask if isinstance(attention_mask, jax.core.Tracer) else on_host(attention_mask)
     if given.dtype != np.bool_ and not np.issubdtype(given.dtype, np.integer):
         raise TypeError(f"attention_mask must be boolean or integer (1 attends), got dtype {given.dtype}")
     if given.ndim == 3:  # [batch, tokens, keys]
