@@ -31,7 +31,7 @@ from xsake.kernels_pallas_gpu import (
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
-from xsake.kernels_pallas_gpu.mosaic_bits import Bits
+from xsake.kernels_pallas_gpu.mosaic_bits import Bits, fits_in_lists
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_copied_heads import CopiedHeads
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
@@ -302,7 +302,8 @@ def _needs(call: Call) -> tuple[Pairing, int]:
 def _widest_tile(call: Call) -> int:
     """Keys of a step at most: only plain rules have tiles of several blocks (`mosaic_forward_plan.Plan.tile_kv`)."""
     vectors = call.kv_segments is not None or call.q_positions is not None or call.kv_positions is not None
-    plain = not vectors and call.bias is None and call.mask.bitmaps is None
+    bitmaps = call.mask.bitmaps
+    plain = not vectors and call.bias is None and (bitmaps is None or fits_in_lists(bitmaps.shape))
     return 128 if plain else math.gcd(128, call.mask.block_kv)
 
 

@@ -16,6 +16,11 @@ from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 WGMMA = plgpu.Layout.WGMMA
 
 
+def fits_in_lists(shape: tuple[int, ...]) -> bool:
+    """Whether bitmaps of this shape are single words."""
+    return shape[3:] == (1, 1)
+
+
 class Bits(NamedTuple):
     """As arrays, or as refs inside a kernel: `number` i32[b, h, N], the bitmap of each slot of the lists, and `words`
     i32[b | 1, h | 1, bitmaps, block_q / 32, block_kv | 1]; without `words`, `number` is the one word of each slot.
@@ -29,7 +34,7 @@ class Bits(NamedTuple):
         if bitmaps is None:
             return None
         words = lax.bitcast_convert_type(jnp.asarray(bitmaps), jnp.int32).swapaxes(3, 4)
-        if words.shape[3:] != (1, 1):
+        if not fits_in_lists(words.shape):
             return cls(number, words)
         lead = (jnp.arange(n) if n > 1 else jnp.zeros((1,), jnp.int32) for n in words.shape[:2])
         b, h = jnp.ix_(*lead)
@@ -58,7 +63,8 @@ class Bits(NamedTuple):
     ) -> jax.Array:
         """bool[shape] of a tile whose first row and key are number `row` and `kv_first` of their blocks.
 
-        `coords` is the (batch, head) of the lists. Queries lie along `q_axis`, keys along the other.
+        `number` may differ between elements where it is the bitmap itself. `coords` is the (batch, head) of the lists.
+        Queries lie along `q_axis`, keys along the other.
         """
         query = packing.query(plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA))
         if packing.group > 1:  # the queries of a packed block fit in one word
@@ -66,7 +72,7 @@ class Bits(NamedTuple):
         else:
             first, count = lax.div(row, jnp.int32(32)), shape[q_axis] // 32
         if self.words is None:
-            words = [lax.broadcast_in_dim(number, shape, [])]
+            words = [number if number.ndim else lax.broadcast_in_dim(number, shape, [])]
         else:
             lead = tuple(0 if size == 1 else at for at, size in zip(coords, self.words.shape[:2], strict=True))
             words = [self._of_keys((*lead, number, first + n), kv_first, shape, 1 - q_axis) for n in range(count)]

@@ -82,6 +82,7 @@ def forward(
         has_bias=bias is not None,
         has_sinks=sink_lse is not None,
         has_bits=bits is not None,
+        has_row_bits=bits is not None and bits.words is None,
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
         page=page,

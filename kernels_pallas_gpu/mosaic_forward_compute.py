@@ -1,5 +1,6 @@
 """A compute warpgroup of the Hopper forward: per query tile, an online softmax over the keys as they arrive."""
 
+import functools
 from typing import Any
 
 import jax
@@ -213,23 +214,8 @@ class Tile:
     def partial_step(self, step: Any, carry: Any) -> Any:
         plan = self.plan
         cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
-        if plan.has_bits and (live := self.chosen(notes[cta.bitmap_field(slot)])) is not None:
-            ways = [(True, live)]
-            if not plan.kv_vectors:
-                # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
-                whole = self.plan.rule.all_in_band(
-                    self.first_query(), plan.packing.queries, notes[cta.run_field(slot, 0)], plan.tile_kv
-                )
-                ways = [(False, live & whole), (True, live & ~whole)]
-            pl.when(~live)(lambda: self.idle_step(step))
-            for ruled, here in ways:
-                carry = lax.fori_loop(
-                    0,
-                    here.astype(jnp.int32),
-                    lambda _, c, ruled=ruled: self.kv_step(step, c, partial=True, ruled=ruled),
-                    carry,
-                )
-            return carry
+        if plan.has_row_bits:
+            return self.step_of_chosen(step, carry)
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
         first_keys = [
@@ -253,6 +239,37 @@ class Tile:
         return lax.fori_loop(
             0, lax.div(num_live, jnp.int32(len(live))), lambda _, c: self.kv_step(step, c, partial=True), carry
         )
+
+    def step_of_chosen(self, step: Any, carry: Any) -> Any:
+        """A partial step whose bits tell, for every run, which rows attend. Runs of no row are left out.
+
+        Most runs lie wholly before the queries: their elements need no test beside the bits.
+        """
+        plan, cta, notes, slot = self.plan, self.cta, self.cta.scratch.notes, self.slot(step)
+        starts = self.warpgroup.starts(slot)
+        live = [self.chosen(notes[cta.bitmap_field(slot, part)]) for part in range(plan.parts)]
+        if plan.kv_vectors:
+            plain = jnp.bool_(False)
+        else:
+            first, count = self.first_query(), plan.packing.queries
+            inside = [plan.rule.all_in_band(first, count, start, plan.unit) for start in starts]
+            plain = functools.reduce(lambda a, b: a & b, [x | ~y for x, y in zip(inside, live, strict=True)])
+        num_live = sum(x.astype(jnp.int32) for x in live)
+        # One number for the way of the step: what lives through all of them would take registers.
+        whole, halves, ruled = plan.parts, plan.parts + 1, plan.parts + 3
+        way = num_live if plan.parts == 1 else jnp.where(num_live == 1, halves + live[1].astype(jnp.int32), num_live)
+        way = jnp.where((num_live > 0) & ~plain, ruled, way)
+        pl.when(way == 0)(lambda: self.idle_step(step))
+
+        def where(condition: Any, carry: Any, **how: Any) -> Any:
+            run = functools.partial(self.kv_step, partial=True, **how)
+            return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: run(step, c), carry)
+
+        if not plan.kv_vectors:
+            carry = where(way == whole, carry, ruled=False)
+            if plan.parts > 1:
+                carry = where((way == halves) | (way == halves + 1), carry, ruled=False, half=way - halves)
+        return where(way == ruled, carry)
 
     def idle_step(self, step: Any) -> None:
         cta, barriers, slot = self.cta, self.cta.barriers, self.slot(step)
@@ -287,19 +304,23 @@ class Tile:
             overlap=lambda: self.take_tensor_core(step),
         )
         vectors = dict(self.q_vectors)
-        number = cta.scratch.notes[cta.bitmap_field(slot)] if partial and plan.has_bits else None
+        numbers = ()
+        if partial and plan.has_bits:
+            numbers = tuple(cta.scratch.notes[cta.bitmap_field(slot, part)] for part in range(plan.parts))
+            if half is not None:
+                numbers = (jnp.where(half == 0, *numbers),)
         if partial:
             for name in plan.kv_vectors:
                 vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
         logits = self.element_wise(logits, starts, vectors, partial=partial and ruled)
-        if number is not None:
+        if numbers:
             assert starts is not None
-            logits = jnp.where(self.bits(number, starts[0], logits.shape), logits, -jnp.inf)
+            logits = jnp.where(self.bits(numbers, starts[0], logits.shape), logits, -jnp.inf)
         return self.accumulate(step, carry, logits, values)
 
-    def bits(self, number: Any, kv_start: Any, shape: tuple[int, int]) -> Any:
+    def bits(self, numbers: tuple[Any, ...], kv_start: Any, shape: tuple[int, int]) -> Any:
         cta, plan = self.cta, self.plan
         coords = common.list_coords(
             cta.lists,
@@ -309,6 +330,10 @@ class Tile:
             num_kv_heads=plan.num_kv_heads,
         )
         kv_first = lax.rem(kv_start, plan.block_kv)
+        number = numbers[0]
+        for part, following in enumerate(numbers[1:], 1):
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            number = jnp.where(column < part * plan.unit, number, following)
         return self.bit_refs.tile(coords, number, self.row_in_block(), kv_first, shape, 0, plan.packing)
 
     def chosen(self, number: Any) -> Any:

@@ -59,8 +59,8 @@ class Cta:
     def ticket_field(self, turn: Any) -> tuple[Any, ...]:
         return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + slot_of(turn, 2))
 
-    def bitmap_field(self, slot: Any) -> tuple[Any, ...]:
-        return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + 2 + slot)
+    def bitmap_field(self, slot: Any, part: int) -> tuple[Any, ...]:
+        return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + 2 + slot * self.plan.parts + part)
 
     def _at_ring(self, index: Any) -> tuple[Any, ...]:
         return (self.ring, index) if self._apart else (index,)

@@ -195,11 +195,16 @@ class _Load:
         return [self._start(step, part) for part in range(self.plan.parts)]
 
     def _start(self, step: Any, part: int) -> Any:
+        entry, sub = self._entry(step, part)
+        return self.cta.lists.indices[self.b, self.h, self.item.begin + entry] * self.plan.block_kv + sub
+
+    def _entry(self, step: Any, part: int) -> tuple[Any, Any]:
+        """(entry of the list, first key in its block) of a run."""
         item, plan = self.item, self.plan
         last_unit = lax.max(item.units, jnp.int32(1)) - 1 if plan.ahead else item.units - 1
         unit_index = lax.min(step * plan.parts + part, last_unit) if plan.parts > 1 else step
         entry, sub = _divmod(unit_index, plan.units_per_block)
-        return self.cta.lists.indices[self.b, self.h, item.begin + entry] * plan.block_kv + sub * plan.unit
+        return entry, sub * plan.unit
 
     def places(self, starts: Sequence[Any]) -> Sequence[Any]:
         """Where each run lies: with pages a place of `mosaic_forward_pages`, otherwise the first key itself."""
@@ -219,9 +224,11 @@ class _Load:
             scratch.notes[cta.run_field(slot, part)] = (
                 jnp.where(exists, start, MISSING) if part or plan.ahead else start
             )
-        if plan.has_bits:
-            entry, _ = _divmod(step, plan.units_per_block)
-            scratch.notes[cta.bitmap_field(slot)] = cta.options["number"][self.b, self.h, item.begin + entry]
+        for part in range(plan.parts if plan.has_bits else 0):
+            entry, _ = self._entry(step, part)
+            number = cta.options["number"][self.b, self.h, item.begin + entry]
+            exists = step * plan.parts + part < item.units
+            scratch.notes[cta.bitmap_field(slot, part)] = jnp.where(exists, number, 0) if part else number
         ready = cta.stage(cta.barriers.k_ready, slot)
         self._tokens(cta.k, cta.stage(scratch.k, slot), ready, places)
         for name in plan.kv_vectors:

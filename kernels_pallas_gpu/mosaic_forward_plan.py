@@ -67,7 +67,8 @@ class Barriers(NamedTuple):
 class Plan:
     """All that is known while tracing, of the call as it is packed: `q_len` and `block_q` are in rows.
 
-    `q_vectors`, `kv_vectors`: names of the operands with one number per row or key. `page`: keys per page, or None.
+    `has_row_bits`: the bits of a listed block are one word, a bit per query. `q_vectors`, `kv_vectors`: names of the
+    operands with one number per row or key. `page`: keys per page, or None.
     """
 
     batch_size: int
@@ -86,6 +87,7 @@ class Plan:
     has_bias: bool
     has_sinks: bool
     has_bits: bool
+    has_row_bits: bool
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
     page: int | None
@@ -202,8 +204,9 @@ class Plan:
 
     @property
     def tile_kv(self) -> int:
-        """Keys per step. Only plain rules have tiles of several runs: with more operands such tiles spill."""
-        return self.config.tile_kv if self.plain_rules else math.gcd(self.config.tile_kv, self._consecutive)
+        """Keys per step. Only plain rules and bits of rows have tiles of several runs: others would spill."""
+        plain = self.plain_rules or (self.has_row_bits and not self.has_bias and not self.kv_vectors)
+        return self.config.tile_kv if plain else math.gcd(self.config.tile_kv, self._consecutive)
 
     @property
     def unit(self) -> int:
@@ -286,8 +289,15 @@ class Plan:
             out=common.swizzled((*rows, self.v_head_dim), self.dtype) if self.separate_out else None,
             lse=plgpu.SMEM(rows, jnp.float32),
             kv_vectors={name: plgpu.SMEM(ring, jnp.int32) for name in self.kv_vectors},
-            notes=plgpu.SMEM((*self.rings, 2 * PUBLISHED + self.stages * (self.parts + self.has_bits) + 2), jnp.int32),
+            notes=plgpu.SMEM(
+                (*self.rings, 2 * PUBLISHED + self.stages * self.parts * (1 + self.has_bits) + 2), jnp.int32
+            ),
         )
+
+    @property
+    def notes(self) -> int:
+        runs = self.stages * self.parts
+        return 2 * PUBLISHED + 2 + runs * (2 if self.has_bits else 1)
 
     def barriers(self) -> Barriers:
         consumers = self.compute_wgs // self.workers_per_cta
@@ -302,6 +312,6 @@ class Plan:
             k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
             v_ready=plgpu.Barrier(num_arrivals=self.parts, num_barriers=ring),
             v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
-            tensor_core=plgpu.Barrier(num_arrivals=2),
+            tensor_core=plgpu.Barrier(num_arrivals=2) if self.take_turns else None,
             v_landed=plgpu.Barrier(num_barriers=(*self.rings, 1)) if self.zeroes_padding else None,
         )
