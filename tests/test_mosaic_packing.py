@@ -69,6 +69,26 @@ def test_packed_heads_on_hopper(name):
     check_run(HOPPER, case_of(dataclasses.replace(HOPPER, unit=1), name))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ctas_that_take_several_packed_tiles(monkeypatch):
+    """The interpreter finds races: a slot of the ring is written again while another tile is computed."""
+    q, k, v = (jax.random.normal(jax.random.key(h), (1, 192, h, 64), jnp.bfloat16) for h in (16, 1, 1))
+    chosen = jax.random.randint(jax.random.key(3), (1, 192, 1, 2), 0, 3)
+    mask = xsake.BlockMask.from_token_indices(chosen, block_kv=64, block_q=8, is_causal=True)
+    default = mosaic.default_config
+
+    def few(call):
+        config = default(call)
+        return dataclasses.replace(config, forward=dataclasses.replace(config.forward, num_ctas=2))
+
+    monkeypatch.setattr(mosaic, "default_config", few)
+    with xsake.interpret():
+        out = xsake.attention(q, k, v, mask, implementation="mosaic_gpu")
+    exact = xsake.attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask, implementation="xla")
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
+
+
 @pytest.mark.parametrize(("heads", "row"), [(16, 8 * 8 + 5 * 8 + 2), (8, 4 * 8 + 2 * 8 + 5)])
 def test_vectors_go_to_rows_and_back(heads, row):
     """Block 1, the third head of the second group, query 5: by query, or by head."""

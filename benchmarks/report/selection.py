@@ -29,12 +29,13 @@ def gpu_selection() -> str:
     for r in rows:
         times = [f"{_ms(r, f'selected, {d}'):.2f} ms ({_tflops(r, d):.0f} TFLOP/s)" for d in DIRECTIONS]
         cells.append(
-            [str(r["tokens"]), str(r["group"]), r["choice"], f"{r['union']:.1f}", *times, _memory(r, "selected")]
+            [selection_peers.tokens(r), str(r["group"]), r["choice"], f"{r['union']:.1f}", *times]
+            + [_memory(r, "selected")]
             + [_dense(r, d) for d in DIRECTIONS]
         )
     whole = [
         [
-            str(r["tokens"]),
+            selection_peers.tokens(r),
             *(f"{_ms(r, f'whole, {d}'):.2f} ms" for d in DIRECTIONS),
             *(f"{_ms(r, f'dense cudnn, {d}') / _ms(r, f'whole, {d}'):.1f}x" for d in DIRECTIONS),
             _memory(r, "whole"),
@@ -85,7 +86,23 @@ def _facts(rows: list[Row]) -> list[str]:
         "times as long.",
         *([f"- Slower than dense attention by cuDNN: {'; '.join(lost)}."] if lost else []),
         f"- The error against XLA in float32 is at most {max(r['error'] for r in rows):.1e} of the output's norm.",
+        *_busy(rows),
     ]
+
+
+def _busy(rows: list[Row]) -> Iterator[str]:
+    """Of rows that were measured while other programs ran on the GPU."""
+    busy = [r for r in rows if r.get("busy")]
+    what = f"dense cudnn, {DIRECTIONS[0]}"
+    alone = {r["tokens"]: _ms(r, what) for r in rows if not r.get("busy") and what in r["seconds"]}
+    slower = [_ms(r, what) / alone[r["tokens"]] for r in busy if r["tokens"] in alone]
+    if slower:
+        commits = ", ".join(sorted({r["commit"][:7] for r in busy}))
+        yield (
+            f"- Calls with a * were measured later (commit {commits}), while other programs compiled and ran on the "
+            f"same GPU: cuDNN took up to {max(slower):.1f} times as long as in the other calls of so many tokens. "
+            "Compare roughly, and only within a line."
+        )
 
 
 def _aims(row: Row) -> Iterator[str]:

@@ -12,6 +12,11 @@ NAMES = {RAW_TRITON: "raw Triton", EJKERNEL: "ejkernel", MENDED: "ejkernel with 
 Row = dict[str, Any]
 
 
+def tokens(row: Row) -> str:
+    """With a star where the GPU was busy with other programs, too."""
+    return f"{row['tokens']}{' *' if row.get('busy') else ''}"
+
+
 def lines(rows: list[Row]) -> list[str]:
     """Nothing for a record without such runs."""
     beside = [r for r in rows if any(peer["raced"] for peer in r.get("peers", {}).values())]
@@ -21,7 +26,7 @@ def lines(rows: list[Row]) -> list[str]:
     peers = [name for name in NAMES if any(f"{name}, {d}" in r.get("peers", {}) for r in rows for d in DIRECTIONS)]
     heads = ["tokens", "heads per K/V head", "choice", "direction", "xsake", *(NAMES[name] for name in peers)]
     cells = [
-        [str(r["tokens"]), str(r["group"]), r["choice"], d, *(_cell(r, who, d) for who in ("selected", *peers))]
+        [tokens(r), str(r["group"]), r["choice"], d, *(_cell(r, who, d) for who in ("selected", *peers))]
         for r in beside
         for d in DIRECTIONS
     ]
