@@ -189,7 +189,8 @@ class _Tiles:
         b, h = head // call.q_heads, head % call.q_heads
         slot = ptr[..., :-1].reshape(-1)[row] + entry // self.split_kv
         slot = jnp.minimum(slot, mask.capacity - 1)
-        block = mask.kv_indices[jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h], slot]
+        # Lists of a mask that was made while tracing are NumPy arrays, which traced numbers cannot index.
+        block = jnp.asarray(mask.kv_indices)[jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h], slot]
         q_tile = head * self.num_q + block_row * self.split_q + jnp.minimum(sub_row, self.split_q - 1)
         kv_head = b * call.kv_heads + h // self.group
         kv_tile = kv_head * self.num_kv + block * self.split_kv + entry % self.split_kv
@@ -198,7 +199,7 @@ class _Tiles:
             mask_batch, mask_head = jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h]
             table_batch, table_heads, count = mask.bitmaps.shape[:3]
             owner = (mask_batch if table_batch > 1 else 0) * table_heads + (mask_head if table_heads > 1 else 0)
-            bitmap = owner * count + mask.kv_bitmap[mask_batch, mask_head, slot]
+            bitmap = owner * count + jnp.asarray(mask.kv_bitmap)[mask_batch, mask_head, slot]
         return _Work(q_tile, kv_tile, ends[-1].astype(jnp.int32), bitmap)
 
     def take(self, work: _Work, step: Array) -> _Chosen:
