@@ -47,7 +47,7 @@ def _facts(name: str, call: Call) -> dict[str, Any]:
         "dtype": call.query.dtype.name,
         "batch": call.batch,
         "length": call.q_len,
-        "kv_length": call.kv_len,
+        "kv_length": call.kv_reach,
         "q_heads": call.q_heads,
         "kv_heads": call.kv_heads,
         "head_dim": call.head_dim,

@@ -300,7 +300,7 @@ def _needs(call: Call) -> tuple[Pairing, int]:
 
 
 def _widest_tile(call: Call) -> int:
-    """Keys of a step at most: only plain rules have tiles of several blocks (`mosaic_forward_plan.Plan.tile_kv`)."""
+    """Keys of a step at most: only plain rules and bits of rows have tiles of several blocks (`Plan.tile_kv`)."""
     vectors = call.kv_segments is not None or call.q_positions is not None or call.kv_positions is not None
     bitmaps = call.mask.bitmaps
     plain = not vectors and call.bias is None and (bitmaps is None or fits_in_lists(bitmaps.shape))

@@ -201,7 +201,7 @@ class _Load:
     def _entry(self, step: Any, part: int) -> tuple[Any, Any]:
         """(entry of the list, first key in its block) of a run."""
         item, plan = self.item, self.plan
-        last_unit = lax.max(item.units, jnp.int32(1)) - 1 if plan.ahead else item.units - 1
+        last_unit = lax.max(item.units, jnp.int32(1)) - 1
         unit_index = lax.min(step * plan.parts + part, last_unit) if plan.parts > 1 else step
         entry, sub = _divmod(unit_index, plan.units_per_block)
         return entry, sub * plan.unit

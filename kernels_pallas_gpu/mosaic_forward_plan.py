@@ -37,7 +37,7 @@ STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
 
 class Scratch(NamedTuple):
     """Shared memory. In `notes` the memory warpgroup tells the others of two items, of the runs in every slot of the
-    K/V ring, of two tickets and, where the mask has bitmaps, of the bitmap of every slot.
+    K/V ring, of two tickets and, where the mask has bitmaps, of the bitmap of every run.
     """
 
     q: Any
@@ -293,11 +293,6 @@ class Plan:
                 (*self.rings, 2 * PUBLISHED + self.stages * self.parts * (1 + self.has_bits) + 2), jnp.int32
             ),
         )
-
-    @property
-    def notes(self) -> int:
-        runs = self.stages * self.parts
-        return 2 * PUBLISHED + 2 + runs * (2 if self.has_bits else 1)
 
     def barriers(self) -> Barriers:
         consumers = self.compute_wgs // self.workers_per_cta

@@ -58,6 +58,7 @@ def quality_of(small, budget):
     return run["results"]
 
 
+@pytest.mark.slow
 def test_quality(small, monkeypatch):
     rows = quality_of(small, "0.5")
     assert [(row["text"], row["prompt"]) for row in rows] == [("letters/0", 252), ("letters/1", 252)]

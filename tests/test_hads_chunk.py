@@ -254,14 +254,25 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
     np.testing.assert_allclose(np.where(used, found, 0), np.where(used, wanted, 0), atol=0.02)
 
 
-@pytest.mark.parametrize("first", sweep([0, 20], slow=[0]))
-def test_the_kernels_of_the_choice_are_xlas(first):
-    """Many gains are equal. The second sequence ends inside the chunk, the third before it."""
-    grid, lengths = CausalGrid(630, 16, PROFILE.rule), jnp.array([630, 470, 300], jnp.int32)
+COUNTS = {0: [700, 400, 300], 20: [700, 400, 0], 48: [700, 0, 0], 63: [100, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "longest"),
+    [
+        (48, 1024, 2000),
+        pytest.param(20, 630, 630, marks=pytest.mark.slow),
+        pytest.param(0, 630, 630, marks=pytest.mark.slow),
+        pytest.param(63, 1024, 1024, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_of_the_choice_are_xlas(first, end, longest):
+    """Many gains are equal. The first sequence may go on after the chunk; others end inside it or before it."""
+    grid, lengths = CausalGrid(end, 16, PROFILE.rule), jnp.array([longest, 470, 300], jnp.int32)
     shape = (3, 4, grid.side, grid.side)
     logits = np.round(2 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
     mass = jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1)[:, :, first:]
-    weights, count = hads.LayerWeights.of(PROFILE, 1), jnp.array([700, 400, 0 if first else 300], jnp.int32)
+    weights, count = hads.LayerWeights.of(PROFILE, 1), jnp.array(COUNTS[first], jnp.int32)
     full, room = grid.full()[first:], 200  # too few slots for some heads
 
     @jax.jit

@@ -135,6 +135,7 @@ def test_sequences_of_long_documents_come_first():
     assert texts.narrow(tokens).dtype == np.uint32 and texts.narrow(tokens[1:]).dtype == np.uint16
 
 
+@pytest.mark.slow
 def test_long_texts_are_compared_one_after_the_other(inputs: Path, model: Transformer, tmp_path: Path):
     methods = ("sink_window", "hads", "x_attention_8_heads")
     settings = dataclasses.replace(SETTINGS, name="other", batch=1, sequences=1, methods=methods, budgets=(0.43,))

@@ -217,7 +217,11 @@ def _sorted_gains(
 
 
 def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
-    """Call at(columns) with a quarter, half or all of `width`: the least that the row needs."""
+    """Call at(columns) with a quarter, half or all of `width`: the least that the row needs.
+
+    The last row of a program may be padding, past the width.
+    """
+    row = jnp.minimum(row, width - 1)
     widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
     for shorter, used in zip([0, *widths], widths, strict=False):
         pl.when((row >= shorter) & (row < used))(partial(at, used))
@@ -307,7 +311,8 @@ def _search(
     width = order_ref.shape[1]
     row = pl.program_id(0) * TILE + iota(TILE)
     i = rows.first + lax.rem(row, jnp.int32(m))
-    own = jnp.where(i < rows.side(length_ref), i + 1, 0)
+    # Rows after the chunk's last one are padding, though the sequence may go on.
+    own = jnp.where((i < rows.grid.side) & (i < rows.side(length_ref)), i + 1, 0)
     shape = (TILE, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)
