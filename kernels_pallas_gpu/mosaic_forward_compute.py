@@ -241,7 +241,7 @@ class Tile:
         )
 
     def step_of_chosen(self, step: Any, carry: Any) -> Any:
-        """A partial step whose bits tell, for every run, which rows attend. Without a rule, runs of no row are left out.
+        """A partial step whose bits tell, for every run, which rows attend. Without a rule, runs of no row are skipped.
 
         Most runs lie wholly before the queries: their elements need no test beside the bits.
         """
