@@ -207,14 +207,14 @@ class LogitRule:
         return functools.reduce(jnp.logical_and, tests) if tests else None
 
     def all_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:
-        """Whether the band allows every element of a tile, by the tile's indices."""
+        """Whether the band allows every element of a tile, by the tile's indices; None where there is no band."""
         left, right = self.band
-        tests = [kv_first >= 0]
+        tests = []
         if right is not None:
             tests.append(kv_first + (kv_count - 1 - right) <= q_first)
         if left is not None:
             tests.append(kv_first + left >= q_first + (q_count - 1))
-        return functools.reduce(jnp.logical_and, tests)
+        return functools.reduce(jnp.logical_and, tests) if tests else None
 
     def attends(self, shape, q_axis: int, q_pos, kv_pos, q_seg, kv_seg, kv_in_range) -> Array | None:
         """bool[shape], or None where nothing is tested. Queries lie along `q_axis`, keys along the other."""

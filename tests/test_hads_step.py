@@ -61,7 +61,7 @@ def test_the_kept_blocks_have_the_largest_mass_of_their_head(inputs, pooled):
     """Against the estimate in plain numpy, second order in place of the logits with every key."""
     chosen = chosen_of(inputs[0], pooled, LENGTHS, budget=0.4, room=20)
     row, blocks = 0, -(-LENGTHS[0] // BLOCK)
-    kinds = pooled.mean, pooled.variance, pooled.largest, pooled.smallest
+    kinds = pooled.mean, pooled.variance, pooled.features[..., 3, :], pooled.features[..., 4, :]  # and the extremes
     mean, variance, largest, smallest = (np.float64(x[row, :, :blocks]) for x in kinds)
     estimator, mass = PROFILE.estimator(1), []
     for head in range(4):

@@ -43,7 +43,7 @@ def section(rows: list[Row]) -> list[str]:
         *table(heads, cells),
         "",
         f"- The aim is {AIM} of the throughput of {TALL} queries per block at the same density. "
-        + (f"Missed: {'; '.join(missed)}." if missed else "Reached in every call."),
+        + (f"Missed: {'; '.join(missed)}." if missed else "Reached in every call of the table."),
         f"- The error of output and gradients against XLA in float32 is at most {max(r['error'] for r in rows):.1e} of "
         "the norm.",
     ]

@@ -40,14 +40,6 @@ class PooledKeys(NamedTuple):
     def variance(self) -> Float[Array, "B K n D"]:
         return self.features[..., 1, :]
 
-    @property
-    def largest(self) -> Float[Array, "B K n D"]:
-        return self.features[..., 3, :]
-
-    @property
-    def smallest(self) -> Float[Array, "B K n D"]:
-        return self.features[..., 4, :]
-
     def parts(self, blocks: int) -> Float[Array, "B K n five_D"]:
         """The features of the first `blocks` blocks."""
         return self.features[:, :, :blocks].reshape(*self.features.shape[:2], blocks, -1)
