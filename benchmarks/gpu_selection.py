@@ -25,9 +25,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,16 @@ RESULTS = ("output", "dQ", "dK", "dV")
 ALIKE = 16  # neighbouring tokens that share four fifths of the variance
 
 Runs = dict[str, tuple[Any, ...]]  # by name: a function and its arguments
+
+
+class Case(NamedTuple):
+    """Inputs of one size."""
+
+    tokens: int
+    heads: int
+    group: int
+    choices: tuple[str, ...]
+    with_whole: bool
 
 
 def inputs(tokens: int, heads: int, kv_heads: int) -> tuple[Array, Array, Array, Array]:
@@ -158,43 +169,62 @@ def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, 
     return found
 
 
+def runs_of(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, dense: str, with_whole: bool) -> Runs:
+    """What is raced of ours and of dense attention, with these inputs; dense attention is raced once."""
+    query, key, value, d_out = arrays
+    runs: Runs = {
+        "selected, forward": (selected, query, key, value, indices),
+        "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
+    }
+    if choice == "scored":
+        dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
+        runs |= {
+            f"dense {dense}, forward": (dot, query, key, value),
+            f"dense {dense}, forward+backward": (both(dot), query, key, value, d_out),
+        }
+        if with_whole:
+            runs |= {
+                "whole, forward": (whole, query, key, value),
+                "whole, forward+backward": (both(whole), query, key, value, d_out),
+            }
+    return runs
+
+
+def chosen(choice: str, tokens: int, query: Any, key: Any) -> Array:
+    if choice == "scored":
+        return scored(DIM**-0.5, query, key)
+    return uniform(tokens, key.shape[2])[..., : -(-tokens // BLOCK)]  # as few as there are blocks
+
+
+def compile_all(cases: Sequence[Case], dense: str) -> dict[tuple[Case, str], Any]:
+    """The program of every run, compiled side by side; both choices of a case share theirs."""
+    with ThreadPoolExecutor() as pool:
+        jobs = {}
+        for case in cases:
+            arrays = jax.eval_shape(partial(inputs, case.tokens, case.heads, case.heads // case.group))
+            for choice in case.choices:
+                indices = jax.eval_shape(partial(chosen, choice, case.tokens), *arrays[:2])
+                for name, (function, *given) in runs_of(arrays, indices, choice, dense, case.with_whole).items():
+                    if (case, name) not in jobs:
+                        jobs[case, name] = pool.submit(compiled, function, given)
+        return {of: job.result() for of, job in jobs.items()}
+
+
+def compiled(function: Callable[..., Any], given: Sequence[Any]) -> Any:
+    return jax.jit(function).lower(*given).compile()
+
+
 def measure(
-    tokens: int,
-    heads: int,
-    group: int,
-    dense: str,
-    rounds: int,
-    choices: list[str],
-    with_whole: bool,
-    peers: Sequence[str] = (),
+    case: Case, programs: dict[tuple[Case, str], Any], dense: str, rounds: int, peers: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
+    tokens, heads, group = case.tokens, case.heads, case.group
     query, key, value, d_out = inputs(tokens, heads, heads // group)
     rows = []
-    programs: dict[str, Any] = {}
-    for choice in choices:
-        indices = scored(DIM**-0.5, query, key) if choice == "scored" else uniform(tokens, heads // group)
-        if choice == "uniform":  # as few as there are blocks
-            indices = indices[..., : -(-tokens // BLOCK)]
+    for choice in case.choices:
+        indices = chosen(choice, tokens, query, key)
         list_tokens, listed, keys = union(indices, group)
-        runs: Runs = {
-            "selected, forward": (selected, query, key, value, indices),
-            "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
-        }
-        if choice == "scored":
-            dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
-            runs |= {
-                f"dense {dense}, forward": (dot, query, key, value),
-                f"dense {dense}, forward+backward": (both(dot), query, key, value, d_out),
-            }
-            if with_whole:
-                runs |= {
-                    "whole, forward": (whole, query, key, value),
-                    "whole, forward+backward": (both(whole), query, key, value, d_out),
-                }
-        for name, (function, *given) in runs.items():
-            if name not in programs:
-                programs[name] = jax.jit(function).lower(*given).compile()
-        contestants = {name: partial(programs[name], *given) for name, (_, *given) in runs.items()}
+        runs = runs_of((query, key, value, d_out), indices, choice, dense, case.with_whole)
+        contestants = {name: partial(programs[case, name], *given) for name, (_, *given) in runs.items()}
         ours = {direction: contestants[f"selected, {direction}"]() for direction in DIRECTIONS}
         checked = checked_peers([*([RAW_TRITON] if group == RAW_TRITON_GROUP else []), *peers], group, runs, ours)
         del ours
@@ -210,7 +240,7 @@ def measure(
                 "union": listed,
                 "keys": keys,
                 "error": error(query, key, value, indices),
-                "memory": {name: _temporary(programs[name]) for name in runs if "dense" not in name},
+                "memory": {name: _temporary(programs[case, name]) for name in runs if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
                 "peers": {name: peer.recorded() for name, peer in checked.items()},
             }
@@ -266,15 +296,17 @@ def main() -> None:
     if unknown := [name for name in asked if name not in PEERS]:
         parser.error(f"--peers {','.join(unknown)}: it must be of {', '.join(PEERS)}")
     peers = [contestant for name in asked for contestant in PEERS[name]]
+    cases = [
+        Case(tokens, args.heads, group, tuple(args.choices.split(",")), str(group) in args.whole.split(","))
+        for tokens in map(int, args.tokens.split(","))
+        for group in map(int, args.groups.split(","))
+    ]
+    programs = compile_all(cases, args.dense)
     rows: list[dict[str, Any]] = []
-    for tokens in map(int, args.tokens.split(",")):
-        for group in map(int, args.groups.split(",")):
-            whole_too = str(group) in args.whole.split(",")
-            rows += measure(
-                tokens, args.heads, group, args.dense, args.rounds, args.choices.split(","), whole_too, peers
-            )
-            if args.record or args.out:
-                record.save("gpu_selection", rows, *([args.out] if args.out else []))
+    for case in cases:
+        rows += measure(case, programs, args.dense, args.rounds, peers)
+        if args.record or args.out:
+            record.save("gpu_selection", rows, *([args.out] if args.out else []))
     show(rows)
 
 

@@ -37,7 +37,7 @@ def attention_points() -> list[Point]:
         _point(name, r, 128)
         for name, run in record.load_all("gpu_peers_").items()
         for r in run["results"]
-        if r["implementation"] == "xsake" and r["mask"].startswith("random")
+        if r["implementation"] == "xsake" and r["mask"].startswith("random") and r["workload"] in WORKLOADS
     ]
     sustained: dict[tuple[str, str, int], list[float]] = {}
     for point in points:

@@ -100,7 +100,9 @@ def test_a_small_run_of_selection(monkeypatch):
 
     monkeypatch.setattr(gpu_selection, "variants_of", variants_of)
     monkeypatch.setattr(gpu_selection, "DIM", 16)
-    (row,) = gpu_selection.measure(128, 16, 16, "xla", 2, ["uniform"], False, gpu_selection.PEERS["ejkernel"])
+    case = gpu_selection.Case(128, 16, 16, ("uniform",), False)
+    programs = gpu_selection.compile_all([case], "xla")
+    (row,) = gpu_selection.measure(case, programs, "xla", 2, gpu_selection.PEERS["ejkernel"])
     assert set(row["seconds"]) == {
         f"{who}, {d}" for who in ("selected", "raw_triton") for d in gpu_selection.DIRECTIONS
     }

@@ -135,7 +135,7 @@ def gpu_peers() -> str:
     runs = record.load_all("gpu_peers_")
     results = [r for run in runs.values() for r in run["results"]]
     by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in results}
-    names = ("xsake", "xsake, any order", "fa4", "cudnn dense", "fa4 dense")
+    names = ("xsake", "xsake, any order", "xsake, blocks of 64", "fa4", "cudnn dense", "fa4 dense")
     rows = []
     for place in dict.fromkeys(key[:3] for key in by):
         peer = by[*place, "fa4"]["tflops"]
@@ -150,6 +150,7 @@ def gpu_peers() -> str:
         "mask",
         "xsake",
         "any order",
+        "blocks of 64",
         "FlashAttention-4",
         "cuDNN dense",
         "FlashAttention-4 dense",
