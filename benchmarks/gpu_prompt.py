@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ def read(model: Transformer, tokens: np.ndarray, **options: Any) -> Array:
     return logits(model, read_prompts(model, [tokens], capacity=len(tokens), **options).last)
 
 
-def measure(name: str, dense: str, budgets: list[float], rounds: int, given: Path | None) -> dict[str, Any]:
+def contenders_of(name: str, dense: str, budgets: list[float], given: Path | None) -> dict[str, Callable[[], Any]]:
     config, length, chunk = MODELS[name]
     model = make(config)
     block = 64 if length >= 4096 else 16
@@ -103,9 +103,18 @@ def measure(name: str, dense: str, budgets: list[float], rounds: int, given: Pat
         contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=HadsBudget(profile, prompt=budget))
     hads = HadsBudget(profile, prompt=budgets[0])
     contenders[f"HADS {budgets[0]:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
-    with ThreadPoolExecutor() as pool:  # which compiles them side by side
-        for _ in pool.map(lambda run: jax.block_until_ready(run()), contenders.values()):
+    return contenders
+
+
+def compile_all(runs: Iterable[Callable[[], Any]]) -> None:
+    """Side by side."""
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda run: jax.block_until_ready(run()), runs):
             pass
+
+
+def measure(name: str, contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    config, length, _ = MODELS[name]
     times = race(contenders, rounds=rounds)
     flops = config.flops_per_token(length) / 3 - 2 * config.vocab_size * config.width
     return {
@@ -148,9 +157,12 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    budgets = list(map(float, args.budgets.split(",")))
+    models = {name: contenders_of(name, args.dense, budgets, args.profile) for name in args.models.split(",")}
+    compile_all(run for contenders in models.values() for run in contenders.values())
     rows = []
-    for name in args.models.split(","):
-        rows.append(measure(name, args.dense, list(map(float, args.budgets.split(","))), args.rounds, args.profile))
+    for name, contenders in models.items():
+        rows.append(measure(name, contenders, args.rounds))
         if args.record or args.out:
             record.save("gpu_prompt", rows, *([args.out] if args.out else []))
     show(rows, args.dense)

@@ -170,7 +170,12 @@ class BlockMask:
         return self if self.traced else put_on_device(self)
 
     @classmethod
-    def of_lists(
+    def of_lists(cls, rows: tuple[ArrayT, ...], columns: tuple[ArrayT, ...] | None = None, **options: Any) -> BlockMask:
+        """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
+        return cls.of_finished(finished(jnp, *rows), finished(jnp, *columns) if columns else None, **options)
+
+    @classmethod
+    def of_finished(
         cls,
         rows: tuple[ArrayT, ...],
         columns: tuple[ArrayT, ...] | None = None,
@@ -179,10 +184,9 @@ class BlockMask:
         local_window_size: Window = None,
         **grid: Any,
     ) -> BlockMask:
-        """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
+        """`of_lists`, from lists as `lists.finished` makes them."""
         checked = Grid.of(**grid, window=local_window_size)
-        lists = finished(jnp, *rows) + (finished(jnp, *columns) if columns else (None,) * 4)
-        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, lists, strict=True))
+        names: dict[str, Any] = dict(zip(_ROWS + _COLUMNS, rows + (columns or (None,) * 4), strict=True))
         complete = rows[0].shape[-1] >= checked.num_allowed
         return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
 

@@ -21,6 +21,7 @@ from xsake._trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.lists import finished
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.profile import HadsProfile
@@ -100,7 +101,7 @@ def select_chunk(
     )
     given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
     lists = _chosen(grid, mask, start // block, jax.lax.stop_gradient(given))
-    return BlockMask.of_lists(lists, **dataclasses.asdict(mask), density_hint=density_hint)
+    return BlockMask.of_finished(lists, **dataclasses.asdict(mask), density_hint=density_hint)
 
 
 class _Given(NamedTuple):
@@ -114,8 +115,8 @@ class _Given(NamedTuple):
     lengths: Int[Array, "B"]
 
 
-def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
-    """The lists of the mask's rows, which are the rows of `grid` from row `first` on."""
+def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
+    """The finished lists of the mask's rows, which are the rows of `grid` from row `first` on."""
     xla = partial(_by_xla, grid, mask, first)
     # Kernels are not partitioned over devices.
     if unsupported(given.query.shape[-1], grid) is not None or jit_may_partition():
@@ -123,7 +124,7 @@ def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Ar
     return on_gpu(partial(_by_kernels, grid, mask, first), xla, given)
 
 
-def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
     from xsake.hads.selection import triton_choose, triton_estimate
     from xsake.hads.selection.triton_rows import Rows
 
@@ -131,14 +132,15 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
     logits = triton_estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
     rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
     choice = triton_choose.choose(logits, rows, count=given.counts[:, None], **rule)
-    return choice.lists(grid, mask.num_allowed)
+    return choice.finished_lists(grid, mask.num_allowed)
 
 
-def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, Array, Array]:
+def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
     logits = _logits(grid, first, given)
     mass = jax.nn.softmax(jnp.where(grid.causal()[None, None, first:], logits, -jnp.inf), -1)
     blocks = keep_by_gain(mass, given.weights, given.counts, given.lengths, first, grid)
-    return compact(blocks, mask.allowed_and_full()[1][:, : grid.side], mask.num_allowed)
+    full = mask.allowed_and_full()[1][:, : grid.side]
+    return finished(jnp, *compact(blocks, full, mask.num_allowed + 1))
 
 
 def keep_by_gain(

@@ -1,8 +1,9 @@
 """`selection.choice` as GPU kernels: a row stays in registers from its logits to its sorted gains.
 
 One kernel takes a row's logits to masses, sorts them and writes every block's gain in falling order of mass. Then the
-largest cut that enough blocks reach is found four bits at a time: rows are sorted, so a binary search counts a row's
-blocks above a cut, and fifteen cuts are searched at once. Counts are added up in integers, so that every run agrees.
+largest cut that enough blocks reach is found six bits at a time: rows are sorted, so a binary search counts a row's
+blocks above a cut, and 63 cuts are searched at once. Counts are added up in integers, so that every run agrees. The
+chunks of a prompt are so short that launches cost more than the work: between the kernels XLA has nothing to do.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from xsake.hads.selection.triton_rows import Rows
 from xsake.hads.selection.triton_sort import sort_rows
 
 _TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
-_SORT_WARPS, _CUT_WARPS, _LIST_WARPS = 4, 8, 4
+_SORT_WARPS, _CUT_WARPS, _KEPT_WARPS, _LIST_WARPS = 4, 8, 8, 4
 _LIST_ENTRIES = 2048  # blocks per program
-_DIGIT = 4  # bits of the cut that one pass finds
-_PASSES = 6
+_DIGIT = 6  # bits of the cut that one pass finds
+_CUTS = 1 << _DIGIT
+_PASSES = 4
 _DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut ignores
 
 
@@ -43,6 +45,7 @@ class Choice(NamedTuple):
     keys: Int[Array, "B H m width"]
     last: Int[Array, "B H rows"]
     kept: Int[Array, "B H rows"]
+    row_ptr: Int[Array, "B H rows_and_one"]
 
     def blocks(self, grid: CausalGrid) -> Bool[Array, "B H rows n"]:
         n, rows = grid.side, self.kept.shape[-1]
@@ -51,12 +54,15 @@ class Choice(NamedTuple):
 
     def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
         """The lists that `compact.compact` makes. A row's one partial block is the diagonal, which is always on."""
-        b, h, rows = self.kept.shape
-        first = grid.side - rows
-        ends = jnp.cumsum(self.kept, -1, dtype=jnp.int32)
-        row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), ends], -1)
+        indices, row_ptr, num_full, _ = self.finished_lists(grid, capacity)
+        return indices[..., :capacity], row_ptr, num_full
+
+    def finished_lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array, Array]:
+        """As `lists.finished` makes them, with one slot more. Free slots name a block that exists."""
+        first = grid.side - self.kept.shape[-1]
         num_full = jnp.where(grid.full()[first:].any(-1), jnp.maximum(self.kept - 1, 0), 0)
-        return _columns(self, first, capacity, row_ptr), row_ptr, num_full
+        indices, order = _columns(self, first, capacity)
+        return indices, self.row_ptr, num_full, order
 
 
 def choose(
@@ -85,7 +91,7 @@ def choose(
     wanted = None if count is None else jnp.asarray(count, jnp.int32)
     if wanted is None:
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
-        kept = _reach(order, least, 0, rows, m)[..., 0]
+        kept = _reach(order, least, rows, m)[..., 0]
     elif cut != TOGETHER:
         written = np.arange(width) >= width - 1 - np.arange(grid.side)[:, None]
         positive = (order[:, :, : grid.side] >> _DROPPED) + 1
@@ -94,29 +100,31 @@ def choose(
         groups = wanted.shape[-1] if wanted.ndim else 1
         wanted = jnp.broadcast_to(wanted, (b, groups))
         grouped = order.reshape(b, groups, h // groups * m, width)
-        least, above_all = _largest_cut(grouped, wanted, rows, m)
-        reach = _reach(grouped, jnp.stack([least, least + 1], -1), _DROPPED, rows, m)
-        above, equal = reach[..., 1], reach[..., 0] - reach[..., 1]
-        later = lax.cumsum(equal, 2, reverse=True) - equal
-        left = (wanted - above_all)[..., None]
-        kept = (above + jnp.clip(left - later, 0, equal)).reshape(b, h, m)
+        counts = _counts(grouped, wanted, rows, m)
+        reach = _reach_of_cut(grouped, counts, wanted, rows, m)
+        return Choice(keys, *_shared_out(reach, counts, wanted, in_order, rows.number))
     kept = kept[..., : rows.number]
     last = jnp.take_along_axis(in_order[:, :, : rows.number], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
-    return Choice(keys, last, kept)
+    row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), jnp.cumsum(kept, -1, dtype=jnp.int32)], -1)
+    return Choice(keys, last, kept, row_ptr)
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
 
 
-def _columns(
-    choice: Choice, first: int, capacity: int, row_ptr: Int[Array, "B H rows_and_one"]
-) -> Int[Array, "B H {capacity}"]:
-    """Columns of the chosen blocks, row after row; slots past the last chosen block are not written."""
+def _columns(choice: Choice, first: int, capacity: int) -> tuple[Int[Array, "B H slots"], Int[Array, "B H rows"]]:
+    """(columns of the chosen blocks, row after row, and a slot more than `capacity`; rows by length, longest first).
+
+    Free slots get the last row's own column.
+    """
     b, h, m, width = choice.keys.shape
     n = choice.kept.shape[-1]
     tile = _LIST_ENTRIES // width or 1
+    programs = -(-n // tile)
+    free = pl.next_power_of_2(-(-(capacity + 1) // programs))
+    all_rows, spare_row = pl.next_power_of_2(n), n % tile > 0
 
-    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any) -> None:
+    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any, order_ref: Any) -> None:
         begin = pl.program_id(0) * tile
         row = begin + iota(tile)
         exists = row < n
@@ -137,19 +145,35 @@ def _columns(
 
         _by_width(first + begin + tile - 1, width, at)
 
-    (out,) = triton_call(
+        other = iota(all_rows)
+        there = other < n
+        pointer = plgpu.load(row_ptr_ref.at[other], mask=there, other=0)
+        length = jnp.where(there, plgpu.load(row_ptr_ref.at[other + 1], mask=there, other=0) - pointer, -1)
+        own = (end - start)[:, None]
+        longer = (length[None, :] > own) | ((length[None, :] == own) & (other[None, :] < row[:, None]))
+        rank = longer.astype(jnp.int32).sum(1)
+        plgpu.store(order_ref.at[jnp.where(exists, rank, n)], row, mask=exists)
+
+        slot = jnp.minimum(row_ptr_ref[n], capacity) + pl.program_id(0) * free + iota(free)
+        final = jnp.maximum(jnp.where(length > 0, first + other, 0).max(), 0)
+        plgpu.store(out_ref.at[jnp.minimum(slot, capacity)], jnp.broadcast_to(final, slot.shape))
+
+    out, order = triton_call(
         kernel,
         "hads_lists",
-        (-(-n // tile), h, b),
+        (programs, h, b),
         [
             (choice.keys, whole(None, None, m, width)),
             (choice.last, whole(None, None, n)),
-            (row_ptr, whole(None, None, n + 1)),
+            (choice.row_ptr, whole(None, None, n + 1)),
         ],
-        [((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1))],
+        [
+            ((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1)),
+            ((b, h, n + spare_row), jnp.int32, whole(None, None, n + spare_row)),
+        ],
         num_warps=_LIST_WARPS,
     )
-    return out[..., :capacity]
+    return out, order[..., :n]
 
 
 # -- gains -----------------------------------------------------------------------------------------------------------
@@ -230,21 +254,22 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
 # -- the cut ---------------------------------------------------------------------------------------------------------
 
 
-def _largest_cut(
+def _counts(
     order: Int[Array, "B G all width"], wanted: Int[Array, "B G"], rows: Rows, m: int
-) -> tuple[Int[Array, "B G"], Int[Array, "B G"]]:
-    """(the largest cut that at least `wanted` entries of a group reach, how many entries are above it), both without
-    the lowest bits."""
+) -> Int[Array, "B G passes cuts"]:
+    """How many entries of a group reach the cuts of each pass, whose first digits earlier passes have found.
+
+    The cut is the largest that at least `wanted` entries reach, without the lowest bits.
+    """
     b, groups, together, width = order.shape
-    cuts = 1 << _DIGIT
-    counts = jnp.zeros((b, groups, _PASSES, cuts), jnp.int32)
-    block = whole(None, None, _PASSES, cuts)
+    counts = jnp.zeros((b, groups, _PASSES, _CUTS), jnp.int32)
+    block = whole(None, None, _PASSES, _CUTS)
     for number in range(_PASSES):
 
         def kernel(
             order_ref: Any, wanted_ref: Any, length_ref: Any, _: Any, counts_ref: Any, number: int = number
         ) -> None:
-            digits = _known(counts_ref, wanted_ref[0], number) + (iota(cuts) << _place(number))
+            digits = _known(counts_ref, wanted_ref[0], number) + (iota(_CUTS) << _place(number))
             found = _search(order_ref, digits, _DROPPED, rows, m, length_ref)
             jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
 
@@ -262,12 +287,86 @@ def _largest_cut(
             num_warps=_CUT_WARPS,
             aliases={3: 0},
         )
-    digits = (counts[..., 1:] >= wanted[..., None, None]).sum(-1, dtype=jnp.int32)
-    places = np.array([_place(number) for number in range(_PASSES)], np.int32)
-    cut = (digits << places[None, None]).sum(-1)
-    # Each pass counted how many entries reach each of its digits. Above the cut are as many entries as the largest of
-    # the counts that are too small.
-    return cut, jnp.where(counts < wanted[..., None, None], counts, 0).max((-2, -1))
+    return counts
+
+
+def _shared_out(
+    reach: Int[Array, "B G all 2"],
+    counts: Int[Array, "B G passes cuts"],
+    wanted: Int[Array, "B G"],
+    in_order: Int[Array, "B H m width"],
+    number: int,
+) -> tuple[Int[Array, "B H rows"], Int[Array, "B H rows"], Int[Array, "B H rows_and_one"]]:
+    """(`last`, `kept` and `row_ptr` of a `Choice`): what is above the cut, and of the entries at the cut the last ones.
+
+    `reach`: how many entries of each row are at the cut or above it, and how many above it.
+    """
+    b, h, m, width = in_order.shape
+    groups, together = reach.shape[1:3]
+    per = h // groups
+    n, everything = pl.next_power_of_2(number), pl.next_power_of_2(together)
+
+    def of_group(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h // per, *(0,) * len(shape)))
+
+    def kernel(
+        own_ref: Any,
+        all_ref: Any,
+        counts_ref: Any,
+        wanted_ref: Any,
+        in_order_ref: Any,
+        last_ref: Any,
+        kept_ref: Any,
+        row_ptr_ref: Any,
+    ) -> None:
+        head = lax.rem(pl.program_id(1), jnp.int32(per))
+        entry = iota(everything)
+        of_later = (entry >= (head + 1) * m) & (entry < together)
+        at_cut, above = (plgpu.load(all_ref.at[entry, i], mask=of_later, other=0) for i in range(2))
+        later_heads = (at_cut - above).sum()
+
+        row = iota(n)[None, :]
+        exists = row < number
+        at_cut, above = (plgpu.load(own_ref.at[row, i], mask=exists, other=0) for i in range(2))
+        equal = at_cut - above
+        later = later_heads + equal.sum() - jnp.cumsum(equal, 1)
+        left = wanted_ref[0] - _above(counts_ref, wanted_ref[0])
+        kept = above + jnp.clip(left - later, 0, equal)
+        ends = jnp.cumsum(kept, 1)
+        last = plgpu.load(in_order_ref.at[row, width - jnp.maximum(kept, 1)], mask=exists, other=0)
+        plgpu.store(kept_ref.at[row], kept)
+        plgpu.store(last_ref.at[row], last)
+        plgpu.store(row_ptr_ref.at[row], ends - kept)
+        row_ptr_ref[n] = kept.sum()
+
+    last, kept, row_ptr = triton_call(
+        kernel,
+        "hads_kept",
+        (1, h, b),
+        [
+            (reach.reshape(b, h, m, 2), whole(None, None, m, 2)),
+            (reach, of_group(together, 2)),
+            (counts, of_group(_PASSES, _CUTS)),
+            (wanted[..., None], of_group(1)),
+            (in_order, whole(None, None, m, width)),
+        ],
+        [
+            ((b, h, n), jnp.int32, whole(None, None, n)),
+            ((b, h, n), jnp.int32, whole(None, None, n)),
+            ((b, h, n + 1), jnp.int32, whole(None, None, n + 1)),
+        ],
+        num_warps=_KEPT_WARPS,
+    )
+    return last[..., :number], kept[..., :number], row_ptr[..., : number + 1]
+
+
+def _above(counts_ref: Any, wanted: Array) -> Array:
+    """How many entries are above the cut: as many as the largest of the counts that are too small."""
+    most = jnp.int32(0)
+    for number in range(_PASSES):
+        counts = counts_ref[number, :]
+        most = jnp.maximum(most, jnp.where(counts < wanted, counts, 0).max())
+    return most
 
 
 def _place(number: int) -> int:
@@ -278,27 +377,57 @@ def _known(counts_ref: Any, wanted: Array, passes: int) -> Array:
     """The digits that earlier passes found, in their places."""
     cut = jnp.int32(0)
     for number in range(passes):
-        enough = (counts_ref[number, :] >= wanted) & (iota(1 << _DIGIT) > 0)
+        enough = (counts_ref[number, :] >= wanted) & (iota(_CUTS) > 0)
         cut = cut + (enough.astype(jnp.int32).sum() << _place(number))
     return cut
 
 
 def _reach(
-    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], dropped: int, rows: Rows, m: int
+    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], rows: Rows, m: int
 ) -> Int[Array, "B G all C"]:
     """How many entries of each row reach each cut."""
-    b, groups, together, width = order.shape
     c = cuts.shape[-1]
 
     def kernel(order_ref: Any, cuts_ref: Any, length_ref: Any, out_ref: Any) -> None:
-        out_ref[...] = _search(order_ref, cuts_ref[...], dropped, rows, m, length_ref)
+        out_ref[...] = _search(order_ref, cuts_ref[...], 0, rows, m, length_ref)
 
+    return _search_rows(kernel, order, [(cuts, whole(None, None, c))], rows, c)
+
+
+def _reach_of_cut(
+    order: Int[Array, "B G all width"],
+    counts: Int[Array, "B G passes cuts"],
+    wanted: Int[Array, "B G"],
+    rows: Rows,
+    m: int,
+) -> Int[Array, "B G all 2"]:
+    """How many entries of each row reach the cut that the counts tell, and how many are above it."""
+
+    def kernel(order_ref: Any, counts_ref: Any, wanted_ref: Any, length_ref: Any, out_ref: Any) -> None:
+        cuts = _known(counts_ref, wanted_ref[0], _PASSES) + iota(2)
+        out_ref[...] = _search(order_ref, cuts, _DROPPED, rows, m, length_ref)
+
+    inputs = [(counts, whole(None, None, _PASSES, _CUTS)), (wanted[..., None], whole(None, None, 1))]
+    return _search_rows(kernel, order, inputs, rows, 2)
+
+
+def _search_rows(
+    kernel: Callable, order: Int[Array, "B G all width"], inputs: list, rows: Rows, cuts: int
+) -> Int[Array, "B G all {cuts}"]:
+    """`kernel` for all rows of `order`, as many as a program takes at a time."""
+    b, groups, together, width = order.shape
     (out,) = triton_call(
         kernel,
         "hads_reach",
         (together // TILE, groups, b),
-        [(order, whole(None, None, together, width)), (cuts, whole(None, None, c)), rows.input(b)],
-        [((b, groups, together, c), jnp.int32, pl.BlockSpec((None, None, TILE, c), lambda i, g, b: (b, g, i, 0)))],
+        [(order, whole(None, None, together, width)), *inputs, rows.input(b)],
+        [
+            (
+                (b, groups, together, cuts),
+                jnp.int32,
+                pl.BlockSpec((None, None, TILE, cuts), lambda i, g, b: (b, g, i, 0)),
+            )
+        ],
         num_warps=1,
     )
     return out
