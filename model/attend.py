@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
@@ -31,6 +30,7 @@ class Attend:
     attention_fn: Callable[..., Any]
     mask_fn: MaskFn | None = None
     segment_ids: Any = None
+    slot_positions: Any = None  # of a filled cache
     mesh: Mesh | None = None
     cut: SequenceCut | None = None
     window_of: Callable[[int], int | None] = lambda layer: None
@@ -50,8 +50,7 @@ class Attend:
             cache = cache.write(layer, key, value)
             if cache.filled:
                 key, value = cache.keys[layer], cache.values[layer]
-                slots = jnp.arange(cache.capacity, dtype=jnp.int32)
-                options["positions"] = (cache.slots(query.shape[1]), jnp.broadcast_to(slots, key.shape[:2]))
+                options["positions"] = (cache.slots(query.shape[1]), self.slot_positions)
         static: dict[str, Any] = dict(is_causal=True)
         if (window := self.window_of(layer)) is not None:
             static["local_window_size"] = (window - 1, 0)

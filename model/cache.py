@@ -66,6 +66,12 @@ class KVCache:
         """i32[B, tokens]: the slots of the next tokens, which are also their positions."""
         return self.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
 
+    def positions(self) -> Array:
+        """i32[B, capacity]: the positions of all slots. Taken once and given to all layers, they are computed once."""
+        positions = jnp.arange(self.capacity, dtype=jnp.int32)
+        # Without the barrier XLA computes them again in every layer.
+        return jax.lax.optimization_barrier(jnp.broadcast_to(positions, (len(self.length), self.capacity)))
+
     def write(self, layer: int, key: Array, value: Array) -> KVCache:
         """The cache with one layer's keys and values [B, T, K, D] of the next tokens written."""
         rows = jnp.arange(len(key))[:, None], self.slots(key.shape[1])

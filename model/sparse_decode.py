@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 import xsake
 from xsake._device import platform_of
@@ -18,6 +18,7 @@ from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.step import select_step, step_count
+from xsake.hads.selection.step_mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
 from xsake.model.cache import KVCache
 from xsake.model.hads_budget import HadsBudget
@@ -93,7 +94,7 @@ def forward(
         raise ValueError(f"{count} new tokens at once, but the step's rule is for {step.tokens}: make it for {count}")
     places = cache.slots(count)
     x, rotation = model.start(tokens, places)
-    lengths = cache.length + count
+    lengths, slot_positions = cache.length + count, cache.positions()
     now = []
     for layer, block in enumerate(model.blocks):
 
@@ -104,11 +105,16 @@ def forward(
             keys = cache.keys[layer]
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
             options = {name: value for name, value in step._asdict().items() if name != "tokens"}
-            chosen = select_step(query, own, learned[layer], lengths, **options)
+            given = query, keys, cache.values[layer]
             # XLA alone would cut the whole cache into tiles before it takes those that a mask lists.
-            attend_to = attend_listed if platform_of(query) == "gpu" else attend_blocks
-            limits: dict[str, Any] = dict(block_size=step.block, window=step.window)
-            return attend_to(query, keys, cache.values[layer], *chosen, lengths, **limits), (cache, own)
+            if platform_of(query) == "gpu":
+                mask = step_mask(query, own, learned[layer], lengths, slots=cache.capacity, **options)
+                positions = places, slot_positions
+                out = attend_listed(*given, mask, positions, window=step.window)
+            else:
+                chosen = select_step(query, own, learned[layer], lengths, **options)
+                out = attend_blocks(*given, *chosen, lengths, block_size=step.block, window=step.window)
+            return out, (cache, own)
 
         x, (cache, own) = block(x, rotation, attend)
         now.append(own)
@@ -121,26 +127,14 @@ def attend_listed(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S K D"],
     value: Float[Array, "B S K D"],
-    kv_head: Int[Array, "B W"],
-    block: Int[Array, "B W"],
-    live: Bool[Array, "B W"],
-    lengths: Int[Array, "B"],
+    mask: xsake.BlockMask,
+    positions: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     *,
-    block_size: int,
     window: int | None = None,
 ) -> Float[Array, "B T H D"]:
-    """As `attend_blocks`, but nothing is gathered: the list becomes a mask, and kernels read the blocks where they are.
+    """As `attend_blocks`, but nothing is gathered: kernels read the blocks that a mask lists where they are.
 
     Keys past a sequence's length must be finite.
     """
-    b, tokens = query.shape[:2]
-    slots, groups = key.shape[1:3]
-    blocks = -(-slots // block_size)
-    listed = jnp.zeros((b, groups, 1, blocks), bool)
-    listed = listed.at[jnp.arange(b)[:, None], kv_head, 0, block].max(live)
-    sizes: dict[str, Any] = dict(block_q=64, block_kv=block_size, q_len=tokens, kv_len=slots)
-    mask = xsake.BlockMask.from_blocks(listed, **sizes, capacity=min(block.shape[1], blocks), transpose=False)
-    last = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
-    positions = last, jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (b, slots))
     reach = None if window is None else (window - 1, 0)
     return xsake.attention(query, key, value, mask, is_causal=True, positions=positions, local_window_size=reach)

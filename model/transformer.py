@@ -191,6 +191,7 @@ class Transformer(nnx.Module):
             attention_fn=self.attention_fn,
             mask_fn=mask_fn,
             segment_ids=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
+            slot_positions=None if cache is None or not cache.filled else cache.positions(),
             mesh=mesh,
             cut=cut,
             window_of=self.config.window_of,

@@ -39,6 +39,14 @@ def lower(function: Callable, *avals: Any, chip: str = "sm_90", **named: Any) ->
 
 def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]:
     """The assembler's report of a compilation to machine code. `dump` is where MOSAIC_GPU_DUMP_TO points."""
+    before = set(dump.rglob("*"))
+    on_chip(chip, jax.jit(function).lower, *avals)
+    reports = [p.read_text() for p in sorted(set(dump.rglob("*")) - before) if "ptxas" in p.name]
+    return [line for text in reports for line in text.splitlines()]
+
+
+def on_chip(chip: str, lower: Callable, *avals: Any) -> Any:
+    """`lower(*avals)` compiled to machine code, for arguments that are on the chip."""
     from jax.experimental import topologies
 
     name, major, cores = CHIPS[chip]
@@ -47,12 +55,10 @@ def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]
     target = _TARGET.format(name=name, major=major, cores=cores, per_core=per_core, optin=optin, l2=HOPPER_L2_BYTES)
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=target)
     where = SingleDeviceSharding(topology.devices[0])
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), avals)  # nothing of the CPU's gets in
-    before = set(dump.rglob("*"))
+    # Nothing of the CPU's gets in.
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), avals)
     with use_abstract_mesh(_mesh(chip)):
-        jax.jit(function, in_shardings=where, out_shardings=where).lower(*avals).compile()
-    reports = [p.read_text() for p in sorted(set(dump.rglob("*")) - before) if "ptxas" in p.name]
-    return [line for text in reports for line in text.splitlines()]
+        return lower(*avals).compile()
 
 
 def complaints(report: Sequence[str]) -> list[str]:

@@ -232,6 +232,66 @@ os._exit(0)
 """
 
 
+STEP_SCRIPT = """
+import os, sys, pathlib, tempfile
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+import hads_case, jax, jax.numpy as jnp
+from cuda_offline import compile
+from xsake.hads import LayerWeights, PooledKeys
+from xsake.hads.profile.rule import RULE
+from xsake.hads.selection import pooled_keys, step_mask
+chip, tokens, q_heads, kv_heads, head_dim, blocks, batch = sys.argv[1], *map(int, sys.argv[2:])
+features = jax.ShapeDtypeStruct((batch, kv_heads, blocks, 5, head_dim), jnp.float32)
+keys = jax.ShapeDtypeStruct((batch, blocks * 64 - 5, kv_heads, head_dim), jnp.bfloat16)
+query = jax.ShapeDtypeStruct((batch, tokens, q_heads, head_dim), jnp.bfloat16)
+weights = LayerWeights.of(hads_case.random_profile(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim), 0)
+assert step_mask.unsupported(64, PooledKeys(features)) is None
+def everything(query, features, keys, weights, lengths):
+    pooled = PooledKeys(pooled_keys._pool_last_by_kernel(64, 2, features, keys, lengths))
+    rule = step_mask._Rule(0.1, blocks * kv_heads // 10, 64, RULE, None)
+    return step_mask._by_kernels(rule, step_mask._Given(query, pooled, weights, lengths)), pooled
+lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+compile(everything, query, features, keys, weights, lengths, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "of",  # tokens, query heads, KV heads, head_dim, blocks, batch
+    [
+        (1, 12, 2, 128, 512, 1),
+        (1, 12, 2, 128, 512, 8),
+        (3, 6, 1, 64, 37, 2),
+        (8, 32, 8, 128, 2048, 1),
+        (1, 16, 16, 64, 2048, 16),
+        (2, 8, 1, 256, 300, 4),
+    ],
+    ids=str,
+)
+def test_step_kernels_compile(chip, of):
+    run(STEP_SCRIPT, chip, *map(str, of))
+
+
+DECODE_SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] = ""  # one device: what jit may partition is not left to kernels
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+from decode_offline import kernels_per_layer, pretend_hopper
+pretend_hopper()
+dense, hads = (kernels_per_layer(batch=1, hads=hads) for hads in (False, True))
+print(f"kernels per layer: {dense} dense, {hads} with HADS", flush=True)
+os._exit(0 if dense < hads <= dense + 6 else 1)
+"""
+
+
+def test_a_decoding_step_with_hads_has_few_kernels_more():
+    """Decoding waits for every kernel of every layer, however small."""
+    run(DECODE_SCRIPT)
+
+
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     ("length", "head_dim", "dtype"),

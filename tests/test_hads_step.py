@@ -17,6 +17,7 @@ from tiny_model import TINY, build
 from xsake import hads
 from xsake.hads.profile.estimator import bucket_of
 from xsake.hads.selection.step import select_step, step_count
+from xsake.hads.selection.step_mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
 from xsake.model import HadsBudget, KVCache, generate, sparse_decode
 from xsake.model.prefill import read_prompts
@@ -98,16 +99,30 @@ def test_gathered_attention_is_attention_to_the_listed_blocks(inputs, pooled):
             np.testing.assert_allclose(out[row, 0, head], p @ value[row, at, head // 2] / p.sum(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_list_as_a_mask_is_attended_as_gathered(inputs, pooled):
-    query, key, value = inputs
-    chosen = chosen_of(query, pooled, LENGTHS, budget=0.4, room=24)
-    given = (query, key, value, *chosen, jnp.asarray(LENGTHS))
-    for window in (None, 100):
-        gathered, listed = (
-            jax.jit(partial(attend, block_size=BLOCK, window=window))(*given)
-            for attend in (attend_blocks, attend_listed)
-        )
-        np.testing.assert_allclose(listed, gathered, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("window", sweep([None, 100], slow=[None]))
+def test_a_mask_of_the_blocks_is_attended_as_gathered(inputs, pooled, window):
+    weights, lengths = hads.LayerWeights.of(PROFILE, 1), jnp.asarray(LENGTHS)
+    options = dict(budget=0.4, room=24, block=BLOCK, rule=PROFILE.rule, window=window)
+
+    @jax.jit
+    def gathered(query, key, value):
+        chosen = select_step(query, pooled, weights, lengths, **options)
+        return attend_blocks(query, key, value, *chosen, lengths, block_size=BLOCK, window=window)
+
+    @jax.jit
+    def listed(query, key, value):
+        mask = step_mask(query, pooled, weights, lengths, slots=CAPACITY, **options)
+        positions = lengths[:, None] - 1, jnp.broadcast_to(jnp.arange(CAPACITY), (2, CAPACITY))
+        return attend_listed(query, key, value, mask, positions, window=window)
+
+    np.testing.assert_allclose(listed(*inputs), gathered(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_of_other_blocks_is_refused(inputs, pooled):
+    weights, lengths = hads.LayerWeights.of(PROFILE, 1), jnp.asarray(LENGTHS)
+    options = dict(budget=0.4, room=24, block=BLOCK, rule=PROFILE.rule)
+    with pytest.raises(ValueError, match="a cache of 400 tokens has not the 20 blocks of 16 that are pooled"):
+        step_mask(inputs[0], pooled, weights, lengths, slots=400, **options)
 
 
 def test_pooled_keys_follow_the_cache(inputs):

@@ -58,15 +58,30 @@ class PooledKeys(NamedTuple):
         self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int, tokens: int = 1
     ) -> PooledKeys:
         """With the blocks of each sequence's last `tokens` tokens, from the keys of the cache."""
-        row, now = jnp.arange(keys.shape[0]), self
-        for back in range(-(-(tokens - 1) // block) + 1):  # as many blocks as the tokens can touch
-            last = jnp.maximum(jnp.maximum(lengths - 1, 0) // block - back, 0)
-            slots = last[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
-            # A slot past the cache repeats its last one, which `lengths` leaves out.
-            own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
-            new = _pool(own, slots < lengths[:, None], block)
-            now = PooledKeys(now.features.at[row, :, last].set(new[:, :, 0]))
-        return now
+        number = -(-(tokens - 1) // block) + 1  # as many blocks as the tokens can touch
+        kernel, xla = (partial(by, block, number) for by in (_pool_last_by_kernel, _pool_last_by_xla))
+        given = self.features, keys, lengths
+        if unsupported(keys.shape[-1], CausalGrid(self.blocks * block, block)) is not None or jit_may_partition():
+            return PooledKeys(xla(*given))
+        return PooledKeys(on_gpu(kernel, xla, *given))
+
+
+def _pool_last_by_kernel(block: int, number: int, features: Array, keys: Array, lengths: Array) -> Array:
+    from xsake.hads.selection.triton_last_blocks import pool_last_blocks
+
+    return pool_last_blocks(features, keys, lengths, block=block, number=number)
+
+
+def _pool_last_by_xla(block: int, number: int, features: Array, keys: Array, lengths: Array) -> Array:
+    row = jnp.arange(keys.shape[0])
+    for back in range(number):
+        last = jnp.maximum(jnp.maximum(lengths - 1, 0) // block - back, 0)
+        slots = last[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
+        # A slot past the cache repeats its last one, which `lengths` leaves out.
+        own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
+        new = _pool(own, slots < lengths[:, None], block)
+        features = features.at[row, :, last].set(new[:, :, 0])
+    return features
 
 
 def _pool_chunk(start: int, block: int, key: Array, lengths: Array) -> Float[Array, "B K n five D"]:

@@ -58,35 +58,23 @@ def select_step(
       room: slots of the list: `step_count` of the longest sequence to come.
       block, rule, window: those of the profile.
     """
-    reach = pooled.blocks if window is None else blocks_back(window, block)
-    rows = ((lengths - query.shape[1])[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]) // block
-    mass = _mass(query, pooled, weights, rows, reach)
-    b, groups, n = mass.shape[0], pooled.features.shape[1], pooled.blocks
-    of_group = weights.sensitivity.reshape(groups, -1)
-    omega = of_group.sum(-1)
-    part = of_group / omega[:, None]
-    phi = (weights.burstiness.reshape(groups, -1) * part).sum(-1)
-    shared = jnp.einsum("bkgj,kg->bkj", mass.reshape(b, groups, -1, n), part, precision=jax.lax.Precision.HIGHEST)
-
-    grid = CausalGrid(n * block, block, rule)
-    last, column = rows[:, -1][:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
-    keys = key_of(shared, last, column, grid)
-    # The first tokens may be in an earlier block than the last one, whose near blocks are others.
-    back = rows[:, :, None] - column
-    seen = (back >= 0) & (back <= reach)
-    forced = (rule.forces(rows[:, :, None], column) & seen).any(1)[:, None]
-    keys = jnp.where(forced & (keys < FORCED), keys + FORCED, keys)
-    keys = jnp.where(seen.any(1)[:, None], keys, -1)
-    in_order = jnp.sort(keys, -1)
-    gain = gains_of_sorted(in_order, omega[None, :, None], phi[None, :, None])
-    gain = jnp.where(in_order < 0, -1.0, gain).reshape(b, groups * n)
-    _, at = jax.lax.top_k(gain, min(room, groups * n))
-    chosen = jnp.take_along_axis(in_order.reshape(b, -1), at, 1)
+    reach = reach_of(pooled, block, window)
+    keys, gain = _sorted_gains(query, pooled, weights, lengths, CausalGrid(pooled.blocks * block, block, rule), reach)
+    b, groups, n = keys.shape
+    # Of equal gains later heads come first, and in a head the larger keys, as in `keep.row_counts`.
+    _, from_end = jax.lax.top_k(gain.reshape(b, groups * n)[:, ::-1], min(room, groups * n))
+    at = groups * n - 1 - from_end
+    chosen = jnp.take_along_axis(keys.reshape(b, -1), at, 1)
     low = (1 << max(n - 1, 1).bit_length()) - 1  # where `key_of` keeps the column
     blocks = jnp.minimum((lengths + block - 1) // block, reach + 1)
-    counts = jnp.asarray(_counts(n, groups, budget))[jnp.minimum(blocks, n)]
-    live = (jnp.arange(at.shape[1])[None] < counts[:, None]) & (chosen >= 0)
+    wanted = jnp.asarray(counts(n, groups, budget))[jnp.minimum(blocks, n)]
+    live = (jnp.arange(at.shape[1])[None] < wanted[:, None]) & (chosen >= 0)
     return StepBlocks((at // n).astype(jnp.int32), jnp.where(live, chosen & low, 0), live)
+
+
+def reach_of(pooled: PooledKeys, block: int, window: int | None) -> int:
+    """How many blocks before its own a token sees."""
+    return pooled.blocks if window is None else blocks_back(window, block)
 
 
 def step_count(
@@ -111,12 +99,43 @@ def step_count(
             f"a budget of {budget} for new tokens is below {forced / inside:.4f}, the share of the blocks that are "
             f"always on with {inside} blocks in the cache: allow more, or write densely"
         )
-    return int(_counts(inside, kv_heads, budget)[inside])
+    return int(counts(inside, kv_heads, budget)[inside])
 
 
-def _counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:
+def counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:
     """`budget` of the blocks of all KV heads, rounded, for each number of blocks up to `blocks`."""
     return np.floor(budget * kv_heads * np.arange(blocks + 1) + 0.5).astype(np.int32)
+
+
+def _sorted_gains(
+    query: Float[Array, "B T H D"],
+    pooled: PooledKeys,
+    weights: LayerWeights,
+    lengths: Int[Array, "B"],
+    grid: CausalGrid,
+    reach: int,
+) -> tuple[Int[Array, "B K n"], Float[Array, "B K n"]]:
+    """(keys of the blocks of each KV head, sorted upwards; their gains); -1 both where no token sees a block."""
+    t = query.shape[1]
+    rows = ((lengths - t)[:, None] + jnp.arange(t, dtype=jnp.int32)[None]) // grid.block
+    mass = _mass(query, pooled, weights, rows, reach)
+    b, groups, n = mass.shape[0], pooled.features.shape[1], pooled.blocks
+    of_group = weights.sensitivity.reshape(groups, -1)
+    omega = of_group.sum(-1)
+    part = of_group / omega[:, None]
+    phi = (weights.burstiness.reshape(groups, -1) * part).sum(-1)
+    shared = jnp.einsum("bkgj,kg->bkj", mass.reshape(b, groups, -1, n), part, precision=jax.lax.Precision.HIGHEST)
+
+    last, column = rows[:, -1][:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
+    keys = key_of(shared, last, column, grid)
+    # The first tokens may be in an earlier block than the last one, whose near blocks are others.
+    back = rows[:, :, None] - column
+    seen = (back >= 0) & (back <= reach)
+    forced = (grid.rule.forces(rows[:, :, None], column) & seen).any(1)[:, None]
+    keys = jnp.where(forced & (keys < FORCED), keys + FORCED, keys)
+    in_order = jnp.sort(jnp.where(seen.any(1)[:, None], keys, -1), -1)
+    gain = gains_of_sorted(in_order, omega[None, :, None], phi[None, :, None])
+    return in_order, jnp.where(in_order < 0, -1.0, gain)
 
 
 def _mass(

@@ -8,9 +8,11 @@ with one query head per K/V head and one mask row per part. Only queries are cop
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -51,7 +53,10 @@ class FewQueries:
         mask = given.mask
         begin, end = (jnp.minimum(mask.kv_row_ptr[..., i : i + 1], mask.capacity) for i in (0, 1))
         pointer = begin + (end - begin) * jnp.arange(cut.parts + 1, dtype=jnp.int32)[None, None] // cut.parts
-        full = jnp.clip(begin + mask.kv_num_full - pointer[..., :-1], 0, jnp.diff(pointer))
+        # Where full blocks are tested like others, nothing reads how many there are.
+        full: Any = np.zeros((*pointer.shape[:2], cut.parts), np.int32)
+        if given.full_is_exact:
+            full = jnp.clip(begin + mask.kv_num_full - pointer[..., :-1], 0, jnp.diff(pointer))
         of_parts = dataclasses.replace(
             mask,
             kv_row_ptr=pointer.astype(jnp.int32),
