@@ -32,9 +32,7 @@ CASES = {
     "a sink and a window": dict(mask=(1, 1), density=1.0, mask_causal=True, mask_window=(40, None)),
     "segments": dict(segment_ids=np.stack([TOKENS // 50, np.where(TOKENS < 80, TOKENS // 33, -1)])),
     "positions": dict(is_causal=True, positions=np.stack([TOKENS // 2, TOKENS[::-1] * 3 % 64])),
-    "lengths": dict(
-        query_seq_lengths=np.array([96, 60], np.int32), key_value_seq_lengths=np.array([80, 77], np.int32)
-    ),
+    "lengths": dict(query_seq_lengths=np.array([96, 60], np.int32), key_value_seq_lengths=np.array([80, 77], np.int32)),
     "no mask": dict(mask=None, is_causal=True),
     "bfloat16": dict(mask_causal=True, dtype="bfloat16", sinks=(4, 2)),
 }
