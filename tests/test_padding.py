@@ -92,7 +92,7 @@ def _padded_cases(implementation):
     return {
         "lengths": (dict(common, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1]), *by_length),
         "segments": (dict(common, segment_ids=tuple(ids), sinks=(4,), bias=(1, 0, 0, 0)), ids[0] < 0, ids[1] < 0),
-        "both, causal, soft cap": (
+        "both, causal, soft cap, bias, sinks": (
             dict(
                 common,
                 segment_ids=tuple(ids),
@@ -100,6 +100,8 @@ def _padded_cases(implementation):
                 key_value_seq_lengths=lengths[1],
                 is_causal=True,
                 logits_soft_cap=2.0,
+                sinks=(4,),
+                bias=(1, 0, 0, 0),
             ),
             by_length[0] | (ids[0] < 0),
             by_length[1] | (ids[1] < 0),
@@ -108,13 +110,15 @@ def _padded_cases(implementation):
     }
 
 
+BOTH = "both, causal, soft cap, bias, sinks"
+
+
 @pytest.mark.parametrize(
-    "name",
-    sweep(["lengths", "segments", "both, causal, soft cap", "no mask"], slow=["both, causal, soft cap", "no mask"]),
+    "name", sweep([BOTH, "lengths", "segments", "no mask"], slow=["lengths", "segments", "no mask"])
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_padding_may_hold_anything(implementation, name, value):
-    if value == np.inf and name != "lengths":
+    if value == np.inf and name != BOTH:
         pytest.skip("infinity is tried once")
     options, q_padding, kv_padding = _padded_cases(implementation)[name]
     case = make(implementation, **options)
