@@ -79,7 +79,7 @@ ARGUMENTS = {
     "soft cap after bias": dict(logits_soft_cap=0.8, bias=(1, 0, 0, 0)),
     "sinks": dict(sinks=(4,)),
     "several sinks a head": dict(sinks=(4, 3), mask_causal=True),
-    "sinks far above and below": dict(mask=None, sinks=(4,), spread=2.0),
+    "sinks far above and below": dict(mask=None, sinks=(4,), spread=2.0, q_len=171, kv_len=53, is_causal=True),
 }
 
 
@@ -97,6 +97,7 @@ def _run(implementation, table, name):
     sweep(
         MASKS,
         slow=[
+            "one mask for all",  # test_bias_of_minus_infinity_masks_elements_and_whole_rows
             "a mask per head",
             "a mask a kv head",
             "a mask a batch",
@@ -157,6 +158,7 @@ def test_rules(implementation, name):
             "length 129",
             "more keys",
             "more keys, causal",
+            "more queries, causal",  # "sinks far above and below" has such lengths
             "one query",
             "one key",
             "lengths that are multiples of the block",
@@ -203,11 +205,13 @@ BIASES_IN_CI = [(0, 0, 0, 1)]  # other tests have (0, 0, 0, 0), (1, 0, 0, 0), (1
 @pytest.mark.parametrize("shape", sweep(BIASES, slow=[s for s in BIASES if s not in BIASES_IN_CI]))
 def test_bias_broadcasts(implementation, shape):
     """Every combination of whole and broadcast axes. 0 stands for the whole dimension."""
-    check_run(implementation, make(implementation, q_len=39, kv_len=70, bias=shape, seed=hash(shape) % 1000))
+    check_run(
+        implementation, make(implementation, q_len=39, kv_len=70, mask=(2, 2), bias=shape, seed=hash(shape) % 1000)
+    )
 
 
 def test_bias_of_minus_infinity_masks_elements_and_whole_rows(implementation):
-    case = make(implementation, bias=(1, 1, 0, 0), sinks=None)
+    case = make(implementation, mask=(1, 1), bias=(1, 1, 0, 0), sinks=None)
     bias = case.arguments["bias"].copy()
     bias[..., ::3] = -np.inf
     bias[:, :, 5:20] = -np.inf
@@ -390,16 +394,18 @@ def test_float32_logits_of_half_precision_inputs_do_not_overflow(implementation)
     check_run(implementation, case)
 
 
+FULL_BLOCKS = RULES["causal mask, many full blocks"]  # one program for the cases of these blocks
+
+
 def test_large_logits_do_not_overflow(implementation):
-    case = make(implementation, spread=30.0)
-    results = check_run(implementation, case, mask=case.mask_with_room())
+    results = check_run(implementation, make(implementation, spread=30.0, **FULL_BLOCKS))
     assert np.isfinite(results.out).all()
 
 
 @pytest.mark.parametrize("rise", sweep([9.0, 3.0], slow=[3.0]))
 def test_logits_that_rise_from_block_to_block(implementation, rise):
     """By this many powers of two: kernels may keep an old maximum while the new one is not much larger."""
-    case = make(implementation, mask_causal=True, density=1.0)
+    case = make(implementation, **FULL_BLOCKS)
     blocks = np.arange(case.key.shape[1]) / case.mask().block_kv
     growth = rise * np.log(2.0) * blocks / 4 * case.key.shape[3] ** 0.5  # times the 4 below, times the scale
     along = np.full(case.key.shape[3], case.key.shape[3] ** -0.5)

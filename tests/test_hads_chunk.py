@@ -106,7 +106,7 @@ def test_full_blocks_of_a_chunk_are_known(inputs):
     np.testing.assert_array_equal(mask.kv_num_full, (np.asarray(mask.to_blocks()) & below & whole).sum(-1))
     part, seen = query[:, CHUNK:], key
     out = xsake.attention(part, seen, seen, mask)
-    np.testing.assert_allclose(out, oracle.attention(part, seen, seen, mask), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out, jax.jit(oracle.attention)(part, seen, seen, mask), rtol=2e-5, atol=2e-5)
 
 
 def test_backends_take_the_rule_of_a_chunk(implementation):
@@ -234,17 +234,18 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, 300, profile, batch=2))
     cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
     before = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
-    before = before.write(key[:, :start], lengths, start=0, block=16) if first else before
+    if first:
+        before = jax.jit(partial(before.write, start=0, block=16))(key[:, :start], lengths)
 
     def given(by):
         new = by(grid, first, key[:, start:], lengths)
         pooled = hads.PooledKeys(before.features.at[:, :, first:].set(new))
         return chunk._Given(query[:, start:], cache, pooled, hads.LayerWeights.of(profile, 1), lengths, lengths)
 
-    xlas = given(pooled_keys._pool_by_xla)
+    xlas = jax.jit(partial(given, pooled_keys._pool_by_xla))()
     wanted = jax.jit(partial(chunk._logits, grid, first))(xlas)
     with xsake.interpret():
-        ours = given(pooled_keys._pool_by_kernel)
+        ours = jax.jit(partial(given, pooled_keys._pool_by_kernel))()
         rows = Rows(grid, first, lengths)
         inputs = ours.query, ours.key, ours.weights.estimator
         found = jax.jit(partial(triton_estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)

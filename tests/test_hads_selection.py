@@ -157,20 +157,16 @@ def test_modes():
 
 
 def test_new_inputs_profiles_and_counts_do_not_retrace():
-    traces = 0
-
-    @jax.jit
-    def run(query, key, profile, counts):
-        nonlocal traces
-        traces += 1
-        return hads.select(query, key, profile, counts, layer=0)
-
+    """The program is one of test_density_is_exact_on_every_input."""
+    programs = []
     for seed, budget in ((0, 0.5), (1, 0.6)):
         profile = case.random_profile(seed)
-        counts = jnp.asarray(hads.layer_counts(profile, budget, 256), jnp.int32)
-        mask = run(*case.random_inputs(seed, 256, profile), profile, counts)
-        assert int(np.asarray(mask.to_blocks()).sum()) == int(counts[0])
-    assert traces == 1
+        counts = hads.layer_counts(profile, budget, 256).astype(np.int32)
+        inputs = case.random_inputs(seed, 256, profile, batch=2)
+        mask = _select(*inputs, profile, counts, layer=0, per="query_head")
+        assert np.asarray(mask.to_blocks()).sum((1, 2, 3)).tolist() == [counts[0]] * 2
+        programs.append(_select._cache_size())
+    assert programs[0] == programs[1]
 
 
 @pytest.mark.slow
@@ -189,6 +185,7 @@ def test_gradients_flow_through_attention_and_take_the_mask_as_constant():
     np.testing.assert_allclose(inside, outside, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # test_density_is_exact_on_every_input has 500 tokens, and calibration 256
 def test_lengths_beyond_calibration_take_the_farthest_distance_seen():
     """Documented extrapolation: density stays exact."""
     profile = case.random_profile()

@@ -7,10 +7,9 @@ from typing import Any
 
 import hads_case as case
 import jax
-import numpy as np
 import pytest
 from sweep import sweep
-from tiny_model import TINY, build
+from tiny_model import FOUR_PROMPTS, TINY, build
 
 import xsake
 from xsake.model import HadsBudget, Transformer, generate
@@ -20,7 +19,6 @@ from xsake.model.sharding import make_mesh, shard_model
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
 PROFILE = case.random_profile(layers=1, head_dim=16)
-PROMPTS = [np.random.default_rng(n).integers(512, size=100 + 10 * n).tolist() for n in range(4)]
 
 
 def window(layer: int, query: Any, key: Any) -> xsake.BlockMask:
@@ -44,19 +42,19 @@ def model() -> Transformer:
 @pytest.mark.parametrize("name", sweep(CALLS, slow=[name for name in CALLS if name != "HADS, then dense"]))
 def test_eight_devices_write_the_tokens_of_one(model: Transformer, name: str):
     options = dict(max_new_tokens=3, **CALLS[name])
-    wanted = generate(model, PROMPTS, **options)
-    assert generate(model, PROMPTS, mesh=make_mesh(data=4, model=2), **options) == wanted
+    wanted = generate(model, FOUR_PROMPTS, **options)
+    assert generate(model, FOUR_PROMPTS, mesh=make_mesh(data=4, model=2), **options) == wanted
 
 
 def test_cache_and_weights_are_split(model: Transformer):
     mesh = make_mesh(data=4, model=2)
-    read = read_prompts(shard_model(model, mesh), PROMPTS, capacity=192, mesh=mesh)
+    read = read_prompts(shard_model(model, mesh), FOUR_PROMPTS, capacity=192, mesh=mesh)
     shards = read.cache.keys[0].addressable_shards
     assert len(shards) == 8 and {shard.data.shape for shard in shards} == {(1, 192, 1, 16)}
 
 
 def test_meshes_that_do_not_fit_are_refused(model: Transformer):
     with pytest.raises(ValueError, match="3 prompts cannot be divided over the mesh's data=4"):
-        generate(model, PROMPTS[:3], max_new_tokens=1, mesh=make_mesh(data=4, model=2))
+        generate(model, FOUR_PROMPTS[:3], max_new_tokens=1, mesh=make_mesh(data=4, model=2))
     with pytest.raises(ValueError, match="generation does not cut sequences: sequence=2"):
-        generate(model, PROMPTS, max_new_tokens=1, mesh=make_mesh(sequence=2))
+        generate(model, FOUR_PROMPTS, max_new_tokens=1, mesh=make_mesh(sequence=2))

@@ -23,7 +23,7 @@ INTERPRETED = dataclasses.replace(HOPPER, interpret=True, unit=1, value_dim=64, 
 COMMON = dict(batch=1, block_kv=64, exact_lengths=True, mask=(1, 1), density=0.6)
 CASES = {
     "8 queries of 8 heads, a bit per token, sinks": dict(
-        q_len=21, kv_len=150, block_q=8, q_heads=8, kv_heads=1, density=1.0, sinks=(8,)
+        q_len=13, kv_len=100, block_q=8, q_heads=8, kv_heads=1, density=1.0, sinks=(8,)
     ),
     "16 queries of 4 heads, two K/V heads, window": dict(
         q_len=37, block_q=16, q_heads=8, kv_heads=2, mask=(1, 2), density=1.0, mask_window=(20, 3)

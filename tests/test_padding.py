@@ -92,7 +92,7 @@ def _padded_cases(implementation):
     return {
         "lengths": (dict(common, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1]), *by_length),
         "segments": (dict(common, segment_ids=tuple(ids), sinks=(4,), bias=(1, 0, 0, 0)), ids[0] < 0, ids[1] < 0),
-        "both, causal, soft cap": (
+        "both, causal, soft cap, bias, sinks": (
             dict(
                 common,
                 segment_ids=tuple(ids),
@@ -100,6 +100,8 @@ def _padded_cases(implementation):
                 key_value_seq_lengths=lengths[1],
                 is_causal=True,
                 logits_soft_cap=2.0,
+                sinks=(4,),
+                bias=(1, 0, 0, 0),
             ),
             by_length[0] | (ids[0] < 0),
             by_length[1] | (ids[1] < 0),
@@ -108,13 +110,15 @@ def _padded_cases(implementation):
     }
 
 
+BOTH = "both, causal, soft cap, bias, sinks"
+
+
 @pytest.mark.parametrize(
-    "name",
-    sweep(["lengths", "segments", "both, causal, soft cap", "no mask"], slow=["both, causal, soft cap", "no mask"]),
+    "name", sweep([BOTH, "lengths", "segments", "no mask"], slow=["lengths", "segments", "no mask"])
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_padding_may_hold_anything(implementation, name, value):
-    if value == np.inf and name != "lengths":
+    if value == np.inf and name != BOTH:
         pytest.skip("infinity is tried once")
     options, q_padding, kv_padding = _padded_cases(implementation)[name]
     case = make(implementation, **options)
@@ -145,26 +149,30 @@ def test_tail_padding_holds_no_values(implementation):
 
 def test_nan_stays_in_its_batch_entry_and_heads(implementation):
     """As in dense attention: one bad example must not spoil the others of its batch, nor one head the others."""
-    case = make(implementation, batch=3, mask=(1, 4), density=0.5)
-    clean = run(implementation, case)
+    case = make(implementation, mask=(1, 4), density=0.5)
+    mask = case.mask_with_room()
+    clean = run(implementation, case, mask=mask)
     key, value, query = case.key.copy(), case.value.copy(), case.query.copy()
-    key[0, 5, 0] = np.nan  # batch 0, query heads 0 and 1
-    value[1, 7, 1] = np.inf  # batch 1, query heads 2 and 3
-    query[2, 9, 3] = np.nan  # batch 2, query head 3
-    bad = run(implementation, case.replace(key=key, value=value, query=query))
-    heads, kv_heads = [[2, 3], [0, 1], [0, 1, 2]], [[1], [0], [0]]
-    for b in range(3):
-        for name in ("out", "lse", "d_query"):
-            np.testing.assert_array_equal(
-                getattr(bad, name)[b][:, heads[b]], getattr(clean, name)[b][:, heads[b]], err_msg=f"{name} of batch {b}"
-            )
-        for name in ("d_key", "d_value"):
-            np.testing.assert_array_equal(
-                getattr(bad, name)[b][:, kv_heads[b]],
-                getattr(clean, name)[b][:, kv_heads[b]],
-                err_msg=f"{name} of batch {b}",
-            )
-    assert np.isnan(bad.out[2, 9, 3]).all() or not attends(case)[2, 3, 9].any()
+    key[0, 5, 0] = np.nan  # query heads 0 and 1
+    value[1, 7, 1] = np.inf  # query heads 2 and 3
+    query[1, 9, 3] = np.nan
+    bad = run(implementation, case.replace(key=key, value=value), mask=mask)
+    _assert_same_heads(bad, clean, batch=0, heads=[2, 3], kv_heads=[1])
+    _assert_same_heads(bad, clean, batch=1, heads=[0, 1], kv_heads=[0])
+    bad = run(implementation, case.replace(query=query), mask=mask)
+    _assert_same_heads(bad, clean, batch=0, heads=[0, 1, 2, 3], kv_heads=[0, 1])
+    _assert_same_heads(bad, clean, batch=1, heads=[0, 1, 2], kv_heads=[0])
+    assert np.isnan(bad.out[1, 9, 3]).all() or not attends(case)[1, 3, 9].any()
+
+
+def _assert_same_heads(found, expected, *, batch, heads, kv_heads):
+    for name in ("out", "lse", "d_query", "d_key", "d_value"):
+        which = kv_heads if name in ("d_key", "d_value") else heads
+        np.testing.assert_array_equal(
+            getattr(found, name)[batch][:, which],
+            getattr(expected, name)[batch][:, which],
+            err_msg=f"{name} of {batch}",
+        )
 
 
 # -- capacity ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 import xsake
+from xsake.kernels_xla_ref import oracle
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
@@ -48,6 +49,9 @@ def everything(case, mask, rest):
 
     return run
 
+
+# What one device gives, by the oracle: it compiles in a fraction of the time of a block-sparse program.
+dense = jax.jit(oracle.attention)
 
 WHICH = [f"{kind}: {heads}" for kind in KINDS for heads in HEADS]
 
@@ -97,7 +101,7 @@ def test_outside_jit(kind):
     spec = P(None, None, "model", None)
     inputs = laid(mesh, case.inputs, dict.fromkeys(case.inputs, spec))
     out = xsake.attention(**inputs, mask=case.mask())
-    np.testing.assert_allclose(out, xsake.attention(**case.inputs, mask=case.mask()), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, dense(**case.inputs, mask=case.mask()), rtol=1e-5, atol=1e-5)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
@@ -108,7 +112,7 @@ def test_a_sequence_that_is_cut_is_gathered_with_a_warning(kind):
     inputs = laid(mesh, case.inputs, dict.fromkeys(case.inputs, P(None, "model", None, None)))
     with pytest.warns(UserWarning, match="gathers arrays that are sharded along the sequence.*sharded_attention"):
         out = jax.jit(lambda x: xsake.attention(**x))(inputs)
-    np.testing.assert_allclose(out, xsake.attention(**case.inputs), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, dense(**case.inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_heads_that_cannot_be_cut_are_gathered_with_a_warning():
@@ -119,7 +123,7 @@ def test_heads_that_cannot_be_cut_are_gathered_with_a_warning():
     replicated = jax.device_put(k, NamedSharding(mesh, P()))
     with pytest.warns(UserWarning, match="sharded along heads: cut batch and heads"):
         out = jax.jit(xsake.attention)(sharded, replicated, replicated)
-    np.testing.assert_allclose(out, xsake.attention(q, k, k), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, dense(q, k, k), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", sweep(KINDS, slow=["auto"]))
@@ -128,18 +132,17 @@ def test_a_mask_that_was_made_inside_jit_follows(kind):
     q = jax.random.normal(jax.random.key(0), (2, 64, 4, 16))
     blocks = jax.random.uniform(jax.random.key(1), (2, 4, 4, 4)) < 0.6
 
-    def run(q, blocks):
+    def made(blocks):
         options = dict(block_q=16, block_kv=16, q_len=64, kv_len=64, is_causal=True, capacity=10)
-        mask = xsake.BlockMask.from_blocks(blocks, **options)
-        return xsake.attention(q, q, q, mask)
+        return xsake.BlockMask.from_blocks(blocks, **options)
 
     place = NamedSharding(mesh, P("data", None, "model", None))
     # Explicit axes do not yet let a mask be made from blocks that are cut: they are given whole.
     given = (
         blocks if kind == "explicit" else jax.device_put(blocks, NamedSharding(mesh, P("data", "model", None, None)))
     )
-    got = jax.jit(run)(jax.device_put(q, place), given)
-    np.testing.assert_allclose(got, jax.jit(run)(q, blocks), rtol=1e-5, atol=1e-5)
+    got = jax.jit(lambda q, blocks: xsake.attention(q, q, q, made(blocks)))(jax.device_put(q, place), given)
+    np.testing.assert_allclose(got, dense(q, q, q, made(blocks)), rtol=1e-5, atol=1e-5)
 
 
 def test_the_flax_adapter_is_cut_too():
@@ -148,10 +151,13 @@ def test_the_flax_adapter_is_cut_too():
     from xsake.model import attention_fn
 
     mesh = mesh_of("auto", (4,), ("model",))
-    layer = nnx.MultiHeadAttention(4, 64, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+    layer, plain = (
+        nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
+        for attend in (attention_fn, nnx.dot_product_attention)
+    )
     x = jnp.ones((2, 32, 64)) * jax.random.normal(jax.random.key(0), (2, 32, 64))
     state = nnx.state(layer)
     cut = jax.tree.map(lambda p: jax.device_put(p, NamedSharding(mesh, P(None, "model") if p.ndim > 1 else P())), state)
     graph = nnx.graphdef(layer)
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
-    np.testing.assert_allclose(run(cut, x), run(state, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run(cut, x), jax.jit(plain)(x), rtol=1e-4, atol=1e-5)

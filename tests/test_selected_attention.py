@@ -56,6 +56,7 @@ def means(x):
 SEEN = np.arange(N)[None, :] < (np.arange(T)[:, None] + 1) // BLOCK
 
 
+@partial(jax.jit, static_argnums=(2, 3))
 def best_blocks(q, k, count, keep_first):
     """i32[B, T, K, count] from whole arrays of weights."""
     x = jnp.einsum("bthd,bshd->bhts", q.astype(jnp.float32), jnp.repeat(means(k), H // K, 2).astype(jnp.float32))

@@ -314,6 +314,7 @@ def test_orders_may_be_left_out(implementation):
 # -- drawn -------------------------------------------------------------------------------------------------------------
 
 T, S, BLOCK = 53, 75, 16
+ANY_IDS = (-7, 5, np.iinfo(np.int32).max)
 
 
 @given(data=st.data())
@@ -323,14 +324,14 @@ def test_any_mask_lengths_segments_and_positions(implementation, data):
     n, m = -(-t // block), -(-s // block)
     blocks = data.draw(hnp.arrays(bool, (2, 4, n, m), elements=st.booleans(), fill=st.booleans()), "blocks")
 
-    def ints(name, shape, low, high):
-        elements = st.integers(low, high)
+    def ints(name, shape, low, high, *others):
+        elements = st.integers(low, high) | st.sampled_from(others) if others else st.integers(low, high)
         return data.draw(hnp.arrays(np.int32, shape, elements=elements, fill=elements), name)
 
     arguments = dict(
         query_seq_lengths=ints("query_seq_lengths", (2,), 0, t),
         key_value_seq_lengths=ints("key_value_seq_lengths", (2,), 0, s),
-        segment_ids=(ints("query ids", (2, t), -2, 2), ints("key ids", (2, s), -2, 2)),
+        segment_ids=(ints("query ids", (2, t), -2, 2, *ANY_IDS), ints("key ids", (2, s), -2, 2, *ANY_IDS)),
         positions=(ints("query positions", (2, t), 0, s), ints("key positions", (2, s), 0, s)),
     )
     case = make(

@@ -16,6 +16,9 @@ TINY = PRESETS["tiny"]
 LENGTH = 40
 TOKENS = np.random.default_rng(0).integers(TINY.vocab_size, size=(2, LENGTH)).astype(np.int32)
 
+# Tests that generate from these with one layer and a budget of 0.8 share programs.
+FOUR_PROMPTS = [np.random.default_rng(n).integers(TINY.vocab_size, size=100 + 10 * n).tolist() for n in range(4)]
+
 
 def build(**options: Any) -> Transformer:
     options = dict(config=TINY, rngs=nnx.Rngs(0), dtype=jnp.float32) | options

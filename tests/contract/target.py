@@ -160,6 +160,7 @@ OF_THE_OPERATION = {
     "test_gradient_of_lse_alone_and_of_one_input",
     "test_inference_mask_serves_forward_and_refuses_gradients",
     "test_mask_built_inside_jit",
+    "test_nan_cotangents_of_the_lse_of_padding_do_not_leak",
     "test_nested_vmap",
     "test_new_mask_contents_do_not_retrace",
     "test_scan_over_examples",
@@ -228,6 +229,14 @@ DRAWN_FOR_XLA = {
     "test_predecessor_positions_not_index_causal",
     "test_predecessor_sinks_counted_once",
     "test_predecessor_unaligned_window",  # test_rules has windows to the right
+    "test_segment_ids_may_be_any_integers",
+}
+
+
+# XLA tests every element of a block alike, so that one test with many arguments reaches what these reach.
+JOINED_FOR_XLA = {
+    "test_masks",  # test_bias_broadcasts has a mask per batch and K/V head
+    "test_positions_with_the_mask_s_own_rule",  # test_everything_at_once has positions and a window of the mask
 }
 
 
@@ -236,7 +245,7 @@ def parameters(test: str) -> list:
 
     def parameter(target: Target) -> Any:
         name = target.name + "".join(end for end, kind in kinds.items() if getattr(target, kind))
-        elsewhere = OF_THE_OPERATION | REACHED_BY_OTHERS if target.interpret else DRAWN_FOR_XLA
+        elsewhere = OF_THE_OPERATION | REACHED_BY_OTHERS if target.interpret else DRAWN_FOR_XLA | JOINED_FOR_XLA
         of_ci = target.interpret or target.name == "xla"
         slow = (pytest.mark.slow,) if of_ci and test in elsewhere else ()
         return pytest.param(target, id=name, marks=(*target.marks, *slow))
