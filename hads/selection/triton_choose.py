@@ -30,6 +30,7 @@ from xsake.hads.selection.triton_sort import sort_rows
 _TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
 _SORT_WARPS, _CUT_WARPS, _KEPT_WARPS, _LIST_WARPS = 4, 8, 8, 4
 _LIST_ENTRIES = 2048  # blocks per program
+_SEARCHED_ROWS = 16  # per program: a chunk's few rows keep the whole chip busy
 _DIGIT = 6  # bits of the cut that one pass finds
 _CUTS = 1 << _DIGIT
 _PASSES = 4
@@ -276,7 +277,7 @@ def _counts(
         (counts,) = triton_call(
             kernel,
             f"hads_cut_{number}",
-            (together // TILE, groups, b),
+            (together // _SEARCHED_ROWS, groups, b),
             [
                 (order, whole(None, None, together, width)),
                 (wanted[..., None], whole(None, None, 1)),
@@ -419,13 +420,13 @@ def _search_rows(
     (out,) = triton_call(
         kernel,
         "hads_reach",
-        (together // TILE, groups, b),
+        (together // _SEARCHED_ROWS, groups, b),
         [(order, whole(None, None, together, width)), *inputs, rows.input(b)],
         [
             (
                 (b, groups, together, cuts),
                 jnp.int32,
-                pl.BlockSpec((None, None, TILE, cuts), lambda i, g, b: (b, g, i, 0)),
+                pl.BlockSpec((None, None, _SEARCHED_ROWS, cuts), lambda i, g, b: (b, g, i, 0)),
             )
         ],
         num_warps=1,
@@ -438,11 +439,11 @@ def _search(
 ) -> Int[Array, "R C"]:
     """How many entries of each of this program's rows reach each cut. The entries of a row rise; a head has m rows."""
     width = order_ref.shape[1]
-    row = pl.program_id(0) * TILE + iota(TILE)
+    row = pl.program_id(0) * _SEARCHED_ROWS + iota(_SEARCHED_ROWS)
     i = rows.first + lax.rem(row, jnp.int32(m))
     # Rows after the chunk's last one are padding, though the sequence may go on.
     own = jnp.where((i < rows.grid.side) & (i < rows.side(length_ref)), i + 1, 0)
-    shape = (TILE, cuts.shape[0])
+    shape = (_SEARCHED_ROWS, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)
     high = jnp.full(shape, width, jnp.int32)
