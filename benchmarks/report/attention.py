@@ -135,7 +135,15 @@ def gpu_peers() -> str:
     runs = record.load_all("gpu_peers_")
     results = [r for run in runs.values() for r in run["results"]]
     by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in results}
-    names = ("xsake", "xsake, any order", "xsake, blocks of 64", "fa4", "cudnn dense", "fa4 dense")
+    heads = {
+        "xsake": "xsake",
+        "xsake, any order": "any order",
+        "xsake, blocks of 64": "blocks of 64",
+        "fa4": "FlashAttention-4",
+        "cudnn dense": "cuDNN dense",
+        "fa4 dense": "FlashAttention-4 dense",
+    }
+    names = [name for name in heads if any(key[-1] == name for key in by)]
     rows = []
     for place in dict.fromkeys(key[:3] for key in by):
         peer = by[*place, "fa4"]["tflops"]
@@ -145,23 +153,14 @@ def gpu_peers() -> str:
             against = f" ({found['tflops'] / peer:.2f})" if found and not name.startswith("fa4") else ""
             cells.append(f"{found['tflops']:.0f}{against}" if found else "")
         rows.append([", ".join(place[:2]), place[2], *cells])
-    heads = [
-        "call, direction",
-        "mask",
-        "xsake",
-        "any order",
-        "blocks of 64",
-        "FlashAttention-4",
-        "cuDNN dense",
-        "FlashAttention-4 dense",
-    ]
     clocks = [r["chip"]["sm_mhz"] for r in by.values() if r["chip"]]
     capped = sum("power cap" in r["chip"].get("throttled_by", ()) for r in by.values())
     state = (
         f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
     )
     sources = [source(f"{name}.json", run, "jax", "flash-attn-4") for name, run in runs.items()]
-    return "\n".join([*table(heads, rows), "", " ".join([state, *sources])])
+    titles = ["call, direction", "mask", *(heads[name] for name in names)]
+    return "\n".join([*table(titles, rows), "", " ".join([state, *sources])])
 
 
 def gpu_hops() -> str:

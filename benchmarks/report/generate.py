@@ -26,7 +26,7 @@ def times() -> str:
     heads = ["batch", "dense", *(head for way in sparse for head in (way, f"{way} over dense"))]
     cells = [
         [
-            str(r["batch"]),
+            f"{r['batch']}{' *' if 'commit' in r else ''}",
             _rate(r, "dense"),
             *(cell for way in sparse for cell in (_rate(r, way), f"{_gain(r, way):.2f}x")),
         ]
@@ -46,6 +46,8 @@ def times() -> str:
     ]
     if slower := [f"{way} at batch {r['batch']}" for r in rows for way in sparse if _gain(r, way) < 1]:
         lines.append(f"- Slower than dense: {', '.join(slower)}.")
+    if older := sorted({r["commit"][:7] for r in rows if "commit" in r}):
+        lines.append(f"- Rows with a * are of an earlier run, commit {', '.join(older)}.")
     return "\n".join([*lines, "", source("gpu_generate.json", run, "jax")])
 
 

@@ -99,9 +99,9 @@ def _busy(rows: list[Row]) -> Iterator[str]:
     if slower:
         commits = ", ".join(sorted({r["commit"][:7] for r in busy}))
         yield (
-            f"- Calls with a * were measured later (commit {commits}), while other programs compiled and ran on the "
-            f"same GPU: cuDNN took up to {max(slower):.1f} times as long as in the other calls of so many tokens. "
-            "Compare roughly, and only within a line."
+            f"- Calls with a * were measured in another run (commit {commits}), while other programs compiled and ran "
+            f"on the same GPU: cuDNN took up to {max(slower):.1f} times as long as in the other calls of so many "
+            "tokens. Compare roughly, and only within a line."
         )
 
 
