@@ -4,8 +4,8 @@ python -m benchmarks.gpu_sanitize             print (needs `compute-sanitizer`)
 python -m benchmarks.gpu_sanitize --record    also write benchmarks/results/gpu_sanitize.json
 python -m benchmarks.gpu_sanitize --out DIR   write the run to DIR
 
-Every case runs forward and backward once in a process of its own. Races are looked for only in the Mosaic
-kernels: in Triton's, the compiler places the barriers.
+Every call of `sanitized_calls.py` runs once in a process of its own. Races are looked for only in the Mosaic kernels:
+in Triton's, the compiler places the barriers. A call that fails or takes too long is recorded with the reason.
 """
 
 from __future__ import annotations
@@ -20,48 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.sanitized_calls import CALLS
 
-# Sequences are long enough for more tiles than there are SMs, so that the persistent kernel runs.
-CASES: dict[str, dict[str, Any]] = {
-    "mosaic_gpu, block 128": dict(implementation="mosaic_gpu", block=128, head_dim=128),
-    "mosaic_gpu, block 64, a mask a head": dict(implementation="mosaic_gpu", block=64, head_dim=64),
-    "mosaic_gpu, segments and sinks": dict(implementation="mosaic_gpu", block=128, head_dim=64, options=True),
-    "triton, float32": dict(implementation="triton", block=64, head_dim=64, dtype="float32"),
-    "triton, bfloat16": dict(implementation="triton", block=64, head_dim=128),
-}
 TOOLS = ("memcheck", "racecheck")
 LIMIT = 120  # seconds
-
-
-def run(
-    *,
-    implementation: str,
-    block: int,
-    head_dim: int,
-    dtype: str = "bfloat16",
-    options: bool = False,
-    length: int = 2048,
-) -> None:
-    """Run one case forward and backward, for the sanitizer."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import xsake
-
-    heads, side = 16, length // block
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, d_out = (jax.random.normal(key, (1, length, heads, head_dim), dtype) for key in keys)
-    blocks = np.random.default_rng(0).random((heads, side, side)) < 0.3
-    mask = xsake.BlockMask.from_blocks(
-        blocks | np.eye(side, dtype=bool), block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True
-    )
-    more: dict[str, Any] = {}
-    if options:
-        more = {"segment_ids": jnp.arange(length)[None] // 700, "sinks": jnp.linspace(-1.0, 1.0, heads)}
-    out, pull = jax.vjp(lambda *x: xsake.attention(*x, mask, implementation=implementation, **more), q, k, v)
-    jax.block_until_ready(pull(d_out))
-    assert bool(jnp.isfinite(out.astype(jnp.float32)).all())
 
 
 def sanitize(name: str, tool: str) -> dict[str, Any]:
@@ -74,15 +36,18 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"{tool} of {name!r} was not done after {LIMIT} s") from None
-    return {"case": name, "tool": tool, "errors": errors_in(done.stdout + done.stderr, done.returncode)}
+        return {"case": name, "tool": tool, "errors": None, "why": f"not done after {LIMIT} s"}
+    said = done.stdout + done.stderr
+    errors = errors_in(said, done.returncode)
+    why = {} if errors is not None else {"why": f"failed with exit code {done.returncode}: {said[-1000:]}"}
+    return {"case": name, "tool": tool, "errors": errors} | why
 
 
-def errors_in(said: str, code: int = 0) -> int:
-    """The number of errors that the sanitizer counted; SystemExit if it gives no number, or if the program failed."""
+def errors_in(said: str, code: int = 0) -> int | None:
+    """The number of errors that the sanitizer counted; None if it gives no number, or if the program failed."""
     counts = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", said)
     if not counts or (code and not any(int(a or b) for a, b in counts)):
-        raise SystemExit(f"the run failed with exit code {code}:\n{said[-3000:]}")
+        return None
     return sum(int(a or b) for a, b in counts)
 
 
@@ -90,18 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--run", choices=CASES, help="run a case itself (for compute-sanitizer)")
+    parser.add_argument("--run", choices=CALLS, help="run a call itself (for compute-sanitizer)")
     args = parser.parse_args()
     if args.run:
-        return run(**CASES[args.run])
-    work = [(name, tool) for name in CASES for tool in TOOLS if tool == "memcheck" or "mosaic" in name]
+        return CALLS[args.run]()
+    work = [(name, tool) for name in CALLS for tool in TOOLS if tool == "memcheck" or "mosaic" in name]
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda one: sanitize(*one), work))
     for r in results:
-        print(f"{r['case']:40} {r['tool']:10} {r['errors']} errors")
+        print(f"{r['case']:40} {r['tool']:10} {r.get('why') or str(r['errors']) + ' errors'}")
     if out := record.RESULTS if args.record else args.out:
         record.save("gpu_sanitize", results, out)
-    sys.exit(any(r["errors"] for r in results))
+    sys.exit(any(r["errors"] != 0 for r in results))
 
 
 if __name__ == "__main__":
