@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from benchmarks import record
+from benchmarks import record, turns
 from xsake.autotune.chain import chain
 from xsake.autotune.timing import Timing, race
 from xsake.autotune.workloads import WORKLOADS, Workload
@@ -243,6 +243,7 @@ def main() -> None:
                 flex.contestant(bench.workload, bench.masks[1.0], bench.direction, 1)()
         for job in compiled:
             job.result()
+    turns.begin()
     for bench in benches:
         bench.measure(run, flex, args.rounds)
         if bench.workload.length > 8192:

@@ -32,7 +32,7 @@ import numpy as np
 from rich.console import Console
 
 import xsake
-from benchmarks import record
+from benchmarks import record, turns
 from benchmarks.gpu_attention import BACKWARD_FLOPS, DIRECTIONS, chained_calls, cudnn, in_direction
 from benchmarks.nvidia_smi import Monitor
 from xsake.autotune.timing import Timing, seconds_per_call
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CALLS))
     parser.add_argument("--masks", default="", help="only masks whose names begin with one of these, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no race after so many seconds")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no race after so many seconds of races")
     args = parser.parse_args()
     console, start = Console(width=140), time.monotonic()
     if jax.default_backend() != "gpu":
@@ -220,6 +220,8 @@ def main() -> None:
         for one in races:
             one.compile(ours=False)
     console.print(f"compiled in {time.monotonic() - start:.0f} s")
+    turns.begin()
+    start = time.monotonic()
     results: list[dict[str, Any]] = []
     with Monitor() as monitor:
         for one in races:

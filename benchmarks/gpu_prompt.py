@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from benchmarks import record
+from benchmarks import record, turns
 from xsake._plan.models import PUBLISHED
 from xsake.autotune.timing import race
 from xsake.hads import HadsProfile, calibrate
@@ -160,6 +160,7 @@ def main() -> None:
     budgets = list(map(float, args.budgets.split(",")))
     models = {name: contenders_of(name, args.dense, budgets, args.profile) for name in args.models.split(",")}
     compile_all(run for contenders in models.values() for run in contenders.values())
+    turns.begin()
     rows = []
     for name, contenders in models.items():
         rows.append(measure(name, contenders, args.rounds))

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from benchmarks import record
+from benchmarks import record, turns
 from benchmarks.checked_peer import Checked, fastest, told
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
@@ -93,7 +93,7 @@ def uniform(tokens: int, kv_heads: int) -> Array:
     return jnp.where(((drawn[..., None] == drawn[..., None, :]) & earlier).any(-1), -1, drawn)
 
 
-def union(indices: Array, group: int) -> tuple[int, float, float]:
+def union(group: int, indices: Array) -> tuple[int, Array, Array]:
     """(tokens of a list, its blocks for each block that a token chose, keys that a token attends on average)."""
     mask = mask_of(indices, None, indices.shape[1], BLOCK, None, group)
     listed = jnp.diff(mask.kv_row_ptr).mean()
@@ -101,7 +101,7 @@ def union(indices: Array, group: int) -> tuple[int, float, float]:
     different = jnp.sort(indices, -1)
     different = jnp.where(jnp.diff(different, axis=-1, prepend=-2) != 0, different, -1)
     keys = jnp.where(different < 0, 0, jnp.clip(token + 1 - different * BLOCK, 0, BLOCK)).sum(-1)
-    return mask.block_q, float(listed / (different >= 0).sum(-1).mean()), float(keys.mean())
+    return mask.block_q, listed / (different >= 0).sum(-1).mean(), keys.mean()
 
 
 def both(function: Callable[..., Array]) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def whole(query: Array, key: Array, value: Array) -> Array:
     return xsake.native_sparse_attention(query, key, value, **gates, **options)
 
 
-def error(query: Array, key: Array, value: Array, indices: Array) -> float:
+def error(query: Array, key: Array, value: Array, indices: Array) -> Array:
     """Of the first 4096 tokens, against XLA in float32, relative to the norm."""
     n = min(query.shape[1], 4096)
     few = [x[:, :n] for x in (query, key, value)]
@@ -137,7 +137,7 @@ def error(query: Array, key: Array, value: Array, indices: Array) -> float:
         *(x.astype(jnp.float32) for x in few), indices[:, :n], block_size=BLOCK, implementation="xla"
     )
     found = selected(*few, indices[:, :n]).astype(jnp.float32)
-    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+    return jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
 
 
 def variants_of(peer: str, group: int) -> dict[str, Callable[..., Array]] | str:
@@ -190,10 +190,21 @@ def runs_of(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, dense:
     return runs
 
 
-def chosen(choice: str, tokens: int, query: Any, key: Any) -> Array:
+def chosen(choice: str, query: Array, key: Array) -> Array:
     if choice == "scored":
         return scored(DIM**-0.5, query, key)
+    tokens = query.shape[1]
     return uniform(tokens, key.shape[2])[..., : -(-tokens // BLOCK)]  # as few as there are blocks
+
+
+def around(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, group: int) -> Runs:
+    """What is computed beside the races."""
+    query, key, value, _ = arrays
+    return {
+        choice: (partial(chosen, choice), query, key),
+        "union": (partial(union, group), indices),
+        "error": (error, query, key, value, indices),
+    }
 
 
 def compile_all(cases: Sequence[Case], dense: str) -> dict[tuple[Case, str], Any]:
@@ -203,8 +214,9 @@ def compile_all(cases: Sequence[Case], dense: str) -> dict[tuple[Case, str], Any
         for case in cases:
             arrays = jax.eval_shape(partial(inputs, case.tokens, case.heads, case.heads // case.group))
             for choice in case.choices:
-                indices = jax.eval_shape(partial(chosen, choice, case.tokens), *arrays[:2])
-                for name, (function, *given) in runs_of(arrays, indices, choice, dense, case.with_whole).items():
+                indices = jax.eval_shape(partial(chosen, choice), *arrays[:2])
+                runs = runs_of(arrays, indices, choice, dense, case.with_whole)
+                for name, (function, *given) in (runs | around(arrays, indices, choice, case.group)).items():
                     if (case, name) not in jobs:
                         jobs[case, name] = pool.submit(compiled, function, given)
         return {of: job.result() for of, job in jobs.items()}
@@ -221,8 +233,8 @@ def measure(
     query, key, value, d_out = inputs(tokens, heads, heads // group)
     rows = []
     for choice in case.choices:
-        indices = chosen(choice, tokens, query, key)
-        list_tokens, listed, keys = union(indices, group)
+        indices = programs[case, choice](query, key)
+        list_tokens, listed, keys = (x.item() for x in programs[case, "union"](indices))
         runs = runs_of((query, key, value, d_out), indices, choice, dense, case.with_whole)
         contestants = {name: partial(programs[case, name], *given) for name, (_, *given) in runs.items()}
         ours = {direction: contestants[f"selected, {direction}"]() for direction in DIRECTIONS}
@@ -239,7 +251,7 @@ def measure(
                 "list_tokens": list_tokens,
                 "union": listed,
                 "keys": keys,
-                "error": error(query, key, value, indices),
+                "error": float(programs[case, "error"](query, key, value, indices)),
                 "memory": {name: _temporary(programs[case, name]) for name in runs if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
                 "peers": {name: peer.recorded() for name, peer in checked.items()},
@@ -302,6 +314,7 @@ def main() -> None:
         for group in map(int, args.groups.split(","))
     ]
     programs = compile_all(cases, args.dense)
+    turns.begin()
     rows: list[dict[str, Any]] = []
     for case in cases:
         rows += measure(case, programs, args.dense, args.rounds, peers)

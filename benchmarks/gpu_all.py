@@ -1,0 +1,159 @@
+"""All benchmarks of this GPU, one command: compiled side by side, raced one after the other, alone on the chip.
+
+    python -m benchmarks.gpu_all --record                       all of them, into benchmarks/results
+    python -m benchmarks.gpu_all --out DIR --minutes 20         as far as twenty minutes go, into DIR
+    python -m benchmarks.gpu_all --out DIR --only gpu_peers,gpu_decode
+    python -m benchmarks.gpu_all --out DIR --give gpu_selection="--peers ejkernel" --give gpu_peers="--rounds 3"
+
+Benchmarks that compile everything before they race begin together. When all of them have compiled, they race in turn;
+then the others run, one after the other. What each prints is in DIR/logs. Records are written as they grow, so that a
+run that is cut off keeps what it has measured. A benchmark that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record, turns
+
+TOGETHER = ("gpu_peers", "gpu_selection", "gpu_prompt", "gpu_attention")  # those that call `turns.begin`
+ALONE = ("gpu_generate", "gpu_decode", "gpu_packing", "gpu_hops", "hads_mask_cost", "gpu_accuracy", "gpu_sanitize")
+
+
+@dataclasses.dataclass
+class Job:
+    """One benchmark: its process, once it runs, and what became of it."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    process: subprocess.Popen | None = None
+    compiled: float | None = None  # seconds
+    seconds: float | None = None  # of its turn
+    status: str = "not run"
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment),
+                cwd=record.ROOT,
+                start_new_session=True,  # so that what it has started ends with it
+            )
+        self.status = "cut off"
+
+    @property
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def note_end(self) -> None:
+        if self.process is not None and (code := self.process.poll()) is not None:
+            self.status = "done" if code == 0 else f"failed with exit code {code}: see {self.log}"
+
+
+def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, console: Console) -> None:
+    """Run all jobs until `deadline`, a time of `time.monotonic`."""
+    common = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several are there at a time
+    with tempfile.TemporaryDirectory() as name, _stopped_at_the_end([*together, *alone]):
+        folder, start = Path(name), time.monotonic()
+        for job in together:
+            job.start(common | {turns.FOLDER: name, turns.NAME: job.name})
+        waiting = list(together)
+        with console.status(f"compiling {', '.join(job.name for job in together)}"):
+            while waiting and time.monotonic() < deadline:
+                for job in [job for job in waiting if job.ended or turns.ready(folder, job.name).exists()]:
+                    job.compiled = time.monotonic() - start
+                    waiting.remove(job)
+                time.sleep(0.1)
+        for job in [*together, *alone]:
+            if time.monotonic() >= deadline:
+                break
+            begin = time.monotonic()
+            if job.process is None:
+                job.start(common)
+            else:
+                turns.turn(folder, job.name).touch()
+            with console.status(job.name):
+                while not job.ended and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            job.seconds = time.monotonic() - begin
+            job.note_end()
+            console.print(f"{job.name}: {job.status} ({job.seconds:.0f} s)")
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(jobs: Sequence[Job]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.note_end()
+            job.stop()
+
+
+def show(jobs: Sequence[Job], console: Console) -> None:
+    table = Table("benchmark", "compiled after, s", "turn, s", "what became of it")
+    for job in jobs:
+        times = ["" if x is None else f"{x:.0f}" for x in (job.compiled, job.seconds)]
+        table.add_row(job.name, *times, job.status)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--record", action="store_true", help="write to benchmarks/results")
+    where.add_argument("--out", type=Path, metavar="DIR", help="write to another folder")
+    known = (*TOGETHER, *ALONE)
+    parser.add_argument("--only", default=",".join(known), help="some of them, comma-separated")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument(
+        "--give", action="append", default=[], metavar="NAME=OPTIONS", help="more options of a benchmark"
+    )
+    args = parser.parse_args()
+    only, more = args.only.split(","), dict(one.partition("=")[::2] for one in args.give)
+    if unknown := sorted({*only, *more} - {*known}):
+        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}")
+    out = (record.RESULTS if args.record else args.out).resolve()
+    logs = (record.ROOT / "out" if args.record else out) / "logs"
+    jobs = {
+        name: Job(
+            name,
+            [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out), *shlex.split(more.get(name, ""))],
+            logs / f"{name}.log",
+        )
+        for name in known
+        if name in only
+    }
+    console = Console(width=120)
+    together, alone = ([jobs[name] for name in names if name in jobs] for names in (TOGETHER, ALONE))
+    run(together, alone, deadline=time.monotonic() + 60 * args.minutes, console=console)
+    show([*together, *alone], console)
+    sys.exit(any(job.status != "done" for job in jobs.values()))
+
+
+if __name__ == "__main__":
+    main()

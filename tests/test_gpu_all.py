@@ -1,0 +1,62 @@
+"""Benchmarks that compile side by side and race in turn."""
+
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from benchmarks import gpu_all
+from benchmarks.gpu_all import Job
+
+# A benchmark that takes turns: says when it has compiled, and when it begins and ends its races.
+TURNS = """
+import pathlib, sys, time
+from benchmarks import turns
+def say(what): open({log!r}, "a").write({name!r} + " " + what + "\\n")
+time.sleep({compiles}); say("compiled"); turns.begin(); say("races"); time.sleep(0.3); say("ends")
+"""
+
+
+def job(tmp_path, name: str, program: str, **values) -> Job:
+    program = program.format(log=str(tmp_path / "said"), name=name, **values)
+    return Job(name, [sys.executable, "-c", program], tmp_path / "logs" / f"{name}.log")
+
+
+def run(together, alone, seconds: float = 60) -> None:
+    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, console=Console(quiet=True))
+
+
+def test_all_compile_before_one_races_and_each_races_alone(tmp_path):
+    together = [job(tmp_path, "first", TURNS, compiles=0.5), job(tmp_path, "second", TURNS, compiles=0)]
+    alone = [job(tmp_path, "third", TURNS, compiles=0)]
+    run(together, alone)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert sorted(said[:2]) == ["first compiled", "second compiled"]
+    assert said[2:] == [f"{who} {what}" for who in ("first", "second") for what in ("races", "ends")] + [
+        f"third {what}" for what in ("compiled", "races", "ends")
+    ]
+    assert [one.status for one in together + alone] == ["done"] * 3
+    assert all(one.compiled is not None for one in together)
+
+
+def test_one_that_fails_does_not_stop_the_others(tmp_path):
+    failing = job(tmp_path, "failing", "import sys; print('no GPU'); sys.exit(3)")
+    other = job(tmp_path, "other", TURNS, compiles=0)
+    run([failing, other], [])
+    assert failing.status.startswith("failed with exit code 3: see ") and failing.log.read_text() == "no GPU\n"
+    assert other.status == "done"
+
+
+def test_nothing_goes_on_after_the_time_is_over(tmp_path):
+    slow, never = job(tmp_path, "slow", "import time; time.sleep(60)"), job(tmp_path, "never", TURNS, compiles=0)
+    run([slow], [never], seconds=0.5)
+    assert slow.status == "cut off" and slow.process is not None and slow.process.poll() is not None
+    assert never.status == "not run" and never.process is None
+
+
+def test_an_unknown_benchmark_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["gpu_all", "--out", str(tmp_path), "--give", "gpu_pears=--rounds 3"])
+    with pytest.raises(SystemExit):
+        gpu_all.main()
+    assert "no such benchmark: gpu_pears; there are gpu_peers, " in capsys.readouterr().err
