@@ -37,6 +37,7 @@ from benchmarks import record
 from benchmarks.gpu_prompt import MODELS, make, profile_of
 from benchmarks.hads.texts import EVALUATION
 from benchmarks.hads.written import Divergence, divergences, pool
+from benchmarks.kernel_times import kernel_times
 from xsake.autotune.timing import race
 from xsake.hads import HadsProfile
 from xsake.hads.profile import file as profile_file
@@ -120,6 +121,7 @@ def times(
         "new_tokens": new,
         "bytes": bytes_of(model, batch, length),
         "seconds": {way: dataclasses.asdict(time.per_call(new)) for way, time in seconds.items()},
+        "kernels": {way: kernel_times(run) for way, run in contenders.items()},  # of a whole turn
     }
 
 

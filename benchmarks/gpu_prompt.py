@@ -8,7 +8,7 @@
 Weights are random and the profile is made from them: what is measured is time, which they do not change, since a budget
 fixes how many blocks are kept. A run reads the prompt and computes the logits of the token after it. cuDNN's is one
 program of all layers; xsake's are a program per layer and chunk, as `xsake generate` runs them. `MFU` counts the
-products of one dense forward, with one row of logits, over the chip's peak.
+products of one dense forward, with one row of logits, over the chip's peak. The record also has each kernel's time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record, turns
+from benchmarks.kernel_times import kernel_times
 from xsake._plan.models import PUBLISHED
 from xsake.autotune.timing import race
 from xsake.hads import HadsProfile, calibrate
@@ -103,6 +104,7 @@ def contenders_of(name: str, dense: str, budgets: list[float], given: Path | Non
         contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=HadsBudget(profile, prompt=budget))
     hads = HadsBudget(profile, prompt=budgets[0])
     contenders[f"HADS {budgets[0]:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
+    contenders[f"dense, chunks of {chunk}"] = partial(read, model, tokens, chunk=chunk)
     return contenders
 
 
@@ -126,6 +128,7 @@ def measure(name: str, contenders: dict[str, Callable[[], Any]], rounds: int) ->
             if way.startswith("dense")
         },
         "seconds": {way: dataclasses.asdict(time) for way, time in times.items()},
+        "kernels": {way: kernel_times(run) for way, run in contenders.items()},
     }
 
 

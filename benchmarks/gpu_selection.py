@@ -39,6 +39,7 @@ from rich.table import Table
 import xsake
 from benchmarks import record, turns
 from benchmarks.checked_peer import Checked, fastest, told
+from benchmarks.kernel_times import kernel_times
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
@@ -254,6 +255,7 @@ def measure(
                 "error": float(programs[case, "error"](query, key, value, indices)),
                 "memory": {name: _temporary(programs[case, name]) for name in runs if "dense" not in name},
                 "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
+                "kernels": {name: kernel_times(contestants[name]) for name in runs if "dense" not in name},
                 "peers": {name: peer.recorded() for name, peer in checked.items()},
             }
         )

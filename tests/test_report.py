@@ -7,6 +7,7 @@ import hashlib
 import pytest
 
 from benchmarks import record, report
+from benchmarks.report import prompt
 from xsake import _tuned
 
 PAGES = report.pages()
@@ -33,3 +34,14 @@ def test_an_edited_kernel_changes_no_page(monkeypatch):
     monkeypatch.setattr(_tuned, "kernel_hash", lambda name: hashlib.sha256(name.encode()).hexdigest()[:16])
     page = record.ROOT / "docs" / "tuning.md"
     assert report.rendered(page) == page.read_text()
+
+
+def test_the_kernels_of_chunks_are_beside_those_of_one_piece():
+    def traced(seconds: float, launches: int) -> dict:
+        kernels = {"gemm": {"seconds": seconds, "launches": launches}}
+        return {"busy": seconds, "span": 2 * seconds, "launches": launches, "kernels": kernels}
+
+    kernels = {"HADS 20%": traced(0.1, 28), "HADS 20%, chunks of 4096": traced(0.125, 224), "dense": None}
+    text = "\n".join(prompt.kernels_of_chunks({"kernels": kernels}))
+    assert "in chunks of 4096" in text and "| `gemm` | 100.0 (28) | 125.0 (224) |" in text
+    assert list(prompt.kernels_of_chunks({})) == []

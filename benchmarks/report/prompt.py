@@ -33,7 +33,8 @@ def gpu_prompt() -> str:
         for r in rows
         for way, t in r["seconds"].items()
     ]
-    return "\n".join([*table(heads, cells), "", *_facts(rows), "", source("gpu_prompt.json", run, "jax")])
+    lines = [*table(heads, cells), "", *_facts(rows), *kernels_of_chunks(rows[0])]
+    return "\n".join([*lines, "", source("gpu_prompt.json", run, "jax")])
 
 
 def _facts(rows: list[Row]) -> Iterator[str]:
@@ -42,14 +43,44 @@ def _facts(rows: list[Row]) -> Iterator[str]:
         yield f"- The aim of {NAMES[row['model']]} is {aim}x with {way}. {_said(_gain(row, way) >= aim)}."
     yield f"- The aim of its prefill by cuDNN is {AIM_MFU:.0%} MFU. {_said(row['mfu'][PEER] >= AIM_MFU)}."
     for way in row["seconds"]:
-        if found := re.fullmatch(r"(.*), chunks of (\d+)", way):
-            cost = row["seconds"][way]["median"] / row["seconds"][found[1]]["median"]
+        if (whole := _in_one_piece(way)) is None:
+            continue
+        cost, pieces = row["seconds"][way]["median"] / row["seconds"][whole]["median"], way.split(", ")[-1]
+        if whole == "dense":
+            yield f"- Read densely, {pieces} tokens take {cost - 1:.0%} more time than one piece."
+        else:
             yield (
-                f"- The aim of chunks of {found[2]} tokens is at most {AIM_CHUNKS - 1:.0%} more time than one piece. "
+                f"- The aim of {pieces} tokens is at most {AIM_CHUNKS - 1:.0%} more time than one piece. "
                 f"{_said(cost <= AIM_CHUNKS)}: {cost - 1:.0%}."
             )
     if slower := [f"{NAMES[r['model']]}, {way}" for r in rows for way in r["seconds"] if _gain(r, way) < 1]:
         yield f"- Slower than dense by cuDNN: {'; '.join(slower)}."
+
+
+def kernels_of_chunks(row: Row) -> Iterator[str]:
+    """What the chip does in one piece and in chunks, with HADS, if the profiler was asked."""
+    for way, found in row.get("kernels", {}).items():
+        whole = _in_one_piece(way)
+        if whole in (None, "dense") or found is None or (before := row["kernels"].get(whole)) is None:
+            continue
+        names = dict.fromkeys([*before["kernels"], *found["kernels"]])
+        yield from ["", f"Kernels of {whole} in one piece and in {way.split(', ')[-1]}: milliseconds and launches.", ""]
+        yield from table(
+            ["kernel", "one piece", "chunks"],
+            [[f"`{name}`", *(_of_kernel(x["kernels"].get(name)) for x in (before, found))] for name in names]
+            + [["all", *(f"{x['busy'] * 1e3:.1f} ({x['launches']})" for x in (before, found))]]
+            + [["from the first to the last", *(f"{x['span'] * 1e3:.1f}" for x in (before, found))]],
+        )
+
+
+def _of_kernel(found: dict[str, Any] | None) -> str:
+    return "" if found is None else f"{found['seconds'] * 1e3:.1f} ({found['launches']})"
+
+
+def _in_one_piece(way: str) -> str | None:
+    """The same way without chunks; None if it has none."""
+    found = re.fullmatch(r"(.*), chunks of \d+", way)
+    return found[1] if found else None
 
 
 def _said(reached: bool) -> str:
