@@ -147,7 +147,9 @@ class Plan:
         """Registers per thread of (compute, memory) warpgroups; in all, at most those that the CTA starts with."""
         if self.pairing is Pairing.APART:
             return 216, 40
-        return (240, 24) if self.ahead and self.packing.group == 1 else (232, 40)
+        # The memory warpgroup reads more of packed queries, unless their blocks are chosen by bits.
+        many = self.has_row_bits if self.packing.group > 1 else self.ahead
+        return (240, 24) if many else (232, 40)
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
