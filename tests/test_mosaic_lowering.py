@@ -142,6 +142,7 @@ def _given(call) -> tuple:
             "bitmaps",
             "bitmaps, D 256",
             "a bit per token, D 64, block 64",
+            "8 queries of 16 heads, a bit per token",
             "16 queries of 4 heads",
             "16 queries of 8 heads",
             "16 queries of 8 heads, block 16 x 128",

@@ -116,7 +116,7 @@ BOTH = "both, causal, soft cap, bias, sinks"
 @pytest.mark.parametrize(
     "name", sweep([BOTH, "lengths", "segments", "no mask"], slow=["lengths", "segments", "no mask"])
 )
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_padding_may_hold_anything(implementation, name, value):
     if value == np.inf and name != BOTH:
         pytest.skip("infinity is tried once")
