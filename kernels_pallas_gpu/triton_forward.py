@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -129,7 +130,7 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """The inputs that the forward and dQ share: arrays and lists for the grid (query tiles, H, B)."""
     mask, heads_per_list = call.mask, call.q_heads // call.mask.heads
 
-    def lists(x: Array) -> tuple[Array, pl.BlockSpec]:
+    def lists(x: Array | np.ndarray) -> tuple[Array | np.ndarray, pl.BlockSpec]:
         return x, pl.BlockSpec(
             (None, None, x.shape[2]), lambda i, h, b: (b if tiles.mask_batch > 1 else 0, int_div(h, heads_per_list), 0)
         )

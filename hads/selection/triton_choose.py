@@ -447,11 +447,14 @@ def _search(
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)
     high = jnp.full(shape, width, jnp.int32)
-    for _ in range(width.bit_length()):
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
         searching = low < high
         middle = (low + high) >> 1
         value = plgpu.load(order_ref.at[row, middle], mask=searching, other=0)
         reaches = (value >> dropped) >= cuts
-        high = jnp.where(searching & reaches, middle, high)
-        low = jnp.where(searching & ~reaches, middle + 1, low)
+        return jnp.where(searching & ~reaches, middle + 1, low), jnp.where(searching & reaches, middle, high)
+
+    low, _ = lax.fori_loop(0, width.bit_length(), halve, (low, high))
     return width - low
