@@ -54,7 +54,13 @@ def test_every_block_is_run_or_says_that_it_is_not(page):
         )
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=pages.name_of)
+# This page calibrates as test_hads_calibration does: one after the other, the second finds the first one's programs.
+GROUPS = {"docs/hads.md": pytest.mark.xdist_group("calibration")}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=pages.name_of(p), marks=GROUPS.get(pages.name_of(p), ())) for p in WITH_CODE]
+)
 def test_code_runs(page, tmp_path, monkeypatch):
     """As a reader would run it: the blocks of a page one after the other, in an empty folder, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)
