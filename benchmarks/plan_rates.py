@@ -5,7 +5,8 @@
 
 Attention: XSAKE's calls of `gpu_attention`, but for those within the densities that `gpu_peers` has of the same call,
 where runs are sustained and in random order. TPUs: cycles of the compiler's schedules (`tpu_schedule`). All other work
-of a training step: the steps of `train_gpu`, less their attention by the throughput of the kernel that they ran.
+of a training step: the steps of `train_gpu`, less their attention by the throughput of the kernel that they ran; not
+HADS's steps, which also choose blocks, nor steps that are mostly attention.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_sc
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant
 # Of a TPU chip: JAX's name, and how many multiply-adds its matrix units do per cycle.
 TPUS = {"v5e:2x2": ("TPU v5 lite", 4 * 128 * 128), "v6e:2x2": ("TPU v6 lite", 2 * 256 * 256)}
+# Of a step, by recorded throughputs: what more attention leaves is mostly the error of the subtraction.
+MOST_ATTENTION = 2 / 3
 LOGITS = 512 * 512  # the schedules' cycles are for as many
 
 
@@ -103,10 +106,16 @@ def tpu_points() -> list[Point]:
 
 def rest_of_steps(points: list[Point]) -> list[Rest]:
     run = record.load("train_gpu")
-    return [_rest(r, run["environment"]["device"], points) for r in run["results"] if "beside" not in r]
+    return [
+        rest
+        for r in run["results"]
+        if "beside" not in r and r["kind"] != "hads"
+        if (rest := _rest(r, r.get("environment", run["environment"])["device"], points)) is not None
+    ]
 
 
-def _rest(result: dict[str, Any], device: str, points: list[Point]) -> Rest:
+def _rest(result: dict[str, Any], device: str, points: list[Point]) -> Rest | None:
+    """None for a step that is mostly attention."""
     config, length, density = PRESETS[result["preset"]], result["length"], result["density"]
     batch, block = result["config"]["batch"], result["config"]["block"]
     flops = forward_flops(tokens=length, block=block, density=density, q_heads=config.q_heads, head_dim=config.head_dim)
@@ -124,6 +133,8 @@ def _rest(result: dict[str, Any], device: str, points: list[Point]) -> Rest:
         ).tflops
     attention = BOTH_FLOPS * flops * config.layers * batch / (tflops * 1e12)
     seconds = result["seconds"]["median"]
+    if attention > MOST_ATTENTION * seconds:
+        return None
     return Rest(
         device=device,
         record="train_gpu",

@@ -45,8 +45,9 @@ def main() -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("loss (dots: held-out text)")
     axes[0, 0].legend(fontsize=8)
-    e = run["environment"]
-    figure.suptitle(f"{e['device']}, bfloat16 with float32 master weights, commit {e['commit']}", fontsize=10)
+    made = [r.get("environment", run["environment"]) for r in results]
+    commits = ", ".join(dict.fromkeys(e["commit"][:7] for e in made))
+    figure.suptitle(f"{made[0]['device']}, bfloat16 with float32 master weights, commit {commits}", fontsize=10)
     figure.savefig(record.RESULTS / "train_gpu.png", dpi=80)
 
 

@@ -310,7 +310,7 @@ def _train_gpu(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     for (preset,), rows in _groups(record["results"], "preset").items():
         points = [(row["kind"], step, value) for row in rows for step, value in row.get("held_out_losses", [])]
         made.append(line(f"held-{preset}", f"{preset}: held-out loss", axis("step"), loss, points))
-    return _there(made), ["Quartiles over the steps of a run."]
+    return _there(made), ["Quartiles over the steps of a run, or over the rounds of a race."]
 
 
 _PLOTS: dict[str, Callable[[dict[str, Any]], tuple[list[Plot], list[str]]]] = {
