@@ -20,7 +20,7 @@ from xsake._trace import interpret
 from xsake.hads.mask import compact, triton_compact
 from xsake.hads.mask.triton_call import pad, padded
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.estimator import Estimator
+from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection import choice, estimate, program, triton_choose, triton_estimate
 from xsake.hads.selection.pooled import pool
@@ -238,3 +238,10 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
     got, wanted = np.asarray(mask.to_blocks()), np.asarray(wanted)
     assert (got.sum((1, 2, 3)) == counts[1]).all()
     assert (got & wanted).sum() > 0.99 * wanted.sum()
+
+
+def test_buckets_by_bits():
+    distance = np.concatenate([np.arange(-3, 2000), [4095, 4096, 6143, 6144, 12287, 12288, 16383, 16384, 40000]])
+    assert (
+        np.asarray(triton_estimate._bucket(jnp.asarray(distance, jnp.int32))).tolist() == bucket_of(distance).tolist()
+    )

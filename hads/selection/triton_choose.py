@@ -61,8 +61,10 @@ class Choice(NamedTuple):
     def finished_lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array, Array]:
         """As `lists.finished` makes them, with one slot more. Free slots name a block that exists."""
         first = grid.side - self.kept.shape[-1]
-        num_full = jnp.where(grid.full()[first:].any(-1), jnp.maximum(self.kept - 1, 0), 0)
-        indices, order = _columns(self, first, capacity)
+        indices, order, num_full = _columns(self, first, capacity)
+        can_be_full = grid.full()[first:].any(-1)
+        if not can_be_full.all():
+            num_full = jnp.where(can_be_full, num_full, 0)
         return indices, self.row_ptr, num_full, order
 
 
@@ -113,8 +115,11 @@ def choose(
 # -- lists -----------------------------------------------------------------------------------------------------------
 
 
-def _columns(choice: Choice, first: int, capacity: int) -> tuple[Int[Array, "B H slots"], Int[Array, "B H rows"]]:
-    """(columns of the chosen blocks, row after row, and a slot more than `capacity`; rows by length, longest first).
+def _columns(
+    choice: Choice, first: int, capacity: int
+) -> tuple[Int[Array, "B H slots"], Int[Array, "B H rows"], Int[Array, "B H rows"]]:
+    """(columns of the chosen blocks, row after row, and a slot more than `capacity`; rows by length, longest first; a
+    row's blocks without its own).
 
     Free slots get the last row's own column.
     """
@@ -125,7 +130,7 @@ def _columns(choice: Choice, first: int, capacity: int) -> tuple[Int[Array, "B H
     free = pl.next_power_of_2(-(-(capacity + 1) // programs))
     all_rows, spare_row = pl.next_power_of_2(n), n % tile > 0
 
-    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any, order_ref: Any) -> None:
+    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any, order_ref: Any, others_ref: Any) -> None:
         begin = pl.program_id(0) * tile
         row = begin + iota(tile)
         exists = row < n
@@ -154,12 +159,14 @@ def _columns(choice: Choice, first: int, capacity: int) -> tuple[Int[Array, "B H
         longer = (length[None, :] > own) | ((length[None, :] == own) & (other[None, :] < row[:, None]))
         rank = longer.astype(jnp.int32).sum(1)
         plgpu.store(order_ref.at[jnp.where(exists, rank, n)], row, mask=exists)
+        plgpu.store(others_ref.at[jnp.where(exists, row, n)], jnp.maximum(end - start - 1, 0), mask=exists)
 
         slot = jnp.minimum(row_ptr_ref[n], capacity) + pl.program_id(0) * free + iota(free)
         final = jnp.maximum(jnp.where(length > 0, first + other, 0).max(), 0)
         plgpu.store(out_ref.at[jnp.minimum(slot, capacity)], jnp.broadcast_to(final, slot.shape))
 
-    out, order = triton_call(
+    per_row = ((b, h, n + spare_row), jnp.int32, whole(None, None, n + spare_row))
+    out, order, others = triton_call(
         kernel,
         "hads_lists",
         (programs, h, b),
@@ -170,11 +177,12 @@ def _columns(choice: Choice, first: int, capacity: int) -> tuple[Int[Array, "B H
         ],
         [
             ((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1)),
-            ((b, h, n + spare_row), jnp.int32, whole(None, None, n + spare_row)),
+            per_row,
+            per_row,
         ],
         num_warps=_LIST_WARPS,
     )
-    return out, order[..., :n]
+    return out, order[..., :n], others[..., :n]
 
 
 # -- gains -----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from jaxtyping import Float
 
 from xsake._trace import interpreting
 from xsake.hads.mask.triton_call import TILE, Output, iota, padded, triton_call
-from xsake.hads.profile.estimator import Estimator, bucket_of
-from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, spread_weights, variance
+from xsake.hads.profile.estimator import BUCKETS, Estimator
+from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, variance
 from xsake.hads.selection.triton_rows import Rows
 
 _PARTS = len(KIND_OF_PART)
@@ -71,13 +71,17 @@ def _pool_queries(
     b, _, h, d = query.shape
     m, _ = padded(rows.number)
     block, root, parts = rows.grid.block, d**-0.5, h // heads_per_program
-    weights = spread_weights(jnp.asarray(estimator.features)).reshape(h, _PARTS, d).astype(jnp.float32)
+    weights = jnp.asarray(estimator.features, jnp.float32)
+    kinds, pairs = weights.shape[1:]
 
     def kernel(x_ref: Any, weights_ref: Any, length_ref: Any, mean_ref: Any, features_ref: Any) -> None:
         mean, spread = _moments(x_ref, rows, length_ref)
         mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
-        for number, part in enumerate(query_parts(mean, spread)):
-            features_ref[:, number, :] = (part * weights_ref[:, number, :]).astype(features_ref.dtype)
+        shape = heads_per_program, d
+        head, dim = jnp.broadcast_to(iota(shape[0])[:, None], shape), jnp.broadcast_to(iota(d)[None], shape)
+        for number, (kind, part) in enumerate(zip(KIND_OF_PART, query_parts(mean, spread), strict=True)):
+            weight = plgpu.load(weights_ref.at[head, kind, lax.rem(dim, pairs)])  # as `spread_weights`
+            features_ref[:, number, :] = (part * weight).astype(features_ref.dtype)
 
     def mean_at(part: Any, i: Any, b: Any) -> tuple:
         return b, part, lax.div(i, TILE), 0, lax.rem(i, TILE), 0
@@ -88,7 +92,7 @@ def _pool_queries(
         (parts, rows.number, b),
         [
             (query, _block_of_heads(block, heads_per_program, d)),
-            (weights, pl.BlockSpec((heads_per_program, _PARTS, d), lambda part, i, b: (part, 0, 0))),
+            (weights, pl.BlockSpec((heads_per_program, kinds, pairs), lambda part, i, b: (part, 0, 0))),
             rows.input(b),
         ],
         [
@@ -258,7 +262,8 @@ def _sum(
     b, h, m_rows, _, d = q_features.shape
     group = h // k_features.shape[1]
     m, width = padded(rows.grid.side)
-    by_distance = jnp.asarray(estimator.distance)[:, bucket_of(np.arange(m))]
+    by_bucket = jnp.asarray(estimator.distance)
+    buckets = by_bucket.shape[1]
 
     def kernel(
         q_ref: Any, k_ref: Any, tokens_ref: Any, distance_ref: Any, weight_ref: Any, sink_ref: Any, out_ref: Any
@@ -276,8 +281,7 @@ def _sum(
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
             sums = (sums + weight_ref[0] * tokens_ref[here, :]).T
             row, column = (rows.first + i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
-            distance = jnp.clip(row - column, 0, m - 1)
-            sums = sums + plgpu.load(distance_ref.at[distance]) + jnp.where(column == 0, sink_ref[0], 0.0)
+            sums = sums + plgpu.load(distance_ref.at[_bucket(row - column)]) + jnp.where(column == 0, sink_ref[0], 0.0)
             out_ref[:, here] = sums
 
     def of_head(x: Array | np.ndarray) -> tuple[Array, pl.BlockSpec]:
@@ -297,7 +301,7 @@ def _sum(
                 pl.BlockSpec((None, None, m, _PARTS, d), lambda i, j, x: (x // h, x % h // group, 0, 0, 0)),
             ),
             (tokens, pl.BlockSpec((None, None, None, m, TILE), tokens_at)),
-            (by_distance, pl.BlockSpec((None, m), lambda i, j, x: (x % h, 0))),
+            (by_bucket, pl.BlockSpec((None, buckets), lambda i, j, x: (x % h, 0))),
             of_head(estimator.tokens),
             of_head(estimator.sink),
         ],
@@ -312,6 +316,14 @@ def _sum(
         num_stages=_SUM_STAGES,
     )
     return out
+
+
+def _bucket(distance: Array) -> Array:
+    """`bucket_of`. There are two buckets for each power of two, which the first bits of a float tell."""
+    bits = lax.bitcast_convert_type(jnp.maximum(distance, 0).astype(jnp.float32), jnp.int32)
+    of_one = 254  # 127, the exponent of 1.0, and a bit of the mantissa
+    bucket = jnp.minimum((bits >> 22) - of_one, len(BUCKETS) - 1)
+    return jnp.where(distance >= 2, bucket, jnp.maximum(distance, 0))
 
 
 def _rows_by_rows(a: Array, b: Array) -> Array:
