@@ -5,9 +5,10 @@
     python -m benchmarks.gpu_all --out DIR --only gpu_peers,gpu_decode
     python -m benchmarks.gpu_all --out DIR --give gpu_selection="--peers ejkernel" --give gpu_peers="--rounds 3"
 
-Benchmarks that compile everything before they race begin together. When all of them have compiled, they race in turn;
-then the others run, one after the other. What each prints is in DIR/logs. Records are written as they grow, so that a
-run that is cut off keeps what it has measured. A benchmark that fails does not stop the others.
+Benchmarks that compile everything before they race begin together, large ones in several parts: a process compiles one
+program at a time. When all of them have compiled, they race in turn; then the others run, one after the other. What
+each prints is in DIR/logs. Parts write to DIR/parts as they go, and their records are joined in DIR when a part has
+ended, so that a run that is cut off keeps what it has measured. A benchmark that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import shlex
 import signal
@@ -24,23 +26,36 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record, turns
+from xsake import _atomic
 
-TOGETHER = ("gpu_peers", "gpu_selection", "gpu_prompt", "gpu_attention")  # those that call `turns.begin`
-ALONE = ("gpu_generate", "gpu_decode", "gpu_packing", "gpu_hops", "hads_mask_cost", "gpu_accuracy", "gpu_sanitize")
+# Those that call `turns.begin`, and the options of their parts.
+TOGETHER = {
+    "gpu_peers": (
+        *(f"--only llama32k --masks {masks}" for masks in ("random", "sink", "lines")),
+        *(f"--only {workload}" for workload in ("full16k", "gpt4k", "gpt4k_d64", "odd10k_d96")),
+    ),
+    "gpu_selection": ("--tokens 65536", "--tokens 32768", "--tokens 8192"),
+    "gpu_prompt": ("--models qwen2.5-1.5b", "--models smollm2-135m"),
+    "gpu_attention": tuple(f"--only {workload}" for workload in ("gpt4k", "gpt4k_d64", "llama32k", "full16k")),
+    "gpu_generate": ("--batches 1", "--batches 8", "--batches 32"),
+}
+ALONE = ("gpu_decode", "gpu_packing", "gpu_hops", "hads_mask_cost", "gpu_accuracy", "gpu_sanitize")
 
 
 @dataclasses.dataclass
 class Job:
-    """One benchmark: its process, once it runs, and what became of it."""
+    """One benchmark or a part of one: its process, once it runs, and what became of it."""
 
     name: str
     command: Sequence[str]
     log: Path
+    out: Path | None = None  # the folder of its records, where they are a part of a record
     process: subprocess.Popen | None = None
     compiled: float | None = None  # seconds
     seconds: float | None = None  # of its turn
@@ -74,7 +89,35 @@ class Job:
             self.status = "done" if code == 0 else f"failed with exit code {code}: see {self.log}"
 
 
-def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, console: Console) -> None:
+def jobs_of(name: str, given: str, out: Path, logs: Path) -> list[Job]:
+    """The parts of a benchmark; one where it has no parts, or where the options given say what is measured."""
+    words = shlex.split(given)
+    parts = [shlex.split(part) for part in TOGETHER.get(name, ())]
+    if any(word in words for part in parts for word in part):
+        parts = []
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--out"]
+    if not parts:
+        return [Job(name, [*command, str(out), *words], logs / f"{name}.log")]
+    jobs = []
+    for part in parts:
+        title = "-".join([name, *(word for word in part if not word.startswith("--"))])
+        own = out / "parts" / title
+        jobs.append(Job(title, [*command, str(own), *part, *words], logs / f"{title}.log", own))
+    return jobs
+
+
+def join(jobs: Sequence[Job], out: Path) -> None:
+    """Write the records of all parts so far: the first one's environment, and the results in the order of the jobs."""
+    records: dict[str, list[dict[str, Any]]] = {}
+    for job in jobs:
+        for path in sorted(job.out.glob("*.json")) if job.out is not None else ():
+            records.setdefault(path.name, []).append(json.loads(path.read_text()))
+    for name, parts in records.items():
+        joined = parts[0] | {"results": [result for part in parts for result in part["results"]]}
+        _atomic.write_text(out / name, json.dumps(joined, indent=1) + "\n")
+
+
+def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, console: Console, out: Path) -> None:
     """Run all jobs until `deadline`, a time of `time.monotonic`."""
     common = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several are there at a time
     with tempfile.TemporaryDirectory() as name, _stopped_at_the_end([*together, *alone]):
@@ -101,6 +144,7 @@ def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, conso
                     time.sleep(0.1)
             job.seconds = time.monotonic() - begin
             job.note_end()
+            join(together, out)
             console.print(f"{job.name}: {job.status} ({job.seconds:.0f} s)")
 
 
@@ -139,20 +183,15 @@ def main() -> None:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}")
     out = (record.RESULTS if args.record else args.out).resolve()
     logs = (record.ROOT / "out" if args.record else out) / "logs"
-    jobs = {
-        name: Job(
-            name,
-            [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out), *shlex.split(more.get(name, ""))],
-            logs / f"{name}.log",
-        )
-        for name in known
-        if name in only
-    }
     console = Console(width=120)
-    together, alone = ([jobs[name] for name in names if name in jobs] for names in (TOGETHER, ALONE))
-    run(together, alone, deadline=time.monotonic() + 60 * args.minutes, console=console)
+    together, alone = (
+        [job for name in names if name in only for job in jobs_of(name, more.get(name, ""), out, logs)]
+        for names in (TOGETHER, ALONE)
+    )
+    deadline = time.monotonic() + 60 * args.minutes
+    run(together, alone, deadline=deadline, console=console, out=out)
     show([*together, *alone], console)
-    sys.exit(any(job.status != "done" for job in jobs.values()))
+    sys.exit(any(job.status != "done" for job in [*together, *alone]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Benchmarks that compile side by side and race in turn."""
 
+import json
 import sys
 import time
 
@@ -23,8 +24,8 @@ def job(tmp_path, name: str, program: str, **values) -> Job:
     return Job(name, [sys.executable, "-c", program], tmp_path / "logs" / f"{name}.log")
 
 
-def run(together, alone, seconds: float = 60) -> None:
-    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, console=Console(quiet=True))
+def run(together, alone, seconds: float = 60, out=None) -> None:
+    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, console=Console(quiet=True), out=out)
 
 
 def test_all_compile_before_one_races_and_each_races_alone(tmp_path):
@@ -60,3 +61,29 @@ def test_an_unknown_benchmark_is_refused(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         gpu_all.main()
     assert "no such benchmark: gpu_pears; there are gpu_peers, " in capsys.readouterr().err
+
+
+RECORDS = """
+import json, pathlib
+out = pathlib.Path({out!r}); out.mkdir(parents=True)
+(out / "races.json").write_text(json.dumps({{"environment": {name!r}, "results": [{name!r}, 1]}}))
+"""
+
+
+def test_the_records_of_parts_are_joined(tmp_path):
+    jobs = [job(tmp_path, name, RECORDS, out=str(tmp_path / name)) for name in ("first", "second")]
+    for one in jobs:
+        one.out = tmp_path / one.name
+    run(jobs, [], out=tmp_path)
+    assert json.loads((tmp_path / "races.json").read_text()) == {
+        "environment": "first",
+        "results": ["first", 1, "second", 1],
+    }
+
+
+def test_a_benchmark_has_parts_unless_its_options_say_which(tmp_path):
+    parts = gpu_all.jobs_of("gpu_selection", "--peers ejkernel", tmp_path, tmp_path / "logs")
+    assert [part.name for part in parts] == [f"gpu_selection-{n}" for n in (65536, 32768, 8192)]
+    assert parts[0].command[-4:] == ["--tokens", "65536", "--peers", "ejkernel"]
+    (whole,) = gpu_all.jobs_of("gpu_selection", "--tokens 4096", tmp_path, tmp_path / "logs")
+    assert whole.name == "gpu_selection" and whole.out is None
