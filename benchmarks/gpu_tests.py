@@ -158,7 +158,16 @@ def main(arguments: Sequence[str]) -> int:
         leave_out = Path(temporary) / "passed.json"
         leave_out.write_text(json.dumps(outcomes.passed))
         code = pytest.main(
-            ["-p", "benchmarks.gpu_tests", "--leave-out", str(leave_out), "-m", args.marker, *of_pytest],
+            [
+                "-p",
+                "benchmarks.gpu_tests",
+                "--leave-out",
+                str(leave_out),
+                "--benchmark-disable",
+                "-m",
+                args.marker,
+                *of_pytest,
+            ],
             plugins=[Watch(outcomes)],
         )
     results = outcomes.results()
