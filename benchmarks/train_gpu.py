@@ -43,7 +43,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import record
+from benchmarks import record, turns
 from xsake import _atomic
 from xsake.autotune.timing import Timing, race
 from xsake.hads.selection.mask_function import mask_shape
@@ -257,6 +257,7 @@ def measure(args: argparse.Namespace, data: Path) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(precompile, trainers.values()))
     print(f"compiled {len(jobs)} programs in {time.perf_counter() - start:.0f} s", flush=True)
+    turns.begin()
 
     def add(found: Sequence[Row]) -> None:
         rows.extend(found)
