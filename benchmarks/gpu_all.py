@@ -45,7 +45,7 @@ TOGETHER = {
     "gpu_attention": tuple(f"--only {workload}" for workload in ("gpt4k", "gpt4k_d64", "llama32k", "full16k")),
     "gpu_generate": ("--batches 1", "--batches 8", "--batches 32"),
 }
-ALONE = ("gpu_decode", "gpu_packing", "gpu_hops", "hads_mask_cost", "gpu_accuracy", "gpu_sanitize")
+ALONE = ("gpu_decode", "gpu_packing", "gpu_hops", "hads_mask_cost", "gpu_first_call", "gpu_accuracy", "gpu_sanitize")
 
 
 @dataclasses.dataclass
