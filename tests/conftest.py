@@ -34,6 +34,7 @@ os.environ["XSAKE_TUNING_DIR"] = str(Path(__file__).parent / "none")  # what a d
 # A program is compiled once for all tests, workers and processes, and for the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")  # ten frames of every operation take a tenth of lowering
 assert "jax" not in sys.modules, "JAX was imported before the tests could ask for simulated devices"
 
 import hypothesis  # noqa: E402
