@@ -386,13 +386,13 @@ def bytes_alone() -> Tokenizer:
 
 
 def test_prepared_prompts_need_no_tokenizer(model, bytes_alone, tmp_path: Path):
-    fresh, options = prompt.Made(bytes_alone, ESSAY), dict(lengths=[1024], samples=2)
+    fresh, options = prompt.Made(bytes_alone, ESSAY), dict(lengths=[512], samples=2)
     tasks = prompt.tasks_named(["niah_single_2"])
     prepare(fresh, "tiny", tasks, **options).save(tmp_path / "prompts.npz")
     stored = Prepared.load(tmp_path / "prompts.npz")
     assert (stored.model, stored.digest, stored.stop) == ("tiny", ESSAY.digest, frozenset({256}))
     assert stored.decode([*bytes_alone.encode("na\u00efve \u2713\n"), 256]) == "na\u00efve \u2713\n"
-    assert all(fresh.sample(n, t, 1024, i) == stored.sample(n, t, 1024, i) for n, t in tasks.items() for i in (0, 1))
+    assert all(fresh.sample(n, t, 512, i) == stored.sample(n, t, 512, i) for n, t in tasks.items() for i in (0, 1))
     more: dict[str, Any] = dict(tasks=tasks, ways=[Way("dense", 1.0)], profile_for=lambda length: None)
     lines = []
     for number, source in enumerate((fresh, stored)):
@@ -400,8 +400,8 @@ def test_prepared_prompts_need_no_tokenizer(model, bytes_alone, tmp_path: Path):
         assert run.run(model, source, records, batch=2, **options, **more)
         lines.append([line | {"seconds": 0} for line in records])
     assert lines[0] == lines[1] and len(lines[0]) == 2
-    with pytest.raises(ValueError, match=r"lack 1 of 3, such as niah_single_2/1024/2 \(TASK/LENGTH/SAMPLE\)"):
-        stored.check(tasks, [1024], 3)
+    with pytest.raises(ValueError, match=r"lack 1 of 3, such as niah_single_2/512/2 \(TASK/LENGTH/SAMPLE\)"):
+        stored.check(tasks, [512], 3)
 
 
 def test_what_cannot_be_prepared_is_refused(tmp_path: Path):
