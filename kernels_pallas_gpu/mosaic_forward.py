@@ -24,9 +24,8 @@ from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
-from xsake.kernels_pallas_gpu.mosaic_forward_plan import ORDER, Plan
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
-from xsake.kernels_pallas_gpu.triton_item_order import longest_first
 
 
 def forward(
@@ -134,12 +133,8 @@ def forward(
             num_runs=pl.cdiv(kv_len, block_kv) * plan.units_per_block,
         )
 
-    zero = jnp.zeros((1,), jnp.int32)
-    if lists.order is not None and lists.order.shape[:2] != (1, 1) and plan.worth_one_order:
-        options[ORDER], zero = longest_first(lists.row_ptr, batch=batch_size, heads=plan.head_tiles)
-        lists = lists._replace(order=None)
     list_operands = [x for x in lists if x is not None]
-    counter = [jax.new_ref(zero)] if plan.dynamic else []
+    counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
 
     def entry(*refs: Any) -> None:
         pl.run_scoped(

@@ -16,7 +16,7 @@ from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
-from xsake.kernels_pallas_gpu.mosaic_forward_plan import ORDER, PUBLISHED, Item
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
 
 # The first key of a run that does not exist; it is below every key.
 MISSING = -(1 << 30)
@@ -30,7 +30,7 @@ class MemoryWarpgroup:
 
     def run(self) -> None:
         cta, plan = self.cta, self.plan
-        item = self.read_item(cta.worker, self.read_entry(cta.worker))
+        item = self.read_item(cta.worker, self.read_row(cta.worker))
         self.publish(jnp.int32(0), item)
         turns, steps = jnp.int32(0), jnp.int32(0)
         if plan.persistent:
@@ -89,27 +89,13 @@ class MemoryWarpgroup:
         rank, sub = _divmod(tile, plan.subtiles)
         return batch, head * plan.heads_per_tile, rank, sub
 
-    def read_entry(self, number: Any) -> Any:
-        """The mask row of an item; where one order is given for the items of all heads, its entry there."""
-        if (order := self.cta.options.get(ORDER)) is not None:
-            number = lax.min(number, jnp.int32(self.plan.num_items - 1))
-            return order[_divmod(number, self.plan.subtiles)[0]]
+    def read_row(self, number: Any) -> Any:
         batch, head, rank, _ = self.place(number)
         return self.cta.lists.ranked(*self.list_coords(batch, head), rank)
 
-    def located(self, number: Any, entry: Any) -> tuple[Any, Any, Any, Any]:
-        """(batch, head, mask row, tile in the row) of an item."""
-        plan = self.plan
-        if ORDER not in self.cta.options:
-            batch, head, _, sub = self.place(number)
-            return batch, head, entry, sub
-        of_head, row = _divmod(entry, plan.num_rows)
-        batch, head = _divmod(of_head, plan.head_tiles)
-        return batch, head * plan.heads_per_tile, row, _divmod(number, plan.subtiles)[1]
-
-    def read_item(self, number: Any, entry: Any) -> Item:
+    def read_item(self, number: Any, row: Any) -> Item:
         lists, plan, capacity = self.cta.lists, self.plan, self.capacity
-        batch, head, row, sub = self.located(number, entry)
+        batch, head, _, sub = self.place(number)
         b, h = self.list_coords(batch, head)
         begin = lax.min(lists.row_ptr[b, h, row], capacity)
         entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
@@ -169,14 +155,14 @@ class MemoryWarpgroup:
         """Returns the next item, and the number of the item after the next; either may be past the end."""
         load = _Load(self, step0, item)
         ticket = self.ask_after_next()
-        next_entry = self.read_entry(next_number)
+        next_row = self.read_row(next_number)
         self.load_queries(turn, item)
         last = item.steps - 1
         pl.loop(0, last)(load.step)
         starts = load.starts(lax.max(last, jnp.int32(0)))
         places = load.places(starts)
         pl.when(last >= 0)(lambda: load.keys(last, starts, places))
-        following = self.read_item(next_number, next_entry)
+        following = self.read_item(next_number, next_row)
         pl.when(last >= 0)(lambda: load.values(last, starts, places))
         return following, self.read_after_next(turn, ticket)
 

@@ -33,8 +33,6 @@ class Item(NamedTuple):
 # The memory warpgroup tells the compute warpgroups the first five fields of an item.
 PUBLISHED = 5
 STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
-# The operand with one order of all heads' items, and up to how many items per worker it pays for its own kernel.
-ORDER, ORDERED_ITEMS = "order", 8
 
 
 class Scratch(NamedTuple):
@@ -198,15 +196,6 @@ class Plan:
         if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= HOPPER_L2_BYTES:
             most = heads
         return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
-
-    @property
-    def worth_one_order(self) -> bool:
-        """Whether heads that differ in length are dealt out together: among few items per worker a long one tells.
-
-        Then heads are not kept apart for the sake of the L2 cache.
-        """
-        heads = self.batch_size * self.head_tiles
-        return self.persistent and self.head_group == heads and self.num_items <= ORDERED_ITEMS * self.num_workers
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     # A step is one tile of keys, made of `parts` runs of `unit` keys. A listed block is `units_per_block` runs.

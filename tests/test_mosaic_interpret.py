@@ -82,16 +82,6 @@ def test_one_cta_walks_all_tiles():
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.slow  # the order itself has a test of its own
-def test_heads_of_different_lengths_are_dealt_out_together():
-    heads = dict(q_heads=2, kv_heads=2, mask=(1, 2))
-    case = make(TARGET, **(SMALL | heads | dict(q_len=96, block_q=32, block_kv=32, density=0.35, seed=1)))
-    assert (np.diff(case.blocks.sum(-1), axis=1) != 0).any()
-    forward = ForwardConfig(q_stages=2, num_ctas=1)
-    check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("bias", [None, (1, 1, 0, 0)])
