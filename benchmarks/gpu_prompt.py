@@ -74,19 +74,26 @@ def profile_of(model: Transformer, block: int) -> HadsProfile:
     return calibrate(model, tokens, name="random", block=block, steps=20)
 
 
-# Modules are trees of arrays: `nnx.jit` would look for changes in every one of them, tens of milliseconds per call.
-@jax.jit
-def whole(model: Transformer, tokens: Array) -> Array:
+# Weights are lists of arrays: jit would take a model of modules apart for milliseconds in every call.
+@partial(jax.jit, static_argnums=0)
+def whole(tree: Any, weights: list[Array], tokens: Array) -> Array:
+    model: Transformer = jax.tree.unflatten(tree, weights)
     return model.logits(model.hidden(tokens)[:, -1:])
 
 
-@jax.jit
-def logits(model: Transformer, last: Array) -> Array:
+@partial(jax.jit, static_argnums=0)
+def logits(tree: Any, weights: list[Array], last: Array) -> Array:
+    model: Transformer = jax.tree.unflatten(tree, weights)
     return model.logits(model.norm(last))
 
 
-def read(model: Transformer, tokens: np.ndarray, **options: Any) -> Array:
-    return logits(model, read_prompts(model, [tokens], capacity=len(tokens), **options).last)
+def reader(model: Transformer, tokens: np.ndarray, **options: Any) -> Callable[[], Array]:
+    weights, tree = jax.tree.flatten(model)
+
+    def read() -> Array:
+        return logits(tree, weights, read_prompts(model, [tokens], capacity=len(tokens), **options).last)
+
+    return read
 
 
 def contenders_of(name: str, dense: str, budgets: list[float], given: Path | None) -> dict[str, Callable[[], Any]]:
@@ -96,15 +103,16 @@ def contenders_of(name: str, dense: str, budgets: list[float], given: Path | Non
     profile = HadsProfile.load(given) if given else profile_of(model, block)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
     peer = make(config, partial(jax.nn.dot_product_attention, implementation=dense))
+    weights, tree = jax.tree.flatten(peer)
     contenders: dict[str, Callable[[], Any]] = {
-        f"dense by {dense}": partial(whole, peer, jnp.asarray(tokens)[None]),
-        "dense": partial(read, model, tokens),
+        f"dense by {dense}": partial(whole, tree, weights, jnp.asarray(tokens)[None]),
+        "dense": reader(model, tokens),
     }
     for budget in budgets:
-        contenders[f"HADS {budget:.0%}"] = partial(read, model, tokens, hads=HadsBudget(profile, prompt=budget))
+        contenders[f"HADS {budget:.0%}"] = reader(model, tokens, hads=HadsBudget(profile, prompt=budget))
     hads = HadsBudget(profile, prompt=budgets[0])
-    contenders[f"HADS {budgets[0]:.0%}, chunks of {chunk}"] = partial(read, model, tokens, hads=hads, chunk=chunk)
-    contenders[f"dense, chunks of {chunk}"] = partial(read, model, tokens, chunk=chunk)
+    contenders[f"HADS {budgets[0]:.0%}, chunks of {chunk}"] = reader(model, tokens, hads=hads, chunk=chunk)
+    contenders[f"dense, chunks of {chunk}"] = reader(model, tokens, chunk=chunk)
     return contenders
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -93,14 +94,17 @@ def check_reading(
 class _Reader:
     """Between two programs the host does as little as it can: the chip waits for it, most of all with short chunks.
 
-    Weights are lists of arrays, which jit takes apart faster than modules.
+    Weights are lists of arrays, which jit takes apart faster than modules. They are found by the names that they have
+    in the first block: to flatten every block takes four times as long.
     """
 
     def __init__(self, model: Transformer, hads: HadsBudget | None, mesh: Mesh | None, capacity: int):
         self.config, self.hads, self.mesh = model.config, hads, mesh
         self.embed, self.embed_tree = jax.tree.flatten(model.embed)
-        self.blocks = [jax.tree.leaves(block) for block in model.blocks]
-        self.static = _Static(jax.tree.structure(model.blocks[0]), model.attention_fn, capacity, mesh)
+        named, tree = jax.tree_util.tree_flatten_with_path(model.blocks[0])
+        variables = [attrgetter(".".join(key.name for key in path[:-1])) for path, _ in named]  # the last key: "value"
+        self.blocks = [jax.tree.leaves([variable(block) for variable in variables]) for block in model.blocks]
+        self.static = _Static(tree, model.attention_fn, capacity, mesh)
         if hads is not None:
             block, rule = hads.profile.block, hads.profile.rule
             self.static = self.static._replace(block=block, rule=rule, density_hint=density_bucket(hads.prompt))
