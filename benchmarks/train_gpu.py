@@ -144,10 +144,9 @@ def precompile(trainer: Trainer) -> None:
 def race_steps(trainers: Mapping[str, Trainer], rounds: int) -> dict[str, Timing]:
     """Seconds per step of each kind, which goes on training its own state from turn to turn.
 
-    `Trainer.begin` gives HADS its masks, and `Trainer.step` never recalibrates: training loops do that between steps.
+    `Trainer.begin` has given HADS its masks, and `Trainer.step` never recalibrates: training loops do that between
+    steps.
     """
-    with ThreadPoolExecutor() as pool:  # the initial weights of each kind are a program to compile
-        list(pool.map(Trainer.begin, trainers.values()))
     times = race({kind: t.step for kind, t in trainers.items()}, rounds=rounds, min_seconds=TURN_SECONDS)
     for trainer in trainers.values():
         del trainer.state
@@ -256,6 +255,8 @@ def measure(args: argparse.Namespace, data: Path) -> None:
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         list(pool.map(precompile, trainers.values()))
+        # The initial weights of each kind, and HADS's calibration, are programs to compile, too.
+        list(pool.map(Trainer.begin, (trainers[job] for job in jobs if job[2] != RUN_LENGTH)))
     print(f"compiled {len(jobs)} programs in {time.perf_counter() - start:.0f} s", flush=True)
     turns.begin()
 
