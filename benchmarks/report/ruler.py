@@ -13,7 +13,7 @@ from benchmarks import record
 from benchmarks.report.hads import MODELS, plain
 from benchmarks.report.words import source, table, went_on
 from benchmarks.ruler.tasks import TASKS
-from xsake.hads.study.bootstrap import Difference, paired_difference
+from xsake.hads.study.bootstrap import Difference, mean_of_groups
 
 Scores = dict[str, Any]
 Answers = Callable[[int, str, float], dict[str, float]]  # of (length, method, budget): scores by prompt
@@ -66,7 +66,10 @@ def _length(run: dict[str, Any], length: int, found: list[Scores], answers: Answ
             f"- {_way(s)}: lower than dense in {', '.join(lost) or 'no task'}; higher in {', '.join(won) or 'no task'}."
         )
     if hopeless := [task for task in dense["tasks"] if dense["tasks"][task] == 0]:
-        lines.append(f"- Dense attention solves nothing of {' and '.join(hopeless)}: these say nothing of a method.")
+        lines.append(
+            f"- Dense attention solves nothing of {' and '.join(hopeless)}, which "
+            f"{'say' if len(hopeless) > 1 else 'says'} nothing of a method."
+        )
     if partial := [s for s in found if not _is_whole(s)]:
         missing = [task for task in TASKS if any(task not in s["tasks"] for s in partial)]
         lines.append(
@@ -122,8 +125,11 @@ def _ours_there(length: int, scores: Scores, answers: Answers) -> dict[str, floa
 
 
 def _difference(one: dict[str, float], other: dict[str, float]) -> Difference:
-    both = sorted(set(one) & set(other))
-    return paired_difference(*(np.array([of[prompt] for prompt in both]) for of in (one, other)))
+    """Every task counts alike, as in the average."""
+    by_task: dict[str, list[float]] = {}
+    for prompt in sorted(set(one) & set(other)):
+        by_task.setdefault(prompt.split("/")[0], []).append(one[prompt] - other[prompt])
+    return mean_of_groups([np.array(found) for found in by_task.values()])
 
 
 def _written(d: Difference) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.ruler.tasks import TASKS
 from benchmarks.ruler.way import Way
-from xsake.hads.study.bootstrap import Difference, paired_difference
+from xsake.hads.study.bootstrap import Difference, mean_of_groups
 
 _SHORT = {"niah_single_": "s", "niah_multikey_": "k", "niah_multivalue": "mv", "niah_multiquery": "mq", "qa_": "qa"}
 
@@ -20,7 +20,7 @@ _SHORT = {"niah_single_": "s", "niah_multikey_": "k", "niah_multivalue": "mv", "
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """One way at one length, in percent. `average` is over tasks, as RULER's; `against` is its distance from dense
-    over the samples that both have answered, with a 95% interval."""
+    over the samples that both have answered, with a 95% interval over samples of the same tasks."""
 
     length: int
     way: Way
@@ -58,11 +58,14 @@ def summarise(lines: Iterable[dict[str, Any]]) -> list[Scores]:
 
 
 def _difference(mine: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]]) -> Difference | None:
+    """Every task counts alike, as in the average, also where a run was cut off and some tasks have more answers."""
     both = sorted(set(mine) & set(dense))
     if mine is dense or not both:
         return None
-    a, b = (np.array([100 * lines[name]["score"] for name in both]) for lines in (mine, dense))
-    return paired_difference(a, b)
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for name in both:
+        by_task[mine[name]["task"]].append(100 * (mine[name]["score"] - dense[name]["score"]))
+    return mean_of_groups([np.array(found) for found in by_task.values()])
 
 
 def as_json(rows: Iterable[Scores]) -> list[dict[str, Any]]:

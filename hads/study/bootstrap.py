@@ -55,6 +55,22 @@ def paired_difference(
     return Difference(float(difference.mean()), float(low), float(high), float((means >= 0).mean()))
 
 
+def mean_of_groups(differences: Sequence[np.ndarray], *, resamples: int = 10_000, seed: int = 0) -> Difference:
+    """The mean of the groups' means: every group counts alike, however many differences it has.
+
+    A resample draws from each group as many differences as it has.
+
+    >>> mean_of_groups([np.array([-1.0, -1.0, -1.0]), np.array([-3.0])])
+    Difference(mean=-2.0, low=-2.0, high=-2.0, not_below=0.0)
+    """
+    rng = np.random.default_rng(seed)
+    drawn = [group[rng.integers(0, len(group), (resamples, len(group)))].mean(1) for group in differences]
+    means = np.mean(drawn, 0)
+    low, high = np.quantile(means, [0.025, 0.975])
+    mean = float(np.mean([group.mean() for group in differences]))
+    return Difference(mean, float(low), float(high), float((means >= 0).mean()))
+
+
 def holm(p: np.ndarray) -> np.ndarray:
     """Holm's correction for many comparisons: adjusted probabilities, in the given order."""
     p = np.asarray(p, np.float64)
