@@ -23,7 +23,7 @@ from benchmarks import record
 from benchmarks.sanitized_calls import CALLS
 
 TOOLS = ("memcheck", "racecheck")
-LIMIT = 120  # seconds
+LIMIT = 300  # seconds
 
 
 def sanitize(name: str, tool: str) -> dict[str, Any]:

@@ -29,6 +29,11 @@ def kernel_times(run: Callable[[], Any]) -> dict[str, Any] | None:
     return summed(events)
 
 
+def short(name: str) -> str:
+    """Without the number that XLA gives its kernels, and without the types of a C++ template."""
+    return re.sub(r"[_.]\d+$", "", name.removeprefix("void ").split("<")[0])
+
+
 def summed(events: list[dict[str, Any]]) -> dict[str, Any]:
     """From the events of a trace: microseconds, in threads named "Stream" of processes with GPU in their names."""
     names = {
@@ -50,7 +55,7 @@ def summed(events: list[dict[str, Any]]) -> dict[str, Any]:
     seconds: collections.Counter[str] = collections.Counter()
     launches: collections.Counter[str] = collections.Counter()
     for event in found:
-        name = re.sub(r"[_.]\d+$", "", event["name"])  # XLA numbers its kernels
+        name = short(event["name"])
         seconds[name] += event["dur"] * 1e-6
         launches[name] += 1
     named = [name for name, _ in seconds.most_common(MOST)]
