@@ -19,6 +19,7 @@ TITLES = {
     "gpu_prompt": "Time to the first token",
     "gpu_generate": "Tokens per second after a long prompt",
     "gpu_generate_quality": "Writing with some of the cache's blocks",
+    "gpu_first_call": "What a first call costs",
     "gpu_accuracy": "Accuracy on a GPU",
     "gpu_profile": "Hardware counters of the GPU forward",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",

@@ -96,7 +96,7 @@ def test_interpolation(blocks, tflops, said):
 def test_the_nearest_call_is_taken():
     at = dict(device="NVIDIA H200", direction=BOTH, block=128)
     for keys, head_dim, blocks, call in (
-        (1 << 20, 128, 400.0, "gpu_attention.json, llama32k"),
+        (1 << 20, 128, 400.0, "gpu_peers_llama32k.json, llama32k"),
         (16384, 128, 20.0, "gpu_peers_full16k.json, full16k"),
         (16384, 128, 10.0, "gpu_attention.json and gpu_peers_full16k.json, full16k"),
         (16384, 128, 3.0, "gpu_attention.json, gpt4k"),  # the others have no such short rows
