@@ -4,6 +4,7 @@
     ListRefs             `RowLists` as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
     list_coords          which (batch, head) of the lists serves a query head
     ElementRule          the forward's element test; `.tile(shape, ...)` -> bool tile in the WGMMA layout
+    add_columns          sums of every n-th column of a tile, one operation for the layout solver
     soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
     matmul, matmul_add   a @ b and acc + a @ b on the tensor core, or by `lax.dot_general` when interpreted
     swizzled             a bf16/f16 tile buffer in swizzled shared memory
@@ -279,6 +280,29 @@ def differs_in_warp(alpha: jax.Array, *, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
 
     return vote(alpha)
+
+
+def add_columns(sums: jax.Array, x: jax.Array, *, interpret: bool) -> jax.Array:
+    """sums + x[:, :n] + x[:, n : 2 * n] + ..., added in this order, where `sums` has n columns."""
+
+    def added(sums: Any, x: Any) -> Any:
+        width = sums.shape[1]
+        for column in range(0, x.shape[1], width):
+            sums += x[:, column : column + width]
+        return sums
+
+    if interpret:
+        return added(sums, x)
+    wgmma = plgpu.Layout.WGMMA
+
+    # One operation, because the layout solver takes time for every slice of x times every array of the same layout.
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma, wgmma), return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=wgmma)
+    )
+    def add(_: Any, sums: Any, x: Any) -> Any:
+        return added(sums, x)
+
+    return add(sums, x)
 
 
 def take_ticket(counter: Any) -> jax.Array:

@@ -394,8 +394,7 @@ class Tile:
         acc, total = lax.fori_loop(0, moved, rescale, (acc, total))
         p16 = p.astype(plan.dtype)
         if plan.lane_sums:
-            for column in range(0, shape[1], LANE_COLUMNS):
-                total += lax.slice(p, (0, column), (WG_ROWS, column + LANE_COLUMNS))
+            total = common.add_columns(total, p, interpret=bool(plan.interpret))
         else:
             total += p.sum(axis=1)
         # Compute everything above before the wait: what the compiler moved behind it would delay the product.
