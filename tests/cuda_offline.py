@@ -47,18 +47,23 @@ def compile(function: Callable, *avals: Any, chip: str, dump: Path) -> list[str]
 
 def on_chip(chip: str, lower: Callable, *avals: Any) -> Any:
     """`lower(*avals)` compiled to machine code, for arguments that are on the chip."""
+    where = SingleDeviceSharding(chips(chip)[0])
+    # Nothing of the CPU's gets in.
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), avals)
+    with use_abstract_mesh(_mesh(chip)):
+        return lower(*avals).compile()
+
+
+def chips(chip: str, number: int = 1) -> Sequence[jax.Device]:
+    """Of one host, for the compiler only."""
     from jax.experimental import topologies
 
     name, major, cores = CHIPS[chip]
     optin = SHARED_MEMORY[f"{major}.0"]
     per_core = optin + 1024  # which the driver keeps
     target = _TARGET.format(name=name, major=major, cores=cores, per_core=per_core, optin=optin, l2=HOPPER_L2_BYTES)
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=target)
-    where = SingleDeviceSharding(topology.devices[0])
-    # Nothing of the CPU's gets in.
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), avals)
-    with use_abstract_mesh(_mesh(chip)):
-        return lower(*avals).compile()
+    options = dict(topology_name="", topology=f"1x{number}x1", target_config=target)
+    return topologies.get_topology_desc(platform="cuda", **options).devices
 
 
 def complaints(report: Sequence[str]) -> list[str]:

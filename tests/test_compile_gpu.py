@@ -78,6 +78,37 @@ def test_mosaic_defaults_compile_for_hopper(name):
     run(MOSAIC_SCRIPT, name)
 
 
+TWO_CHIPS_SCRIPT = """
+import os, sys
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+import xsake
+from tests.cuda_offline import _mesh, chips
+from xsake import _op
+from xsake.kernels_pallas_gpu import mosaic
+mosaic.unavailable, _op.platform_of = (lambda: None), (lambda query: "gpu")
+mesh = Mesh(np.array(chips("sm_90", 2)), ("x",))
+def on_mesh(x, *spec):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+q, k = (on_mesh(jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16), None, None, "x") for n in (8, 2))
+mask = jax.tree.map(on_mesh, xsake.BlockMask.full(8192, 8192, is_causal=True))  # long rows: the fused backward
+def gradients(q, k, v, mask):
+    out, pull = jax.vjp(lambda *x: xsake.attention(*x, mask, implementation="mosaic_gpu"), q, k, v)
+    return pull(out)
+with use_abstract_mesh(_mesh("sm_90")):
+    text = jax.jit(gradients).trace(q, k, k, mask).lower(lowering_platforms=("cuda",)).compile().as_text()
+assert "bf16[1,8192,4,128]" in text and "all-gather" not in text, "each chip has four of the heads"
+os._exit(0)
+"""
+
+
+def test_two_chips_each_compute_their_heads():
+    """With automatic mesh axes, where the compiler cuts the call: kernels that count in memory have effects."""
+    run(TWO_CHIPS_SCRIPT)
+
+
 TRITON_SCRIPT = """
 import os, sys, pathlib, tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"

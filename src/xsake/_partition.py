@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xsake._backend import Call
@@ -25,6 +25,11 @@ Axes = tuple[str, ...]
 # What a dimension stands for: "b" the batch, "h" query heads, "k" K/V heads where they are fewer, "t" and "s" tokens,
 # "d" and "e" channels, None what is never cut: a size of 1, or lists of blocks.
 Dims = tuple[str | None, ...]
+
+# Nothing here outlives the process, so that no promise of stable kernels is needed.
+_KERNELS = [
+    export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+]
 
 
 class Cut(NamedTuple):
@@ -131,6 +136,8 @@ class _Operation:
 
         # custom_partitioning takes no function that holds constants: they become arguments, which a part leaves unused.
         traced = jax.make_jaxpr(whole)(*values)
+        if traced.effects:
+            return dataclasses.replace(self, run=_without_effects(self.run)).by_compiler(given)
         constants = [jnp.asarray(x) for x in traced.consts]
         dims = flat_dims(self.given_dims) + [(None,) * x.ndim for x in constants]
 
@@ -203,6 +210,19 @@ class _Operation:
             zeros = jnp.zeros((*x.shape[:axis], self.kv_heads, *x.shape[axis + 1 :]), total.dtype)
             total = jax.lax.dynamic_update_slice_in_dim(zeros, total, own, axis)
         return jax.lax.psum(total, missing).astype(x.dtype)
+
+
+def _without_effects(run: Callable) -> Callable:
+    """`run`, lowered while it is traced. Kernels that write to refs have effects, which custom_partitioning refuses."""
+
+    def exported(*given: Any) -> tuple:
+        values, tree = jax.tree.flatten(given)
+        lowered = export.export(
+            jax.jit(lambda *x: run(*jax.tree.unflatten(tree, x))), platforms=("cuda",), disabled_checks=_KERNELS
+        )(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values))
+        return tuple(lowered.call(*values))
+
+    return exported
 
 
 def explicit_spec(x: Array) -> PartitionSpec:
