@@ -68,6 +68,7 @@ def test_every_rival_is_registered_in_both_forms():
     assert {*RIVALS, *STRENGTHENED, *ABLATIONS} <= set(METHODS)
 
 
+@pytest.mark.slow  # rivals are compared with plain ones elsewhere, in one part
 def test_many_rows_are_taken_in_parts_that_see_fewer_keys(monkeypatch: pytest.MonkeyPatch):
     query, key = map(jnp.asarray, case.random_inputs(0, LENGTH, PROFILE))
     kept = jnp.broadcast_to(GRID.causal() & (GRID.distance() < 5), (1, query.shape[2], GRID.side, GRID.side))

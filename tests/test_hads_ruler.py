@@ -337,6 +337,7 @@ def test_methods_that_cannot_read_padded_prompts_are_refused():
         ways_of("hads", "2")
 
 
+@pytest.mark.slow  # records of the study go on by the same code
 def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, calls = tmp_path / "records.jsonl", []
 
