@@ -7,8 +7,9 @@
 
 Benchmarks that compile everything before they race begin together, large ones in several parts: a process compiles one
 program at a time. When all of them have compiled, they race in turn; then the others run, one after the other. What
-each prints is in DIR/logs. Parts write to DIR/parts as they go, and their records are joined in DIR when a part has
-ended, so that a run that is cut off keeps what it has measured. A benchmark that fails does not stop the others.
+each prints is in DIR/logs. Parts write to DIR/parts as they go (with --record, both are in out/), and their records are
+joined when a part has ended, so that a run that is cut off keeps what it has measured. A benchmark that fails does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +67,8 @@ class Job:
 
     def start(self, environment: Mapping[str, str]) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.out is not None:
+            shutil.rmtree(self.out, ignore_errors=True)  # what an earlier run has left is not of this one
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -103,19 +107,25 @@ def jobs_of(name: str, given: str, out: Path, logs: Path) -> list[Job]:
     jobs = []
     for part in parts:
         title = "-".join([name, *(word.replace(" ", "-") for word in part if not word.startswith("--"))])
-        own = out / "parts" / title
+        own = logs.parent / "parts" / title
         jobs.append(Job(title, [*command, str(own), *part, *words], logs / f"{title}.log", own))
     return jobs
 
 
 def join(jobs: Sequence[Job], out: Path) -> None:
-    """Write the records of all parts so far: the first one's environment, and the results in the order of the jobs."""
+    """Write the records of all parts so far: the first one's environment with all commands, and the results in the
+    order of the jobs.
+    """
     records: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         for path in sorted(job.out.glob("*.json")) if job.out is not None else ():
             records.setdefault(path.name, []).append(json.loads(path.read_text()))
     for name, parts in records.items():
-        joined = parts[0] | {"results": [result for part in parts for result in part["results"]]}
+        commands = "; ".join(part["environment"]["command"] for part in parts)
+        joined = parts[0] | {
+            "environment": parts[0]["environment"] | {"command": commands},
+            "results": [result for part in parts for result in part["results"]],
+        }
         _atomic.write_text(out / name, json.dumps(joined, indent=1) + "\n")
 
 

@@ -21,30 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from rich.console import Console
 from rich.table import Table
 
 import xsake
 from benchmarks import record
-from benchmarks.gpu_selection import both
+from benchmarks.gpu_selection import both, inputs
 
 AGAIN = 20  # calls of one shape, of which the median counts
-DIM, WINDOW_BLOCKS = 128, 4
+WINDOW_BLOCKS = 4
 
 
 def seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
-
-
-def inputs(length: int, heads: int) -> tuple[Array, Array, Array, Array]:
-    keys = jax.random.split(jax.random.key(length), 4)
-    found = [jax.random.normal(key, (1, length, heads, DIM), jnp.bfloat16) for key in keys]
-    jax.block_until_ready(found)
-    return tuple(found)  # type: ignore[return-value]
 
 
 def ours(block: int, length: int) -> Callable[..., Array]:
@@ -63,7 +55,7 @@ def measure(
         found.setdefault(kind, []).append(value)
 
     for length in lengths:
-        attend, (q, k, v, d_out) = attention_at(length), inputs(length, heads)
+        attend, (q, k, v, d_out) = attention_at(length), jax.block_until_ready(inputs(length, heads, heads))
         for what, function, given in (("forward", attend, (q, k, v)), ("gradient", both(attend), (q, k, v, d_out))):
             run = partial(function, *given)
             add(f"outside jit, first {what}", seconds(run))

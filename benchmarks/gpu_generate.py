@@ -110,10 +110,10 @@ def misfit(model: Transformer, batch: int, length: int) -> str | None:
 def times(
     model: Transformer, profile: HadsProfile, *, batch: int, length: int, new: int, budgets: list[float], rounds: int
 ) -> Row:
-    shared_cache = Turns(model, batch, length, new)
-    contenders: dict[str, Callable[[], Any]] = {"dense": partial(shared_cache.take, shared_cache.writer(profile, None))}
+    writers = Turns(model, batch, length, new)
+    contenders: dict[str, Callable[[], Any]] = {"dense": partial(writers.take, writers.writer(profile, None))}
     for budget in budgets:
-        contenders[f"HADS {budget:.0%}"] = partial(shared_cache.take, shared_cache.writer(profile, budget))
+        contenders[f"HADS {budget:.0%}"] = partial(writers.take, writers.writer(profile, budget))
     for contender in contenders.values():
         contender()  # compiles
     turns.begin()

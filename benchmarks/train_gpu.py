@@ -127,15 +127,8 @@ def precompile(trainer: Trainer) -> None:
     state, mask_fn = program.abstract_state(), trainer.mask_fn
     if config.attention == "hads":  # there is no mask before the first calibration
         model = config.model
-        mask_fn = mask_shape(
-            budget=config.density,
-            block=config.block,
-            length=config.length,
-            layers=model.layers,
-            q_heads=model.q_heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-        )
+        heads = dict(layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
+        mask_fn = mask_shape(budget=config.density, block=config.block, length=config.length, **heads)
     program.step.lower(state, mask_fn, batch).compile()
     if config.length == RUN_LENGTH:
         program.evaluate.lower(state.params, mask_fn, batch).compile()

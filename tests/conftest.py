@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-# In a fresh checkout the first worker compiles Python for all: together each would compile the same for 20 s.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-_COLLECTED = Path(tempfile.gettempdir()) / f"xsake-collected-{os.environ.get('PYTEST_XDIST_TESTRUNUID')}"
-if _WORKER not in (None, "gw0") and not sys.dont_write_bytecode:
-    _COMPILED, _UNTIL = Path(importlib.util.cache_from_source(__file__)).parent, time.monotonic() + 100
-    while not (any(_COMPILED.glob("test_yardstick.*")) or _COLLECTED.exists() or time.monotonic() > _UNTIL):
-        time.sleep(0.2)
 
 # Must be set before JAX is imported.
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
@@ -102,13 +91,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    if _WORKER == "gw0":
-        _COLLECTED.touch()
-
-
-def pytest_unconfigure() -> None:
-    if _WORKER == "gw0":
-        _COLLECTED.unlink(missing_ok=True)
 
 
 @pytest.fixture

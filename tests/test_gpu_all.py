@@ -66,7 +66,8 @@ def test_an_unknown_benchmark_is_refused(monkeypatch, capsys, tmp_path):
 RECORDS = """
 import json, pathlib
 out = pathlib.Path({out!r}); out.mkdir(parents=True)
-(out / "races.json").write_text(json.dumps({{"environment": {name!r}, "results": [{name!r}, 1]}}))
+found = {{"environment": {{"commit": "1", "command": {name!r}}}, "results": [{name!r}]}}
+(out / "races.json").write_text(json.dumps(found))
 """
 
 
@@ -74,11 +75,14 @@ def test_the_records_of_parts_are_joined(tmp_path):
     jobs = [job(tmp_path, name, RECORDS, out=str(tmp_path / name)) for name in ("first", "second")]
     for one in jobs:
         one.out = tmp_path / one.name
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "old.json").write_text("{}")  # of an earlier run
     run(jobs, [], out=tmp_path)
     assert json.loads((tmp_path / "races.json").read_text()) == {
-        "environment": "first",
-        "results": ["first", 1, "second", 1],
+        "environment": {"commit": "1", "command": "first; second"},
+        "results": ["first", "second"],
     }
+    assert not (tmp_path / "old.json").exists()
 
 
 def test_a_benchmark_has_parts_unless_its_options_say_which(tmp_path):

@@ -77,7 +77,6 @@ def profile(folder):
 LONG = "hello world " * 25
 
 
-@pytest.mark.slow  # the same by Python, and wrong options, are tested beside it
 def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
     tokenizer = load_tokenizer(folder)
     budget = HadsBudget(HadsProfile.load(profile), 0.6)

@@ -12,8 +12,9 @@ import numpy as np
 from benchmarks import record
 from benchmarks.report.hads import MODELS, plain
 from benchmarks.report.words import source, table, went_on
+from benchmarks.ruler.summary import difference
 from benchmarks.ruler.tasks import TASKS
-from xsake.hads.study.bootstrap import Difference, mean_of_groups
+from xsake.hads.study.bootstrap import Difference
 
 Scores = dict[str, Any]
 Answers = Callable[[int, str, float], dict[str, float]]  # of (length, method, budget): scores by prompt
@@ -98,15 +99,15 @@ def _differences(length: int, found: list[Scores], answers: Answers) -> list[str
     for s in (s for s in found if s["method"] != "dense"):
         mine = answers(length, s["method"], s["budget"])
         ours = _ours_there(length, s, answers)
-        beside = [_written(_difference(ours, other)) for other in (dense, mine)] if ours else ["", ""]
-        cells.append([_way(s), str(len(s["tasks"])), _written(_difference(mine, dense)), *beside])
+        beside = [_written(difference(ours, other)) for other in (dense, mine)] if ours else ["", ""]
+        cells.append([_way(s), str(len(s["tasks"])), _written(difference(mine, dense)), *beside])
     return table(["read with", "tasks", "minus dense", "HADS minus dense there", "HADS minus it"], cells)
 
 
 def _undecided(length: int, found: list[Scores], answers: Answers) -> list[str]:
     """How many of the differences between HADS and other methods might be chance."""
     differences = [
-        _difference(ours, answers(length, s["method"], s["budget"]))
+        difference(ours, answers(length, s["method"], s["budget"]))
         for s in found
         if (ours := _ours_there(length, s, answers))
     ]
@@ -122,14 +123,6 @@ def _ours_there(length: int, scores: Scores, answers: Answers) -> dict[str, floa
         return {}
     mine = answers(length, scores["method"], scores["budget"])
     return {prompt: score for prompt, score in answers(length, "hads", scores["budget"]).items() if prompt in mine}
-
-
-def _difference(one: dict[str, float], other: dict[str, float]) -> Difference:
-    """Every task counts alike, as in the average."""
-    by_task: dict[str, list[float]] = {}
-    for prompt in sorted(set(one) & set(other)):
-        by_task.setdefault(prompt.split("/")[0], []).append(one[prompt] - other[prompt])
-    return mean_of_groups([np.array(found) for found in by_task.values()])
 
 
 def _written(d: Difference) -> str:

@@ -12,6 +12,7 @@ from benchmarks.report.words import source, table
 
 # At the longest sequence, with the most heads per K/V head:
 AIMS = {"forward": 300, "forward+backward": 250}  # TFLOP/s of what is chosen
+LONGEST_KERNELS = 5  # of the whole operation, that are named
 WHOLE_AIMS = {"forward": 16, "forward+backward": 60}  # ms
 OTHERS = ("jax-triton", "ejkernel")  # named where the record has them
 NAMES = {"selected": "chosen blocks", "whole": "the whole operation"}
@@ -86,8 +87,21 @@ def _facts(rows: list[Row]) -> list[str]:
         "times as long.",
         *([f"- Slower than dense attention by cuDNN: {'; '.join(lost)}."] if lost else []),
         f"- The error against XLA in float32 is at most {max(r['error'] for r in rows):.1e} of the output's norm.",
+        *_kernels(scored),
         *_busy(rows),
     ]
+
+
+def _kernels(row: Row) -> Iterator[str]:
+    """What the whole operation's forward is made of."""
+    if (found := (row.get("kernels") or {}).get("whole, forward")) is None:
+        return
+    longest = sorted(found["kernels"].items(), key=lambda item: -item[1]["seconds"])[:LONGEST_KERNELS]
+    said = ", ".join(f"`{name}` {k['seconds'] * 1e3:.1f} ms ({k['launches']})" for name, k in longest)
+    yield (
+        f"- A whole operation's forward at {row['tokens']} tokens is {found['busy'] * 1e3:.1f} ms of kernels. The "
+        f"longest, with their launches, of which the first is the attention of the three branches: {said}."
+    )
 
 
 def _busy(rows: list[Row]) -> Iterator[str]:

@@ -58,13 +58,19 @@ def summarise(lines: Iterable[dict[str, Any]]) -> list[Scores]:
 
 
 def _difference(mine: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]]) -> Difference | None:
-    """Every task counts alike, as in the average, also where a run was cut off and some tasks have more answers."""
-    both = sorted(set(mine) & set(dense))
-    if mine is dense or not both:
+    if mine is dense or not set(mine) & set(dense):
         return None
+    return difference(*({name: 100 * line["score"] for name, line in lines.items()} for lines in (mine, dense)))
+
+
+def difference(one: Mapping[str, float], other: Mapping[str, float]) -> Difference:
+    """Of scores by prompt, TASK/LENGTH/SAMPLE, over those that both have.
+
+    Every task counts alike, as in the average, also where a run was cut off and some tasks have more answers.
+    """
     by_task: dict[str, list[float]] = defaultdict(list)
-    for name in both:
-        by_task[mine[name]["task"]].append(100 * (mine[name]["score"] - dense[name]["score"]))
+    for prompt in sorted(set(one) & set(other)):
+        by_task[prompt.split("/")[0]].append(one[prompt] - other[prompt])
     return mean_of_groups([np.array(found) for found in by_task.values()])
 
 
