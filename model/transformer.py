@@ -19,6 +19,7 @@ import xsake
 from xsake.model.attend import Attend, MaskFn
 from xsake.model.cache import KVCache
 from xsake.model.config import ModelConfig
+from xsake.model.linear import Linear
 from xsake.model.rope import Rotation
 from xsake.model.sequence_cut import SequenceCut
 
@@ -41,7 +42,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear], norm: Callable[[int], RMSNorm]):
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
         self.head_dim = config.head_dim
         self.has_norms = config.qk_norm
         biased = partial(linear, config.width, use_bias=config.qkv_bias)
@@ -66,7 +67,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear]):
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
         self.gate = linear(config.width, config.mlp_width)
         self.up = linear(config.width, config.mlp_width)
         self.down = linear(config.mlp_width, config.width, kernel_init=_residual_init(config))
@@ -76,7 +77,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear], norm: Callable[[int], RMSNorm]):
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
         self.attention_norm = norm(config.width)
         self.attention = Attention(config, linear, norm)
         self.mlp_norm = norm(config.width)
@@ -119,7 +120,7 @@ class Transformer(nnx.Module):
         self.dtype = dtype
         self.attention_fn = attention_fn
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
-        linear: Callable[..., nnx.Linear] = partial(nnx.Linear, use_bias=False, kernel_init=_init(), rngs=rngs, **types)
+        linear: Callable[..., Linear] = partial(Linear, use_bias=False, kernel_init=_init(), rngs=rngs, **types)
         norm: Callable[[int], RMSNorm] = partial(RMSNorm, eps=config.norm_eps, **types)
         self.embed = nnx.Embed(config.vocab_size, config.width, embedding_init=_init(), rngs=rngs, **types)
         self.blocks = nnx.List([Block(config, linear, norm) for _ in range(config.layers)])

@@ -251,8 +251,7 @@ compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 
 first = grid.side // 2  # the second half as a chunk of the prompt
 def chunk_of_prompt(query, key, cache, features, weights, number):
-    new = pooled_keys._pool_by_kernel(grid, first, key, number)
-    pooled = pooled_keys.PooledKeys(features.at[:, :, first:].set(new))
+    pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(grid, first, features, key, number))
     mask = Grid.of(64, 64, length - first * 64, length, False, (None, first * 64))
     return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
 half = (jax.ShapeDtypeStruct((1, length - first * 64, heads, head_dim), dtype) for heads in (4, 2))

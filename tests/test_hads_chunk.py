@@ -226,6 +226,12 @@ def test_a_prompt_beyond_the_cache_is_refused(model):
         read_prompts(model, PROMPTS, capacity=256, pad_to=512)
 
 
+def test_keys_past_the_pooled_blocks_are_refused():
+    pooled = hads.PooledKeys.empty(batch=1, kv_heads=2, blocks=4, head_dim=16)
+    with pytest.raises(ValueError, match="up to token 80 do not fit 4 pooled blocks of 16"):
+        pooled.write(jnp.zeros((1, 32, 2, 16)), jnp.array([80]), start=48, block=16)
+
+
 @pytest.mark.parametrize("first", sweep([0, 8], slow=[0]))
 def test_the_kernels_of_the_estimate_are_xlas(first):
     """Sequences of different lengths; the kernels multiply in 16 bits, and read nothing past the chunk."""
@@ -238,8 +244,7 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
         before = jax.jit(partial(before.write, start=0, block=16))(key[:, :start], lengths)
 
     def given(by):
-        new = by(grid, first, key[:, start:], lengths)
-        pooled = hads.PooledKeys(before.features.at[:, :, first:].set(new))
+        pooled = hads.PooledKeys(by(grid, first, before.features, key[:, start:], lengths))
         return chunk._Given(query[:, start:], cache, pooled, hads.LayerWeights.of(profile, 1), lengths, lengths)
 
     xlas = jax.jit(partial(given, pooled_keys._pool_by_xla))()

@@ -51,8 +51,16 @@ class PooledKeys(NamedTuple):
         """
         if start % block:
             raise ValueError(f"{start=} must be a multiple of the block of {block} tokens")
-        new = _pool_chunk(start, block, key, jnp.asarray(lengths, jnp.int32))
-        return PooledKeys(self.features.at[:, :, start // block : start // block + new.shape[2]].set(new))
+        end = start + key.shape[1]
+        if end > self.blocks * block:
+            raise ValueError(f"keys up to token {end} do not fit {self.blocks} pooled blocks of {block} tokens")
+        grid = CausalGrid(end, block)
+        kernel, xla = (partial(by, grid, start // block) for by in (_pool_by_kernel, _pool_by_xla))
+        given = self.features, key, jnp.asarray(lengths, jnp.int32)
+        # A kernel is not partitioned over devices.
+        if unsupported(key.shape[-1], grid) is not None or jit_may_partition():
+            return PooledKeys(xla(*given))
+        return PooledKeys(on_gpu(kernel, xla, *given))
 
     def write_last(
         self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int, tokens: int = 1
@@ -84,27 +92,18 @@ def _pool_last_by_xla(block: int, number: int, features: Array, keys: Array, len
     return features
 
 
-def _pool_chunk(start: int, block: int, key: Array, lengths: Array) -> Float[Array, "B K n five D"]:
-    grid = CausalGrid(start + key.shape[1], block)
-    kernel, xla = (partial(by, grid, start // block) for by in (_pool_by_kernel, _pool_by_xla))
-    # A kernel is not partitioned over devices.
-    if unsupported(key.shape[-1], grid) is not None or jit_may_partition():
-        return xla(key, lengths)
-    return on_gpu(kernel, xla, key, lengths)
-
-
-def _pool_by_kernel(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+def _pool_by_kernel(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
     from xsake.hads.selection.triton_estimate import pool_keys
     from xsake.hads.selection.triton_rows import Rows
 
-    rows = Rows(grid, first, lengths)
-    return pool_keys(key, rows, rows.number, jnp.float32)
+    return pool_keys(key, Rows(grid, first, lengths), into=features)
 
 
-def _pool_by_xla(grid: CausalGrid, first: int, key: Array, lengths: Array) -> Array:
+def _pool_by_xla(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
     keys = jnp.pad(key, ((0, 0), (0, -key.shape[1] % grid.block), (0, 0), (0, 0)))
     places = first * grid.block + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    return _pool(keys, places[None] < jnp.minimum(lengths, grid.length)[:, None], grid.block)
+    new = _pool(keys, places[None] < jnp.minimum(lengths, grid.length)[:, None], grid.block)
+    return features.at[:, :, first : first + new.shape[2]].set(new)
 
 
 def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> Float[Array, "B K n five D"]:

@@ -89,9 +89,10 @@ def choose(
     """
     b, h, m, width = logits.shape
     grid = rows.grid
-    keys, in_order, gain = _sorted_gains(logits, rows, sensitivity, burstiness, normalise)
-    order = lax.bitcast_convert_type(gain, jnp.int32)
     wanted = None if count is None else jnp.asarray(count, jnp.int32)
+    groups = wanted.shape[-1] if wanted is not None and wanted.ndim and cut == TOGETHER else 1
+    keys, in_order, gain, counts = _sorted_gains(logits, rows, sensitivity, burstiness, normalise, groups)
+    order = lax.bitcast_convert_type(gain, jnp.int32)
     if wanted is None:
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
         kept = _reach(order, least, rows, m)[..., 0]
@@ -100,10 +101,9 @@ def choose(
         positive = (order[:, :, : grid.side] >> _DROPPED) + 1
         kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
     else:
-        groups = wanted.shape[-1] if wanted.ndim else 1
         wanted = jnp.broadcast_to(wanted, (b, groups))
         grouped = order.reshape(b, groups, h // groups * m, width)
-        counts = _counts(grouped, wanted, rows, m)
+        counts = _counts(grouped, wanted, rows, m, counts)
         reach = _reach_of_cut(grouped, counts, wanted, rows, m)
         return Choice(keys, *_shared_out(reach, counts, wanted, in_order, rows.number))
     kept = kept[..., : rows.number]
@@ -194,8 +194,9 @@ def _sorted_gains(
     sensitivity: Array,
     burstiness: Array,
     normalise: bool,
+    groups: int,
 ) -> tuple[Array, ...]:
-    """As `gain.sorted_gains`, [B, H, m, width] each.
+    """As `gain.sorted_gains`, [B, H, m, width] each, and zeros for `_counts`.
 
     Sorted keys and gains of a row of k blocks are in its last k entries; the entries before them are not written.
     """
@@ -211,7 +212,9 @@ def _sorted_gains(
         keys_ref: Any,
         rows_ref: Any,
         gain_ref: Any,
+        counts_ref: Any,
     ) -> None:
+        counts_ref[...] = jnp.zeros((_PASSES, _CUTS), jnp.int32)
         begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = omega_ref[0], phi_ref[0]
         row = (rows.first + begin + iota(tile))[:, None]
@@ -244,9 +247,19 @@ def _sorted_gains(
         "hads_sorted_gains",
         (steps, h, b),
         [(logits, square), of_head(sensitivity), of_head(burstiness), rows.input(b)],
-        [(logits.shape, jnp.int32, square), (logits.shape, jnp.int32, square), (logits.shape, jnp.float32, square)],
+        [
+            (logits.shape, jnp.int32, square),
+            (logits.shape, jnp.int32, square),
+            (logits.shape, jnp.float32, square),
+            ((b, groups, _PASSES, _CUTS), jnp.int32, _of_group(h // groups, _PASSES, _CUTS)),
+        ],
         num_warps=_SORT_WARPS,
     )
+
+
+def _of_group(heads: int, *shape: int) -> pl.BlockSpec:
+    """A whole array of the group that a head is in; a group has so many heads."""
+    return pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h // heads, *(0,) * len(shape)))
 
 
 def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
@@ -264,14 +277,18 @@ def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
 
 
 def _counts(
-    order: Int[Array, "B G all width"], wanted: Int[Array, "B G"], rows: Rows, m: int
+    order: Int[Array, "B G all width"],
+    wanted: Int[Array, "B G"],
+    rows: Rows,
+    m: int,
+    counts: Int[Array, "B G passes cuts"],
 ) -> Int[Array, "B G passes cuts"]:
     """How many entries of a group reach the cuts of each pass, whose first digits earlier passes have found.
 
-    The cut is the largest that at least `wanted` entries reach, without the lowest bits.
+    The cut is the largest that at least `wanted` entries reach, without the lowest bits. `counts` are zeros, which the
+    passes add to.
     """
     b, groups, together, width = order.shape
-    counts = jnp.zeros((b, groups, _PASSES, _CUTS), jnp.int32)
     block = whole(None, None, _PASSES, _CUTS)
     for number in range(_PASSES):
 
@@ -315,9 +332,6 @@ def _shared_out(
     per = h // groups
     n, everything = pl.next_power_of_2(number), pl.next_power_of_2(together)
 
-    def of_group(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h // per, *(0,) * len(shape)))
-
     def kernel(
         own_ref: Any,
         all_ref: Any,
@@ -354,9 +368,9 @@ def _shared_out(
         (1, h, b),
         [
             (reach.reshape(b, h, m, 2), whole(None, None, m, 2)),
-            (reach, of_group(together, 2)),
-            (counts, of_group(_PASSES, _CUTS)),
-            (wanted[..., None], of_group(1)),
+            (reach, _of_group(per, together, 2)),
+            (counts, _of_group(per, _PASSES, _CUTS)),
+            (wanted[..., None], _of_group(per, 1)),
             (in_order, whole(None, None, m, width)),
         ],
         [

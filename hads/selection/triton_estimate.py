@@ -51,7 +51,7 @@ def block_logits(
     q_mean, q_features = _pool_queries(query, estimator, rows, heads_per_program)
     m, _ = padded(rows.grid.side)
     if k_features is None:
-        k_features = pool_keys(key, rows, m, jnp.bfloat16)
+        k_features = pool_keys(key, rows, room=m)
     elif k_features.shape[2] < m:
         k_features = jnp.pad(k_features, ((0, 0), (0, 0), (0, m - k_features.shape[2]), (0, 0), (0, 0)))
     tokens = _tokens(q_mean, key, k_features, rows)
@@ -108,11 +108,29 @@ def _pool_queries(
     return mean.reshape(b, parts, m // TILE, heads_per_program * TILE, d), features
 
 
-def pool_keys(key: Float[Array, "B T K D"], rows: Rows, room: int, dtype: Any) -> Float[Array, "B K {room} five D"]:
-    """The keys' side of the features, of the tokens of `rows`; blocks without tokens are 0, others not written."""
-    b, _, kv_heads, d = key.shape
+def pool_keys(
+    key: Float[Array, "B T K D"],
+    rows: Rows,
+    *,
+    room: int = 0,
+    into: Float[Array, "B K blocks five D"] | None = None,
+) -> Float[Array, "B K blocks five D"]:
+    """The keys' side of the features, of the tokens of `rows`; blocks without tokens are 0.
 
-    def kernel(x_ref: Any, length_ref: Any, features_ref: Any) -> None:
+    In bfloat16, with `room` for so many blocks, of which those past the rows are not written; or `into` the features
+    of a cache, in the rows' places.
+    """
+    b, _, kv_heads, d = key.shape
+    shape, dtype, of_block = _features(b, kv_heads, room, 1, d, jnp.bfloat16)
+    inputs = [(key, _block_of_heads(rows.grid.block, 1, d)), rows.input(b)]
+    if into is not None:
+        first = rows.first
+        of_block = pl.BlockSpec((None, 1, None, _PARTS, d), lambda h, i, b: (b, h, first + i, 0, 0))
+        shape, dtype = into.shape, into.dtype
+        inputs.append((into, of_block))
+
+    def kernel(x_ref: Any, length_ref: Any, *refs: Any) -> None:
+        features_ref = refs[-1]
         tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
         mean, spread = _moments(x_ref, rows, length_ref)
         largest = _tokens_of(x_ref, tokens, -jnp.inf).astype(jnp.float32).max(0)
@@ -126,10 +144,11 @@ def pool_keys(key: Float[Array, "B T K D"], rows: Rows, room: int, dtype: Any) -
         kernel,
         "hads_pool_keys",
         (kv_heads, rows.number, b),
-        [(key, _block_of_heads(rows.grid.block, 1, d)), rows.input(b)],
-        [_features(b, kv_heads, room, 1, d, dtype)],
+        inputs,
+        [(shape, dtype, of_block)],
         # With 256 numbers per thread the compiler spills where head_dim is 256, and where blocks are short.
         num_warps=_pool_warps(rows.grid.block * d, spills=key.dtype.itemsize > 2 or d > 128 or rows.short),
+        aliases={} if into is None else {2: 0},
     )
     return features
 
