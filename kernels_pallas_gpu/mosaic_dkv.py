@@ -23,7 +23,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
-    early_ranks,
     load_bias,
     mma,
     opaque,
@@ -72,7 +71,6 @@ def dkv(
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
     packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
-    streamed = q_heads // kv_heads * q_len * (d + dv_dim) * 2
     q_heads //= packing.group
     group = q_heads // kv_heads
     dtype = q.dtype
@@ -95,8 +93,8 @@ def dkv(
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
-    pairs = batch * kv_heads
-    work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
+    # The longest columns of all heads come first: a sink's or a vertical line's may take an SM's share of all work.
+    work = WorkGrid.make(batch * kv_heads, kv_len, block_kv, tile_wgs)
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q

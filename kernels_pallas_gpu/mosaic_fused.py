@@ -5,7 +5,7 @@ over CTAs. The copy engine adds the CTAs' summands in global memory in the order
 the same in every order (`fixed_point`), or, where the call asks for no determinism, in float32.
 
 Masks have columns that almost every row lists, such as a sink's. The longest columns of all heads are started first,
-and several CTAs may share one of them; the CTAs' sums of dK and dV are then merged in a fixed order.
+and several CTAs may share one of them; the CTAs' sums of dK and dV are then merged in a fixed order (`mosaic_parts`).
 """
 
 from typing import Any
@@ -42,6 +42,7 @@ def backward(
     units = Units.of_dq(k, v, d_out, lse, delta) if plan.deterministic else None
     steps = units and units.steps()
     q, k, v, d_out = (pad_to(x, 8, 1) for x in (q, k, v, d_out))  # TMA copies tiles of 8 rows
+    interleaved = plan.columns.interleaved(lists, plan.batch_size)
     sums = None if plan.simulate else jax.new_ref(jnp.zeros(q.shape, plan.dq_dtype))
     given = Operands(
         q=q,
@@ -55,6 +56,7 @@ def backward(
         q_vectors={name: pad(per_query[name], 1, q_size) for name in plan.q_vectors},
         kv_vectors={name: pad(per_key[name], 1, plan.kv_size) for name in plan.kv_vectors},
         lists=ListRefs(*lists),
+        interleaved=interleaved,
         bias=None if call.bias is None else pad_bias(call.bias.swapaxes(2, 3), plan.kv_size, q_size),
         bits=Bits.of(mask.bitmaps, mask.q_bitmap),
         dq=sums,
@@ -75,7 +77,7 @@ def backward(
         interpret,
     )
     found = Results(*found)
-    sums = (_dq_of_ctas(plan, found.dq_per_cta) if sums is None else jax.freeze(sums))[:, : call.q_len]
+    sums = (_dq_of_ctas(plan, found.dq_per_cta, interleaved) if sums is None else jax.freeze(sums))[:, : call.q_len]
     dq = (sums if units is None else units.value(sums)) * jnp.float32(call.scale)
     dk, dv = (
         plan.columns.merged(whole, parts, lists, plan.columns_per_block)
@@ -95,9 +97,10 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
     )
 
 
-def _dq_of_ctas(plan: Plan, sums: Array) -> Array:
+def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:
     """dQ [B, T, H, D] of an interpreted kernel: the sum over CTAs."""
-    pair, _, _ = jax.vmap(plan.columns.place)(jnp.arange(plan.columns.ctas, dtype=jnp.int32))
+    flag = None if interleaved is None else interleaved[0] == 1
+    pair, _, _ = jax.vmap(lambda cta: plan.columns.place(cta, flag))(jnp.arange(plan.columns.ctas, dtype=jnp.int32))
     per_pair = jnp.zeros((plan.pairs, *sums.shape[1:]), sums.dtype).at[pair].add(sums)
     return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
 

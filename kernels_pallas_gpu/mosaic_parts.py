@@ -1,7 +1,9 @@
 """Long columns of keys that several CTAs share: which part a CTA computes, and the sum of the parts in a fixed order.
 
 A pair is a batch entry and a K/V head. Its columns are ranked by length, longest first. The first ranks of all pairs
-are early: they come before all other columns, cut into parts.
+are early: they come before all other columns, cut into parts. The others come section by section, so that what their
+CTAs stream shares the L2 cache; or rank by rank, where the long columns of the last section would keep few SMs busy
+while the others have nothing left to do.
 """
 
 import dataclasses
@@ -11,9 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 
 Array = jax.Array
+# A column is long if it takes more than a fifth of an SM's share of the work. Where long columns are more than a
+# quarter of all work, pairs are interleaved. Random masks have none; masks of vertical lines have little else.
+LONG, MANY = 0.2, 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +34,14 @@ class Columns:
     def ctas(self) -> int:
         return self.pairs * (self.early * self.parts + self.ranks - self.early)
 
-    def place(self, cta: Any) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of a CTA."""
+    def place(self, cta: Any, interleaved: Any = None) -> tuple[Any, Any, Any]:
+        """(pair, rank, part) of a CTA. `interleaved`: whether the columns of all pairs are; None if sections decide."""
         ahead = self.pairs * self.early * self.parts
-        rank, pair = in_sections(lax.max(cta - ahead, jnp.int32(0)), self.pairs, self.section, self.ranks - self.early)
+        number = lax.max(cta - ahead, jnp.int32(0))
+        rank, pair = in_sections(number, self.pairs, self.section, self.ranks - self.early)
+        if interleaved is not None:
+            rank = jnp.where(interleaved, lax.div(number, self.pairs), rank)
+            pair = jnp.where(interleaved, lax.rem(number, self.pairs), pair)
         if not self.early:
             return pair, rank, jnp.int32(0)
         is_early, column = cta < ahead, lax.div(cta, self.pairs)
@@ -40,6 +50,20 @@ class Columns:
             jnp.where(is_early, lax.div(column, self.parts), self.early + rank),
             jnp.where(is_early, lax.rem(column, self.parts), 0),
         )
+
+    def interleaved(self, lists: RowLists, batch: int) -> Array | None:
+        """i32[1], 1 if the columns of all pairs are better interleaved; None if one section has them all."""
+        if self.section >= self.pairs:
+            return None
+        blocks = jnp.diff(jnp.minimum(lists.row_ptr, lists.indices.shape[-1]))
+        kv_heads = self.pairs // batch
+        if blocks.shape[1] > kv_heads:
+            blocks = blocks.reshape(blocks.shape[0], kv_heads, -1, blocks.shape[2]).sum(2)
+        blocks = jnp.broadcast_to(blocks, (batch, kv_heads, blocks.shape[2])).astype(jnp.float32)
+        total = blocks.sum()
+        per_block = self.ranks / blocks.shape[2]
+        long = jnp.where(blocks > LONG * per_block / hopper_sms() * total, blocks, 0).sum()
+        return (long > MANY * total).astype(jnp.int32)[None]
 
     def room_for_parts(self, keys: int, dim: int) -> jax.ShapeDtypeStruct | None:
         """Where the CTAs of early columns, of so many keys each, write their parts."""
