@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._fields import check_fields, one_of, whole
 from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
-from xsake.kernels_pallas_gpu.mosaic_parts import in_sections
+from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
 Array = jax.Array
 
@@ -243,7 +243,8 @@ class WorkGrid:
     """Which resident rows each ring of each CTA works on.
 
     A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. CTAs are
-    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first.
+    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
+    longest of all pairs, a column for a sink for instance, may come before all sections (`mosaic_parts`).
     """
 
     pairs: int  # (batch, head) pairs
@@ -252,21 +253,22 @@ class WorkGrid:
     unit: int  # resident rows per ring
     units_per_block: int
     rings: int
+    early: int = 0  # ranks that come before all sections
 
     @classmethod
     def make(
-        cls, pairs: int, length: int, block: int, compute_wgs: int, *, streamed_bytes: int | None = None
+        cls, pairs: int, length: int, block: int, compute_wgs: int, streamed_bytes: int, *, early: int = 0
     ) -> "WorkGrid":
-        """`streamed_bytes`, of a pair, should share the L2 cache with those of its section. None: one section."""
         shared = block % (ROWS * compute_wgs) == 0
         unit = ROWS * compute_wgs if shared else ROWS
         return cls(
             pairs=pairs,
-            section=pairs if streamed_bytes is None else max(1, min(pairs, L2_SHARE // streamed_bytes)),
+            section=max(1, min(pairs, L2_SHARE // streamed_bytes)),
             blocks=pl.cdiv(length, block),
             unit=unit,
             units_per_block=block // unit,
             rings=1 if shared else compute_wgs,
+            early=early,
         )
 
     @property
@@ -277,8 +279,15 @@ class WorkGrid:
     def ctas(self) -> int:
         return self.pairs * self.ranks
 
-    def rank_and_pair(self, cta: Any) -> tuple[Any, Any]:
-        return in_sections(cta, self.pairs, self.section, self.ranks)
+    @property
+    def columns(self) -> Columns:
+        early = min(self.early, self.ranks)
+        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early)
+
+    def rank_and_pair(self, cta: Any, interleaved: Any = None) -> tuple[Any, Any]:
+        """`interleaved`: what `Columns.interleaved` says, as a ref."""
+        pair, rank, _ = self.columns.place(cta, interleaved)
+        return rank, pair
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
         """(first resident row, mask row, whether the rank has rows for this ring)."""
@@ -288,6 +297,11 @@ class WorkGrid:
             exists, unit = unit < units, jnp.minimum(unit, units - 1)
         block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
         return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
+
+
+def early_ranks(pairs: int) -> int:
+    """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
+    return max(1, hopper_sms() // 2 // pairs)
 
 
 # Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.

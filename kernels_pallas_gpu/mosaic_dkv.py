@@ -23,6 +23,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     LogitRule,
     WorkGrid,
     drain,
+    early_ranks,
     load_bias,
     mma,
     opaque,
@@ -72,11 +73,10 @@ def dkv(
     _, kv_len, kv_heads, dv_dim = v.shape
     packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
     q_heads //= packing.group
-    group = q_heads // kv_heads
-    dtype = q.dtype
+    pairs, group = batch * kv_heads, q_heads // kv_heads
     k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
     q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
-    tile, wgs = config.tile, config.compute_wgs
+    dtype, tile, wgs = q.dtype, config.tile, config.compute_wgs
     if packing.rows % tile:
         raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
     tiles_per_block = packing.rows // tile
@@ -93,8 +93,8 @@ def dkv(
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
-    # The longest columns of all heads come first: a sink's or a vertical line's may take an SM's share of all work.
-    work = WorkGrid.make(batch * kv_heads, kv_len, block_kv, tile_wgs)
+    streamed = packing.group * group * q_len * (d + dv_dim) * 2
+    work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
     simulate = bool(interpret)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
@@ -122,6 +122,7 @@ def dkv(
         q_vector_refs,
         kv_vector_refs,
         list_refs,
+        interleaved_ref,
         bias_ref,
         bit_refs,
         dk_ref,
@@ -145,7 +146,7 @@ def dkv(
         finished,
     ):
         wg = lax.axis_index("wg")
-        rank, pair = work.rank_and_pair(lax.axis_index("cta"))
+        rank, pair = work.rank_and_pair(lax.axis_index("cta"), interleaved_ref)
         b, kv_head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
 
         def coords(g):
@@ -465,6 +466,7 @@ def dkv(
             q_vectors,
             kv_vectors,
             ListRefs(*lists),
+            work.columns.interleaved(lists, batch),
             None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
             bits,
         ],

@@ -79,11 +79,7 @@ def dq(
     rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
     # The heads of a group follow one another and find the K and V that they share in the L2 cache.
     work = WorkGrid.make(
-        batch * q_heads,
-        packing.length(q_len),
-        packing.rows,
-        wgs,
-        streamed_bytes=kv_len * (d + dv_dim) * 2 // group or 1,
+        batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
     )
     simulate = bool(interpret)
 

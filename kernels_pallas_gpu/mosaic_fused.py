@@ -99,8 +99,8 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
 
 def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:
     """dQ [B, T, H, D] of an interpreted kernel: the sum over CTAs."""
-    flag = None if interleaved is None else interleaved[0] == 1
-    pair, _, _ = jax.vmap(lambda cta: plan.columns.place(cta, flag))(jnp.arange(plan.columns.ctas, dtype=jnp.int32))
+    ctas = jnp.arange(plan.columns.ctas, dtype=jnp.int32)
+    pair, _, _ = jax.vmap(lambda cta: plan.columns.place(cta, interleaved))(ctas)
     per_pair = jnp.zeros((plan.pairs, *sums.shape[1:]), sums.dtype).at[pair].add(sums)
     return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
 

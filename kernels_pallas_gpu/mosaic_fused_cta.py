@@ -13,7 +13,7 @@ from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 class Operands(NamedTuple):
     """`statistic`: lse as `LogitRule.row_statistic` gives it. `steps`: 1 / unit of dQ, or None. `lists`: of columns.
-    `interleaved`: i32[1], whether the columns of all pairs are, or None.
+    `interleaved`: what `Columns.interleaved` says.
     """
 
     q: Any
@@ -51,8 +51,7 @@ class Cta:
         self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers
         self.wg = lax.axis_index("wg")
         self.number = lax.axis_index("cta")
-        interleaved = None if given.interleaved is None else given.interleaved[0] == 1
-        self.pair, self.rank, self.part = plan.columns.place(self.number, interleaved)
+        self.pair, self.rank, self.part = plan.columns.place(self.number, given.interleaved)
         self.batch, self.kv_head = lax.div(self.pair, plan.num_kv_heads), lax.rem(self.pair, plan.num_kv_heads)
         per_block = plan.columns_per_block
         self.block = given.lists.ranked(*self.coords(0), lax.div(self.rank, per_block))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, whole
 from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, hopper_sms
-from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule
+from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
 from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
@@ -250,8 +250,7 @@ def heuristic(call: Call, active_keys: float) -> FusedConfig:
     # A column that every row lists may take longer than an SM's share of all work: without parts, all wait for it.
     share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
     parts = 1 if longest <= share else 2 if longest <= 2 * share else 4
-    # Early columns are about as many CTAs as half of the chip runs at a time; in parts, as the whole chip runs, twice.
-    config = FusedConfig(early=max(1, hopper_sms() // (pairs if parts > 1 else 2 * pairs)), parts=parts)
+    config = FusedConfig(early=early_ranks(pairs) * (2 if parts > 1 else 1), parts=parts)
     pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
     return dataclasses.replace(config, use=pays and call.soft_cap is None and misfit(call, config) is None)
 

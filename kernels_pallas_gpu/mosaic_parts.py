@@ -35,13 +35,14 @@ class Columns:
         return self.pairs * (self.early * self.parts + self.ranks - self.early)
 
     def place(self, cta: Any, interleaved: Any = None) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of a CTA. `interleaved`: whether the columns of all pairs are; None if sections decide."""
+        """(pair, rank, part) of a CTA. `interleaved`: what the method of that name says, as an array or a ref."""
         ahead = self.pairs * self.early * self.parts
         number = lax.max(cta - ahead, jnp.int32(0))
         rank, pair = in_sections(number, self.pairs, self.section, self.ranks - self.early)
         if interleaved is not None:
-            rank = jnp.where(interleaved, lax.div(number, self.pairs), rank)
-            pair = jnp.where(interleaved, lax.rem(number, self.pairs), pair)
+            all_pairs = interleaved[0] == 1
+            rank = jnp.where(all_pairs, lax.div(number, self.pairs), rank)
+            pair = jnp.where(all_pairs, lax.rem(number, self.pairs), pair)
         if not self.early:
             return pair, rank, jnp.int32(0)
         is_early, column = cta < ahead, lax.div(cta, self.pairs)

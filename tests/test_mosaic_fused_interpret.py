@@ -10,7 +10,7 @@ from contract.case import check_run, make
 from contract.target import TARGETS
 from sweep import sweep
 
-from xsake.kernels_pallas_gpu import mosaic_fused_plan, mosaic_parts
+from xsake.kernels_pallas_gpu import mosaic_backward_common, mosaic_fused_plan, mosaic_parts
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 
@@ -56,11 +56,13 @@ def test_smoke(name):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", [0.0, 1.0])
-def test_pairs_in_sections_or_interleaved(monkeypatch, many):
+@pytest.mark.parametrize("use", [False, True])
+def test_pairs_in_sections_or_interleaved(monkeypatch, many, use):
     monkeypatch.setattr(mosaic_fused_plan, "HOPPER_L2_BYTES", 1)  # a section per pair
+    monkeypatch.setattr(mosaic_backward_common, "L2_SHARE", 1)
     monkeypatch.setattr(mosaic_parts, "MANY", many)
     case = make(TARGET, **(SMALL | dict(kv_len=300, exact_lengths=True, kv_heads=2, q_heads=2, mask=(1, 2), seed=1)))
-    check_run(TARGET, case, config=config(FusedConfig()))
+    check_run(TARGET, case, config=config(FusedConfig(use=use)))
 
 
 @pytest.mark.slow

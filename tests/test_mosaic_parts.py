@@ -20,7 +20,8 @@ LLAMA = WORKLOADS["llama32k"]
 def test_every_part_of_every_column_has_one_cta(early: int, parts: int, interleaved: bool | None):
     columns = Columns(pairs=5, section=2, ranks=9, early=early, parts=parts)
     ctas = jnp.arange(columns.ctas, dtype=jnp.int32)
-    found = jax.vmap(lambda cta: jnp.stack(columns.place(cta, interleaved)))(ctas)
+    flag = None if interleaved is None else jnp.array([interleaved], jnp.int32)
+    found = jax.vmap(lambda cta: jnp.stack(columns.place(cta, flag)))(ctas)
     pair, rank = np.meshgrid(np.arange(5), np.arange(9), indexing="ij")
     wanted = [(p, r, n) for p, r in zip(pair.flat, rank.flat, strict=True) for n in range(parts if r < early else 1)]
     assert sorted(map(tuple, np.asarray(found).tolist())) == sorted(wanted)
