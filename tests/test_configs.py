@@ -13,6 +13,8 @@ import xsake
 from xsake._arguments import build_call
 from xsake._registry import get
 
+PARTS = 8  # of a search space: each in a process of its own, within the time of a test
+
 
 @pytest.mark.slow  # test_predecessor_forward_tiles_differ_from_backward_tiles has the second
 @pytest.mark.parametrize("which", [0, 1])
@@ -78,9 +80,10 @@ def test_configs_of_the_search_space_give_the_same_numbers(implementation):
 
 
 @pytest.mark.slow
-def test_every_config_of_the_search_space_gives_the_same_numbers(implementation):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_config_of_the_search_space_gives_the_same_numbers(implementation, part):
     case = _small(implementation)
-    for config in dict.fromkeys(_space(implementation, case)[0]):
+    for config in list(dict.fromkeys(_space(implementation, case)[0]))[part::PARTS]:
         check(case, run(implementation, case, config=config))
 
 

@@ -334,6 +334,8 @@ def test_any_mask_lengths_segments_and_positions(implementation, data):
         segment_ids=(ints("query ids", (2, t), -2, 2, *ANY_IDS), ints("key ids", (2, s), -2, 2, *ANY_IDS)),
         positions=(ints("query positions", (2, t), 0, s), ints("key positions", (2, s), 0, s)),
     )
+    if implementation.partial:  # what it refuses would look like a failure, which Hypothesis makes smaller for minutes
+        del arguments["positions"]
     case = make(
         implementation,
         q_len=T,
