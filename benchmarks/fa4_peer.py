@@ -26,6 +26,8 @@ def contestant(
     mask: xsake.BlockMask | None,
     direction: str,
     calls: int,
+    *,
+    deterministic: bool = False,
 ) -> Callable[[], Any]:
     """`calls` calls on random data; dense without a mask."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -40,7 +42,7 @@ def contestant(
     how = dict(causal=workload.is_causal) if mask is None else _lists(workload, mask)
 
     def forward() -> torch.Tensor:
-        return flash_attn_func(q, k, v, **how)[0]
+        return flash_attn_func(q, k, v, deterministic=deterministic, **how)[0]
 
     def both() -> tuple:
         return torch.autograd.grad(forward(), (q, k, v), d_out)

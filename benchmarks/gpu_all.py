@@ -41,7 +41,7 @@ TOGETHER = {
     "gpu_peers": (
         *(f"--only llama32k --masks {masks}" for masks in ("random", "sink", "lines")),
         *(f"--only {workload}" for workload in ("full16k", "odd10k_d96")),
-        # One mask each: at batch 4 FlashAttention-4 fails with a full mask, and takes its process with it.
+        # One mask each: a peer that fails takes its process with it.
         *(f"--only {name} --masks 'random {d}%'" for name in ("gpt4k", "gpt4k_d64") for d in (43, 10, 100)),
     ),
     "gpu_selection": ("--tokens 65536", "--tokens 32768", "--tokens 8192"),

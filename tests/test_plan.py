@@ -102,7 +102,7 @@ def test_the_nearest_call_is_taken():
         (16384, 128, 3.0, "gpu_attention.json, gpt4k"),  # the others have no such short rows
         (2048, 128, 10.0, "gpu_attention.json, gpt4k"),
         (1 << 20, 64, 400.0, "gpu_attention.json, gpt4k_d64"),
-        (4096, 32, 1.0, "gpu_attention.json, gpt4k_d64"),
+        (4096, 32, 1.0, "gpu_peers_gpt4k_d64.json, gpt4k_d64"),
     ):
         found = attention_rate(shipped_points(), keys=keys, head_dim=head_dim, blocks_per_row=blocks, **at)
         assert found.source.startswith(f"{call}, ")

@@ -142,11 +142,12 @@ def gpu_peers() -> str:
         "fa4": "FlashAttention-4",
         "cudnn dense": "cuDNN dense",
         "fa4 dense": "FlashAttention-4 dense",
+        "fa4 dense, deterministic": "FlashAttention-4 dense, deterministic",
     }
     names = [name for name in heads if any(key[-1] == name for key in by)]
     rows = []
     for place in dict.fromkeys(key[:3] for key in by):
-        peer = by[*place, "fa4"]["tflops"]
+        peer = by[*place, "fa4" if (*place, "fa4") in by else "fa4 dense"]["tflops"]
         cells = []
         for name in names:
             found = by.get((*place, name))
@@ -159,8 +160,10 @@ def gpu_peers() -> str:
         f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
     )
     sources = [source(f"{name}.json", run, "jax", "flash-attn-4") for name, run in runs.items()]
+    others = dict.fromkeys((*key[:3], r["commit"][:7]) for key, r in by.items() if "commit" in r)
+    also = [f"Of commit {commit}: {', '.join(place)}." for *place, commit in others]
     titles = ["call, direction", "mask", *(heads[name] for name in names)]
-    return "\n".join([*table(titles, rows), "", " ".join([state, *sources])])
+    return "\n".join([*table(titles, rows), "", " ".join([state, *sources, *also])])
 
 
 def gpu_hops() -> str:
