@@ -103,7 +103,8 @@ def test_the_skipped_part_stays(tiny, uncompiled, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", folder)
     text = report.train_gpu()
     assert "Steps at 64 tokens were raced" in text and "Steps at 4096 tokens were timed one kind" in text
-    assert f"Of an earlier run, commit {before['environment']['commit'][:7]}: the rows at 4096 tokens." in text
+    commit = rows[0]["environment"]["commit"]
+    assert f"Of an earlier run, commit {commit[:7]}: the rows at 4096 tokens." in text
 
 
 def test_plans_take_neither_hads_nor_steps_that_are_mostly_attention(monkeypatch):
