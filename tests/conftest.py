@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_SLOW_START)
 hypothesis.settings.load_profile(_PROFILE)
 
+_FINISHED, _MOST_MAPS = itertools.count(1), 40_000
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks(request: pytest.FixtureRequest) -> None:
@@ -84,6 +87,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         if getattr(target, "partial", False) and "no implementation supports this call" in str(refusal):
             pytest.skip(str(refusal))
         raise
+
+
+def pytest_runtest_teardown() -> None:
+    """Compiled programs are forgotten before the process runs out of memory maps, where XLA would crash.
+
+    Linux allows 65530. To count them takes as long as a short test, so it is done now and then.
+    """
+    if next(_FINISHED) % 20 == 0 and _memory_maps() > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _memory_maps() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def pytest_collection_finish() -> None:
