@@ -47,11 +47,11 @@ def _facts(rows: list[Row]) -> Iterator[str]:
             continue
         cost, pieces = row["seconds"][way]["median"] / row["seconds"][whole]["median"], way.split(", ")[-1]
         if whole == "dense":
-            yield f"- Read densely, {pieces} tokens take {cost - 1:.0%} more time than one piece."
+            yield f"- Read densely, {pieces} tokens take {cost - 1:.1%} more time than one piece."
         else:
             yield (
                 f"- The aim of {pieces} tokens is at most {AIM_CHUNKS - 1:.0%} more time than one piece. "
-                f"{_said(cost <= AIM_CHUNKS)}: {cost - 1:.0%}."
+                f"{_said(cost <= AIM_CHUNKS)}: {cost - 1:.1%}."
             )
     if slower := [f"{NAMES[r['model']]}, {way}" for r in rows for way in r["seconds"] if _gain(r, way) < 1]:
         yield f"- Slower than dense by cuDNN: {'; '.join(slower)}."

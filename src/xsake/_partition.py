@@ -213,8 +213,8 @@ class _Operation:
 
 
 def _without_effects(run: Callable) -> Callable:
-    """`run`, lowered while it is traced. Kernels that write to refs, as those of Mosaic GPU
-    do, have effects, which custom_partitioning refuses.
+    """`run`, lowered while it is traced. Kernels that write to refs, as those of Mosaic GPU do, have effects, which
+    custom_partitioning refuses.
     """
 
     def exported(*given: Any) -> tuple:
