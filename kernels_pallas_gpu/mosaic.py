@@ -27,6 +27,7 @@ from xsake.kernels_pallas_gpu import (
     mosaic_fused,
     mosaic_fused_plan,
     mosaic_gathered,
+    triton,
     triton_merge,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
@@ -100,8 +101,8 @@ def unsupported(call: Call) -> str | None:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
     if call.page is not None and call.page % 64:
         return f"page_table: the pages of {call.page} keys must be a multiple of 64"
-    if mask.block_kv % 64:
-        return f"mask.block_kv={mask.block_kv} must be a multiple of 64"
+    if _short_blocks(call) and (problem := _unknown_short_blocks(call)):
+        return problem
     packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
     if packing is None:
         return (
@@ -118,6 +119,25 @@ def unsupported(call: Call) -> str | None:
         if call.page is not None and dim not in _DIMS:
             return f"{name}={dim} must be one of {_DIMS} with page_table: pages are not padded"
     return None
+
+
+def _short_blocks(call: Call) -> bool:
+    """Whether blocks have no whole runs of 64 keys: the forward gathers them into tiles; the gradients are Triton's."""
+    return call.mask.block_kv % 64 != 0
+
+
+def _unknown_short_blocks(call: Call) -> str | None:
+    needs_64 = f"mask.block_kv={call.mask.block_kv} must be a multiple of 64"
+    if call.mask.block_kv % 16:
+        return f"{needs_64}, or of 16 where the mask alone decides"
+    if call.mask.block_q % 64:
+        return f"{needs_64} where mask.block_q={call.mask.block_q} is not"
+    for name in ("bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "page_table"):
+        if getattr(call, name) is not None:
+            return f"{needs_64} where there is {name}"
+    if call.mask.bitmaps is not None:
+        return f"{needs_64} where there are bitmaps"
+    return triton.unsupported(call)
 
 
 def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
@@ -150,7 +170,7 @@ def search_space(call: Call) -> Sequence[Config]:
     if _fused_knows(call):
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
-    for kernel in () if default.fused.use else ("dq", "dkv"):
+    for kernel in () if default.fused.use or _short_blocks(call) else ("dq", "dkv"):
         configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
         if kernel == "dkv":
             configs = [_with_registers_for_copies(call, c) for c in configs]
@@ -162,6 +182,8 @@ def misfit(call: Call, config: Config) -> str | None:
     d, dv, mask = _padded(call.head_dim), _padded(call.value_dim), call.mask
     if not config.forward.fits(d, dv, *_needs(call)):
         return "forward: it needs more shared memory or registers than a Hopper GPU has"
+    if _short_blocks(call):
+        return _fused_misfit(call, config)
     for name, part, resident, streamed in (
         ("dq", config.dq, _packing(call).rows, mask.block_kv),
         ("dkv", config.dkv, mask.block_kv, _packing(call).rows),
@@ -207,6 +229,8 @@ def backward(
     with_bias: bool,
 ) -> tuple[Array, Array, Array, None]:
     """(dQ, dK, dV, None): the operation computes the gradient of a bias."""
+    if _short_blocks(call) and not config.fused.use:
+        return triton.backward(call, triton.default_config(call), lse, delta, d_out, with_bias=with_bias)
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
@@ -251,14 +275,14 @@ def _fused(call: Call) -> FusedConfig:
 
 
 def _fused_knows(call: Call) -> bool:
-    return _packing(call).group == 1
+    return _packing(call).group == 1 and not _short_blocks(call)
 
 
 def _fused_misfit(call: Call, config: Config) -> str | None:
     if not config.fused.use:
         return None
     if not _fused_knows(call):
-        return "fused: it knows no blocks under 64 queries; use=False runs the kernels for dQ and for dK and dV"
+        return "fused: it knows no blocks under 64 queries or keys; use=False runs the kernels for dQ and for dK and dV"
     problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused)
     return problem and f"fused: {problem}"
 

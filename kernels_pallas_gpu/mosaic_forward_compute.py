@@ -218,6 +218,8 @@ class Tile:
             return self.step_of_chosen(step, carry)
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
+        if plan.parts > 2:
+            return self.step_of_short_runs(step, carry)
         first_keys = [
             notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
             for i in range(plan.tile_kv // HALF)
@@ -239,6 +241,15 @@ class Tile:
         return lax.fori_loop(
             0, lax.div(num_live, jnp.int32(len(live))), lambda _, c: self.kv_step(step, c, partial=True), carry
         )
+
+    def step_of_short_runs(self, step: Any, carry: Any) -> Any:
+        """A partial step of more than two runs: all of them, or none."""
+        plan, first, count = self.plan, self.first_query(), self.plan.packing.queries
+        starts = self.warpgroup.starts(self.slot(step))
+        live = [plan.rule.any_in_band(first, count, start, plan.unit) & (start >= 0) for start in starts]
+        any_live = functools.reduce(lambda a, b: a | b, live)
+        pl.when(~any_live)(lambda: self.idle_step(step))
+        return lax.fori_loop(0, any_live.astype(jnp.int32), lambda _, c: self.kv_step(step, c, partial=True), carry)
 
     def step_of_chosen(self, step: Any, carry: Any) -> Any:
         """A partial step whose bits tell, for every run, which rows attend. Without a rule, runs of no row are skipped.
@@ -368,7 +379,8 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, **vectors)
+            several = plan.parts > 2  # of which some may not exist; of two, `partial_step` leaves out that one
+            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, test_runs=several, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits

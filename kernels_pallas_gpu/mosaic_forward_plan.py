@@ -256,7 +256,7 @@ class Plan:
         Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill.
         """
         plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
-        return self.persistent and self.separate_out and plain
+        return self.persistent and self.separate_out and plain and self.parts <= 4
 
     # -- softmax -------------------------------------------------------------------------------------------------------
 

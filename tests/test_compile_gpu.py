@@ -33,6 +33,8 @@ MOSAIC = [
     "D 64, block 64, a list per head",
     "D 64, block 64, a list per group",
     "block 256 x 128",
+    "block 128 x 16",
+    "block 64 x 32, a list per group",
     "Dv 64",
     "soft cap and sinks",
     "bitmaps",

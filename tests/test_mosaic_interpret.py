@@ -38,6 +38,10 @@ CASES = {
     "window, sinks and soft cap": dict(
         q_len=32, block_q=32, block_kv=32, density=1.0, mask_window=(40, 3), sinks=(1,), logits_soft_cap=2.0
     ),
+    "short blocks of keys, causal": dict(q_len=48, block_q=32, block_kv=4, mask_causal=True, density=0.4),
+    "short blocks of keys, two list heads, odd lengths": dict(
+        q_len=70, kv_len=133, exact_lengths=True, block_q=16, block_kv=8, q_heads=2, kv_heads=2, mask=(1, 2)
+    ),
     "bias and float16": dict(q_len=32, block_q=32, block_kv=16, density=1.0, bias=(1, 1, 0, 0), dtype="float16"),
 }
 
@@ -69,6 +73,18 @@ def test_head_dims(dims):
 def test_head_dims_on_hopper(dims):
     hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
     check_run(hopper, make(with_dims(hopper, dims), q_heads=4, kv_heads=2, mask=(1, 2), mask_causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [16, 32, 48])
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_short_blocks_on_hopper(queries, keys, is_causal):
+    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
+    blocks = dict(block_q=queries // hopper.unit, block_kv=keys // hopper.unit)
+    case = make(hopper, **blocks, q_heads=4, kv_heads=2, mask=(1, 4), mask_causal=is_causal, density=0.3)
+    assert (case.block_q, case.block_kv) == (queries, keys)
+    check_run(hopper, case)
 
 
 @pytest.mark.timeout(240)

@@ -27,6 +27,8 @@ SHAPES = {
     "block 256 x 128": dict(block_q=256, block_kv=128),
     "block 128 x 64": dict(block_kv=64),
     "block 64 x 128": dict(block_q=64),
+    "block 128 x 16": dict(block_kv=16),
+    "block 64 x 32, a list per group": dict(block_q=64, block_kv=32, kv_heads=2, mask_heads=2),
     "Dv 64": dict(value_dim=64),
     "head dims that are padded": dict(head_dim=80, value_dim=96),
     "odd lengths": dict(q_len=333, kv_len=517),
@@ -135,6 +137,7 @@ def _given(call) -> tuple:
             "block 256 x 128",
             "block 128 x 64",
             "block 64 x 128",
+            "block 128 x 16",
             "Dv 64",
             "odd lengths",  # an argument has it below
             "one query",
