@@ -78,10 +78,22 @@ class Workload:
         if mask is not None:
             blocks = np.asarray(mask.to_blocks(), float)
             if self.is_causal:
-                blocks[..., *np.diag_indices(min(blocks.shape[-2:]))] *= 0.5
+                blocks *= _share_below_diagonal(blocks.shape[-2:], mask.block_q, mask.block_kv)
             share = float(blocks.mean())
         logits = self.batch * self.q_heads * self.length * (self.kv_length or self.length)
         return 2.0 * logits * (self.head_dim + (self.value_dim or self.head_dim)) * share
+
+
+def _share_below_diagonal(blocks: tuple[int, int], block_q: int, block_kv: int) -> np.ndarray:
+    """The share of each block's area that is below the diagonal: a half, where square blocks are on it."""
+
+    def area(x: np.ndarray) -> np.ndarray:
+        """Of the keys before query t, inside a block, from far before the block to query x."""
+        inside = np.clip(x, 0, block_kv)
+        return inside * inside / 2 + block_kv * (np.maximum(x, block_kv) - block_kv)
+
+    first = np.arange(blocks[0])[:, None] * block_q - np.arange(blocks[1]) * block_kv
+    return (area(first + block_q) - area(first)) / (block_q * block_kv)
 
 
 WORKLOADS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -28,17 +28,22 @@ def contestant(
     calls: int,
     *,
     deterministic: bool = False,
+    inputs: Sequence[Any] | None = None,
 ) -> Callable[[], Any]:
-    """`calls` calls on random data; dense without a mask."""
+    """`calls` calls on `inputs`, by default random data; dense without a mask."""
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def draw(heads: int) -> torch.Tensor:
-        shape = (workload.batch, workload.length, heads, workload.head_dim)
-        x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return x.requires_grad_(direction != "forward")
+    def draw(heads: int, dim: int) -> torch.Tensor:
+        shape = (workload.batch, workload.length, heads, dim)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    q, k, v = draw(workload.q_heads), draw(workload.kv_heads), draw(workload.kv_heads)
-    d_out = torch.randn_like(q)
+    dim, value_dim = workload.head_dim, workload.value_dim or workload.head_dim
+    if inputs is None:
+        given = [draw(workload.q_heads, dim), draw(workload.kv_heads, dim), draw(workload.kv_heads, value_dim)]
+    else:
+        given = [torch.from_dlpack(x).clone() for x in inputs]
+    q, k, v = (x.requires_grad_(direction != "forward") for x in given)
+    d_out = draw(workload.q_heads, value_dim)
     how = dict(causal=workload.is_causal) if mask is None else _lists(workload, mask)
 
     def forward() -> torch.Tensor:
@@ -54,7 +59,11 @@ def _lists(workload: Workload, mask: xsake.BlockMask) -> dict[str, Any]:
     """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
     blocks = np.broadcast_to(blocks, (workload.q_heads, *blocks.shape[1:]))
-    diagonal = np.eye(blocks.shape[-1], dtype=bool) & workload.is_causal
+    first_query, key_after = (
+        np.arange(blocks.shape[1]) * mask.block_q,
+        np.arange(1, blocks.shape[2] + 1) * mask.block_kv,
+    )
+    diagonal = (key_after > first_query[:, None] + 1) & workload.is_causal
     tested, full = blocks & diagonal, blocks & ~diagonal
     rows = [x for active in (tested, full) for x in _compressed(active, workload.batch)]
     columns = [x for active in (tested, full) for x in _compressed(active.swapaxes(1, 2), workload.batch)]

@@ -40,10 +40,11 @@ from xsake import _atomic
 TOGETHER = {
     "gpu_peers": (
         *(f"--only llama32k --masks {masks}" for masks in ("random", "sink", "lines")),
-        *(f"--only {workload}" for workload in ("full16k", "odd10k_d96")),
+        *(f"--only {workload}" for workload in ("full16k", "odd10k_d96", "mla16k")),
         # One mask each: a peer that fails takes its process with it.
         *(f"--only {name} --masks 'random {d}%'" for name in ("gpt4k", "gpt4k_d64") for d in (43, 10, 100)),
     ),
+    "gpu_blocks": ("--only llama32k", "--only full16k"),
     "gpu_selection": ("--tokens 65536", "--tokens 32768", "--tokens 8192"),
     "gpu_prompt": ("--models qwen2.5-1.5b", "--models smollm2-135m"),
     "gpu_attention": tuple(f"--only {workload}" for workload in ("gpt4k", "gpt4k_d64", "llama32k", "full16k")),

@@ -33,6 +33,7 @@ def environment() -> dict[str, Any]:
         "libtpu",
         "nvidia-cudnn-cu13",
         "flash-attn-4",
+        "fastvideo-kernel",
         "nvidia-cutlass-dsl",
     )
     return {

@@ -147,11 +147,13 @@ def gpu_peers() -> str:
     names = [name for name in heads if any(key[-1] == name for key in by)]
     rows = []
     for place in dict.fromkeys(key[:3] for key in by):
-        peer = by[*place, "fa4" if (*place, "fa4") in by else "fa4 dense"]["tflops"]
+        peer = by.get((*place, "fa4"), by.get((*place, "fa4 dense")))
         cells = []
         for name in names:
             found = by.get((*place, name))
-            against = f" ({found['tflops'] / peer:.2f})" if found and not name.startswith("fa4") else ""
+            against = (
+                f" ({found['tflops'] / peer['tflops']:.2f})" if found and peer and not name.startswith("fa4") else ""
+            )
             cells.append(f"{found['tflops']:.0f}{against}" if found else "")
         rows.append([", ".join(place[:2]), place[2], *cells])
     clocks = [r["chip"]["sm_mhz"] for r in by.values() if r["chip"]]
