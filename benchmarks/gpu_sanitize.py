@@ -23,13 +23,15 @@ from benchmarks import record
 from benchmarks.sanitized_calls import CALLS
 
 TOOLS = ("memcheck", "racecheck")
-LIMIT = 300  # seconds
+LIMIT = 600  # seconds
+OURS = {"mosaic": "mosaic", "HADS": "hads"}  # a part of a call's name, and of the names of the kernels that are watched
 
 
 def sanitize(name: str, tool: str) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3"]
-    if "mosaic" in name:
-        command += ["--kernel-name", "kernel_substring=mosaic"]
+    command += [
+        word for of, kernel in OURS.items() if of in name for word in ("--kernel-name", f"kernel_substring={kernel}")
+    ]
     command += [sys.executable, "-m", "benchmarks.gpu_sanitize", "--run", name]
     # Each array is an allocation of its own, so that an access past its end is out of bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -27,14 +27,22 @@ def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Array:
 
 
 def masked(
-    block: int, head_dim: int, *, implementation: str, dtype: str = "bfloat16", with_options: bool = False, **more: Any
+    block: int,
+    head_dim: int,
+    *,
+    implementation: str,
+    dtype: str = "bfloat16",
+    keys: int | None = None,
+    with_options: bool = False,
+    **more: Any,
 ) -> None:
-    """Attention with a mask per head, forward and backward."""
-    side = LENGTH // block
+    """Attention with a mask per head, forward and backward; `keys` of a block, by default as many as queries."""
+    keys = keys or block
     q, k, v, d_out = (normal(seed, 1, LENGTH, HEADS, head_dim, dtype=dtype) for seed in range(4))
-    blocks = np.random.default_rng(0).random((HEADS, side, side)) < 0.3
+    drawn = np.random.default_rng(0).random((HEADS, LENGTH // block, LENGTH // keys)) < 0.3
+    diagonal = np.arange(LENGTH // keys) == np.arange(LENGTH // block)[:, None] * block // keys
     mask = xsake.BlockMask.from_blocks(
-        blocks | np.eye(side, dtype=bool), block_q=block, block_kv=block, q_len=LENGTH, kv_len=LENGTH, is_causal=True
+        drawn | diagonal, block_q=block, block_kv=keys, q_len=LENGTH, kv_len=LENGTH, is_causal=True
     )
     if with_options:
         more |= {"segment_ids": jnp.arange(LENGTH)[None] // 700, "sinks": jnp.linspace(-1.0, 1.0, HEADS)}
@@ -52,11 +60,12 @@ def one_backward_kernel() -> None:
 
 def chosen_blocks() -> None:
     """Every token its own blocks; sixteen heads share a tile. The backward gathers the queries of each block."""
-    q, d_out = (normal(seed, 1, LENGTH, 2 * HEADS, 128) for seed in (0, 3))
-    k, v = (normal(seed, 1, LENGTH, 2, 128) for seed in (1, 2))
-    own = jnp.arange(LENGTH)[None, :, None, None] // 64
-    others = (jax.random.uniform(jax.random.key(4), (1, LENGTH, 2, 7)) * (own + 1)).astype(jnp.int32)
-    indices = jnp.concatenate([jnp.broadcast_to(own, (1, LENGTH, 2, 1)), others], -1)
+    length = LENGTH // 2  # tiles of four tokens: enough of them, and racecheck takes its time
+    q, d_out = (normal(seed, 1, length, 2 * HEADS, 128) for seed in (0, 3))
+    k, v = (normal(seed, 1, length, 2, 128) for seed in (1, 2))
+    own = jnp.arange(length)[None, :, None, None] // 64
+    others = (jax.random.uniform(jax.random.key(4), (1, length, 2, 7)) * (own + 1)).astype(jnp.int32)
+    indices = jnp.concatenate([jnp.broadcast_to(own, (1, length, 2, 1)), others], -1)
     both(lambda *x: xsake.selected_attention(*x, indices, implementation="mosaic_gpu"), (q, k, v), d_out)
 
 
@@ -98,6 +107,7 @@ def finite(x: Array) -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "mosaic_gpu, block 128": partial(masked, 128, 128, implementation="mosaic_gpu"),
     "mosaic_gpu, block 64, a mask a head": partial(masked, 64, 64, implementation="mosaic_gpu"),
+    "mosaic_gpu, block 128 x 16": partial(masked, 128, 128, keys=16, implementation="mosaic_gpu"),
     "mosaic_gpu, segments and sinks": partial(masked, 128, 64, implementation="mosaic_gpu", with_options=True),
     "mosaic_gpu, one backward kernel": one_backward_kernel,
     "mosaic_gpu, chosen blocks": chosen_blocks,
