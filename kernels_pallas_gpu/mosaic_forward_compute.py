@@ -218,7 +218,7 @@ class Tile:
             return self.step_of_chosen(step, carry)
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
-        if plan.parts > 2:
+        if plan.unit < HALF:
             return self.step_of_short_runs(step, carry)
         first_keys = [
             notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
@@ -243,7 +243,7 @@ class Tile:
         )
 
     def step_of_short_runs(self, step: Any, carry: Any) -> Any:
-        """A partial step of more than two runs: all of them, or none."""
+        """A partial step whose runs are shorter than a half: all of them, or none."""
         plan, first, count = self.plan, self.first_query(), self.plan.packing.queries
         starts = self.warpgroup.starts(self.slot(step))
         live = [plan.rule.any_in_band(first, count, start, plan.unit) & (start >= 0) for start in starts]
@@ -379,8 +379,8 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            several = plan.parts > 2  # of which some may not exist; of two, `partial_step` leaves out that one
-            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, test_runs=several, **vectors)
+            short = plan.unit < HALF  # then some may not exist; `partial_step` leaves out longer ones
+            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, test_runs=short, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits
