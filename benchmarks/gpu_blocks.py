@@ -17,6 +17,8 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +56,17 @@ class Race:
         self.runs: dict[Contestant, Callable[[], Any]] = {}
         self.left_out: list[dict[str, Any]] = []
 
-    def compile(self) -> None:
-        forward = self.direction == "forward"
-        for blocks, mask in self.masks.items():
-            ours = self.bench.ours(mask)
-            self.runs["xsake", blocks] = ours
-            result = jax.block_until_ready(ours())
+    def compile(self, pool: ThreadPoolExecutor) -> None:
+        self.runs = {("xsake", blocks): self.bench.ours(mask) for blocks, mask in self.masks.items()}
+        ours = pool.map(lambda run: jax.block_until_ready(run()), self.runs.values())
+        forward, inputs = self.direction == "forward", self.bench.inputs
+        for (blocks, mask), result in zip(self.masks.items(), list(ours), strict=True):
             if fa4 := self.peers.get("fa4") if forward or blocks == (128, 128) else None:
-                self.enter(
-                    "fa4",
-                    blocks,
-                    result,
-                    lambda mask=mask, fa4=fa4: fa4.contestant(
-                        self.workload, mask, self.direction, 1, inputs=self.bench.inputs
-                    ),
-                )
+                entry = partial(fa4.contestant, self.workload, mask, self.direction, 1, inputs=inputs)
+                self.enter("fa4", blocks, result, entry)
             if fastvideo := self.peers.get("fastvideo") if blocks == (64, 64) and not self.workload.is_causal else None:
-                self.enter(
-                    "fastvideo",
-                    blocks,
-                    result,
-                    lambda mask=mask, fastvideo=fastvideo: fastvideo.contestant(
-                        mask, self.direction, 1, inputs=self.bench.inputs
-                    ),
-                )
+                entry = partial(fastvideo.contestant, mask, self.direction, 1, inputs=inputs)
+                self.enter("fastvideo", blocks, result, entry)
 
     def enter(self, who: str, blocks: tuple[int, int], ours: Any, make: Callable[[], Callable[[], Any]]) -> None:
         """Races the peer if it runs and, forward, agrees with us; its gradients are those of another cotangent."""
@@ -138,9 +127,9 @@ def main() -> None:
     except ImportError as error:
         console.print(f"left out: {error}")
     races = [Race(name, direction, peers) for name in args.only.split(",") for direction in reversed(DIRECTIONS)]
-    with console.status("compiling"):
+    with console.status("compiling"), ThreadPoolExecutor() as pool:
         for one in races:
-            one.compile()
+            one.compile(pool)
     console.print(f"compiled in {time.monotonic() - start:.0f} s")
     turns.begin()
     results: list[dict[str, Any]] = []
