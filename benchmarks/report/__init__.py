@@ -33,6 +33,7 @@ from benchmarks.report import (
 PARTS: dict[str, Callable[[], str]] = {
     "cpu_attention": attention.cpu_attention,
     "gpu_attention": attention.gpu_attention,
+    "gpu_blocks": attention.gpu_blocks,
     "gpu_decode": decode.gpu_decode,
     "gpu_generate": generate.times,
     "gpu_generate_quality": generate.quality,

@@ -162,10 +162,51 @@ def gpu_peers() -> str:
         f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
     )
     sources = [source(f"{name}.json", run, "jax", "flash-attn-4") for name, run in runs.items()]
-    others = dict.fromkeys((*key[:3], r["commit"][:7]) for key, r in by.items() if "commit" in r)
-    also = [f"Of commit {commit}: {', '.join(place)}." for *place, commit in others]
+    others: dict[str, dict[str, None]] = {}
+    for (workload, _, mask, _), r in by.items():
+        if "commit" in r:
+            others.setdefault(r["commit"][:7], {})[f"{workload} with {mask}"] = None
+    also = [f"Of commit {commit}: {'; '.join(places)}." for commit, places in others.items()]
     titles = ["call, direction", "mask", *(heads[name] for name in names)]
     return "\n".join([*table(titles, rows), "", " ".join([state, *sources, *also])])
+
+
+def gpu_blocks() -> str:
+    """Random masks of one density with smaller and smaller blocks."""
+    runs = record.load_all("gpu_blocks_")
+    names = {"xsake": "xsake", "fa4": "FlashAttention-4", "fastvideo": "FastVideo"}
+    lines: list[str] = []
+    for name, run in runs.items():
+        by = {(r["direction"], r["implementation"], r["block_q"], r["block_kv"]): r for r in run["results"]}
+        columns = [
+            (d, who) for d in ("forward", "forward+backward") for who in names if any(k[:2] == (d, who) for k in by)
+        ]
+        first = by["forward", "xsake", 128, 128]
+        rows = [
+            [f"{q} x {kv}", *(_of_blocks(by, d, who, q, kv) for d, who in columns)]
+            for q, kv in dict.fromkeys(key[2:] for key in by)
+        ]
+        heads = ["queries x keys", *(f"{names[who]}, {direction}" for direction, who in columns)]
+        refused = [f"{names[r['implementation']]}, {r['direction']}: {r['why']}" for r in run["results"] if "why" in r]
+        lines += [
+            f"`{first['workload']}`, {first['density']:.0%} of the blocks:",
+            "",
+            *table(heads, rows),
+            "",
+            *(f"- Left out: {words}" for words in refused),
+            source(f"{name}.json", run, "jax", "flash-attn-4", "fastvideo-kernel"),
+            "",
+        ]
+    return "\n".join(lines[:-1])
+
+
+def _of_blocks(by: dict[tuple, dict[str, Any]], direction: str, who: str, q: int, kv: int) -> str:
+    """Milliseconds, and the throughput over ours with blocks of 128."""
+    r = by.get((direction, who, q, kv))
+    if r is None or "why" in r:
+        return ""
+    share = r["tflops"] / by[direction, "xsake", 128, 128]["tflops"]
+    return f"{r['sustained']['median'] * 1e3:.2f} ms ({share:.2f})"
 
 
 def gpu_hops() -> str:

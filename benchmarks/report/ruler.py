@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.ruler.summary import difference
 from benchmarks.ruler.tasks import TASKS
 from xsake.hads.study.bootstrap import Difference
 
+AIMS = {0.2: 2, 0.1: 5}  # by budget: points that HADS may lose
 Scores = dict[str, Any]
 Answers = Callable[[int, str, float], dict[str, float]]  # of (length, method, budget): scores by prompt
 
@@ -31,7 +33,10 @@ def _run(name: str, run: dict[str, Any]) -> str:
         by_length.setdefault(scores["length"], []).append(scores)
     shown = {n for n, found in by_length.items() if sum(_is_whole(s) for s in found) > 1}
     answers = _answers(name)
-    parts = [_length(run, n, by_length[n], answers) for n in sorted(shown, reverse=True)]
+    longest = max(shown)
+    parts = [_length(run, longest, by_length[longest], answers)]
+    if len(shown) > 1:
+        parts += ["", *_every_length({n: by_length[n] for n in sorted(shown)}, answers)]
     cut_off = [_cut_off(n, found) for n, found in by_length.items() if n not in shown]
     origin = " ".join([source(f"{name}.json", run, "jax"), *went_on(run, _name)])
     return "\n".join([*parts, *cut_off, "", origin])
@@ -59,6 +64,7 @@ def _length(run: dict[str, Any], length: int, found: list[Scores], answers: Answ
         "",
         *_undecided(length, found, answers),
     ]
+    lines += _aims(length, found, answers)
     for s in (s for s in found if s["method"] == "hads"):
         lost, won = (
             [task for task in s["tasks"] if sign * (s["tasks"][task] - dense["tasks"][task]) > 0] for sign in (-1, 1)
@@ -78,6 +84,54 @@ def _length(run: dict[str, Any], length: int, found: list[Scores], answers: Answ
             "tasks are not shown."
         )
     return "\n".join(lines)
+
+
+def _aims(length: int, found: list[Scores], answers: Answers) -> list[str]:
+    """Whether HADS is as close to dense as it should be, with the oracle's value beside it."""
+    dense, lines = answers(length, "dense", 1.0), []
+    for budget, points in AIMS.items():
+        lost = {
+            method: -difference(mine, dense).mean
+            for method in ("hads", "oracle_gain")
+            if (mine := answers(length, method, budget))
+        }
+        if "hads" in lost:
+            beside = f"; the oracle: {lost['oracle_gain']:.1f}" if "oracle_gain" in lost else ""
+            reached = "Reached" if lost["hads"] <= points else "Missed"
+            lines.append(
+                f"- The aim of HADS {budget:.0%} is at most {points} points under dense. {reached}: "
+                f"{lost['hads']:.1f}{beside}."
+            )
+    return lines
+
+
+def _every_length(by_length: dict[int, list[Scores]], answers: Answers) -> list[str]:
+    """Averages of all tasks, with the distance from dense on the same prompts."""
+    ways = dict.fromkeys((s["method"], s["budget"]) for found in by_length.values() for s in found)
+    rows, decided = [], Counter[bool]()
+    for method, budget in sorted(ways, key=lambda way: -way[1]):
+        cells = []
+        for length, found in by_length.items():
+            s = next((s for s in found if (s["method"], s["budget"]) == (method, budget)), None)
+            if s is None or not _is_whole(s):
+                cells.append("")
+            elif method == "dense":
+                cells.append(f"{s['average']:.1f}")
+            else:
+                mine = answers(length, method, budget)
+                cells.append(f"{s['average']:.1f}, {_written(difference(mine, answers(length, 'dense', 1.0)))}")
+                if method != "oracle_gain" and (ours := _ours_there(length, s, answers)):
+                    decided[difference(ours, mine).mean > 0] += 1
+        rows.append([_way({"method": method, "budget": budget}), *cells])
+    return [
+        "Averages of the thirteen tasks at every length, and their distance from dense with its 95% interval, all with "
+        f"the profile of {max(by_length)} tokens:",
+        "",
+        *table(["read with", *(f"{n} tokens" for n in by_length)], rows),
+        "",
+        f"- HADS scores higher than a rival at the same length and budget in {decided[True]} of {decided.total()} "
+        "cases.",
+    ]
 
 
 def _answers(name: str) -> Answers:
