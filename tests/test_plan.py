@@ -82,7 +82,7 @@ def points(*pairs):
         (4.0, 200.0, "between"),
         (8.0, 250.0, "between"),  # half way between 4 and 16 in logarithm
         (16.0, 300.0, "beyond"),
-        (500.0, 300.0, "the record's 16.0 or beyond"),
+        (500.0, 500 / (16 / 300 + 484 * (16 / 300 - 4 / 200) / 12), "the record's 16.0 or beyond"),
         (1.0, 50.0, "below the record's 2.0"),
     ],
 )
@@ -99,9 +99,9 @@ def test_the_nearest_call_is_taken():
         (1 << 20, 128, 400.0, "gpu_peers_llama32k.json, llama32k"),
         (16384, 128, 20.0, "gpu_peers_full16k.json, full16k"),
         (16384, 128, 10.0, "gpu_attention.json and gpu_peers_full16k.json, full16k"),
-        (16384, 128, 3.0, "gpu_attention.json, gpt4k"),  # the others have no such short rows
-        (2048, 128, 10.0, "gpu_attention.json, gpt4k"),
-        (1 << 20, 64, 400.0, "gpu_attention.json, gpt4k_d64"),
+        (16384, 128, 3.0, "gpu_peers_gpt4k.json, gpt4k"),  # the others have no such short rows
+        (2048, 128, 10.0, "gpu_peers_gpt4k.json, gpt4k"),
+        (1 << 20, 64, 400.0, "gpu_peers_gpt4k_d64.json, gpt4k_d64"),
         (4096, 32, 1.0, "gpu_peers_gpt4k_d64.json, gpt4k_d64"),
     ):
         found = attention_rate(shipped_points(), keys=keys, head_dim=head_dim, blocks_per_row=blocks, **at)
@@ -351,7 +351,7 @@ def test_command(tmp_path):
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["question"]["device"]["links"]["outside"] == 25
     assert values["best"]["mesh"] in result.output and len(values["predictions"]) > 4
-    assert "gpu_attention.json" in " ".join(values["assumptions"])
+    assert "gpu_peers_gpt4k_d64.json" in " ".join(values["assumptions"])
 
 
 def test_command_with_a_file_and_one_mesh(tmp_path):

@@ -113,8 +113,9 @@ def attention_rate(
     those the nearest in length.
 
     Throughput depends on how many blocks a row of queries walks, which is density times length. Between two recorded
-    numbers it is interpolated, over the logarithm of the number. Above all recorded numbers it is that of the largest.
-    Below all of them the time is taken not to shrink any more, so that the throughput falls with the number of blocks.
+    numbers it is interpolated, over the logarithm of the number. Above all recorded numbers every further block takes
+    as long as a block between the two largest: a row has fixed costs, which weigh less and less. Below all of them the
+    time is taken not to shrink any more, so that the throughput falls with the number of blocks.
     """
     near = [p for p in points if (p.device, p.direction, p.block) == (device, direction, block)]
     if not near:
@@ -159,13 +160,25 @@ def _along(call: list[Point], blocks_per_row: float) -> Rate:
         where = f"{here}: below the record's {least:.1f}, whose time is kept"
         return rate(first.tflops * blocks_per_row / least, where, first)
     if blocks_per_row >= most:
-        return rate(last.tflops, f"{here}: the record's {most:.1f} or beyond, where throughput is kept", last)
+        where = f"{here}: the record's {most:.1f} or beyond, where further blocks take as long as its last"
+        return rate(_beyond(curve, blocks_per_row), where, last)
     (low, before), (high, after) = next(
         pair for pair in itertools.pairwise(curve) if pair[0][0] <= blocks_per_row <= pair[1][0]
     )
     share = math.log(blocks_per_row / low) / math.log(high / low)
     where = f"{here}: between the record's {low:.1f} and {high:.1f}"
     return rate(before.tflops + share * (after.tflops - before.tflops), where, before, after)
+
+
+def _beyond(curve: list[tuple[float, Point]], blocks_per_row: float) -> float:
+    """The throughput of longer rows than are recorded."""
+    most, last = curve[-1]
+    if len(curve) == 1:
+        return last.tflops
+    before, point = curve[-2]
+    time = most / last.tflops
+    each = (time - before / point.tflops) / (most - before)
+    return blocks_per_row / (time + each * (blocks_per_row - most))
 
 
 def rest_rate(rest: Sequence[Rest], *, width: int) -> Rate:
