@@ -18,6 +18,7 @@ from xsake._device import compute_capability, cpu_workers
 from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
 from xsake._trace import interpreting
+from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import (
     mosaic_backward_common,
     mosaic_dkv,
@@ -101,8 +102,11 @@ def unsupported(call: Call) -> str | None:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
     if call.page is not None and call.page % 64:
         return f"page_table: the pages of {call.page} keys must be a multiple of 64"
-    if _short_blocks(call) and (problem := _unknown_short_blocks(call)):
-        return problem
+    if _short_blocks(call):
+        if problem := _unknown_short_blocks(call):
+            return problem
+    elif mask.block_kv % 64:
+        return f"mask.block_kv={mask.block_kv} must be a multiple of 64, or 16, 32 or 48"
     packing = Packing.of(mask.block_q, mask.heads, call.q_heads, call.kv_heads)
     if packing is None:
         return (
@@ -122,14 +126,14 @@ def unsupported(call: Call) -> str | None:
 
 
 def _short_blocks(call: Call) -> bool:
-    """Whether blocks have no whole runs of 64 keys: the forward gathers them into tiles; the gradients are Triton's."""
-    return call.mask.block_kv % 64 != 0
+    """Whether blocks have fewer than 64 keys: the forward gathers them into tiles, and the gradients are Triton's."""
+    return call.mask.block_kv < 64
 
 
 def _unknown_short_blocks(call: Call) -> str | None:
     needs_64 = f"mask.block_kv={call.mask.block_kv} must be a multiple of 64"
     if call.mask.block_kv % 16:
-        return f"{needs_64}, or of 16 where the mask alone decides"
+        return f"{needs_64}, or 16, 32 or 48"
     if call.mask.block_q % 64:
         return f"{needs_64} where mask.block_q={call.mask.block_q} is not"
     for name in ("bias", "q_segments", "kv_segments", "q_positions", "kv_positions", "page_table"):
@@ -228,7 +232,11 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, None]:
-    """(dQ, dK, dV, None): the operation computes the gradient of a bias."""
+    """(dQ, dK, dV, None): the operation computes the gradient of a bias.
+
+    Of blocks under 64 keys the gradients are Triton's, tiled by its own default: `config.dq` and `config.dkv` are of
+    kernels that do not run.
+    """
     if _short_blocks(call) and not config.fused.use:
         return triton.backward(call, triton.default_config(call), lse, delta, d_out, with_bias=with_bias)
     padded, mask = _with_padded_dims(call), call.mask
@@ -282,7 +290,9 @@ def _fused_misfit(call: Call, config: Config) -> str | None:
     if not config.fused.use:
         return None
     if not _fused_knows(call):
-        return "fused: it knows no blocks under 64 queries or keys; use=False runs the kernels for dQ and for dK and dV"
+        return (
+            "fused: it knows no blocks under 64 queries or keys; use=False runs other kernels for dQ and for dK and dV"
+        )
     problem = mosaic_fused_plan.misfit(_padded_shapes(call), config.fused)
     return problem and f"fused: {problem}"
 
@@ -309,6 +319,8 @@ def _interpret() -> Any:
 
 
 def _cut(call: Call) -> Cut | None:
+    if _short_blocks(call) and call.band != Band():  # parts need positions, with which tiles are as short as blocks
+        return None
     return Cut.of(call, workers=2 * hopper_sms(), least_rows=64)  # each warpgroup of a CTA is a worker
 
 

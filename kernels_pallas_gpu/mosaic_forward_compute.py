@@ -243,7 +243,7 @@ class Tile:
         )
 
     def step_of_short_runs(self, step: Any, carry: Any) -> Any:
-        """A partial step whose runs are shorter than a half: all of them, or none."""
+        """A partial step of short runs: the whole tile, if any of them has an element that may attend."""
         plan, first, count = self.plan, self.first_query(), self.plan.packing.queries
         starts = self.warpgroup.starts(self.slot(step))
         live = [plan.rule.any_in_band(first, count, start, plan.unit) & (start >= 0) for start in starts]
@@ -379,7 +379,7 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            short = plan.unit < HALF  # then some may not exist; `partial_step` leaves out longer ones
+            short = plan.unit < HALF  # short runs may not exist; of longer ones `partial_step` leaves those out
             mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, test_runs=short, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)

@@ -253,7 +253,8 @@ class Plan:
     def ahead(self) -> bool:
         """Whether the next tile's first logits are multiplied while this tile's output is written.
 
-        Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill.
+        Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill, and so
+        would the places of eight runs.
         """
         plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
         return self.persistent and self.separate_out and plain and self.parts <= 4

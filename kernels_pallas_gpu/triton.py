@@ -1,6 +1,6 @@
 """The Pallas-Triton backend: NVIDIA GPUs from compute capability 8.0 on.
 
-JAX has deprecated this lowering: only the triton*.py files depend on it.
+JAX has deprecated this lowering: only the triton*.py files write kernels for it.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ SHAPES = {
     "head dims that are padded": dict(head_dim=80, value_dim=96),
     "odd lengths": dict(q_len=333, kv_len=517),
     "one query": dict(q_len=1, kv_len=300),
+    "one query, block 64 x 16": dict(q_len=1, kv_len=300, block_q=64, block_kv=16),
+    "eight queries, block 64 x 32": dict(q_len=8, kv_len=300, block_q=64, block_kv=32, kv_heads=2, mask_heads=2),
     "float16": dict(dtype=jnp.float16),
     "bitmaps": dict(bitmaps="of elements"),
     "bitmaps, D 256": dict(bitmaps="of elements", head_dim=256),
@@ -141,6 +143,7 @@ def _given(call) -> tuple:
             "Dv 64",
             "odd lengths",  # an argument has it below
             "one query",
+            "one query, block 64 x 16",
             "float16",
             "bitmaps",
             "bitmaps, D 256",
@@ -202,6 +205,32 @@ def test_unsupported_names_the_argument():
     assert "dtype" in mosaic.unsupported(make_call(dtype=jnp.float32))
     assert "block_q=32" in mosaic.unsupported(make_call(block_q=32))
     assert "head_dim=320" in mosaic.unsupported(make_call(head_dim=320))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(block_kv=24), "must be a multiple of 64, or 16, 32 or 48"),
+        (dict(block_kv=96), "must be a multiple of 64, or 16, 32 or 48"),
+        (dict(block_kv=16, block_q=16, q_heads=8, kv_heads=2, mask_heads=2), "where mask.block_q=16 is not"),
+        (dict(block_kv=16, bias=jnp.zeros((1, 1, 512, 512), jnp.bfloat16)), "where there is bias"),
+        (dict(block_kv=16, segment_ids=jnp.zeros((2, 512), jnp.int32)), "where there is q_segments"),
+        (dict(block_kv=16, positions=jnp.zeros((2, 512), jnp.int32)), "where there is q_positions"),
+        (dict(block_kv=16, bitmaps="of elements"), "where there are bitmaps"),
+    ],
+)
+def test_short_blocks_name_what_they_do_not_know(given, said):
+    reason = mosaic.unsupported(make_call(**given))
+    assert reason is not None and f"mask.block_kv={given['block_kv']}" in reason and said in reason
+
+
+def test_short_blocks_are_tuned_in_the_forward_alone():
+    call = make_call(block_kv=16)
+    space = mosaic.search_space(call)
+    assert len(space) > 1 and len({(c.dq, c.dkv, c.fused) for c in space}) == 1
+    assert all(mosaic.misfit(call, config) is None for config in space)
+    fused = replace(space[0], fused=replace(space[0].fused, use=True))
+    assert "under 64 queries or keys" in mosaic.misfit(call, fused)
 
 
 def test_a_call_by_name_without_the_gpu_raises():
