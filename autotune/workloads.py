@@ -88,7 +88,7 @@ def _share_below_diagonal(blocks: tuple[int, int], block_q: int, block_kv: int) 
     """The share of each block's area that is below the diagonal: a half, where square blocks are on it."""
 
     def area(x: np.ndarray) -> np.ndarray:
-        """Of the keys before query t, inside a block, from far before the block to query x."""
+        """The integral of clip(t, 0, block_kv) over t up to x."""
         inside = np.clip(x, 0, block_kv)
         return inside * inside / 2 + block_kv * (np.maximum(x, block_kv) - block_kv)
 

@@ -7,13 +7,14 @@
 Random masks of one density with blocks of 16 to 128 keys: the smaller the blocks, the better they fit what matters, and
 the less each copy and each product does. Contestants take turns as in `gpu_peers.py`. FlashAttention-4 takes blocks
 under 128 keys in its forward alone, FastVideo's kernels (ThunderKittens) blocks of 64 x 64 without causality; both are
-raced where they are installed (benchmarks/README.md says how) and agree with our results.
+raced where they are installed (benchmarks/README.md says how) and agree with the result of our forward.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -59,13 +60,13 @@ class Race:
     def compile(self, pool: ThreadPoolExecutor) -> None:
         self.runs = {("xsake", blocks): self.bench.ours(mask) for blocks, mask in self.masks.items()}
         ours = pool.map(lambda run: jax.block_until_ready(run()), self.runs.values())
-        forward, inputs = self.direction == "forward", self.bench.inputs
+        forward, inputs, calls = self.direction == "forward", self.bench.inputs, self.bench.calls
         for (blocks, mask), result in zip(self.masks.items(), list(ours), strict=True):
             if fa4 := self.peers.get("fa4") if forward or blocks == (128, 128) else None:
-                entry = partial(fa4.contestant, self.workload, mask, self.direction, 1, inputs=inputs)
+                entry = partial(fa4.contestant, self.workload, mask, self.direction, calls, inputs=inputs)
                 self.enter("fa4", blocks, result, entry)
             if fastvideo := self.peers.get("fastvideo") if blocks == (64, 64) and not self.workload.is_causal else None:
-                entry = partial(fastvideo.contestant, mask, self.direction, 1, inputs=inputs)
+                entry = partial(fastvideo.contestant, mask, self.direction, calls, inputs=inputs)
                 self.enter("fastvideo", blocks, result, entry)
 
     def enter(self, who: str, blocks: tuple[int, int], ours: Any, make: Callable[[], Callable[[], Any]]) -> None:
@@ -98,10 +99,11 @@ class Race:
         flops = {blocks: self.workload.flops(mask) * products for blocks, mask in self.masks.items()}
         named = {f"{who} {q} x {kv}": run for (who, (q, kv)), run in self.runs.items()}
         found = race(named, rounds, wait, monitor).values()
+        calls = self.bench.calls
         return self.left_out + [
             self.about(who, blocks)
-            | {kind: dataclasses.asdict(times[kind]) for kind in ("burst", "sustained")}
-            | {"tflops": flops[blocks] / times["sustained"].median / 1e12, "chip": times["chip"]}
+            | {kind: dataclasses.asdict(times[kind].per_call(calls)) for kind in ("burst", "sustained")}
+            | {"tflops": flops[blocks] * calls / times["sustained"].median / 1e12, "chip": times["chip"]}
             for (who, blocks), times in zip(self.runs, found, strict=True)
         ]
 
@@ -116,16 +118,13 @@ def main() -> None:
     console, start = Console(width=140), time.monotonic()
     if jax.default_backend() != "gpu":
         raise SystemExit("benchmarks.gpu_blocks needs an NVIDIA GPU, and JAX sees none")
-    peers, wait = {}, jax.block_until_ready
-    try:
-        from benchmarks import fa4_peer, flex_peer
-
-        peers["fa4"], wait = fa4_peer, flex_peer.wait
-        from benchmarks import fastvideo_peer
-
-        peers["fastvideo"] = fastvideo_peer
-    except ImportError as error:
-        console.print(f"left out: {error}")
+    peers = {}
+    for name in ("fa4", "fastvideo"):
+        try:
+            peers[name] = importlib.import_module(f"benchmarks.{name}_peer")
+        except ImportError as error:
+            console.print(f"{name} is left out: {error}")
+    wait = importlib.import_module("benchmarks.flex_peer").wait if peers else jax.block_until_ready
     races = [Race(name, direction, peers) for name in args.only.split(",") for direction in reversed(DIRECTIONS)]
     with console.status("compiling"), ThreadPoolExecutor() as pool:
         for one in races:

@@ -17,6 +17,7 @@ TITLES = {
     "gpu_decode": "One new token against a long cache",
     "gpu_selection": "Tokens that choose their own blocks",
     "gpu_prompt": "Time to the first token",
+    "gpu_blocks": "What small blocks of a mask cost",
     "gpu_generate": "Tokens per second after a long prompt",
     "gpu_generate_quality": "Writing with some of the cache's blocks",
     "gpu_first_call": "What a first call costs",
@@ -97,7 +98,7 @@ def _title(identity: str) -> str:
     if found := re.fullmatch(r"(hads(?:-seed)?)-(?:((?!union|shards).+)-)?(\d+)-(\d+)", identity):
         model = f"{found[2]}, " if found[2] else ""
         return f"{TITLES[found[1]]}: {model}{found[3]} tokens, blocks of {found[4]}"
-    if found := re.fullmatch(r"(gates|gpu_peers|ruler)_(.+)", identity):
+    if found := re.fullmatch(r"(gates|gpu_blocks|gpu_peers|ruler)_(.+)", identity):
         return f"{TITLES[found[1]]}: {found[2].replace('_', ' ')}"
     return identity.replace("_", " ")
 

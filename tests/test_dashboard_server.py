@@ -80,7 +80,7 @@ def test_what_was_not_recorded_is_not_run(tmp_path):
     shutil.copy(ROOT / "benchmarks" / "README.md", tmp_path)
     listed = benchmark_documents.overview(tmp_path / "results")["benchmarks"]
     assert {one["state"] for one in listed} == {"not_run"}
-    names = {re.sub(r"(?<=gates|peers|ruler)_.*|-.*", "", one.id) for one in catalogue(RESULTS)}
+    names = {re.sub(r"(?<=gates|peers|ruler|locks)_.*|-.*", "", one.id) for one in catalogue(RESULTS)}
     assert names <= {one["id"] for one in listed}
     one = benchmark_documents.benchmark(tmp_path / "results", "gpu_attention")
     assert one["tables"] == [] and one["command"] == "python -m benchmarks.gpu_attention --record"

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from typer.testing import CliRunner
@@ -93,6 +94,14 @@ def test_interpolation(blocks, tflops, said):
     assert found.tflops == pytest.approx(tflops) and said in found.source
 
 
+@pytest.mark.parametrize("pairs", [[(4.0, 200.0)], [(4.0, 200.0), (4.1, 300.0)]])
+def test_longer_rows_than_are_recorded_without_a_time_per_block(pairs):
+    found = attention_rate(
+        points(*pairs), device="d", direction=FORWARD, keys=10, head_dim=64, block=128, blocks_per_row=500.0
+    )
+    assert found.tflops == pairs[-1][1]
+
+
 def test_the_nearest_call_is_taken():
     at = dict(device="NVIDIA H200", direction=BOTH, block=128)
     for keys, head_dim, blocks, call in (
@@ -112,6 +121,16 @@ def test_operations_as_the_benchmarks_count_them():
     w = WORKLOADS["llama32k"]
     ours = forward_flops(tokens=w.length, block=w.block, density=1.0, q_heads=w.q_heads, head_dim=w.head_dim)
     assert ours * w.batch == w.flops()
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (128, 16), (16, 64)])
+def test_operations_of_causal_blocks_of_any_shape(blocks):
+    """Those of the elements below the diagonal, and half of those on it."""
+    w = dataclasses.replace(WORKLOADS["cpu4k"], length=512, block=blocks[0], block_kv=blocks[1])
+    mask = w.mask(0.5)
+    seen = np.tril(np.ones((512, 512)), -1) + np.eye(512) / 2
+    listed = np.asarray(mask.to_blocks())[0].repeat(blocks[0], 1).repeat(blocks[1], 2)
+    assert w.flops(mask) == pytest.approx(4 * w.head_dim * w.batch * (listed * seen).sum())
 
 
 def test_the_hops_of_a_ring_are_predicted_as_they_were_recorded():

@@ -187,7 +187,11 @@ def gpu_blocks() -> str:
             for q, kv in dict.fromkeys(key[2:] for key in by)
         ]
         heads = ["queries x keys", *(f"{names[who]}, {direction}" for direction, who in columns)]
-        refused = [f"{names[r['implementation']]}, {r['direction']}: {r['why']}" for r in run["results"] if "why" in r]
+        refused = [
+            f"{names[r['implementation']]}, {r['direction']}, {r['block_q']} x {r['block_kv']}: {r['why']}"
+            for r in run["results"]
+            if "why" in r
+        ]
         lines += [
             f"`{first['workload']}`, {first['density']:.0%} of the blocks:",
             "",

@@ -25,6 +25,7 @@ def source(name: str, run: dict[str, Any], *versions: str, note: str = "") -> st
 def went_on(run: dict[str, Any], named: Callable[[str], str]) -> list[str]:
     """Sentences that say which methods' records an earlier run made, if the run went on from its records."""
     return [
-        f"Of an earlier run, commit {one['environment']['commit'][:7]}: {', '.join(map(named, one['methods']))}."
+        f"Of an earlier run, commit {one['environment']['commit'][:7]}: {', '.join(map(named, one['methods']))}"
+        f"{''.join(f'; {one[what]}' for what in ('lengths', 'tasks', 'samples') if what in one)}."
         for one in run.get("earlier", ())
     ]

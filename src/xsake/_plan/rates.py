@@ -160,8 +160,8 @@ def _along(call: list[Point], blocks_per_row: float) -> Rate:
         where = f"{here}: below the record's {least:.1f}, whose time is kept"
         return rate(first.tflops * blocks_per_row / least, where, first)
     if blocks_per_row >= most:
-        where = f"{here}: the record's {most:.1f} or beyond, where further blocks take as long as its last"
-        return rate(_beyond(curve, blocks_per_row), where, last)
+        where = f"{here}: the record's {most:.1f} or beyond, where a further block takes as long as one of the last"
+        return rate(_beyond(curve, blocks_per_row), where, last, *(p for _, p in curve[-2:-1]))
     (low, before), (high, after) = next(
         pair for pair in itertools.pairwise(curve) if pair[0][0] <= blocks_per_row <= pair[1][0]
     )
@@ -171,14 +171,13 @@ def _along(call: list[Point], blocks_per_row: float) -> Rate:
 
 
 def _beyond(curve: list[tuple[float, Point]], blocks_per_row: float) -> float:
-    """The throughput of longer rows than are recorded."""
+    """The throughput of longer rows than are recorded; the last, where no time between two rows is known."""
     most, last = curve[-1]
-    if len(curve) == 1:
+    before, point = curve[-2] if len(curve) > 1 else curve[-1]
+    time, more = most / last.tflops, most / last.tflops - before / point.tflops
+    if more <= 0:
         return last.tflops
-    before, point = curve[-2]
-    time = most / last.tflops
-    each = (time - before / point.tflops) / (most - before)
-    return blocks_per_row / (time + each * (blocks_per_row - most))
+    return blocks_per_row / (time + more / (most - before) * (blocks_per_row - most))
 
 
 def rest_rate(rest: Sequence[Rest], *, width: int) -> Rate:
