@@ -29,6 +29,7 @@ from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, Transformer, load_pretrained, load_tokenizer
 from xsake.model.prefill import Prompt, read_prompts
+from xsake.model.published import name_of
 
 
 def read(model: Transformer, tokens: np.ndarray, *, room: int = 0, **options: Any) -> tuple[Array, Prompt]:
@@ -91,7 +92,7 @@ def summarise(texts: list[dict[str, Any]], chunks: list[int]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, help="plain text, or .npz files of tokens [N, T] by domain")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default="smollm2", help="a published model, or a GGUF or safetensors file")
     parser.add_argument("--profile", type=Path, help="by default the one that comes with xsake")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--chunk", default="512", help="tokens per chunk; several, comma-separated")
@@ -102,12 +103,14 @@ def main() -> None:
     parser.add_argument("--domains", help="only these, comma-separated")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/hads/chunks-MODEL-LENGTH.json")
+    parser.add_argument("--out", type=Path, help="write that file to another folder")
     given = parser.parse_args()
+    model_name = name_of(given.model)
     budgets, decode = ([float(x) for x in text.split(",")] for text in (given.budgets, given.decode_budgets))
     chunks = [int(x) for x in given.chunk.split(",")]
     dtype = jnp.dtype(given.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     path = given.profile
-    profile = profile_file.shipped(given.model, given.length) if path is None else HadsProfile.load(path)
+    profile = profile_file.shipped(model_name, given.length) if path is None else HadsProfile.load(path)
     encode = load_tokenizer(given.model).encode if any(path.suffix != ".npz" for path in given.texts) else None
     options = dict(length=given.length, limit=given.sequences, encode=encode)
     texts = load_texts(given.texts, domains=given.domains and given.domains.split(","), **options)
@@ -135,9 +138,9 @@ def main() -> None:
             f"written at {row['budget']:5.0%}: KL {row['kl']:.5f} over {row['new_tokens']} tokens, "
             f"{row['same_token']:.1%} the same token"
         )
-    if given.record:
-        settings = {"model": given.model, "length": given.length, "dtype": dtype.name, "profile": repr(profile)}
-        name, where = f"chunks-{given.model}-{given.length}", record.RESULTS / "hads"
+    if where := record.RESULTS / "hads" if given.record else given.out:
+        settings = {"model": model_name, "length": given.length, "dtype": dtype.name, "profile": repr(profile)}
+        name = f"chunks-{model_name}-{given.length}"
         print(record.save(name, results | {"texts": measured}, where, settings=settings))
 
 
