@@ -59,11 +59,9 @@ def _lists(workload: Workload, mask: xsake.BlockMask) -> dict[str, Any]:
     """Blocks below the diagonal are full; blocks on it are tested element by element, as in our kernels."""
     blocks = np.asarray(mask.to_blocks())[0]
     blocks = np.broadcast_to(blocks, (workload.q_heads, *blocks.shape[1:]))
-    first_query, key_after = (
-        np.arange(blocks.shape[1]) * mask.block_q,
-        np.arange(1, blocks.shape[2] + 1) * mask.block_kv,
-    )
-    diagonal = (key_after > first_query[:, None] + 1) & workload.is_causal
+    first_query = np.arange(blocks.shape[1])[:, None] * mask.block_q
+    last_key = np.arange(1, blocks.shape[2] + 1) * mask.block_kv - 1
+    diagonal = (last_key > first_query) & workload.is_causal
     tested, full = blocks & diagonal, blocks & ~diagonal
     rows = [x for active in (tested, full) for x in _compressed(active, workload.batch)]
     columns = [x for active in (tested, full) for x in _compressed(active.swapaxes(1, 2), workload.batch)]

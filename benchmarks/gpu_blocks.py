@@ -49,7 +49,7 @@ class Race:
 
     def __init__(self, name: str, direction: str, peers: dict[str, Any]):
         self.workload, self.direction, self.peers = WORKLOADS[name], direction, peers
-        self.bench = Bench(self.workload, direction, peers.get("fa4"))
+        self.bench = Bench(self.workload, direction, None)
         self.masks = {
             blocks: dataclasses.replace(self.workload, block=blocks[0], block_kv=blocks[1]).mask(DENSITY)
             for blocks in BLOCKS[name]

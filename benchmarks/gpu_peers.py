@@ -139,7 +139,7 @@ class Bench:
         if self.direction != "forward" and self.workload.length > 8192:  # shorter ones sum in one order anyway
             found[ANY_ORDER] = self.ours(mask, deterministic=False)
         # Version 4.0.0b36 reads past its memory with a full mask of several sequences, and takes the process with it;
-        # its backward for these head dims has tiles of 96 keys, which divide no block of 128.
+        # its backward for MLA's head dims has tiles of 96 keys, which divide no block of 128.
         crashes = self.workload.batch > 1 and float(mask.density()) == 1.0
         refuses = self.workload is MLA and self.direction != "forward"
         if self.fa4 and not crashes and not refuses:

@@ -140,6 +140,11 @@ class Tile:
     def slot(self, step: Any) -> Any:
         return slot_of(self.step0 + step, self.plan.stages)
 
+    @property
+    def short_runs(self) -> bool:
+        """Whether 64 keys of a tile are several runs. Then those that do not exist are tested for, not left out."""
+        return self.plan.unit < HALF
+
     def run(self) -> None:
         cta, barriers = self.cta, self.cta.barriers
         plgpu.barrier_wait(barriers.q_ready.at[self.q_slot])
@@ -218,7 +223,7 @@ class Tile:
             return self.step_of_chosen(step, carry)
         if not plan.testable:
             return self.kv_step(step, carry, partial=True)
-        if plan.unit < HALF:
+        if self.short_runs:
             return self.step_of_short_runs(step, carry)
         first_keys = [
             notes[cta.run_field(slot, 0)] + i * HALF if plan.parts == 1 else notes[cta.run_field(slot, i)]
@@ -379,8 +384,8 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            short = plan.unit < HALF  # short runs may not exist; of longer ones `partial_step` leaves those out
-            mask = plan.rule.tile(shape, q_start=self.first_query(), kv_start=starts, test_runs=short, **vectors)
+            where = dict(q_start=self.first_query(), kv_start=starts, test_runs=self.short_runs)
+            mask = plan.rule.tile(shape, **where, **vectors)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits

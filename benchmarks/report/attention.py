@@ -151,9 +151,8 @@ def gpu_peers() -> str:
         cells = []
         for name in names:
             found = by.get((*place, name))
-            against = (
-                f" ({found['tflops'] / peer['tflops']:.2f})" if found and peer and not name.startswith("fa4") else ""
-            )
+            compared = found and peer and not name.startswith("fa4")
+            against = f" ({found['tflops'] / peer['tflops']:.2f})" if compared else ""
             cells.append(f"{found['tflops']:.0f}{against}" if found else "")
         rows.append([", ".join(place[:2]), place[2], *cells])
     clocks = [r["chip"]["sm_mhz"] for r in by.values() if r["chip"]]
