@@ -3,23 +3,27 @@
     python -m benchmarks.gpu_prompt                       Qwen2.5-1.5B at 32768 tokens, SmolLM2 at 8192, print
     python -m benchmarks.gpu_prompt --record              also write benchmarks/results/gpu_prompt.json
     python -m benchmarks.gpu_prompt --out DIR             write the run to DIR
+    python -m benchmarks.gpu_prompt --models FILE.gguf --texts texts.npz --profile FILE     a model's own weights
     python -m benchmarks.gpu_prompt --models tiny --budgets 0.5 --dense xla     a small run, anywhere
 
-Weights are random and the profile is made from them: what is measured is time, which they do not change, since a budget
-fixes how many blocks are kept. A run reads the prompt and computes the logits of the token after it. cuDNN's is one
-program of all layers; xsake's are a program per layer and chunk, as `xsake generate` runs them. `MFU` counts the
-products of one dense forward, with one row of logits, over the chip's peak. The record also has each kernel's time.
+Of a model that is named here, the weights are random and the profile is made from them. A budget fixes how many blocks
+are kept; how they are spread over heads and rows, only a model's own weights show: a file is read with its profile, and
+the first of the texts (a file of `benchmarks.hads.texts`) is the prompt. A run reads the prompt and computes the logits
+of the token after it. cuDNN's is one program of all layers; xsake's are a program per layer and chunk, as `xsake
+generate` runs them. `MFU` counts the products of one dense forward, with one row of logits, over the chip's peak. The
+record also has each kernel's time.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +39,18 @@ from benchmarks.kernel_times import kernel_times
 from xsake._plan.models import PUBLISHED
 from xsake.autotune.timing import race
 from xsake.hads import HadsProfile, calibrate
-from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer
+from xsake.hads.study.texts import load_texts
+from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer, load_pretrained
 from xsake.model.mfu import utilisation
 from xsake.model.prefill import read_prompts
+from xsake.model.published import name_of
 
 MODELS = {
     "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),
     "smollm2-135m": (PRESETS["smollm2-135m"], 8192, 2048),
     "tiny": (PRESETS["tiny"], 512, 256),
 }
+FILES_AS = "qwen2.5-1.5b"  # a model that is a file reads as many tokens as this one, in chunks of as many
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -96,13 +103,37 @@ def reader(model: Transformer, tokens: np.ndarray, **options: Any) -> Callable[[
     return read
 
 
-def contenders_of(name: str, dense: str, budgets: list[float], given: Path | None) -> dict[str, Callable[[], Any]]:
-    config, length, chunk = MODELS[name]
-    model = make(config)
-    block = 64 if length >= 4096 else 16
-    profile = HadsProfile.load(given) if given else profile_of(model, block)
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
-    peer = make(config, partial(jax.nn.dot_product_attention, implementation=dense))
+class Subject(NamedTuple):
+    """What reads, and what it reads."""
+
+    name: str
+    model: Transformer
+    profile: HadsProfile
+    tokens: np.ndarray
+    chunk: int
+
+    @classmethod
+    def named(cls, name: str, profile: Path | None) -> Subject:
+        config, length, chunk = MODELS[name]
+        model = make(config)
+        tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
+        made = HadsProfile.load(profile) if profile else profile_of(model, 64 if length >= 4096 else 16)
+        return cls(name, model, made, tokens, chunk)
+
+    @classmethod
+    def of_file(cls, path: str, profile: Path | None, texts: Path | None) -> Subject:
+        if profile is None or texts is None:
+            raise SystemExit(f"{path} is a file, not one of {', '.join(MODELS)}: it needs --profile and --texts")
+        _, length, chunk = MODELS[FILES_AS]
+        model = load_pretrained(path, param_dtype=jnp.bfloat16)
+        tokens = load_texts([texts], length=length, limit=1)[0].tokens
+        return cls(name_of(path), model, HadsProfile.load(profile), np.asarray(tokens, np.int32), chunk)
+
+
+def contenders_of(subject: Subject, dense: str, budgets: list[float]) -> dict[str, Callable[[], Any]]:
+    _, model, profile, tokens, chunk = subject
+    peer = copy.copy(model)
+    peer.attention_fn = partial(jax.nn.dot_product_attention, implementation=dense)
     weights, tree = jax.tree.flatten(peer)
     contenders: dict[str, Callable[[], Any]] = {
         f"dense by {dense}": partial(whole, tree, weights, jnp.asarray(tokens)[None]),
@@ -123,12 +154,12 @@ def compile_all(runs: Iterable[Callable[[], Any]]) -> None:
             pass
 
 
-def measure(name: str, contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    config, length, _ = MODELS[name]
+def measure(subject: Subject, contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    config, length = subject.model.config, len(subject.tokens)
     times = race(contenders, rounds=rounds)
     flops = config.flops_per_token(length) / 3 - 2 * config.vocab_size * config.width
     return {
-        "model": name,
+        "model": subject.name,
         "length": length,
         "mfu": {
             way: utilisation(flops, length / time.median, jax.devices()[0].device_kind, 1)
@@ -160,7 +191,8 @@ def show(rows: list[dict[str, Any]], dense: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen2.5-1.5b,smollm2-135m", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", default="qwen2.5-1.5b,smollm2-135m", help=f"of {', '.join(MODELS)}; or files")
+    parser.add_argument("--texts", type=Path, help="tokens for a model that is a file")
     parser.add_argument("--budgets", default="0.2,0.1")
     parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
     parser.add_argument("--profile", type=Path, help="of a model with these heads, in place of one that is made here")
@@ -169,12 +201,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     budgets = list(map(float, args.budgets.split(",")))
-    models = {name: contenders_of(name, args.dense, budgets, args.profile) for name in args.models.split(",")}
-    compile_all(run for contenders in models.values() for run in contenders.values())
+    subjects = [
+        Subject.named(name, args.profile) if name in MODELS else Subject.of_file(name, args.profile, args.texts)
+        for name in args.models.split(",")
+    ]
+    contenders = [contenders_of(subject, args.dense, budgets) for subject in subjects]
+    compile_all(run for ways in contenders for run in ways.values())
     turns.begin()
     rows = []
-    for name, contenders in models.items():
-        rows.append(measure(name, contenders, args.rounds))
+    for subject, ways in zip(subjects, contenders, strict=True):
+        rows.append(measure(subject, ways, args.rounds))
         if args.record or args.out:
             record.save("gpu_prompt", rows, *([args.out] if args.out else []))
     show(rows, args.dense)

@@ -69,6 +69,17 @@ def chosen_blocks() -> None:
     both(lambda *x: xsake.selected_attention(*x, indices, implementation="mosaic_gpu"), (q, k, v), d_out)
 
 
+def chunk() -> None:
+    """The last quarter of a prompt. One head's last rows see everything: the forward takes them first, in parts."""
+    queries, offset = LENGTH, CACHE - LENGTH
+    q, k, v, d_out = (normal(seed, 1, n, HEADS, 128) for seed, n in enumerate((queries, CACHE, CACHE, queries)))
+    blocks = np.random.default_rng(0).random((HEADS, queries // 64, CACHE // 64)) < 0.05
+    blocks[1, -8:] = True
+    sizes = dict(block_q=64, block_kv=64, q_len=queries, kv_len=CACHE, local_window_size=(None, offset))
+    mask = xsake.BlockMask.from_blocks(blocks, **sizes)
+    both(lambda *x: xsake.attention(*x, mask, implementation="mosaic_gpu"), (q, k, v), d_out)
+
+
 def few_queries() -> None:
     """One new token against a long cache, in parts, dense and from pages."""
     q, k, v = normal(0, 2, 1, HEADS, 128), normal(1, 2, CACHE, 4, 128), normal(2, 2, CACHE, 4, 128)
@@ -111,6 +122,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "mosaic_gpu, segments and sinks": partial(masked, 128, 64, implementation="mosaic_gpu", with_options=True),
     "mosaic_gpu, one backward kernel": one_backward_kernel,
     "mosaic_gpu, chosen blocks": chosen_blocks,
+    "mosaic_gpu, a chunk of a prompt": chunk,
     "mosaic_gpu, few queries": few_queries,
     "triton, float32": partial(masked, 64, 64, implementation="triton", dtype="float32"),
     "triton, bfloat16": partial(masked, 64, 128, implementation="triton"),

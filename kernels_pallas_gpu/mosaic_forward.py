@@ -26,6 +26,7 @@ from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+from xsake.kernels_pallas_gpu.triton_work_order import merged, room_for_parts, work_order
 
 
 def forward(
@@ -86,6 +87,7 @@ def forward(
         q_vectors=tuple(f"q_{name}" for name in given),
         kv_vectors=tuple(f"kv_{name}" for name in given),
         page=page,
+        own_lists=lists.indices.shape[:2] == (batch_size, heads),
         pairing=Pairing.of(packing.rows, lists.indices.shape[1], heads, num_kv_heads, widest),
         rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
         config=config,
@@ -133,6 +135,10 @@ def forward(
             num_runs=pl.cdiv(kv_len, block_kv) * plan.units_per_block,
         )
 
+    if plan.by_length:
+        order = work_order(lists.row_ptr, section=plan.head_group, workers=plan.num_workers, cut=plan.cuts_rows)
+        options |= order._asdict()
+
     list_operands = [x for x in lists if x is not None]
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
 
@@ -146,12 +152,18 @@ def forward(
             collective_axes="wg",
         )
 
-    out, lse = plgpu.kernel(
+    shapes = [
+        jax.ShapeDtypeStruct((*q.shape[:3], v_head_dim), q.dtype),
+        jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * packing.rows), jnp.float32),
+    ]
+    if plan.cuts_rows:
+        room = room_for_parts(plan.num_workers)
+        shapes.append(jax.ShapeDtypeStruct((room, plan.block_q, v_head_dim), q.dtype))
+        shapes.append(jax.ShapeDtypeStruct((room, plan.block_q), jnp.float32))
+
+    out, lse, *parts = plgpu.kernel(
         entry,
-        out_type=(
-            jax.ShapeDtypeStruct((*q.shape[:3], v_head_dim), q.dtype),
-            jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * packing.rows), jnp.float32),
-        ),
+        out_type=tuple(shapes),
         grid=(plan.num_ctas,),
         grid_names=("cta",),
         num_threads=plan.compute_wgs + plan.workers_per_cta,
@@ -160,6 +172,8 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret or None,
     )(q, k, v, *list_operands, *options.values(), *counter)
+    if plan.cuts_rows:
+        out, lse = merged(order, out, lse, *parts)
     return out[:, :q_len], packing.to_heads(lse)[:, :, :q_len]
 
 

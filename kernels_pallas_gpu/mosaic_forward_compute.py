@@ -14,7 +14,7 @@ from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
-from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD, Q_START, STEPS
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD, PART, Q_START, STEPS
 
 # Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
@@ -432,6 +432,7 @@ class Tile:
     def write(self, acc: Any, m: Any, total: Any) -> None:
         cta, plan, scratch = self.cta, self.plan, self.cta.scratch
         batch, head, first_row = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset, self.q_start()
+        part = self.field(PART)
         plgpu.barrier_arrive(cta.stage(cta.barriers.item_free, slot_of(self.turn, 2)))
         if plan.has_sinks:
             sink = self.sink(batch, head, first_row, m.shape) * jnp.float32(LOG2E)
@@ -450,9 +451,21 @@ class Tile:
         lse_tile = scratch.lse.at[cta.wg]
         lse_tile[...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
         plgpu.commit_smem()
-        rows = pl.ds(first_row, WG_ROWS)
-        plan.packing.store(out_tile, cta.out, batch, first_row, head, commit_group=False)
-        plgpu.copy_smem_to_gmem(lse_tile, cta.lse.at[batch, head, rows], commit_group=False)
+
+        def store_row() -> None:
+            plan.packing.store(out_tile, cta.out, batch, first_row, head, commit_group=False)
+            plgpu.copy_smem_to_gmem(lse_tile, cta.lse.at[batch, head, pl.ds(first_row, WG_ROWS)], commit_group=False)
+
+        def store_part() -> None:
+            rows = pl.ds(self.warpgroup.row_offset, WG_ROWS)
+            for tile, parts in zip((out_tile, lse_tile), cta.parts, strict=True):
+                plgpu.copy_smem_to_gmem(tile, parts.at[part, rows], commit_group=False)
+
+        if plan.cuts_rows:
+            pl.when(part < 0)(store_row)
+            pl.when(part >= 0)(store_part)
+        else:
+            store_row()
         plgpu.commit_smem_to_gmem_group()
         if not plan.separate_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -14,7 +14,7 @@ from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Barriers, Pl
 
 class Cta:
     """`refs`: query, key, value; `num_lists` block lists (3, or 4 with their order); the operands named in `options`;
-    the counter of items, if the schedule is dynamic; out and lse.
+    the counter of items, if the schedule is dynamic; out and lse, and those of parts, if rows are cut.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class Cta:
         self.lists = ListRefs(indices, row_ptr, num_full, order[0] if order else None)
         rest = refs[3 + num_lists :]
         self.options = dict(zip(options, rest, strict=False))
-        *self.counter, self.out, self.lse = rest[len(options) :]
+        rest = rest[len(options) :]
+        self.counter = rest[: plan.dynamic]
+        self.out, self.lse, *self.parts = rest[plan.dynamic :]
         self.wg = lax.axis_index("wg")
         self.ring = lax.rem(self.wg, 2)
         self.worker = lax.axis_index("cta") * plan.workers_per_cta + (self.ring if self._apart else 0)

@@ -17,6 +17,7 @@ from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
+from xsake.kernels_pallas_gpu.triton_work_order import MOST_PARTS
 
 # The first key of a run that does not exist; it is below every key.
 MISSING = -(1 << 30)
@@ -26,6 +27,7 @@ class MemoryWarpgroup:
     def __init__(self, cta: Cta) -> None:
         self.cta, self.plan = cta, cta.plan
         self.capacity = jnp.int32(cta.lists.indices.shape[-1])
+        self.num_items = cta.options["count"][0] if self.plan.cuts_rows else jnp.int32(self.plan.num_items)
         self.consumers = (cta.ring,) if self.plan.pairing is Pairing.APART else range(self.plan.compute_wgs)
 
     def run(self) -> None:
@@ -82,34 +84,68 @@ class MemoryWarpgroup:
         the longest rows of all its heads come first. A number past the end gets the last item, which is then only read.
         """
         plan = self.plan
-        number = lax.min(number, jnp.int32(plan.num_items - 1))
-        section, rest = _divmod(number, plan.head_group * plan.tiles_per_head)
+        section, rest = _divmod(lax.min(number, self.num_items - 1), plan.head_group * plan.tiles_per_head)
         tile, head = _divmod(rest, plan.head_group)
         batch, head = _divmod(section * plan.head_group + head, plan.head_tiles)
         rank, sub = _divmod(tile, plan.subtiles)
         return batch, head * plan.heads_per_tile, rank, sub
 
+    def place_by_length(self, number: Any) -> tuple[Any, Any, Any]:
+        """(section, place in the section's order, tile in the row) of an item."""
+        plan, number = self.plan, lax.min(number, self.num_items - 1)
+        if plan.cuts_rows:  # there are more items than tiles
+            return jnp.int32(0), number, jnp.int32(0)
+        section, rest = _divmod(number, plan.head_group * plan.tiles_per_head)
+        return section, *_divmod(rest, plan.subtiles)
+
     def read_row(self, number: Any) -> Any:
+        """The mask row of an item; where rows come by length, its row and part as `WorkOrder.items` has them."""
+        if self.plan.by_length:
+            section, place, _ = self.place_by_length(number)
+            return self.cta.options["items"][section, place]
         batch, head, rank, _ = self.place(number)
         return self.cta.lists.ranked(*self.list_coords(batch, head), rank)
 
-    def read_item(self, number: Any, row: Any) -> Item:
+    def where(self, number: Any, found: Any) -> tuple[Any, Any, Any, Any]:
+        """(batch, head, mask row, tile in the row) of an item, for which `read_row` returned `found`."""
+        plan = self.plan
+        if not plan.by_length:
+            batch, head, _, sub = self.place(number)
+            return batch, head, found, sub
+        section, _, sub = self.place_by_length(number)
+        head, row = _divmod(lax.div(found, jnp.int32(MOST_PARTS)), plan.num_rows)
+        return *_divmod(section * plan.head_group + head, plan.head_tiles), row, sub
+
+    def part(self, found: Any, entries: Any) -> tuple[Any, Any, Any]:
+        """(first entry, entries, where the results go) of a row's part, for which `read_row` returned `found`."""
+        if not self.plan.cuts_rows:
+            return jnp.int32(0), entries, jnp.int32(-1)
+        row, part = _divmod(found, MOST_PARTS)
+        first, last = _divmod(self.cta.options["parts_of"][0, row], MOST_PARTS)
+        begin, end = (lax.div(entries * i, last + 1) for i in (part, part + 1))
+        return begin, end - begin, jnp.where(last > 0, first + part, -1)
+
+    def read_item(self, number: Any, found: Any) -> Item:
         lists, plan, capacity = self.cta.lists, self.plan, self.capacity
-        batch, head, _, sub = self.place(number)
+        batch, head, row, sub = self.where(number, found)
         b, h = self.list_coords(batch, head)
         begin = lax.min(lists.row_ptr[b, h, row], capacity)
         entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
-        full = lax.min(lists.num_full[b, h, row], entries) if plan.full_is_exact else jnp.int32(0)
+        skipped, entries, part = self.part(found, entries)
+        begin += skipped
+        full = lists.num_full[b, h, row] if plan.full_is_exact else jnp.int32(0)
+        full = lax.clamp(jnp.int32(0), full - skipped, entries)
         units = entries * plan.units_per_block
         steps = lax.div(units + (plan.parts - 1), jnp.int32(plan.parts))
         return Item(
             batch=batch,
             head=head,
             q_start=row * plan.block_q + sub * plan.tile_rows,
+            part=part,
             begin=lax.min(begin, capacity - 1),  # a tile with no keys may begin past the last slot
             units=units,
             full_steps=lax.div(full * plan.units_per_block, jnp.int32(plan.parts)),
-            steps=jnp.where(number < plan.num_items, lax.max(steps, jnp.int32(1)) if plan.ahead else steps, -1),
+            steps=jnp.where(number < self.num_items, lax.max(steps, jnp.int32(1)) if plan.ahead else steps, -1),
         )
 
     def publish(self, turn: Any, item: Item) -> None:

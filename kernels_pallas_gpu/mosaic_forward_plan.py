@@ -18,7 +18,7 @@ from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 class Item(NamedTuple):
     """A query tile (batch, head, first query) and its `units` runs of keys, which begin at list entry `begin`.
-    `steps` is -1 past the last item.
+    `steps` is -1 past the last item. `part`: where the results of a part of a row go; -1 for a whole row.
     """
 
     steps: Any
@@ -26,13 +26,16 @@ class Item(NamedTuple):
     batch: Any
     head: Any
     q_start: Any
+    part: Any
     begin: Any
     units: Any
 
 
-# The memory warpgroup tells the compute warpgroups the first five fields of an item.
-PUBLISHED = 5
-STEPS, FULL_STEPS, BATCH, HEAD, Q_START = range(PUBLISHED)
+MOST_TURNS = 8  # of a worker, for rows to be sorted by length
+
+# The memory warpgroup tells the compute warpgroups the first six fields of an item.
+PUBLISHED = 6
+STEPS, FULL_STEPS, BATCH, HEAD, Q_START, PART = range(PUBLISHED)
 
 
 class Scratch(NamedTuple):
@@ -68,7 +71,8 @@ class Plan:
     """All that is known while tracing, of the call as it is packed: `q_len` and `block_q` are in rows.
 
     `has_row_bits`: the bits of a listed block are one word, a bit per query. `q_vectors`, `kv_vectors`: names of the
-    operands with one number per row or key. `page`: keys per page, or None.
+    operands with one number per row or key. `page`: keys per page, or None. `own_lists`: whether every head of every
+    batch entry has its own lists.
     """
 
     batch_size: int
@@ -91,6 +95,7 @@ class Plan:
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
     page: int | None
+    own_lists: bool
     pairing: Pairing
     rule: ElementRule
     config: ForwardConfig
@@ -196,6 +201,24 @@ class Plan:
         if not self.config.head_group and self.batch_size * self.num_kv_heads * kv_bytes <= HOPPER_L2_BYTES:
             most = heads
         return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the rows of a section come by length, and not rank by rank of its heads (`triton_work_order`).
+
+        The queries of a chunk all have many keys before them. The last ranks of a head that looks broadly would then
+        keep a few workers busy when the others have nothing left to do; where workers take many turns, that is little.
+        """
+        few_turns = self.persistent and self.num_items <= MOST_TURNS * self.num_workers
+        left, right = self.rule.band
+        is_chunk = left is None and right is not None and right > 0
+        return is_chunk and self.own_lists and self.head_group > 1 and few_turns
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether rows that are longer than a worker's share are cut into parts."""
+        all_heads = self.head_group == self.batch_size * self.num_q_heads
+        return self.by_length and all_heads and self.subtiles == 1 and not self.has_sinks
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     # A step is one tile of keys, made of `parts` runs of `unit` keys. A listed block is `units_per_block` runs.

@@ -20,7 +20,8 @@ from contract.target import TARGETS
 
 import xsake
 from xsake._device import cpu_workers
-from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu import mosaic, mosaic_forward
+from xsake.kernels_pallas_gpu import triton_work_order as work_order
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
@@ -98,6 +99,67 @@ def test_one_cta_walks_all_tiles(block_kv):
     assert counts.min() == 0 < counts.max()
     forward = ForwardConfig(q_stages=2, num_ctas=1)
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
+
+
+CHUNK = dict(q_heads=2, kv_heads=1, mask=(1, 2), mask_window=(None, 256), block_q=16, block_kv=16, density=0.15)
+
+
+def chunk_with_long_rows(target, workers, **sizes):
+    """A chunk of a prompt: the last rows of a head look at everything, all others at little."""
+    case = make(target, **(SMALL | CHUNK | sizes))
+    case.blocks[:, 1, -case.blocks.shape[2] // 4 :] = True
+    lengths = np.diff(case.mask().kv_row_ptr)
+    assert lengths.size > workers and lengths.max() > lengths.sum() / workers, "there is something to cut"
+    return case
+
+
+@pytest.mark.timeout(240)
+def test_long_rows_come_first_and_in_parts(monkeypatch):
+    merged = []
+    monkeypatch.setattr(
+        mosaic_forward, "merged", lambda order, *x: merged.append(order) or work_order.merged(order, *x)
+    )
+    monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
+    case = chunk_with_long_rows(TARGET, 2, q_len=32, kv_len=96)
+    forward = ForwardConfig(q_stages=2, num_ctas=1)
+    check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
+    assert merged
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_q", [16, 32])
+def test_long_rows_come_first_and_in_parts_on_hopper(block_q):
+    """The rows of 64 or 128 queries are more than the workers, and the long ones longer than a worker's share."""
+    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
+    sizes = dict(batch=2, q_heads=16, mask=(2, 16), kv_heads=2, q_len=500, kv_len=564)
+    check_run(hopper, chunk_with_long_rows(hopper, 264 * 16 // block_q, **sizes, block_q=block_q))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_order_of_work(cut):
+    lengths = np.random.default_rng(0).integers(0, 30, (1, 4, 33)) + 200 * (np.arange(33) > 30)
+    pointers = np.concatenate([np.zeros((1, 4, 1)), lengths.cumsum(-1)], -1).astype(np.int32)
+    workers, lengths = 20, lengths.reshape(1 if cut else 2, -1)
+    with xsake.interpret():
+        order = work_order.work_order(jnp.asarray(pointers), section=4 if cut else 2, workers=workers, cut=cut)
+    items, (count,), parts_of = map(np.asarray, order)
+    most = work_order.MOST_PARTS
+    share = max(-(-lengths.sum() // workers), work_order.LEAST_BLOCKS)
+    parts = np.clip(-(-lengths // share), 1, most) if cut else np.ones_like(lengths)
+    assert count == parts[0].sum() and (parts.max() > 1) == cut
+    for own, length, count_of, code in zip(items, lengths, parts, parts_of, strict=True):
+        rows, numbers = own[:count] // most, own[:count] % most
+        assert np.array_equal(
+            np.sort(own[:count]), [row * most + i for row, n in enumerate(count_of) for i in range(n)]
+        )
+        assert (np.diff(-(-length[rows] // count_of[rows])) <= 0).all(), "the longest come first"
+        assert np.array_equal(code[:-1] % most, count_of - 1) and numbers.max() < count_of.max()
+        slots = np.concatenate(
+            [first + np.arange(n) for first, n in zip(code // most, count_of, strict=False) if n > 1] or [[]]
+        )
+        assert np.array_equal(np.sort(slots), np.arange(len(slots))) and len(slots) <= work_order.room_for_parts(
+            workers
+        )
 
 
 @pytest.mark.slow
