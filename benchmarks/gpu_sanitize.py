@@ -4,8 +4,9 @@ python -m benchmarks.gpu_sanitize             print (needs `compute-sanitizer`)
 python -m benchmarks.gpu_sanitize --record    also write benchmarks/results/gpu_sanitize.json
 python -m benchmarks.gpu_sanitize --out DIR   write the run to DIR
 
-Every call of `sanitized_calls.py` runs once in a process of its own. Races are looked for only in the Mosaic kernels:
-in Triton's, the compiler places the barriers. A call that fails or takes too long is recorded with the reason.
+Every call of `sanitized_calls.py` runs once in a process of its own; the record is written as they end. Races are
+looked for only in the Mosaic kernels: in Triton's, the compiler places the barriers. A call that fails or takes too
+long is recorded with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--processes", type=int, help="at a time; by default by the number of cores")
     parser.add_argument("--run", choices=CALLS, help="run a call itself (for compute-sanitizer)")
     args = parser.parse_args()
     if args.run:
         return CALLS[args.run]()
     work = [(name, tool) for name in CALLS for tool in TOOLS if tool == "memcheck" or "mosaic" in name]
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda one: sanitize(*one), work))
-    for r in results:
-        print(f"{r['case']:40} {r['tool']:10} {r.get('why') or str(r['errors']) + ' errors'}")
-    if out := record.RESULTS if args.record else args.out:
-        record.save("gpu_sanitize", results, out)
+    out = record.RESULTS if args.record else args.out
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    results: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(args.processes) as pool:
+        waiting = {pool.submit(sanitize, *one): one for one in work}
+        for done in as_completed(waiting):
+            r = found[waiting[done]] = done.result()
+            print(f"{r['case']:40} {r['tool']:10} {r.get('why') or str(r['errors']) + ' errors'}", flush=True)
+            results = [found[one] for one in work if one in found]
+            if out:
+                record.save("gpu_sanitize", results, out)
     sys.exit(any(r["errors"] != 0 for r in results))
 
 
