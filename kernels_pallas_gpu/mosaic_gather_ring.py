@@ -100,6 +100,27 @@ class GatherRing:
 
         start_copy(source, target, self.ready, _int32(slot))
 
+    def tell(self, numbers: Any, slot: Any, place: Any, value: Any) -> None:
+        """Writes a number for those who wait for the tile.
+
+        The thread that arrives writes it. Other threads could be late by a whole ring, and write over the next tile's.
+        """
+        if self.interpret:
+            numbers[slot, place] = value
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
+        def store(_: Any, target: Any, value: Any) -> None:
+            mgpu_utils.inline_ptx(
+                "@$0 st.shared.b32 [$1], $2;",
+                _one_thread(),
+                mgpu_utils.memref_ptr(target),
+                _scalar(value),
+                has_side_effects=True,
+            )
+
+        store(numbers.at[slot, pl.ds(place, 1)], _int32(value))
+
     def complete(self, slot: Any) -> None:
         """After the last copy of a tile."""
         if self.interpret:

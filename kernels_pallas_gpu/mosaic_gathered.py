@@ -274,8 +274,8 @@ def dkv(
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
-                numbers[slot, piece] = query
-                numbers[slot, pieces] = lowest
+                ring.tell(numbers, slot, piece, query)
+                ring.tell(numbers, slot, pieces, lowest)
                 row = piece * group
                 for x_ref, x_smem in ((q_ref, q_smem), (do_ref, do_smem)):
                     ring.copy_heads(x_ref, (b, query, h * group), x_smem, slot, row, group)
