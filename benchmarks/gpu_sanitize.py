@@ -42,7 +42,11 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
         return {"case": name, "tool": tool, "errors": None, "why": f"not done after {LIMIT} s"}
     said = done.stdout + done.stderr
     errors = errors_in(said, done.returncode)
-    why = {} if errors is not None else {"why": f"failed with exit code {done.returncode}: {said[-1000:]}"}
+    why: dict[str, str] = {}
+    if errors is None:
+        why = {"why": f"failed with exit code {done.returncode}: {said[-1000:]}"}
+    elif errors:
+        why = {"said": said[:4000]}
     return {"case": name, "tool": tool, "errors": errors} | why
 
 

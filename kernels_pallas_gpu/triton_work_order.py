@@ -19,7 +19,9 @@ from xsake.hads.mask.triton_call import iota, triton_call, whole
 
 MOST_PARTS = 4  # of a row
 LEAST_BLOCKS = 16  # of a part: fewer would not pay for the merge
-_ROWS, _OTHERS = 64, 256  # rows of a program, and rows that they are compared with at a time
+_ROWS, _OTHERS = 8, 1024  # rows of a program, and rows at most that they are compared with at a time
+_WARPS = 8
+_HIGH = 1 << 16  # above every number of items
 
 
 class WorkOrder(NamedTuple):
@@ -47,7 +49,9 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
     sections, rows = pointers.shape[0], section * n
     if cut and sections > 1:
         raise ValueError(f"{sections} sections: rows are cut where one section has all heads")
-    slots = rows + cut * workers
+    slots, at_once = rows + cut * workers, min(_OTHERS, pl.next_power_of_2(rows))
+    if slots >= _HIGH:
+        raise ValueError(f"{slots} items are more than this order knows: fewer than {_HIGH}")
 
     def kernel(pointer_ref: Any, items_ref: Any, count_ref: Any, parts_ref: Any) -> None:
         def length_of(row: Array) -> Array:
@@ -56,10 +60,10 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
             return end - begin
 
         def others(step: Any) -> Array:
-            return step * _OTHERS + iota(_OTHERS)
+            return step * at_once + iota(at_once)
 
         def over_others(add: Any, zero: Any) -> Any:
-            return lax.fori_loop(0, pl.cdiv(rows, _OTHERS), add, zero)
+            return lax.fori_loop(0, pl.cdiv(rows, at_once), add, zero)
 
         if cut:
             total = over_others(lambda step, so_far: so_far + length_of(others(step)).sum(), jnp.int32(0))
@@ -78,21 +82,18 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
         parts, longest = parts_and_longest(row)
 
         def add(step: Any, carry: Any) -> Any:
-            place, slot, count = carry
+            """Two numbers in one: parts of all rows, and _HIGH times parts of rows that are cut."""
+            before, count = carry
             other = others(step)
-            their_parts, their_longest = (x[None] for x in parts_and_longest(other))
-            earlier = (their_longest > longest[:, None]) | (
-                (their_longest == longest[:, None]) & (other[None] < row[:, None])
+            their_parts, their_longest = parts_and_longest(other)
+            both = their_parts + jnp.where(their_parts > 1, their_parts * _HIGH, 0)
+            earlier = (their_longest[None] > longest[:, None]) | (
+                (their_longest[None] == longest[:, None]) & (other[None] < row[:, None])
             )
-            before = jnp.where(earlier, their_parts, 0)
-            return (
-                place + before.sum(1),
-                slot + jnp.where(their_parts > 1, before, 0).sum(1),
-                count + their_parts.sum(),
-            )
+            return before + jnp.where(earlier, both[None], 0).sum(1), count + their_parts.sum()
 
-        zeros = jnp.zeros(_ROWS, jnp.int32)
-        place, slot, count = over_others(add, (zeros, zeros, jnp.int32(0)))
+        before, count = over_others(add, (jnp.zeros(_ROWS, jnp.int32), jnp.int32(0)))
+        place, slot = lax.rem(before, jnp.int32(_HIGH)), lax.div(before, jnp.int32(_HIGH))
         for part in range(MOST_PARTS if cut else 1):
             # Interpretation writes masked elements too: a spare slot takes those.
             there = exists & (part < parts)
@@ -110,7 +111,7 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
             ((1,), jnp.int32, whole(1)),
             ((sections, rows + 1), jnp.int32, whole(None, rows + 1)),
         ],
-        num_warps=4,
+        num_warps=_WARPS,
     )
     return WorkOrder(items, count, parts_of)
 
