@@ -42,20 +42,26 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
         return {"case": name, "tool": tool, "errors": None, "why": f"not done after {LIMIT} s"}
     said = done.stdout + done.stderr
     errors = errors_in(said, done.returncode)
-    why: dict[str, str] = {}
+    row: dict[str, Any] = {"case": name, "tool": tool, "errors": errors}
     if errors is None:
-        why = {"why": f"failed with exit code {done.returncode}: {said[-1000:]}"}
-    elif errors:
-        why = {"said": said[:4000]}
-    return {"case": name, "tool": tool, "errors": errors} | why
+        row["why"] = f"failed with exit code {done.returncode}: {said[-1000:]}"
+    if warnings := warnings_in(said):
+        row["warnings"] = warnings
+    if errors or warnings:
+        row["said"] = said[:4000]
+    return row
 
 
 def errors_in(said: str, code: int = 0) -> int | None:
     """The number of errors that the sanitizer counted; None if it gives no number, or if the program failed."""
-    counts = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", said)
+    counts = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) error)", said)
     if not counts or (code and not any(int(a or b) for a, b in counts)):
         return None
     return sum(int(a or b) for a, b in counts)
+
+
+def warnings_in(said: str) -> int:
+    return sum(map(int, re.findall(r"RACECHECK SUMMARY: .*, (\d+) warning", said)))
 
 
 def main() -> None:

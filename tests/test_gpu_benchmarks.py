@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked_peer, gpu_packing, gpu_selection
-from benchmarks.report import packing, selection_peers
+from benchmarks import checked_peer, gpu_packing, gpu_prompt, gpu_sanitize, gpu_selection
+from benchmarks.report import packing, peer_aims, selection_peers
 
 X = jnp.arange(1.0, 5.0)
 OURS = {"output": 2 * X}
@@ -142,3 +142,28 @@ def test_missed_aims_of_packing_are_named():
 
 def test_the_cpu_has_no_raw_triton():
     assert jax.default_backend() != "cpu" or gpu_selection.variants_of("raw_triton", 16) == "it needs an NVIDIA GPU"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "errors", "warnings"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, 0, 0),
+        ("========= ERROR SUMMARY: 2 errors", 1, 2, 0),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0, 0),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)", 1, 2, 1),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", 0, 0, 1),
+        ("========= ERROR SUMMARY: 0 errors", 1, None, 0),
+        ("no such tool", 127, None, 0),
+    ],
+)
+def test_what_the_sanitizer_says_is_counted(said, code, errors, warnings):
+    assert gpu_sanitize.errors_in(said, code) == errors and gpu_sanitize.warnings_in(said) == warnings
+
+
+def test_a_value_that_rounds_to_its_aim_is_not_missed():
+    assert [peer_aims._value(x, 1.05) for x in (1.046, 1.044)] == ["1.05", "1.04, missed"]
+
+
+def test_a_models_file_needs_its_profile_and_a_text():
+    with pytest.raises(SystemExit, match=r"x\.gguf is a file, .* it needs --profile and --texts"):
+        gpu_prompt.Subject.of_file("x.gguf", None, None)
