@@ -107,7 +107,10 @@ class MemoryWarpgroup:
         return self.cta.lists.ranked(*self.list_coords(batch, head), rank)
 
     def where(self, number: Any, found: Any) -> tuple[Any, Any, Any, Any]:
-        """(batch, head, mask row, tile in the row) of an item, for which `read_row` returned `found`."""
+        """(batch, head, mask row, tile in the row) of an item, for which `read_row` returned `found`.
+
+        By length there is one head per tile: heads of a pair share their lists.
+        """
         plan = self.plan
         if not plan.by_length:
             batch, head, _, sub = self.place(number)

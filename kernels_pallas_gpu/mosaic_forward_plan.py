@@ -14,6 +14,7 @@ from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ElementRule
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+from xsake.kernels_pallas_gpu.triton_work_order import MOST_ITEMS
 
 
 class Item(NamedTuple):
@@ -212,13 +213,18 @@ class Plan:
         few_turns = self.persistent and self.num_items <= MOST_TURNS * self.num_workers
         left, right = self.rule.band
         is_chunk = left is None and right is not None and right > 0
-        return is_chunk and self.own_lists and self.head_group > 1 and few_turns
+        known = self.num_items + self.num_workers <= MOST_ITEMS
+        return is_chunk and self.own_lists and self.head_group > 1 and few_turns and known
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether rows that are longer than a worker's share are cut into parts."""
+        """Whether rows that are longer than a worker's share are cut into parts.
+
+        Not with a bias: beside one of -1e9, an lse does not tell how much a part weighs.
+        """
+        plain = not self.has_sinks and not self.has_bias and self.packing.group == 1
         all_heads = self.head_group == self.batch_size * self.num_q_heads
-        return self.by_length and all_heads and self.subtiles == 1 and not self.has_sinks
+        return self.by_length and all_heads and self.subtiles == 1 and plain
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     # A step is one tile of keys, made of `parts` runs of `unit` keys. A listed block is `units_per_block` runs.

@@ -2,11 +2,13 @@
 
 A chunk of a prompt has few rows, and those of a head that looks broadly are much longer than others. Each worker would
 take three or so, and the worker with the longest would keep the others waiting. One kernel finds the order, another
-merges the results of rows that were cut by their lse. Lowered by Pallas-Triton: XLA would sort in several kernels.
+merges the results of rows that were cut by their lse, which rounds them once more than others. Lowered by
+Pallas-Triton: XLA would sort in several kernels.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,22 +21,23 @@ from xsake.hads.mask.triton_call import iota, triton_call, whole
 
 MOST_PARTS = 4  # of a row
 LEAST_BLOCKS = 16  # of a part: fewer would not pay for the merge
+MOST_ITEMS = (1 << 15) - 1  # so that two numbers of them are one number of 32 bits
 _ROWS, _OTHERS = 8, 1024  # rows of a program, and rows at most that they are compared with at a time
 _WARPS = 8
-_HIGH = 1 << 16  # above every number of items
+_HIGH = MOST_ITEMS + 1
 
 
 class WorkOrder(NamedTuple):
     """Rows are numbered head * n + row, the head counted in its section.
 
     `items`: row * MOST_PARTS + part, in the order of the work; there are `count` of them in every section, and what
-    follows is anything. `parts_of`: for every row its number of parts less one, and MOST_PARTS times the number of its
-    first part among the parts of all rows that are cut.
+    follows is anything. `parts_of`: for every row its number of parts less one and, if it is cut, MOST_PARTS times the
+    number of its first part among the parts of all such rows; after the last row follows a number that means nothing.
     """
 
     items: Int[Array, "sections slots"]
     count: Int[Array, "1"]
-    parts_of: Int[Array, "sections rows"]
+    parts_of: Int[Array, "sections rows_and_one"]
 
 
 def room_for_parts(workers: int) -> int:
@@ -50,8 +53,8 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
     if cut and sections > 1:
         raise ValueError(f"{sections} sections: rows are cut where one section has all heads")
     slots, at_once = rows + cut * workers, min(_OTHERS, pl.next_power_of_2(rows))
-    if slots >= _HIGH:
-        raise ValueError(f"{slots} items are more than this order knows: fewer than {_HIGH}")
+    if rows + workers > MOST_ITEMS:
+        raise ValueError(f"{rows} rows for {workers} workers: together they must be at most {MOST_ITEMS}")
 
     def kernel(pointer_ref: Any, items_ref: Any, count_ref: Any, parts_ref: Any) -> None:
         def length_of(row: Array) -> Array:
@@ -63,10 +66,10 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
             return step * at_once + iota(at_once)
 
         def over_others(add: Any, zero: Any) -> Any:
-            return lax.fori_loop(0, pl.cdiv(rows, at_once), add, zero)
+            return lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(rows, at_once)), add, zero)
 
         if cut:
-            total = over_others(lambda step, so_far: so_far + length_of(others(step)).sum(), jnp.int32(0))
+            total = over_others(lambda step, so_far: so_far + _sum(length_of(others(step))), jnp.int32(0))
             share = lax.max(lax.div(total + (workers - 1), jnp.int32(workers)), jnp.int32(LEAST_BLOCKS))
 
         def parts_and_longest(row: Array) -> tuple[Array, Array]:
@@ -90,7 +93,7 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
             earlier = (their_longest[None] > longest[:, None]) | (
                 (their_longest[None] == longest[:, None]) & (other[None] < row[:, None])
             )
-            return before + jnp.where(earlier, both[None], 0).sum(1), count + their_parts.sum()
+            return before + _sum(jnp.where(earlier, both[None], 0), 1), count + _sum(their_parts)
 
         before, count = over_others(add, (jnp.zeros(_ROWS, jnp.int32), jnp.int32(0)))
         place, slot = lax.rem(before, jnp.int32(_HIGH)), lax.div(before, jnp.int32(_HIGH))
@@ -116,6 +119,10 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
     return WorkOrder(items, count, parts_of)
 
 
+def _sum(x: Array, axis: int | None = None) -> Array:
+    return x.sum(axis, dtype=jnp.int32)
+
+
 def merged(
     order: WorkOrder,
     out: Float[Array, "B T H Dv"],
@@ -125,48 +132,39 @@ def merged(
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H N"]]:
     """`out` and `lse` with the results of rows that were cut, from those of their parts."""
     (_, length, heads, dim), (_, _, padded), block = out.shape, lse.shape, parts.shape[1]
-    n, columns = padded // block, pl.next_power_of_2(dim)
+    n, width = padded // block, min(dim & -dim, 64)  # columns at a time
 
     def kernel(
         of_row: Any, parts_ref: Any, parts_lse_ref: Any, _out: Any, _lse: Any, out_ref: Any, lse_ref: Any
     ) -> None:
         number = pl.program_id(0)
-        code = of_row[0, number]
-        first, last = lax.div(code, jnp.int32(MOST_PARTS)), lax.rem(code, jnp.int32(MOST_PARTS))
+        first, last = (f(of_row[0, number], jnp.int32(MOST_PARTS)) for f in (lax.div, lax.rem))
 
         @pl.when(last > 0)
         def _merge() -> None:
             head, row = lax.div(number, jnp.int32(n)), lax.rem(number, jnp.int32(n))
             batch, head = lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads))
-            query, column = iota(block), iota(columns)
-            inside = jnp.broadcast_to((column < dim)[None], (block, columns))
+            rows = pl.ds(row * block, block)
 
             def lse_of(part: int) -> Array:
                 there = jnp.broadcast_to(part <= last, (block,))
                 return plgpu.load(parts_lse_ref.at[first + part, pl.ds(0, block)], mask=there, other=-jnp.inf)
 
             own = [lse_of(part) for part in range(MOST_PARTS)]
-            peak = own[0]
-            for x in own[1:]:
-                peak = jnp.maximum(peak, x)
+            peak = functools.reduce(jnp.maximum, own)
             safe = jnp.where(peak == -jnp.inf, 0.0, peak)
             weights = [jnp.exp(x - safe) for x in own]
-            total = weights[0]
-            for x in weights[1:]:
-                total += x
+            total = functools.reduce(jnp.add, weights)
             inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-            found = jnp.zeros((block, columns), jnp.float32)
-            for part, weight in enumerate(weights):
-                ref = parts_ref.at[first + part, pl.ds(0, block), pl.ds(0, columns)]
-                x = plgpu.load(ref, mask=inside & (part <= last), other=0.0).astype(jnp.float32)
-                found += x * (weight * inverse)[:, None]
-            begin = row * block
-            plgpu.store(
-                out_ref.at[batch, pl.ds(begin, block), head, pl.ds(0, columns)],
-                found.astype(out_ref.dtype),
-                mask=inside & (begin + query < length)[:, None],
-            )
-            lse_ref[batch, head, pl.ds(begin, block)] = jnp.where(total == 0.0, -jnp.inf, safe + jnp.log(total))
+            exists = jnp.broadcast_to((row * block + iota(block) < length)[:, None], (block, width))
+            for begin in range(0, dim, width):
+                columns, found = pl.ds(begin, width), jnp.zeros((block, width), jnp.float32)
+                for part, weight in enumerate(weights):
+                    there = jnp.broadcast_to(part <= last, (block, width))
+                    x = plgpu.load(parts_ref.at[first + part, pl.ds(0, block), columns], mask=there, other=0.0)
+                    found += x.astype(jnp.float32) * (weight * inverse)[:, None]
+                plgpu.store(out_ref.at[batch, rows, head, columns], found.astype(out_ref.dtype), mask=exists)
+            lse_ref[batch, head, rows] = jnp.where(total == 0.0, -jnp.inf, safe + jnp.log(total))
 
     arrays = (order.parts_of, parts, parts_lse, out, lse)
     found, found_lse = triton_call(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
+from sweep import sweep
 
 import xsake
 from xsake._device import cpu_workers
@@ -113,22 +114,32 @@ def chunk_with_long_rows(target, workers, **sizes):
     return case
 
 
+CHUNKS = {
+    "in parts": dict(),
+    "in parts, head_dim 96": dict(head_dim=96, value_dim=96),
+    "whole, with a bias": dict(bias=(1, 1, 1, 0)),
+    "whole, with sinks": dict(sinks=(2,)),
+    "whole, packed heads": dict(q_len=8, kv_len=72, q_heads=8, kv_heads=2, block_q=4),
+}
+
+
 @pytest.mark.timeout(240)
-def test_long_rows_come_first_and_in_parts(monkeypatch):
-    merged = []
-    monkeypatch.setattr(
-        mosaic_forward, "merged", lambda order, *x: merged.append(order) or work_order.merged(order, *x)
-    )
+@pytest.mark.parametrize("name", sweep(CHUNKS, slow=["in parts", "whole, with a bias", "whole, with sinks"]))
+def test_long_rows_come_first(monkeypatch, name):
+    ordered, merged = [], []
+    of_order, of_merge = work_order.work_order, work_order.merged
+    monkeypatch.setattr(mosaic_forward, "work_order", lambda *x, **y: ordered.append(y) or of_order(*x, **y))
+    monkeypatch.setattr(mosaic_forward, "merged", lambda *x: merged.append(x) or of_merge(*x))
     monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
-    case = chunk_with_long_rows(TARGET, 2, q_len=32, kv_len=96)
+    case = chunk_with_long_rows(TARGET, 2, **(dict(q_len=32, kv_len=96) | CHUNKS[name]))
     forward = ForwardConfig(q_stages=2, num_ctas=1)
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
-    assert merged
+    assert ordered and bool(merged) == name.startswith("in parts")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_q", [16, 32])
-def test_long_rows_come_first_and_in_parts_on_hopper(block_q):
+def test_long_rows_come_first_on_hopper(block_q):
     """The rows of 64 or 128 queries are more than the workers, and the long ones longer than a worker's share."""
     hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
     sizes = dict(batch=2, q_heads=16, mask=(2, 16), kv_heads=2, q_len=500, kv_len=564)
