@@ -111,7 +111,7 @@ def search_space(
         for q_stages in (2, 1)
         for num_ctas in (hopper_sms(), 0)
     ]
-    configs[:0] = [dataclasses.replace(first, head_group=n) for n in (4, 8, 16, 64)]
+    configs[:0] = [dataclasses.replace(first, head_group=n) for n in (1, 2, 4, 8, 16, 64)]
     if pairing in (Pairing.ROWS, Pairing.HEADS):
         configs.insert(0, dataclasses.replace(first, take_turns=False))
     return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]

@@ -6,6 +6,7 @@ import dataclasses
 import reprlib
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 _ALLOWED, _BEFORE = "allowed", "before"
@@ -62,8 +63,14 @@ def check_fields(config: Any) -> None:
             raise ValueError(f"{field.name}={reprlib.repr(value)} must be {words}")
 
 
+@cache
+def hints(config: type) -> Mapping[str, Any]:
+    """The types of a configuration's fields; asked in every call outside jit."""
+    return typing.get_type_hints(config)
+
+
 def _instance_of(config: type, name: str) -> tuple[Callable[[Any], bool], str]:
-    kind: Any = typing.get_type_hints(config)[name]
+    kind: Any = hints(config)[name]
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(f"{config.__name__}.{name} must declare its values: use whole, one_of or flag")
     return lambda value: isinstance(value, kind), f"a {kind.__name__}"

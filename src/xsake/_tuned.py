@@ -16,7 +16,7 @@ from xsake import _kernel_hash, _registry, tuning_db
 from xsake._backend import Backend, Call
 from xsake._buckets import density_bucket
 from xsake._device import device_kind
-from xsake._fields import from_stored
+from xsake._fields import from_stored, hints
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import Found, Key
 
@@ -79,7 +79,7 @@ def directions(backend: Backend) -> tuple[str, ...]:
 
 def make_part(backend: Backend, direction: str, values: Any) -> Any:
     """One direction's configuration from stored values."""
-    return from_stored(typing.get_type_hints(backend.Config)[direction], values)
+    return from_stored(hints(backend.Config)[direction], values)
 
 
 def key_of(name: str, call: Call, direction: str) -> Key:
