@@ -33,7 +33,6 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-import xsake
 from benchmarks import record, turns
 from benchmarks.kernel_times import kernel_times
 from xsake._plan.models import PUBLISHED
@@ -58,11 +57,11 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
 
 
-def make(config: ModelConfig, attention_fn: Any = xsake.attention) -> Transformer:
+def make(config: ModelConfig) -> Transformer:
     """With random weights, drawn array by array: one program for all of them takes a GPU 100 s to compile."""
 
     def shapes_of() -> Transformer:
-        return Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, attention_fn=attention_fn)
+        return Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
 
     graph, shapes = nnx.split(nnx.eval_shape(shapes_of))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))

@@ -26,7 +26,8 @@ from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
-from xsake.kernels_pallas_gpu.triton_work_order import merged, room_for_parts, work_order
+from xsake.kernels_pallas_gpu.triton_merge import merged_rows
+from xsake.kernels_pallas_gpu.triton_work_order import room_for_parts, work_order
 
 
 def forward(
@@ -173,7 +174,7 @@ def forward(
         interpret=interpret or None,
     )(q, k, v, *list_operands, *options.values(), *counter)
     if plan.cuts_rows:
-        out, lse = merged(order, out, lse, *parts)
+        out, lse = merged_rows(order, out, lse, *parts)
     return out[:, :q_len], packing.to_heads(lse)[:, :, :q_len]
 
 

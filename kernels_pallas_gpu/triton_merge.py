@@ -1,20 +1,23 @@
-"""The results of few queries from those of their parts (`_few_queries`) in one kernel, where XLA would run six.
+"""Results from those of their parts, by their lse, in one kernel: of few queries (`_few_queries`), where XLA would run
+six, and of long rows (`triton_work_order`).
 
 Decoding waits for every kernel of every layer, however small. Lowered by Pallas-Triton.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
 
 from xsake._few_queries import FewQueries
-from xsake.hads.mask.triton_call import iota, triton_call
+from xsake.hads.mask.triton_call import iota, triton_call, whole
+from xsake.kernels_pallas_gpu.triton_work_order import MOST_PARTS, WorkOrder
 
 _MOST_NUMBERS = 64 * 128  # of the parts' outputs in a program's registers
 
@@ -87,3 +90,62 @@ def merged(
         num_warps=4,
     )
     return found[..., :d], total[..., 0]
+
+
+def merged_rows(
+    order: WorkOrder,
+    out: Float[Array, "B T H Dv"],
+    lse: Float[Array, "B H N"],
+    parts: Float[Array, "P block Dv"],
+    parts_lse: Float[Array, "P block"],
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H N"]]:
+    """`out` and `lse` with the results of the rows that a `WorkOrder` cut, from those of their parts.
+
+    The parts were rounded before, so that these rows are rounded once more than others.
+    """
+    (_, length, heads, dim), (_, _, padded), block = out.shape, lse.shape, parts.shape[1]
+    n, width = padded // block, min(dim & -dim, 64)  # columns at a time
+
+    def kernel(
+        of_row: Any, parts_ref: Any, parts_lse_ref: Any, _out: Any, _lse: Any, out_ref: Any, lse_ref: Any
+    ) -> None:
+        number = pl.program_id(0)
+        first, last = (f(of_row[0, number], jnp.int32(MOST_PARTS)) for f in (lax.div, lax.rem))
+
+        @pl.when(last > 0)
+        def _merge() -> None:
+            head, row = lax.div(number, jnp.int32(n)), lax.rem(number, jnp.int32(n))
+            batch, head = lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads))
+            rows = pl.ds(row * block, block)
+
+            def lse_of(part: int) -> Array:
+                there = jnp.broadcast_to(part <= last, (block,))
+                return plgpu.load(parts_lse_ref.at[first + part, pl.ds(0, block)], mask=there, other=-jnp.inf)
+
+            own = [lse_of(part) for part in range(MOST_PARTS)]
+            peak = functools.reduce(jnp.maximum, own)
+            safe = jnp.where(peak == -jnp.inf, 0.0, peak)
+            weights = [jnp.exp(x - safe) for x in own]
+            total = functools.reduce(jnp.add, weights)
+            inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+            exists = jnp.broadcast_to((row * block + iota(block) < length)[:, None], (block, width))
+            for begin in range(0, dim, width):
+                columns, found = pl.ds(begin, width), jnp.zeros((block, width), jnp.float32)
+                for part, weight in enumerate(weights):
+                    there = jnp.broadcast_to(part <= last, (block, width))
+                    x = plgpu.load(parts_ref.at[first + part, pl.ds(0, block), columns], mask=there, other=0.0)
+                    found += x.astype(jnp.float32) * (weight * inverse)[:, None]
+                plgpu.store(out_ref.at[batch, rows, head, columns], found.astype(out_ref.dtype), mask=exists)
+            lse_ref[batch, head, rows] = jnp.where(total == 0.0, -jnp.inf, safe + jnp.log(total))
+
+    arrays = (order.parts_of, parts, parts_lse, out, lse)
+    found, found_lse = triton_call(
+        kernel,
+        "xsake_merge_rows",
+        (order.parts_of.shape[1] - 1,),
+        [(x, whole(*x.shape)) for x in arrays],
+        [(x.shape, x.dtype, whole(*x.shape)) for x in (out, lse)],
+        num_warps=4,
+        aliases={3: 0, 4: 1},
+    )
+    return found, found_lse

@@ -24,6 +24,7 @@ from xsake._device import cpu_workers
 from xsake.kernels_pallas_gpu import mosaic, mosaic_forward
 from xsake.kernels_pallas_gpu import triton_work_order as work_order
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+from xsake.kernels_pallas_gpu.triton_merge import merged_rows
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
@@ -127,9 +128,9 @@ CHUNKS = {
 @pytest.mark.parametrize("name", sweep(CHUNKS, slow=["in parts", "whole, with a bias", "whole, with sinks"]))
 def test_long_rows_come_first(monkeypatch, name):
     ordered, merged = [], []
-    of_order, of_merge = work_order.work_order, work_order.merged
+    of_order = work_order.work_order
     monkeypatch.setattr(mosaic_forward, "work_order", lambda *x, **y: ordered.append(y) or of_order(*x, **y))
-    monkeypatch.setattr(mosaic_forward, "merged", lambda *x: merged.append(x) or of_merge(*x))
+    monkeypatch.setattr(mosaic_forward, "merged_rows", lambda *x: merged.append(x) or merged_rows(*x))
     monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
     case = chunk_with_long_rows(TARGET, 2, **(dict(q_len=32, kv_len=96) | CHUNKS[name]))
     forward = ForwardConfig(q_stages=2, num_ctas=1)
@@ -160,17 +161,12 @@ def test_the_order_of_work(cut):
     assert count == parts[0].sum() and (parts.max() > 1) == cut
     for own, length, count_of, code in zip(items, lengths, parts, parts_of, strict=True):
         rows, numbers = own[:count] // most, own[:count] % most
-        assert np.array_equal(
-            np.sort(own[:count]), [row * most + i for row, n in enumerate(count_of) for i in range(n)]
-        )
+        every_part = [row * most + i for row, n in enumerate(count_of) for i in range(n)]
+        assert np.array_equal(np.sort(own[:count]), every_part)
         assert (np.diff(-(-length[rows] // count_of[rows])) <= 0).all(), "the longest come first"
         assert np.array_equal(code[:-1] % most, count_of - 1) and numbers.max() < count_of.max()
-        slots = np.concatenate(
-            [first + np.arange(n) for first, n in zip(code // most, count_of, strict=False) if n > 1] or [[]]
-        )
-        assert np.array_equal(np.sort(slots), np.arange(len(slots))) and len(slots) <= work_order.room_for_parts(
-            workers
-        )
+        slots = [first + i for first, n in zip(code[:-1] // most, count_of, strict=True) if n > 1 for i in range(n)]
+        assert sorted(slots) == list(range(len(slots))) and len(slots) <= work_order.room_for_parts(workers)
 
 
 @pytest.mark.slow

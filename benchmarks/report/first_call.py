@@ -8,7 +8,7 @@ from benchmarks import record
 from benchmarks.report.words import source, table
 
 NAMES = {"xsake": "xsake", "cudnn": "cuDNN"}
-# Seconds under jit with a new shape, before calls outside jit were compiled once and kernels shared: the aim is half.
+# Seconds under jit with a new shape when the aim was set, which is half of them.
 BEFORE = {"jit, first forward": (2.6, 3.7), "jit, first gradient": (6.5, 7.6)}
 
 

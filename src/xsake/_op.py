@@ -111,7 +111,7 @@ def attention(
         out, lse = _paged.attention(query, key, value, mask, page_table, **where, **described)
         return (out, lse) if return_lse else out
     check_inputs(query, key, value)
-    # `asarray` of a traced array is traced, too: a third of what a gradient outside jit costs the host.
+    # `asarray` of a traced array is traced, too, and gradients outside jit wait for the host.
     query, key, value = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (query, key, value))
     names = _registry.candidates(implementation, platform_of(query))
     call = build_call(
