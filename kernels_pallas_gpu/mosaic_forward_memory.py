@@ -52,7 +52,8 @@ class MemoryWarpgroup:
                 self.load_only_item(turn, item)
 
             turns, steps = (item.steps >= 0).astype(jnp.int32), lax.max(item.steps, jnp.int32(0))
-        self.drain(turns, steps)
+        if plan.interpret:
+            self.drain(turns, steps)
 
     def drain(self, turns: Any, steps: Any) -> None:
         """Wait for every barrier that completed and was not waited for: the interpreter requires it."""
