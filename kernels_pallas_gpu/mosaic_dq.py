@@ -224,9 +224,9 @@ def dq(
                         mma(dq_acc, (weight * dp).astype(dtype), k_tile, interpret=simulate)
 
                     width = PART if masked or not rule.folds_lse else tile
-                    for part in range(tile // width):
 
-                        def run(ruled=True, part=part):
+                    def part_step(part, _=None):
+                        def run(ruled=True):
                             with_values(
                                 functools.partial(products, part=part, width=width, ruled=ruled),
                                 [r.at[:, pl.ds(0, width)] for r in buffers[1:]],
@@ -247,8 +247,14 @@ def dq(
                                 run_where(functools.partial(run, ruled=False), whole, live)
                                 near &= ~whole
                         run_where(run, near, live)
+
                     if masked:
+                        # A loop in the kernel: every copy of the code takes time to compile.
+                        lax.fori_loop(0, tile // width, part_step, None)
                         release(v_free.at[ring, inner], interpret=simulate)
+                    else:
+                        for part in range(tile // width):
+                            part_step(part)
                     release(k_free.at[ring, slot], interpret=simulate)
                     return following
 
