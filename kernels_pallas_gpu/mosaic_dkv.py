@@ -96,6 +96,10 @@ def dkv(
     streamed = packing.group * group * q_len * (d + dv_dim) * 2
     work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
     simulate = bool(interpret)
+    # Whether full and masked tiles share their code, because every copy takes time to compile.
+    one_copy = (
+        rule.folds_lse and bits is None and tile == PART and not split and (rule.by_position or q_segments is not None)
+    )
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
@@ -189,9 +193,8 @@ def dkv(
                 kv_rows.get("segment"),
                 None,
             )
-            return (
-                ok if own_bits is None else own_bits.tile(ok, part * PART, lax.rem(kv_start, block_kv), (ROWS, PART), 1)
-            )
+            kv_first = lax.rem(kv_start, block_kv)
+            return ok if own_bits is None else own_bits.tile(ok, part * PART, kv_first, (ROWS, PART), 1)
 
         def walk(block, exists, step):
             """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
@@ -212,11 +215,14 @@ def dkv(
 
                 at = functools.partial(step, h=kv_head * group + g)
                 at = functools.partial(at, start_of=lambda m: q_start_of(g, begin, m - n))
+                if one_copy:
+                    lax.fori_loop(n, n + tiles, lambda m, _: at(m, _, own_bits=None, masked=m >= n + full_tiles), None)
+                    return n + tiles
                 lax.fori_loop(n, n + full_tiles, functools.partial(at, own_bits=None, masked=False), None)
                 lax.fori_loop(n + full_tiles, n + tiles, masked_step, bitmap_of(n + full_tiles))
                 return n + tiles
 
-            return lax.fori_loop(0, group, head, jnp.int32(0))
+            return head(0, jnp.int32(0)) if group == 1 else lax.fori_loop(0, group, head, jnp.int32(0))
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -245,46 +251,52 @@ def dkv(
                         mma(dp_acc, v_smem.at[own], do_tile, transpose_b=True, interpret=simulate)
                         s = read(s_acc, in_flight=1, interpret=simulate)
                         # P, while dP is computed
+                        mask = functools.partial(element_mask, slot, queries, kv_start, kv_rows, own_bits, part)
+                        if one_copy:
+                            s = lax.fori_loop(
+                                0, masked.astype(jnp.int32), lambda _, s: jnp.where(mask(), s, -jnp.inf), s
+                            )
                         p, weight = rule.probabilities(
                             s,
                             None if rule.folds_lse else per_col(statistic_smem.at[ring, slot, queries], width),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, width)),
-                            element_mask(slot, queries, kv_start, kv_rows, own_bits, part) if masked else None,
+                            None if one_copy or not masked else mask(),
                         )
                         # dV, while dS is computed
                         mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
                         ds = weight * read(dp_acc, in_flight=1, interpret=simulate)
                         # dK
                         mma(dk_acc, ds.astype(dtype), q_tile, interpret=simulate)
-                        if not masked and (part + 1) * width == tile:
+                        if one_copy or (not masked and (part + 1) * width == tile):
                             if not simulate:
                                 plgpu.wgmma_wait(1)
                             release(do_free.at[ring, inner], interpret=simulate)
 
-                    width = PART if masked or not rule.folds_lse else tile
+                    width = PART if one_copy or masked or not rule.folds_lse else tile
                     for part in range(tile // width):
 
                         def run(part=part):
                             queries = pl.ds(part * width, width)
-                            start_s = (
-                                per_col(statistic_smem.at[ring, slot, queries], width)
-                                if rule.folds_lse
-                                else wgmma_full((ROWS, width), 0.0)
-                            )
+                            start_s = wgmma_full((ROWS, width), 0.0)
+                            if rule.folds_lse:
+                                start_s = per_col(statistic_smem.at[ring, slot, queries], width)
                             start_dp = per_col(delta_smem.at[ring, inner, queries], width)
-                            with_values(
-                                functools.partial(products, part=part, width=width),
-                                [r.at[:, pl.ds(0, width)] for r in buffers[2:]],
-                                [start_s, start_dp],
-                                interpret=simulate,
-                            )
+                            multiply = functools.partial(products, part=part, width=width)
+                            own_buffers = [r.at[:, pl.ds(0, width)] for r in buffers[2:]]
+                            with_values(multiply, own_buffers, [start_s, start_dp], interpret=simulate)
+
+                        def attended(*_, part=part):
+                            first = q_vector_smem["index"][ring, slot, part * width]
+                            return rule.may_attend(first, kv_start, packing.queries, ROWS)
 
                         near = None
-                        if skips and masked:
-                            first = q_vector_smem["index"][ring, slot, part * width]
-                            near = rule.may_attend(first, kv_start, packing.queries, ROWS)
+                        if one_copy and skips:
+                            near = lax.fori_loop(0, masked.astype(jnp.int32), attended, jnp.bool_(True))
+                            pl.when(~near)(lambda: release(do_free.at[ring, inner], interpret=simulate))
+                        elif skips and masked:
+                            near = attended()
                         run_where(run, near, None if own_bits is None else own_bits.any(part * PART))
-                    if masked:
+                    if not one_copy and masked:
                         release(do_free.at[ring, inner], interpret=simulate)
                     release(q_free.at[ring, slot], interpret=simulate)
 
@@ -326,7 +338,6 @@ def dkv(
                     slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                     q_tile, do_tile = q_smem.at[ring, slot], do_smem.at[ring, inner]
                     start = 0 if bias is None else start_of(n)
-                    queries = pl.ds(0, tile)
                     plgpu.barrier_wait(q_ready.at[ring, slot])
 
                     def statistic():
@@ -338,7 +349,7 @@ def dkv(
                             read(s_acc, in_flight=0, interpret=simulate),
                             None if rule.folds_lse else statistic(),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, tile)),
-                            element_mask(slot, queries, kv_start, kv_rows, own_bits, 0) if masked else None,
+                            element_mask(slot, pl.ds(0, tile), kv_start, kv_rows, own_bits, 0) if masked else None,
                         )
                         release(q_free.at[ring, slot], interpret=simulate)
 
@@ -349,12 +360,8 @@ def dkv(
                         plgpu.barrier_wait(do_ready.at[ring, inner])
                         mma(dv_acc, p.astype(dtype), do_tile, interpret=simulate)
 
-                    with_values(
-                        products,
-                        buffers[2:3],
-                        [statistic() if rule.folds_lse else wgmma_full((ROWS, tile), 0.0)],
-                        interpret=simulate,
-                    )
+                    start_s = statistic() if rule.folds_lse else wgmma_full((ROWS, tile), 0.0)
+                    with_values(products, buffers[2:3], [start_s], interpret=simulate)
                     release(do_free.at[ring, inner], interpret=simulate)
 
                 count = walk(block, exists, step)
@@ -426,9 +433,8 @@ def dkv(
 
                             pl.when(n >= config.stages)(lambda: plgpu.barrier_wait(q_free.at[ring, slot]))
                             packing.load(q_ref, b, start, h, q_smem.at[ring, slot], full)
-                            plgpu.copy_gmem_to_smem(
-                                statistic_ref.at[b, h, queries], statistic_smem.at[ring, slot], full
-                            )
+                            statistics = statistic_ref.at[b, h, queries]
+                            plgpu.copy_gmem_to_smem(statistics, statistic_smem.at[ring, slot], full)
                             for name, x_ref in q_vector_refs.items():
                                 x = x_ref.at[0 if x_ref.shape[0] == 1 else b, queries]
                                 plgpu.copy_gmem_to_smem(x, q_vector_smem[name].at[ring, slot], full)
@@ -450,6 +456,8 @@ def dkv(
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    accumulators = (ROWS, d), (ROWS, dv_dim), (ROWS, tile), (ROWS, tile)
     dk, dv = run_kernel(
         kernel,
         "block_sparse_dkv",
@@ -478,16 +486,8 @@ def dkv(
             plgpu.SMEM((*outer, tile), jnp.float32),
             plgpu.SMEM((*inner, tile), jnp.float32),
             {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in q_vectors},
-            plgpu.SMEM(
-                (ROWS, tile), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-            )
-            if split
-            else None,
-            [
-                plgpu.SMEM((wgs, *s), jnp.float32)
-                for s in ((ROWS, d), (ROWS, dv_dim), (ROWS, tile), (ROWS, tile))
-                if simulate
-            ],
+            plgpu.SMEM((ROWS, tile), jnp.float32, transforms=transforms) if split else None,
+            [plgpu.SMEM((wgs, *s), jnp.float32) for s in accumulators if simulate],
             plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
             plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1 + len(q_vectors), num_barriers=outer),
             plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1, num_barriers=inner),
