@@ -64,11 +64,12 @@ class ComputeWarpgroup:
             self.start_s(s, jnp.int32(0))
             return read(s, in_flight=0, interpret=simulate)
 
-        def step(n: Any, s: Any, column: HeadColumn, masked: bool) -> Any:
+        def step(n: Any, s: Any, column: HeadColumn, masked: Any) -> Any:
             return Tile(self, n, column, masked).run(s, dk, dv)
 
         s = with_zeros(first, self.buffers[2:3], [(ROWS, TILE)], interpret=simulate)
-        self.cta.walk(step, s, by_kind=True)
+        # Where it can be, the code of full and masked tiles is the same: every copy takes time to compile.
+        self.cta.walk(step, s, by_kind=not self.plan.rule.folds_lse)
         return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
 
     def start_s(self, s: Any, n: Any) -> None:
@@ -110,7 +111,7 @@ class ComputeWarpgroup:
 class Tile:
     """64 queries of one head against the warpgroup's keys."""
 
-    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, column: HeadColumn, masked: bool) -> None:
+    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, column: HeadColumn, masked: Any) -> None:
         self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
         self.scratch, self.barriers = warpgroup.scratch, warpgroup.barriers
         self.n, self.column, self.masked = n, column, masked
@@ -164,9 +165,15 @@ class Tile:
             bias = load_bias(
                 self.cta.given.bias, self.cta.batch, self.head, self.warpgroup.kv_start, self.q_start, (ROWS, TILE)
             )
-        return rule.probabilities(
-            s, None if rule.folds_lse else per_query(statistic), bias, self.element_mask() if self.masked else None
-        )
+        if rule.folds_lse:
+            return rule.probabilities(
+                lax.fori_loop(0, self.masked.astype(jnp.int32), self.exclude, s), None, None, None
+            )
+        return rule.probabilities(s, per_query(statistic), bias, self.element_mask() if self.masked else None)
+
+    def exclude(self, _: Any, s: Any) -> Any:
+        mask = self.element_mask()
+        return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
     def element_mask(self) -> Any:
         queries = {name: plgpu.load(x.at[self.q_slot], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()}

@@ -85,7 +85,8 @@ class Cta:
     def walk(self, step: Callable, carry: Any, *, by_kind: bool) -> Any:
         """`carry = step(n, carry, column, masked)` for each of the CTA's tiles, n counting from 0.
 
-        `column` has the tiles of one head. With `by_kind`, tiles of full blocks are not `masked`.
+        `column` has the tiles of one head. Tiles of full blocks are not `masked`, which is known while tracing if
+        `by_kind`.
         """
         plan = self.plan
 
@@ -94,17 +95,21 @@ class Cta:
             begin, full_tiles, tiles = self.column(g)
             column = HeadColumn(self, self.head(g), self.coords(g), begin, self.lo - number)
 
-            def run(first: Any, last: Any, carry: Any, masked: bool) -> Any:
+            def run(first: Any, last: Any, carry: Any, is_masked: Callable) -> Any:
                 if plan.parts > 1:
                     first, last = lax.max(first, self.lo), lax.min(last, self.hi)
-                return lax.fori_loop(first - self.lo, last - self.lo, lambda n, c: step(n, c, column, masked), carry)
+                return lax.fori_loop(
+                    first - self.lo, last - self.lo, lambda n, c: step(n, c, column, is_masked(n)), carry
+                )
 
-            full_end = number + full_tiles if by_kind else number
-            if by_kind:
-                carry = run(number, full_end, carry, False)
-            return number + tiles, run(full_end, number + tiles, carry, True)
+            full_end, end = number + full_tiles, number + tiles
+            if not by_kind:
+                return end, run(number, end, carry, lambda n: n + self.lo >= full_end)
+            carry = run(number, full_end, carry, lambda n: False)
+            return end, run(full_end, end, carry, lambda n: True)
 
-        return lax.fori_loop(0, plan.group, walk_head, (jnp.int32(0), carry))[1]
+        first = jnp.int32(0), carry
+        return (walk_head(0, first) if plan.group == 1 else lax.fori_loop(0, plan.group, walk_head, first))[1]
 
 
 class HeadColumn(NamedTuple):

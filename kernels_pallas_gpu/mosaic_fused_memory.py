@@ -20,7 +20,7 @@ def load(cta: Cta) -> None:
         steps = given.steps.channels.at[cta.batch, cta.kv_head]
         plgpu.copy_gmem_to_smem(steps, scratch.channel_steps, barriers.kv_ready)
 
-    def step(n: Any, _: Any, column: HeadColumn, masked: bool) -> None:
+    def step(n: Any, _: Any, column: HeadColumn, masked: Any) -> None:
         head, queries = column.head, pl.ds(column.start_of(n), TILE)
         slot, ready = _next(n, barriers.q_free, barriers.q_ready, plan.config.q_stages)
         plgpu.copy_gmem_to_smem(given.q.at[cta.batch, queries, head], scratch.q.at[slot], ready)
