@@ -341,9 +341,13 @@ def tell_ticket(ticket: jax.Array, slot: Any) -> None:
     store(ticket, slot)
 
 
-def swizzled(shape: Sequence[int], dtype: Any) -> Any:
-    """Shared memory for 16-bit tiles [..., rows, columns] in the layout that wgmma reads; columns % 32 == 0."""
-    columns = 64 if shape[-1] % 64 == 0 else 32
+def swizzled(shape: Sequence[int], dtype: Any, widest: int = 64) -> Any:
+    """Shared memory for 16-bit tiles [..., rows, columns] in the layout that wgmma reads; columns % 32 == 0.
+
+    `widest`: columns at most that are laid out together, 64 or 32. Slices have a multiple of them, and both operands of
+    a product that are in shared memory have the same number.
+    """
+    columns = 64 if shape[-1] % 64 == 0 and widest >= 64 else 32
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 

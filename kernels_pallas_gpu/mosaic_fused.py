@@ -23,7 +23,7 @@ from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, pad_to
 from xsake.kernels_pallas_gpu.mosaic_fused_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, Operands, Results
 from xsake.kernels_pallas_gpu.mosaic_fused_memory import load
-from xsake.kernels_pallas_gpu.mosaic_fused_plan import COMPUTE_WGS, HEAD_DIM, KEYS, REGISTERS, FusedConfig, Plan
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import COMPUTE_WGS, KEYS, REGISTERS, FusedConfig, Plan
 
 Array = jax.Array
 
@@ -78,7 +78,7 @@ def backward(
     )
     found = Results(*found)
     sums = (_dq_of_ctas(plan, found.dq_per_cta, interleaved) if sums is None else jax.freeze(sums))[:, : call.q_len]
-    dq = (sums if units is None else units.value(sums)) * jnp.float32(call.scale)
+    dq = (sums if units is None else units.value(sums, _summands(call, plan))) * jnp.float32(call.scale)
     dk, dv = (
         plan.columns.merged(whole, parts, lists, plan.columns_per_block)
         for whole, parts in ((found.dk, found.dk_parts), (found.dv, found.dv_parts))
@@ -87,7 +87,7 @@ def backward(
 
 
 def _results(plan: Plan, k: Array, v: Array) -> Results:
-    per_cta = jax.ShapeDtypeStruct((plan.columns.ctas, plan.group, plan.q_size, HEAD_DIM), plan.dq_dtype)
+    per_cta = jax.ShapeDtypeStruct((plan.columns.ctas, plan.group, plan.q_size, plan.head_dim), plan.dq_dtype)
     return Results(
         dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
         dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -95,6 +95,15 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
         dv_parts=plan.columns.room_for_parts(KEYS, v.shape[-1]),
         dq_per_cta=per_cta if plan.simulate else None,
     )
+
+
+def _summands(call: Call, plan: Plan) -> Array:
+    """i32[B, T, H]: how many columns of keys add to the dQ of a query."""
+    row_ptr = call.mask.kv_row_ptr
+    of_rows = (row_ptr[..., 1:] - row_ptr[..., :-1]) * plan.columns_per_block
+    of_queries = jnp.repeat(of_rows, plan.block_q, axis=2)[..., : call.q_len]
+    of_heads = jnp.repeat(of_queries, plan.num_q_heads // row_ptr.shape[1], axis=1)
+    return jnp.broadcast_to(of_heads.swapaxes(1, 2), (plan.batch_size, call.q_len, plan.num_q_heads))
 
 
 def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:

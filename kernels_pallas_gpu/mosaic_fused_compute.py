@@ -1,8 +1,8 @@
-"""A compute warpgroup of the fused Hopper backward: 64 keys against all queries that list them, 64 queries at a time.
+"""A compute warpgroup of the fused Hopper backward: 64 keys against all queries that list them, a tile at a time.
 
 Five products per tile of queries, S and dP transposed (keys by queries), so that P and dS come in registers as the left
 operands of dV and dK. dQ needs the dS of all 128 keys: each warpgroup writes its half to shared memory, and multiplies
-half of dQ's columns.
+half of dQ.
 
     this tile     dP = V dO^T      while P = exp(S) is computed
                   dV += P dO       while dS = P * (dP - delta) is computed and written
@@ -31,7 +31,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_zeros,
 )
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
-from xsake.kernels_pallas_gpu.mosaic_fused_plan import HALF, HEAD_DIM, TILE
 
 
 class ComputeWarpgroup:
@@ -50,10 +49,11 @@ class ComputeWarpgroup:
             for name, x in cta.given.kv_vectors.items()
         }
         if plan.simulate:
-            own_sums = cta.results.dq_per_cta.at[cta.number, :, :, pl.ds(cta.wg * HALF, HALF)]
-            own_sums[...] = jnp.zeros(own_sums.shape, own_sums.dtype)
+            half = plan.head_dim // 2
+            mine = cta.results.dq_per_cta.at[cta.number, :, :, pl.ds(cta.wg * half, half)]
+            mine[...] = jnp.zeros(mine.shape, mine.dtype)
         plgpu.barrier_wait(self.barriers.kv_ready)
-        shapes = [(ROWS, HEAD_DIM), (ROWS, plan.v_head_dim)]
+        shapes = [(ROWS, plan.head_dim), (ROWS, plan.v_head_dim)]
         dk, dv = with_zeros(self.accumulate, self.buffers[:2], shapes, interpret=plan.simulate)
         self.store(dk * plan.rule.scale, dv)
 
@@ -67,7 +67,7 @@ class ComputeWarpgroup:
         def step(n: Any, s: Any, column: HeadColumn, masked: Any) -> Any:
             return Tile(self, n, column, masked).run(s, dk, dv)
 
-        s = with_zeros(first, self.buffers[2:3], [(ROWS, TILE)], interpret=simulate)
+        s = with_zeros(first, self.buffers[2:3], [(ROWS, self.plan.tile)], interpret=simulate)
         # Where it can be, the code of full and masked tiles is the same: every copy takes time to compile.
         self.cta.walk(step, s, by_kind=not self.plan.rule.folds_lse)
         return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
@@ -134,7 +134,7 @@ class Tile:
             return (weight * read(dp, in_flight=1, interpret=self.simulate)).astype(plan.dtype)
 
         plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
-        ds = with_zeros(weigh, buffers[3:4], [(ROWS, TILE)], interpret=self.simulate)
+        ds = with_zeros(weigh, buffers[3:4], [(ROWS, self.plan.tile)], interpret=self.simulate)
         # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile.
         self.scratch.ds.at[self.ds_slot, self.warpgroup.keys][...] = ds
         plgpu.commit_smem()
@@ -146,24 +146,39 @@ class Tile:
         def ahead(s: Any, dq: Any) -> Any:
             self.warpgroup.start_s(s, self.n + 1)
             plgpu.barrier_wait(self.barriers.ds_ready.at[self.ds_slot])
-            columns = pl.ds(opaque(self.cta.wg, interpret=self.simulate) * HALF, HALF)
-            all_ds, all_keys = self.scratch.ds.at[self.ds_slot], self.scratch.k.at[:, columns]
-            mma(dq, all_ds, all_keys, transpose_a=True, interpret=self.simulate)
+            queries, columns = self.part_of_dq(opaque(self.cta.wg, interpret=self.simulate))
+            ds, keys = self.scratch.ds.at[self.ds_slot, :, queries], self.scratch.k.at[:, columns]
+            mma(dq, ds, keys, transpose_a=True, interpret=self.simulate)
             s = read(s, in_flight=1, interpret=self.simulate)
-            rows = plgpu.load(self.scratch.row_steps.at[self.q_slot], layout=ALONG_ROWS) if plan.deterministic else None
+            rows = None
+            if plan.deterministic:
+                rows = plgpu.load(self.scratch.row_steps.at[self.q_slot, queries], layout=ALONG_ROWS)
             release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
             release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
             self.add_dq(read(dq, in_flight=0, interpret=self.simulate), rows)
             return s
 
-        return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], [(ROWS, TILE), (TILE, HALF)], interpret=self.simulate)
+        shapes = [(ROWS, plan.tile), plan.dq_shape]
+        return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate)
+
+    def part_of_dq(self, wg: Any) -> tuple[Any, Any]:
+        """(queries of the tile, columns) of dQ that a warpgroup multiplies."""
+        rows, columns = self.plan.dq_shape
+        if self.plan.halves_queries:
+            return pl.ds(wg * rows, rows), slice(None)
+        return slice(None), pl.ds(wg * columns, columns)
 
     def probabilities(self, s: Any) -> tuple[Any, Any]:
         plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.q_slot]
         bias = None
         if plan.has_bias:
             bias = load_bias(
-                self.cta.given.bias, self.cta.batch, self.head, self.warpgroup.kv_start, self.q_start, (ROWS, TILE)
+                self.cta.given.bias,
+                self.cta.batch,
+                self.head,
+                self.warpgroup.kv_start,
+                self.q_start,
+                (ROWS, self.plan.tile),
             )
         if rule.folds_lse:
             return rule.probabilities(
@@ -180,7 +195,7 @@ class Tile:
         keys = self.warpgroup.kv_vectors
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start
         ok = self.plan.rule.attends(
-            (ROWS, TILE),
+            (ROWS, self.plan.tile),
             1,
             queries.get("position", queries.get("index")),
             keys.get("position", kv_index),
@@ -190,17 +205,18 @@ class Tile:
         )
         if self.cta.given.bits is None:
             return ok
-        bits = self.column.bits(self.n, self.warpgroup.kv_start, (ROWS, TILE))
+        bits = self.column.bits(self.n, self.warpgroup.kv_start, (ROWS, self.plan.tile))
         return bits if ok is None else ok & bits
 
     def add_dq(self, dq: Any, row_steps: Any) -> None:
-        """Adds this warpgroup's half of dQ's columns to the sums in global memory, to which other CTAs add too."""
+        """Adds this warpgroup's half of dQ to the sums in global memory, to which other CTAs add too."""
         cta, tile = self.cta, self.scratch.dq.at[self.cta.wg]
-        rows, columns = pl.ds(self.q_start, TILE), pl.ds(cta.wg * HALF, HALF)
+        _, columns = self.part_of_dq(cta.wg)
+        rows = pl.ds(self.q_start + (cta.wg * ROWS if self.plan.halves_queries else 0), ROWS)
         if row_steps is not None:
             channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
             dq *= lax.broadcast_in_dim(row_steps, dq.shape, [0]) * lax.broadcast_in_dim(channel_steps, dq.shape, [1])
-            dq = fixed_point.to_integers(dq, interpret=self.simulate)
+            dq = fixed_point.to_summands(dq, interpret=self.simulate)
         if self.simulate:  # the interpreter's copy engine does not add
             sums = cta.results.dq_per_cta.at[cta.number, self.head - cta.head(0), rows, columns]
             sums[...] = sums[...] + dq
@@ -213,4 +229,4 @@ class Tile:
 
 def per_query(ref: Any) -> Any:
     """A vector along the queries, broadcast to a tile of keys by queries."""
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, TILE), [1])
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, *ref.shape), [1])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels_pallas_gpu.mosaic_common import list_coords
-from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE, Barriers, Plan, Scratch
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, Barriers, Plan, Scratch
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 
@@ -139,4 +139,4 @@ class HeadColumn(NamedTuple):
         """(entry of the lists, number of the tile's first query in its block)."""
         per_block = self.cta.plan.tiles_per_block
         tile = n + self.ahead
-        return self.begin + lax.div(tile, per_block), lax.rem(tile, per_block) * TILE
+        return self.begin + lax.div(tile, per_block), lax.rem(tile, per_block) * self.cta.plan.tile

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.mosaic_backward_common import drain
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
-from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, TILE
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS
 
 
 def load(cta: Cta) -> None:
@@ -21,7 +21,7 @@ def load(cta: Cta) -> None:
         plgpu.copy_gmem_to_smem(steps, scratch.channel_steps, barriers.kv_ready)
 
     def step(n: Any, _: Any, column: HeadColumn, masked: Any) -> None:
-        head, queries = column.head, pl.ds(column.start_of(n), TILE)
+        head, queries = column.head, pl.ds(column.start_of(n), plan.tile)
         slot, ready = _next(n, barriers.q_free, barriers.q_ready, plan.config.q_stages)
         plgpu.copy_gmem_to_smem(given.q.at[cta.batch, queries, head], scratch.q.at[slot], ready)
         plgpu.copy_gmem_to_smem(given.statistic.at[cta.batch, head, queries], scratch.statistic.at[slot], ready)

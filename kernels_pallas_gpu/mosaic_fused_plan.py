@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
-from xsake._fields import check_fields, flag, whole
+from xsake._fields import check_fields, flag, one_of, whole
 from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
@@ -18,9 +18,7 @@ from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
-TILE = 64  # queries per step
-HEAD_DIM = 128  # each compute warpgroup multiplies half of dQ's columns
-HALF = HEAD_DIM // COMPUTE_WGS
+HEAD_DIMS = (64, 128)
 REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 # Fuse from so many keys per query on. Measured on an H200; sums of integers cost more than sums of floats.
 WORTH_FUSING, WORTH_FUSING_FLOATS = 3500, 1200
@@ -32,12 +30,14 @@ class FusedConfig:
 
     Args:
       use: whether dQ, dK and dV come from this kernel; otherwise one kernel computes dQ and another dK and dV.
+      tile: queries per step.
       q_stages, do_stages: depth of the rings of Q and of dO.
       early: number of columns per K/V head, the longest ones, that start before all other columns of all heads.
       parts: CTAs that share one early column.
     """
 
     use: bool = flag(default=True)
+    tile: int = one_of(64, 128, default=64, before=64)
     q_stages: int = whole(2, 8, default=2)
     do_stages: int = whole(2, 8, default=2)
     early: int = whole(0, 2**16, default=0)
@@ -87,6 +87,7 @@ class Plan:
     kv_len: int
     num_q_heads: int
     num_kv_heads: int
+    head_dim: int
     v_head_dim: int
     dtype: Any
     block_q: int
@@ -118,6 +119,7 @@ class Plan:
             kv_len=call.kv_len,
             num_q_heads=call.q_heads,
             num_kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
             v_head_dim=call.value_dim,
             dtype=call.query.dtype,
             block_q=block_q,
@@ -150,7 +152,7 @@ class Plan:
 
     @property
     def tiles_per_block(self) -> int:
-        return self.block_q // TILE
+        return self.block_q // self.tile
 
     @property
     def dq_dtype(self) -> Any:
@@ -182,7 +184,7 @@ class Plan:
     @property
     def section(self) -> int:
         """Number of pairs with interleaved columns: Q, dO and dQ's sums of one head per pair fit in the L2 cache."""
-        per_head = self.q_len * (2 * HEAD_DIM + 2 * self.v_head_dim + 4 * HEAD_DIM)
+        per_head = self.q_len * (2 * self.head_dim + 2 * self.v_head_dim + 4 * self.head_dim)
         return max(1, min(self.pairs, HOPPER_L2_BYTES // per_head))
 
     @property
@@ -191,24 +193,40 @@ class Plan:
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 
+    # Each compute warpgroup multiplies half of dQ: of the queries where a tile has as many as both have rows, otherwise
+    # of the columns.
+
+    @property
+    def tile(self) -> int:
+        return self.config.tile
+
+    @property
+    def halves_queries(self) -> bool:
+        return self.tile == COMPUTE_WGS * ROWS
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        return ROWS, self.head_dim // (1 if self.halves_queries else COMPUTE_WGS)
+
     def scratch(self) -> Scratch:
-        q_ring, do_ring = (self.config.q_stages, TILE), (self.config.do_stages, TILE)
-        accumulators = ((ROWS, HEAD_DIM), (ROWS, self.v_head_dim), (ROWS, TILE), (ROWS, TILE), (TILE, HALF))
+        q_ring, do_ring = (self.config.q_stages, self.tile), (self.config.do_stages, self.tile)
+        accumulators = (ROWS, self.head_dim), (ROWS, self.v_head_dim), *2 * [(ROWS, self.tile)], self.dq_shape
+        widest = self.dq_shape[1]
         return Scratch(
-            k=swizzled((KEYS, HEAD_DIM), self.dtype),
+            k=swizzled((KEYS, self.head_dim), self.dtype, widest),
             v=swizzled((KEYS, self.v_head_dim), self.dtype),
-            q=swizzled((*q_ring, HEAD_DIM), self.dtype),
+            q=swizzled((*q_ring, self.head_dim), self.dtype, widest),
             do=swizzled((*do_ring, self.v_head_dim), self.dtype),
-            ds=swizzled((2, KEYS, TILE), self.dtype),
+            ds=swizzled((2, KEYS, self.tile), self.dtype, widest),
             dq=plgpu.SMEM(
-                (COMPUTE_WGS, TILE, HALF),
+                (COMPUTE_WGS, *self.dq_shape),
                 self.dq_dtype,
                 transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
             ),
             statistic=plgpu.SMEM(q_ring, jnp.float32),
             delta=plgpu.SMEM(do_ring, jnp.float32),
             row_steps=plgpu.SMEM(q_ring, jnp.float32) if self.deterministic else None,
-            channel_steps=plgpu.SMEM((HEAD_DIM,), jnp.float32) if self.deterministic else None,
+            channel_steps=plgpu.SMEM((self.head_dim,), jnp.float32) if self.deterministic else None,
             q_vectors={name: plgpu.SMEM(q_ring, jnp.int32) for name in self.q_vectors},
             simulated=[plgpu.SMEM((COMPUTE_WGS, *shape), jnp.float32) for shape in accumulators if self.simulate],
         )
@@ -233,10 +251,14 @@ class Plan:
 
 def misfit(call: Call, config: FusedConfig) -> str | None:
     """Why the fused kernel cannot serve a call that the Mosaic kernels can serve, or None."""
-    if call.head_dim != HEAD_DIM or call.value_dim > HEAD_DIM:
-        return f"head dims {call.head_dim} and {call.value_dim} must be {HEAD_DIM} and at most {HEAD_DIM}"
+    if call.head_dim not in HEAD_DIMS or call.value_dim > max(HEAD_DIMS):
+        return f"head dims {call.head_dim} and {call.value_dim} must be one of {HEAD_DIMS} and at most {max(HEAD_DIMS)}"
     if call.mask.block_kv % KEYS:
         return f"the mask's block of {call.mask.block_kv} keys must be a multiple of {KEYS}"
+    if call.mask.block_q % config.tile:
+        return f"tile={config.tile} does not divide the mask's block of {call.mask.block_q} queries"
+    if config.tile > ROWS and call.head_dim > ROWS:
+        return f"tile={config.tile} and head_dim={call.head_dim} need more registers than a thread has"
     need = Plan.of(call, config).smem_bytes()
     if need > HOPPER_SHARED_MEMORY:
         return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
@@ -250,7 +272,10 @@ def heuristic(call: Call, active_keys: float) -> FusedConfig:
     # A column that every row lists may take longer than an SM's share of all work: without parts, all wait for it.
     share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
     parts = 1 if longest <= share else 2 if longest <= 2 * share else 4
-    config = FusedConfig(early=early_ranks(pairs) * (2 if parts > 1 else 1), parts=parts)
+    wide = call.head_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
+    config = FusedConfig(
+        tile=2 * ROWS if wide else ROWS, early=early_ranks(pairs) * (2 if parts > 1 else 1), parts=parts
+    )
     pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
     return dataclasses.replace(config, use=pays and call.soft_cap is None and misfit(call, config) is None)
 
@@ -259,5 +284,6 @@ def search_space(call: Call, default: FusedConfig) -> list[FusedConfig]:
     """The default, and the other configurations that fit the call."""
     cuts = [dict(early=n, parts=parts) for n, parts in ((0, 1), (1, 1), (4, 1), (8, 1), (4, 4), (8, 4), (8, 8))]
     rings = [dict(q_stages=n, do_stages=m) for n, m in ((3, 2), (2, 3))]
-    space = [dataclasses.replace(default, use=True, **change) for change in (*cuts, *rings)]
+    tiles = [dict(tile=n) for n in (64, 128)]
+    space = [dataclasses.replace(default, use=True, **change) for change in (*cuts, *rings, *tiles)]
     return [default, *(dict.fromkeys(c for c in space if c != default and misfit(call, c) is None))]

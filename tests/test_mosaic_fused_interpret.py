@@ -55,6 +55,19 @@ def test_smoke(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("tile", "deterministic"), [(64, True), (128, True), (128, False)])
+def test_head_dim_64(tile, deterministic):
+    """A tile is 64 queries, of whose dQ each warpgroup multiplies half of the columns, or 128."""
+    target = dataclasses.replace(TARGET, head_dim=64)
+    case = make(
+        target,
+        **SMALL | dict(q_len=80, block_q=32, exact_lengths=True, mask_causal=True, deterministic=deterministic),
+    )
+    check_run(target, case, config=config(FusedConfig(tile=tile)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", [0.0, 1.0])
 @pytest.mark.parametrize("use", [False, True])
 def test_pairs_in_sections_or_interleaved(monkeypatch, many, use):
