@@ -36,7 +36,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, fits_in_lists
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_copied_heads import CopiedHeads
-from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing, mergeable
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
@@ -330,8 +330,12 @@ def _needs(call: Call) -> tuple[Pairing, int]:
         call = shapes_of(lambda call: FewQueries(call, cut).call, call)
     widest = max(_padded(call.head_dim), _padded(call.value_dim))
     packing = _packing(call)
-    pairing = Pairing.of(packing.rows, call.mask.heads, call.q_heads // packing.group, call.kv_heads, widest)
     has_positions = call.q_positions is not None or call.kv_positions is not None
+    others = (call.kv_segments, call.bias, call.mask.bitmaps, call.page_table)
+    plain = not has_positions and all(x is None for x in others) and call.full_is_exact
+    merged = mergeable(call.mask.block_q, call.mask.block_kv, call.band, plain=plain)
+    heads = call.q_heads // packing.group
+    pairing = Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=merged)
     return pairing, (call.kv_segments is not None) + has_positions
 
 

@@ -4,8 +4,9 @@ A CTA has three warpgroups. Two compute 64 query rows each (`mosaic_forward_comp
 loads K and V (`mosaic_forward_memory`). The CTA walks its share of query tiles, the longest first, and loads the next
 tile while it finishes the current one.
 
-The two compute warpgroups share K and V, so that they must share a block list (`Pairing`): they take neighbouring rows
-of one mask row, or two query heads of one group. Otherwise each has its own list, ring and memory warpgroup.
+The two compute warpgroups share K and V (`Pairing`): they take neighbouring rows of one mask row, two query heads of
+one group that share a block list, or two neighbouring mask rows whose lists are merged. Otherwise each has its own
+list, ring and memory warpgroup.
 """
 
 from typing import Any
@@ -21,12 +22,13 @@ from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
-from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing, mergeable
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 from xsake.kernels_pallas_gpu.triton_merge import merged_rows
+from xsake.kernels_pallas_gpu.triton_row_pairs import row_pairs
 from xsake.kernels_pallas_gpu.triton_work_order import room_for_parts, work_order
 
 
@@ -67,6 +69,20 @@ def forward(
     widest = max(head_dim, v_head_dim)
     has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
     given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
+    possible = Pairing.of(
+        packing.rows,
+        lists.indices.shape[1],
+        heads,
+        num_kv_heads,
+        widest,
+        mergeable=mergeable(
+            block_q,
+            block_kv,
+            band,
+            plain=not (given or bias is not None or bits is not None or page is not None) and full_is_exact,
+        ),
+    )
+    pairing = config.pairing(possible)
     plan = Plan(
         batch_size=batch_size,
         q_len=packing.length(q_len),
@@ -89,7 +105,7 @@ def forward(
         kv_vectors=tuple(f"kv_{name}" for name in given),
         page=page,
         own_lists=lists.indices.shape[:2] == (batch_size, heads),
-        pairing=Pairing.of(packing.rows, lists.indices.shape[1], heads, num_kv_heads, widest),
+        pairing=pairing,
         rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
         config=config,
         interpret=interpret,
@@ -140,6 +156,11 @@ def forward(
         order = work_order(lists.row_ptr, section=plan.head_group, workers=plan.num_workers, cut=plan.cuts_rows)
         options |= order._asdict()
 
+    if pairing is Pairing.UNION:
+        pairs = row_pairs(*lists[:3])
+        lists = RowLists(pairs.indices, pairs.begins, pairs.num_both, pairs.order)
+        options |= dict(num_entries=pairs.num_entries, by_turns=pairs.by_turns)
+
     list_operands = [x for x in lists if x is not None]
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
 
@@ -155,7 +176,7 @@ def forward(
 
     shapes = [
         jax.ShapeDtypeStruct((*q.shape[:3], v_head_dim), q.dtype),
-        jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * packing.rows), jnp.float32),
+        jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * plan.row_size), jnp.float32),
     ]
     if plan.cuts_rows:
         room = room_for_parts(plan.num_workers)

@@ -30,7 +30,7 @@ class ComputeWarpgroup:
 
     def __init__(self, cta: Cta) -> None:
         self.cta, self.plan = cta, cta.plan
-        self.row_offset = cta.wg * WG_ROWS if self.plan.pairing is Pairing.ROWS else 0
+        self.row_offset = cta.wg * WG_ROWS if self.plan.pairing.halves_rows else 0
         self.head_offset = cta.wg if self.plan.pairing is Pairing.HEADS else 0
 
     # The two warpgroups alternate at the tensor core, which passes to the other when both have arrived at the barrier
@@ -107,7 +107,7 @@ class ComputeWarpgroup:
         return logits, starts
 
     def starts(self, slot: Any) -> tuple[Any, ...]:
-        """The first key of each run in a slot of the K/V ring."""
+        """The first key of each run in a slot of the K/V ring; below 0 for a run that this warpgroup leaves out."""
         return tuple(self.cta.scratch.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
 
 
@@ -196,6 +196,11 @@ class Tile:
         if self.plan.full_is_exact:
             carry = lax.fori_loop(done, self.full_steps, lambda i, c: self.kv_step(i, c, partial=False), carry)
             done = lax.max(done, self.full_steps)
+        if self.plan.pairing is Pairing.UNION:
+            last = self.full_steps + self.field(PART)
+            own = functools.partial(self.kv_step, partial=False, half=self.cta.wg)
+            carry = lax.fori_loop(done, last, own, carry)
+            done = lax.max(done, last)
         acc, m, total = lax.fori_loop(done, self.steps, self.partial_step, carry)
         return acc, m, total.sum(axis=1) if self.plan.lane_sums else total
 
@@ -307,9 +312,9 @@ class Tile:
         starts = self.warpgroup.starts(slot) if partial or plan.has_bias else None
         if half is not None:
             keys, values = (ref.at[pl.ds(half * HALF, HALF)] for ref in (keys, values))
-            assert starts is not None
-            one = starts[0] + half * HALF if plan.parts == 1 else jnp.where(half == 0, starts[0], starts[1])
-            starts = (one,)
+            if starts is not None:
+                one = starts[0] + half * HALF if plan.parts == 1 else jnp.where(half == 0, starts[0], starts[1])
+                starts = (one,)
 
         # QK
         logits = common.matmul(

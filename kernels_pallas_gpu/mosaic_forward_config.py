@@ -7,6 +7,7 @@ from typing import Literal
 from jax.experimental import pallas as pl
 
 from xsake._fields import check_fields, flag, one_of, whole
+from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS, hopper_sms
 
 WG_ROWS = 64  # query rows per compute warpgroup
@@ -16,18 +17,46 @@ class Pairing(enum.Enum):
     """What the two compute warpgroups of a CTA work on."""
 
     ROWS = "two halves of a 128-row tile"
+    UNION = "two neighbouring mask rows of 64 queries, whose lists are merged (`triton_row_pairs`)"
     HEADS = "the same 64 rows of two heads that share lists, keys and values"
     APART = "unrelated 64-row tiles, each with a memory warpgroup and a ring"
     ALONE = "64-row tiles, with one compute warpgroup only: where two rings do not fit"
 
     @classmethod
-    def of(cls, block_q: int, list_heads: int, num_q_heads: int, num_kv_heads: int, widest_head_dim: int) -> "Pairing":
+    def of(
+        cls,
+        block_q: int,
+        list_heads: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        widest_head_dim: int,
+        *,
+        mergeable: bool,
+    ) -> "Pairing":
+        """`mergeable`: whether the lists of neighbouring rows may be merged."""
         if block_q % (2 * WG_ROWS) == 0:
             return cls.ROWS
         group = num_q_heads // num_kv_heads
         if group % 2 == 0 and list_heads in (1, num_kv_heads):
             return cls.HEADS
-        return cls.APART if widest_head_dim <= 128 else cls.ALONE
+        if widest_head_dim > 128:
+            return cls.ALONE
+        return cls.UNION if mergeable else cls.APART
+
+    @property
+    def halves_rows(self) -> bool:
+        """Whether the two warpgroups take the two halves of 128 neighbouring rows."""
+        return self in (Pairing.ROWS, Pairing.UNION)
+
+
+def mergeable(block_q: int, block_kv: int, band: Band, *, plain: bool) -> bool:
+    """Whether the lists of neighbouring rows may be merged. `plain`: nothing but the band is tested for elements.
+
+    A tile of 128 keys has room for one block of each row. The rows of a chunk of a prompt, which has keys before its
+    first query, are cut where they are long; merged ones are not.
+    """
+    is_chunk = band.right is not None and band.right > 0
+    return plain and block_q == block_kv == WG_ROWS and not is_chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +64,7 @@ class ForwardConfig:
     """How the forward kernel is tiled and scheduled.
 
     Args:
-      tile_kv: keys per step.
+      tile_kv: keys per step. Rows are merged (`Pairing.UNION`) in tiles of 128 keys, and apart with 64.
       stages: depth of the K/V ring.
       q_stages: 2 loads the queries of the next tile ahead.
       num_ctas: persistent CTAs; 0 starts one CTA per tile.
@@ -57,7 +86,11 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def pairing(self, possible: Pairing) -> Pairing:
+        return Pairing.APART if possible is Pairing.UNION and self.tile_kv != 2 * WG_ROWS else possible
+
     def smem_bytes(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> int:
+        pairing = self.pairing(pairing)
         compute_wgs, rings = 1 if pairing is Pairing.ALONE else 2, 2 if pairing is Pairing.APART else 1
         q = self.q_stages * compute_wgs * WG_ROWS * head_dim * 2
         out = compute_wgs * WG_ROWS * v_head_dim * 2 if self.separate_out(head_dim, v_head_dim) else 0
@@ -112,6 +145,6 @@ def search_space(
         for num_ctas in (hopper_sms(), 0)
     ]
     configs[:0] = [dataclasses.replace(first, head_group=n) for n in (1, 2, 4, 8, 16, 64)]
-    if pairing in (Pairing.ROWS, Pairing.HEADS):
+    if pairing in (Pairing.ROWS, Pairing.UNION, Pairing.HEADS):
         configs.insert(0, dataclasses.replace(first, take_turns=False))
     return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]

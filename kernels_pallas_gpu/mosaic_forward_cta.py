@@ -55,14 +55,22 @@ class Cta:
     def item_field(self, turn: Any, field: int) -> tuple[Any, ...]:
         return self._at_ring(slot_of(turn, 2) * PUBLISHED + field)
 
-    def run_field(self, slot: Any, part: int) -> tuple[Any, ...]:
-        return self._at_ring(2 * PUBLISHED + slot * self.plan.parts + part)
+    def run_field(self, slot: Any, part: int, reader: Any = None) -> tuple[Any, ...]:
+        """`reader`: the compute warpgroup for which the run is noted, by default this one; mostly they share notes."""
+        run = slot * self.plan.parts + part
+        if self.plan.readers > 1:
+            run += (self.wg if reader is None else reader) * (self.plan.stages * self.plan.parts)
+        return self._at_ring(2 * PUBLISHED + run)
 
     def ticket_field(self, turn: Any) -> tuple[Any, ...]:
-        return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + slot_of(turn, 2))
+        return self._at_ring(self._end_of_runs + slot_of(turn, 2))
 
     def bitmap_field(self, slot: Any, part: int) -> tuple[Any, ...]:
-        return self._at_ring(2 * PUBLISHED + self.plan.stages * self.plan.parts + 2 + slot * self.plan.parts + part)
+        return self._at_ring(self._end_of_runs + 2 + slot * self.plan.parts + part)
+
+    @property
+    def _end_of_runs(self) -> int:
+        return 2 * PUBLISHED + self.plan.readers * self.plan.stages * self.plan.parts
 
     def _at_ring(self, index: Any) -> tuple[Any, ...]:
         return (self.ring, index) if self._apart else (index,)

@@ -5,7 +5,7 @@ are read; the number of the item after that is requested first and used last.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
+from xsake.kernels_pallas_gpu.triton_row_pairs import OWNERS
 from xsake.kernels_pallas_gpu.triton_work_order import MOST_PARTS
 
 # The first key of a run that does not exist; it is below every key.
@@ -134,8 +135,13 @@ class MemoryWarpgroup:
         batch, head, row, sub = self.where(number, found)
         b, h = self.list_coords(batch, head)
         begin = lax.min(lists.row_ptr[b, h, row], capacity)
-        entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
+        if plan.pairing is Pairing.UNION:
+            entries = self.cta.options["num_entries"][b, h, row]
+        else:
+            entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
         skipped, entries, part = self.part(found, entries)
+        if plan.pairing is Pairing.UNION:
+            part = self.cta.options["by_turns"][b, h, row]
         begin += skipped
         full = lists.num_full[b, h, row] if plan.full_is_exact else jnp.int32(0)
         full = lax.clamp(jnp.int32(0), full - skipped, entries)
@@ -144,7 +150,7 @@ class MemoryWarpgroup:
         return Item(
             batch=batch,
             head=head,
-            q_start=row * plan.block_q + sub * plan.tile_rows,
+            q_start=row * plan.row_size + sub * plan.tile_rows,
             part=part,
             begin=lax.min(begin, capacity - 1),  # a tile with no keys may begin past the last slot
             units=units,
@@ -199,11 +205,11 @@ class MemoryWarpgroup:
         self.load_queries(turn, item)
         last = item.steps - 1
         pl.loop(0, last)(load.step)
-        starts = load.starts(lax.max(last, jnp.int32(0)))
-        places = load.places(starts)
-        pl.when(last >= 0)(lambda: load.keys(last, starts, places))
+        runs = load.runs(lax.max(last, jnp.int32(0)))
+        places = load.places(runs)
+        pl.when(last >= 0)(lambda: load.keys(last, runs, places))
         following = self.read_item(next_number, next_row)
-        pl.when(last >= 0)(lambda: load.values(last, starts, places))
+        pl.when(last >= 0)(lambda: load.values(last, runs, places))
         return following, self.read_after_next(turn, ticket)
 
     def load_queries(self, turn: Any, item: Item) -> None:
@@ -211,9 +217,16 @@ class MemoryWarpgroup:
         for consumer in self.consumers:
             slot = cta.query_slot(turn, consumer)
             pl.when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
-            row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing is Pairing.ROWS else 0)
+            row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing.halves_rows else 0)
             head = item.head + (consumer if plan.pairing is Pairing.HEADS else 0)
             plan.packing.load(cta.q, item.batch, row, head, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
+
+
+class _Run(NamedTuple):
+    """`owners`: which warpgroups have the run in their list, as `triton_row_pairs` says it; None if all have it."""
+
+    start: Any
+    owners: Any
 
 
 class _Load:
@@ -225,18 +238,23 @@ class _Load:
         self.b, self.h = memory.list_coords(item.batch, item.head)
 
     def step(self, step: Any) -> None:
-        starts = self.starts(step)
-        places = self.places(starts)
-        self.keys(step, starts, places)
-        self.values(step, starts, places)
+        runs = self.runs(step)
+        places = self.places(runs)
+        self.keys(step, runs, places)
+        self.values(step, runs, places)
 
-    def starts(self, step: Any) -> list[Any]:
-        """The first key of each run of a step; a run past the end repeats the last run."""
-        return [self._start(step, part) for part in range(self.plan.parts)]
+    def runs(self, step: Any) -> list[_Run]:
+        """The runs of a step; a run past the end repeats the last run."""
+        return [self._run(step, part) for part in range(self.plan.parts)]
 
-    def _start(self, step: Any, part: int) -> Any:
+    def _run(self, step: Any, part: int) -> _Run:
         entry, sub = self._entry(step, part)
-        return self.cta.lists.indices[self.b, self.h, self.item.begin + entry] * self.plan.block_kv + sub
+        block, owners = self.cta.lists.indices[self.b, self.h, self.item.begin + entry], None
+        if self.plan.pairing is Pairing.UNION:
+            block, owners = _divmod(block, OWNERS)
+            # The list of a pair without keys may begin with any number.
+            block = lax.clamp(jnp.int32(0), block, jnp.int32(pl.cdiv(self.plan.kv_len, self.plan.block_kv) - 1))
+        return _Run(block * self.plan.block_kv + sub, owners)
 
     def _entry(self, step: Any, part: int) -> tuple[Any, Any]:
         """(entry of the list, first key in its block) of a run."""
@@ -246,24 +264,25 @@ class _Load:
         entry, sub = _divmod(unit_index, plan.units_per_block)
         return entry, sub * plan.unit
 
-    def places(self, starts: Sequence[Any]) -> Sequence[Any]:
+    def places(self, runs: Sequence[_Run]) -> Sequence[Any]:
         """Where each run lies: with pages a place of `mosaic_forward_pages`, otherwise the first key itself."""
         if self.plan.page is None:
-            return starts
+            return [run.start for run in runs]
         places = self.cta.options["places"]
         last = jnp.int32(places.shape[1] - 1)
-        runs = [lax.div(start, jnp.int32(self.plan.unit)) for start in starts]
+        numbers = [lax.div(run.start, jnp.int32(self.plan.unit)) for run in runs]
         # A list of no blocks may begin with any number.
-        return [places[self.item.batch, lax.clamp(jnp.int32(0), run, last)] for run in runs]
+        return [places[self.item.batch, lax.clamp(jnp.int32(0), number, last)] for number in numbers]
 
-    def keys(self, step: Any, starts: Sequence[Any], places: Sequence[Any]) -> None:
+    def keys(self, step: Any, runs: Sequence[_Run], places: Sequence[Any]) -> None:
         cta, item, plan, scratch = self.cta, self.item, self.plan, self.cta.scratch
         slot = self._free_slot(step, cta.barriers.k_free)
-        for part, start in enumerate(starts):
-            exists = step * plan.parts + part < item.units
-            scratch.notes[cta.run_field(slot, part)] = (
-                jnp.where(exists, start, MISSING) if part or plan.ahead else start
-            )
+        for part, run in enumerate(runs):
+            exists = step * plan.parts + part < item.units if part or plan.ahead else True
+            for reader in range(plan.readers):
+                listed = exists if run.owners is None else exists & (run.owners & (1 << reader) != 0)
+                note = run.start if listed is True else jnp.where(listed, run.start, MISSING)
+                scratch.notes[cta.run_field(slot, part, reader)] = note
         for part in range(plan.parts if plan.has_bits else 0):
             entry, _ = self._entry(step, part)
             number = cta.options["number"][self.b, self.h, item.begin + entry]
@@ -272,16 +291,17 @@ class _Load:
         ready = cta.stage(cta.barriers.k_ready, slot)
         self._tokens(cta.k, cta.stage(scratch.k, slot), ready, places)
         for name in plan.kv_vectors:
+            starts = [run.start for run in runs]
             self._runs(cta.options[name].at[item.batch], cta.stage(scratch.kv_vectors[name], slot), ready, starts)
 
-    def values(self, step: Any, starts: Sequence[Any], places: Sequence[Any]) -> None:
+    def values(self, step: Any, runs: Sequence[_Run], places: Sequence[Any]) -> None:
         cta, plan = self.cta, self.plan
         slot = self._free_slot(step, cta.barriers.v_free)
         values, ready = cta.stage(cta.scratch.v, slot), cta.stage(cta.barriers.v_ready, slot)
         if not plan.zeroes_padding:
             self._tokens(cta.v, values, ready, places)
             return
-        (start,), (place,) = starts, places
+        ((start, _),), (place,) = runs, places
         mixed = pages.is_mixed(place)
         pl.when(jnp.logical_not(mixed))(lambda: self._tokens(cta.v, values, ready, places))
 

@@ -19,7 +19,8 @@ from xsake.kernels_pallas_gpu.triton_work_order import MOST_ITEMS
 
 class Item(NamedTuple):
     """A query tile (batch, head, first query) and its `units` runs of keys, which begin at list entry `begin`.
-    `steps` is -1 past the last item. `part`: where the results of a part of a row go; -1 for a whole row.
+    `steps` is -1 past the last item. `part`: where the results of a part of a row go; -1 for a whole row. Merged rows
+    are not cut: theirs is `RowPairs.by_turns`.
     """
 
     steps: Any
@@ -129,7 +130,7 @@ class Plan:
 
     @property
     def take_turns(self) -> bool:
-        return self.config.take_turns and self.pairing in (Pairing.ROWS, Pairing.HEADS)
+        return self.config.take_turns and self.pairing in (Pairing.ROWS, Pairing.UNION, Pairing.HEADS)
 
     @property
     def num_ctas(self) -> int:
@@ -165,15 +166,20 @@ class Plan:
 
     @property
     def tile_rows(self) -> int:
-        return 2 * WG_ROWS if self.pairing is Pairing.ROWS else WG_ROWS
+        return 2 * WG_ROWS if self.pairing.halves_rows else WG_ROWS
+
+    @property
+    def row_size(self) -> int:
+        """Queries of a list: of a mask row, or of two whose lists are merged."""
+        return 2 * self.block_q if self.pairing is Pairing.UNION else self.block_q
 
     @property
     def subtiles(self) -> int:
-        return self.block_q // self.tile_rows
+        return self.row_size // self.tile_rows
 
     @property
     def num_rows(self) -> int:
-        return pl.cdiv(self.q_len, self.block_q)
+        return pl.cdiv(self.q_len, self.row_size)
 
     @property
     def tiles_per_head(self) -> int:
@@ -257,6 +263,11 @@ class Plan:
         return self.block_kv // self.unit
 
     @property
+    def readers(self) -> int:
+        """Compute warpgroups for which the runs of a step are noted apart: not all of them may be listed for both."""
+        return 2 if self.pairing is Pairing.UNION else 1
+
+    @property
     def zeroes_padding(self) -> bool:
         """Whether values may lie beside padding, which in pages holds anything. Then a step is one run."""
         return self.page is not None and "kv_segments" in self.kv_vectors
@@ -283,9 +294,10 @@ class Plan:
         """Whether the next tile's first logits are multiplied while this tile's output is written.
 
         Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill, and so
-        would the places of eight runs.
+        would merged rows and the places of eight runs.
         """
         plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
+        plain = plain and self.pairing is not Pairing.UNION
         return self.persistent and self.separate_out and plain and self.parts <= 4
 
     # -- softmax -------------------------------------------------------------------------------------------------------
@@ -322,7 +334,7 @@ class Plan:
             lse=plgpu.SMEM(rows, jnp.float32),
             kv_vectors={name: plgpu.SMEM(ring, jnp.int32) for name in self.kv_vectors},
             notes=plgpu.SMEM(
-                (*self.rings, 2 * PUBLISHED + self.stages * self.parts * (1 + self.has_bits) + 2), jnp.int32
+                (*self.rings, 2 * PUBLISHED + self.stages * self.parts * (self.readers + self.has_bits) + 2), jnp.int32
             ),
         )
 

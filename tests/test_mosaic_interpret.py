@@ -103,6 +103,22 @@ def test_one_cta_walks_all_tiles(block_kv):
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("head_dim", [64, 128])  # rings of four tiles of keys, and of two
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_neighbouring_rows_share_what_both_list(head_dim, seed):
+    """Blocks of 64 with a list per head. One CTA takes all pairs: those of long lists, of few common ones, of none."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.random((1, 5, 15)) < rng.uniform(0.1, 0.9, (1, 5, 1))
+    blocks[0, 4 * seed] = False
+    mask = xsake.BlockMask.from_blocks(blocks, block_q=64, block_kv=64, q_len=310, kv_len=950)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, head_dim)), jnp.bfloat16) for n in (310, 950, 950))
+    want = xsake.attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask, implementation="xla")
+    with xsake.interpret():
+        found = xsake.attention(q, k, v, mask, implementation="mosaic_gpu")
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
+
+
 CHUNK = dict(q_heads=2, kv_heads=1, mask=(1, 2), mask_window=(None, 256), block_q=16, block_kv=16, density=0.15)
 
 
