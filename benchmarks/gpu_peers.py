@@ -89,6 +89,16 @@ def lines(workload: Workload, density: float) -> xsake.BlockMask:
     )
 
 
+def with_small_blocks(workload: Workload, name: str) -> xsake.BlockMask | None:
+    """The mask of that name in blocks of 64, where such are raced."""
+    kind, _, density = name.partition(" ")
+    if kind not in ("random", "lines") or workload.length <= 8192 or workload in (ODD, MLA):
+        return None
+    at = dataclasses.replace(workload, block=64)
+    part = float(density.rstrip("%")) / 100
+    return lines(at, part) if kind == "lines" else at.mask(part)
+
+
 def race(contestants: dict[str, Callable], rounds: int, wait: Callable, monitor: Monitor) -> dict[str, dict[str, Any]]:
     """Burst and sustained seconds per call of each contestant, and the state of the chip during its turns."""
     calls, order = {}, random.Random(0)
@@ -136,7 +146,7 @@ class Bench:
 
     def contestants(self, mask: xsake.BlockMask) -> dict[str, Callable]:
         found = {OURS: self.ours(mask)}
-        if self.direction != "forward" and self.workload.length > 8192:  # shorter ones sum in one order anyway
+        if self.direction != "forward":
             found[ANY_ORDER] = self.ours(mask, deterministic=False)
         # Version 4.0.0b36 reads past its memory with a full mask of several sequences, and takes the process with it;
         # its backward for MLA's head dims has tiles of 96 keys, which divide no block of 128.
@@ -167,8 +177,7 @@ class Race:
         self.bench, self.name = bench, name
         self.contestants = bench.contestants(mask) | (bench.dense() if name == "random 100%" else {})
         self.masks = dict.fromkeys(self.contestants, mask)
-        if name.startswith("random") and bench.workload.length > 8192 and bench.workload not in (ODD, MLA):
-            small = bench.workload.mask(float(name.split()[1].rstrip("%")) / 100, block=64)
+        if (small := with_small_blocks(bench.workload, name)) is not None:
             self.contestants[SMALL_BLOCKS], self.masks[SMALL_BLOCKS] = bench.ours(small), small
 
     def compile(self, *, ours: bool) -> None:

@@ -1,16 +1,20 @@
-"""Hardware counters of the Hopper forward: what the kernel waits for on short sequences and at low density.
+"""Hardware counters of the Hopper kernels, forward and backward, beside FlashAttention-4: what the chip is busy with.
 
 python -m benchmarks.gpu_profile             print (needs Nsight Compute's `ncu`)
 python -m benchmarks.gpu_profile --record    also write benchmarks/results/gpu_profile.json
 python -m benchmarks.gpu_profile --out DIR   write the run to DIR
+python -m benchmarks.gpu_profile --who xsake only our own kernels
 
-Counters are read with cold caches and without fixing the clock; compare shares, not times.
+Counters are read with cold caches and without fixing the clock; compare shares, not times. The gradient of a call is
+profiled, which runs its forward too. FlashAttention-4 runs where it is installed (benchmarks/README.md says how), on
+the calls for which it has a masked backward that stays inside its memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import io
 import os
 import subprocess
@@ -21,8 +25,13 @@ from typing import Any
 from benchmarks import record
 from xsake.autotune.workloads import WORKLOADS
 
-PROFILED = [(name, density) for name in ("gpt4k", "gpt4k_d64", "full16k") for density in (1.0, 0.25, 0.1)]
-LIMIT = 100  # seconds
+PROFILED = [  # workload, density, blocks
+    *((name, density, 128) for name in ("gpt4k", "gpt4k_d64") for density in (1.0, 0.1)),
+    *(("full16k", density, 128) for density in (1.0, 0.43, 0.1)),
+    ("full16k", 0.43, 64),
+]
+KERNELS = {"xsake": "mosaic", "fa4": "flash"}  # part of the kernels' names
+LIMIT = 280  # seconds
 METRICS = {
     "microseconds": "gpu__time_duration.sum",
     "tensor_core_share": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -32,27 +41,61 @@ METRICS = {
     "dram_read_bytes": "dram__bytes_read.sum",
     "l2_to_sm_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "issue_slots_share": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "shared_memory_share": "l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed",
+    "exponential_share": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    **{
+        f"stalled_{why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio"
+        for why in ("barrier", "long_scoreboard", "short_scoreboard", "gmma", "wait", "math_pipe_throttle")
+    },
 }
 
 
-def run_all() -> None:
-    """Run each call once, for the profiler."""
+def run_all(who: str) -> None:
+    """Runs each call once, for the profiler."""
+    for call in profiled(who):
+        name, density, block = call
+        workload = dataclasses.replace(WORKLOADS[name], block=block)
+        (ours if who == "xsake" else fa4)(workload, workload.mask(density))
+
+
+def profiled(who: str) -> list[tuple[str, float, int]]:
+    if who == "xsake":
+        return PROFILED
+    whole = [(name, density, block) for name, density, block in PROFILED if density == 1.0 and name != "full16k"]
+    return [call for call in PROFILED if call[2] == 128 and call not in whole]
+
+
+def ours(workload: Any, mask: Any) -> None:
     import jax
     import jax.numpy as jnp
 
     import xsake
 
-    for name, density in PROFILED:
-        workload = WORKLOADS[name]
-        attend = jax.jit(lambda q, k, v, mask: xsake.attention(q, k, v, mask, implementation="mosaic_gpu"))
-        jax.block_until_ready(attend(*workload.inputs(jnp.bfloat16), workload.mask(density)))
+    @jax.jit
+    def gradients(q: Any, k: Any, v: Any, mask: Any, cotangent: Any) -> Any:
+        attend = lambda *x: xsake.attention(*x, mask, implementation="mosaic_gpu")  # noqa: E731
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(cotangent)
+
+    q, k, v = workload.inputs(jnp.bfloat16)
+    cotangent = jax.random.normal(jax.random.key(9), (*q.shape[:-1], v.shape[-1]), q.dtype)
+    jax.block_until_ready(gradients(q, k, v, mask, cotangent))
 
 
-def profile() -> list[dict[str, Any]]:
+def fa4(workload: Any, mask: Any) -> None:
+    import torch
+
+    from benchmarks import fa4_peer
+
+    fa4_peer.contestant(workload, mask, "forward+backward", calls=1)()
+    torch.cuda.synchronize()
+
+
+def profile(who: str) -> list[dict[str, Any]]:
     # In base units, so that no prefix has to be parsed.
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-    command += ["-k", "regex:mosaic", "--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, "-m", "benchmarks.gpu_profile", "--run"]
+    command += ["-k", f"regex:{KERNELS[who]}", "--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, "-m", "benchmarks.gpu_profile", "--run", who]
     # The profiler saves every allocation that a kernel may write to, for every pass: give each array its own.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
@@ -61,34 +104,61 @@ def profile() -> list[dict[str, Any]]:
         raise SystemExit(f"ncu was not done after {LIMIT} s:\n{(late.stdout or b'').decode()[-2000:]}") from None
     if done.returncode:
         raise SystemExit(f"ncu failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    table = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    return read(who, done.stdout)
+
+
+def read(who: str, printed: str) -> list[dict[str, Any]]:
+    """A row per kernel, from what `ncu` printed; a call begins with its forward."""
+    table = [line for line in printed.splitlines() if line.startswith('"')]
     header, _units, *rows = csv.reader(io.StringIO("\n".join(table)))
-    if len(rows) != len(PROFILED):
-        raise SystemExit(f"{len(rows)} kernels were profiled, {len(PROFILED)} are expected")
+    found = [dict(zip(header, row, strict=True)) for row in rows]
+    starts = [i for i, values in enumerate(found) if is_forward(who, values["Kernel Name"])]
+    calls = profiled(who)
+    if len(starts) != len(calls) or starts[:1] != [0]:
+        names = sorted({values["Kernel Name"] for values in found})
+        raise SystemExit(f"{len(starts)} forwards were profiled, {len(calls)} are expected; kernels: {names}")
     results = []
-    for (name, density), row in zip(PROFILED, rows, strict=True):
-        values = dict(zip(header, row, strict=True))
-        numbers = {key: float(values[metric].replace(",", "")) for key, metric in METRICS.items()}
-        numbers["microseconds"] /= 1e3  # the base unit is a nanosecond
-        results.append({"workload": name, "asked": density, **numbers})
+    for (name, density, block), begin, end in zip(calls, starts, [*starts[1:], len(found)], strict=True):
+        for values in found[begin:end]:
+            numbers = {key: _number(values[metric]) for key, metric in METRICS.items() if values.get(metric)}
+            numbers["microseconds"] /= 1e3  # the base unit is a nanosecond
+            about = {"implementation": who, "workload": name, "asked": density, "block": block}
+            direction = "forward" if values is found[begin] else "backward"
+            results.append({**about, "direction": direction, "kernel": values["Kernel Name"], **numbers})
     return results
+
+
+def is_forward(who: str, kernel: str) -> bool:
+    return "entry" in kernel if who == "xsake" else "fwd" in kernel.lower() or "forward" in kernel.lower()
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--run", action="store_true", help="run the calls themselves (for ncu)")
+    parser.add_argument("--who", default=",".join(KERNELS), help="whose kernels, separated by commas")
+    parser.add_argument("--run", choices=KERNELS, help="run the calls themselves (for ncu)")
     args = parser.parse_args()
     if args.run:
-        return run_all()
-    results = profile()
+        return run_all(args.run)
+    results: list[dict[str, Any]] = []
+    for who in args.who.split(","):
+        results += profile(who)
+        if out := record.RESULTS if args.record else args.out:
+            record.save("gpu_profile", results, out)
     for r in results:
-        where = f"{r['workload']:10} {r['asked']:4.0%} {r['microseconds']:8.1f} us"
+        where = f"{r['implementation']:6} {r['workload']:10} {r['asked']:4.0%} block {r['block']:3} {r['direction']:8}"
         l2 = f"L2 {r['l2_share']:3.0f}% (hits {r['l2_hit_rate']:3.0f}%)"
-        print(f"{where}  tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%  {l2}")
-    if out := record.RESULTS if args.record else args.out:
-        record.save("gpu_profile", results, out)
+        stalls = "  ".join(f"{key[8:]} {r[key]:.2f}" for key in r if key.startswith("stalled_"))
+        shared = f"shared memory {r.get('shared_memory_share', float('nan')):3.0f}%"
+        times = (
+            f"{r['microseconds']:8.1f} us  tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%"
+        )
+        print(f"{where} {times}  {l2}  {shared}  stalls: {stalls}  {r['kernel'][:40]}")
 
 
 if __name__ == "__main__":

@@ -227,9 +227,27 @@ def gpu_hops() -> str:
 
 
 def gpu_profile() -> str:
-    """What the forward is busy with, by the hardware's counters."""
+    """What the kernels are busy with and wait for, by the hardware's counters."""
     run = record.load("gpu_profile")
-    counters = ("tensor_core_share", "dram_share", "l2_share", "l2_hit_rate")
-    rows = [[r["workload"], f"{r['asked']:.0%}", *(f"{r[name]:.0f}%" for name in counters)] for r in run["results"]]
-    lines = table(["forward", "density", "tensor cores", "DRAM", "L2", "L2 hits"], rows)
-    return "\n".join([*lines, "", source("gpu_profile.json", run, note="cold caches")])
+    shares = ("tensor_core_share", "issue_slots_share", "dram_share", "l2_share", "l2_hit_rate")
+    waits = ("stalled_barrier", "stalled_long_scoreboard", "stalled_short_scoreboard")
+    rows = [
+        [
+            f"{r['workload']}, {_gradients_of(r)}",
+            f"{r['asked']:.0%}" + ("" if r["block"] == 128 else f", blocks of {r['block']}"),
+            "xsake" if r["implementation"] == "xsake" else "FlashAttention-4",
+            *(f"{r[name]:.0f}%" for name in shares),
+            " / ".join(f"{r[name]:.2f}" for name in waits),
+        ]
+        for r in run["results"]
+        if r["tensor_core_share"] > 1  # others prepare or convert
+    ]
+    heads = ["kernel", "density", "", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
+    return "\n".join([*table(heads, rows), "", source("gpu_profile.json", run, note="cold caches")])
+
+
+def _gradients_of(kernel: dict) -> str:
+    if kernel["direction"] == "forward":
+        return "forward"
+    names = {"dq": "dQ", "dkv": "dK and dV"} if kernel["implementation"] == "xsake" else {}
+    return next((name for part, name in names.items() if f"_{part}_" in kernel["kernel"]), "dQ, dK and dV")
