@@ -26,7 +26,7 @@ from benchmarks import record
 from xsake.autotune.workloads import WORKLOADS
 
 PROFILED = [  # workload, density, blocks
-    *((name, density, 128) for name in ("gpt4k", "gpt4k_d64") for density in (1.0, 0.1)),
+    *((name, density, 128) for name in ("gpt4k", "gpt4k_d64") for density in (1.0, 0.25, 0.1)),
     *(("full16k", density, 128) for density in (1.0, 0.43, 0.1)),
     ("full16k", 0.43, 64),
 ]

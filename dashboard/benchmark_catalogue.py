@@ -22,7 +22,7 @@ TITLES = {
     "gpu_generate_quality": "Writing with some of the cache's blocks",
     "gpu_first_call": "What a first call costs",
     "gpu_accuracy": "Accuracy on a GPU",
-    "gpu_profile": "Hardware counters of the GPU forward",
+    "gpu_profile": "Hardware counters of the GPU kernels",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",
     "cpu_attention": "Attention on a CPU",
     "gates": "Gates of speed",

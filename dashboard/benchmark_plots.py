@@ -181,7 +181,7 @@ def _gpu_accuracy(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 def _gpu_profile(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     y = axis("share of the peak", "%", better="higher")
     rows = [
-        (name.replace("_", " "), f"{row['workload']}, density {row['asked']:.0%}", row.get(name))
+        (name.replace("_", " "), f"{row['kernel']}, {row['workload']}, density {row['asked']:.0%}", row.get(name))
         for row in record["results"]
         for name in ("tensor_core_share", "dram_share", "l2_share", "issue_slots_share")
     ]

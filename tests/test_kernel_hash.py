@@ -113,7 +113,8 @@ def test_kernels_count_and_developers_tools_do_not(name):
     counted = set(_imported_modules(file, package))
     kernels = {"mosaic_gpu": "mosaic*.py", "triton": "triton*.py"}.get(name, "*.py")
     untuned = {"ahead.py", "oracle.py", "gathered.py"}
-    assert counted >= {path.name for path in file.parent.glob(kernels)} - untuned
+    of_mosaic = {"triton_row_pairs.py"} if name == "triton" else set()  # it makes lists for the Mosaic forward alone
+    assert counted >= {path.name for path in file.parent.glob(kernels)} - untuned - of_mosaic
     assert not counted & untuned
 
 

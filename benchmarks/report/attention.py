@@ -233,21 +233,22 @@ def gpu_profile() -> str:
     waits = ("stalled_barrier", "stalled_long_scoreboard", "stalled_short_scoreboard")
     rows = [
         [
-            f"{r['workload']}, {_gradients_of(r)}",
+            f"{r['workload']}, {_kernel(r)}",
             f"{r['asked']:.0%}" + ("" if r["block"] == 128 else f", blocks of {r['block']}"),
-            "xsake" if r["implementation"] == "xsake" else "FlashAttention-4",
             *(f"{r[name]:.0f}%" for name in shares),
             " / ".join(f"{r[name]:.2f}" for name in waits),
         ]
         for r in run["results"]
         if r["tensor_core_share"] > 1  # others prepare or convert
     ]
-    heads = ["kernel", "density", "", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
+    heads = ["kernel", "density", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
     return "\n".join([*table(heads, rows), "", source("gpu_profile.json", run, note="cold caches")])
 
 
-def _gradients_of(kernel: dict) -> str:
-    if kernel["direction"] == "forward":
-        return "forward"
-    names = {"dq": "dQ", "dkv": "dK and dV"} if kernel["implementation"] == "xsake" else {}
-    return next((name for part, name in names.items() if f"_{part}_" in kernel["kernel"]), "dQ, dK and dV")
+def _kernel(of: dict) -> str:
+    if of["direction"] == "forward":
+        what = "forward"
+    else:
+        parts = {"dq": "dQ", "dkv": "dK and dV"}
+        what = next((name for part, name in parts.items() if f"_{part}_" in of["kernel"]), "dQ, dK and dV")
+    return what if of["implementation"] == "xsake" else f"{what} by FlashAttention-4"
