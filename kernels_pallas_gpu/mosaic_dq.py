@@ -86,7 +86,7 @@ def dq(
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
     statistics = [packing.of_heads(pad(x, 2, q_size)) for x in (rule.row_statistic(lse), -delta)]
-    ragged = kv_len % tile != 0
+    ragged = kv_len % block_kv != 0  # a tile of the last block may lie wholly past the end
     skips = rule.by_position and kv_positions is None
     by_index = ragged or skips
     # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.

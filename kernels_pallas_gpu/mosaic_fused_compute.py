@@ -201,7 +201,8 @@ class Tile:
             keys.get("position", kv_index),
             queries.get("segment"),
             keys.get("segment"),
-            None,
+            # Keys past the end are zeros, but times a probability that is no number (lse is far below 0) they are not.
+            kv_index < self.plan.kv_len if self.plan.kv_len % self.plan.block_kv else None,
         )
         if self.cta.given.bits is None:
             return ok

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
 from contract.target import TARGETS
 from sweep import sweep
 
+import xsake
 from xsake.kernels_pallas_gpu import mosaic_backward_common, mosaic_fused_plan, mosaic_parts
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
@@ -64,6 +67,28 @@ def test_head_dim_64(tile, deterministic):
         **SMALL | dict(q_len=80, block_q=32, exact_lengths=True, mask_causal=True, deterministic=deterministic),
     )
     check_run(target, case, config=config(FusedConfig(tile=tile)))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", sweep([(True, 100), (True, 128), (False, 128)], slow=[(True, 128), (False, 128)]))
+def test_keys_past_the_end_do_not_matter_where_all_logits_are_low(case):
+    """exp(0 - lse) of such a key is infinite. With blocks of 256 keys, a tile of 128 lies wholly past the end."""
+    fused, keys = case
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal((1, n, 1, 128)), jnp.bfloat16) for n in (64, keys, keys, 64))
+    q, k = q.at[..., 0].set(80.0), k.at[..., 0].set(-16.0)  # logits near -113
+    mask = xsake.BlockMask.full(64, keys, block_q=64, block_kv=256)
+    configured = dataclasses.replace(config(FusedConfig(use=fused)), dq=BackwardConfig(tile=128))
+
+    def gradients(*x, **how):
+        return jax.vjp(lambda *x: xsake.attention(*x, mask, **how), *x)[1](d_out.astype(x[0].dtype))
+
+    want = gradients(*(x.astype(jnp.float32) for x in (q, k, v)), implementation="xla")
+    with xsake.interpret():
+        found = gradients(q, k, v, implementation="mosaic_gpu", config=configured)
+    for one, other in zip(found, want, strict=True):
+        difference = np.asarray(one, np.float32) - np.asarray(other)
+        assert np.linalg.norm(difference) <= 2e-2 * np.linalg.norm(other)
 
 
 @pytest.mark.slow
