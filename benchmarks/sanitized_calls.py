@@ -49,13 +49,12 @@ def masked(
     both(lambda *x: xsake.attention(*x, mask, implementation=implementation, **more), (q, k, v), d_out)
 
 
-def one_backward_kernel() -> None:
+def one_backward_kernel(head_dim: int, tile: int) -> None:
     """dQ, dK and dV by one kernel, in a fixed order and in any; two columns of each head are cut in two parts."""
-    config = Config(
-        forward=ForwardConfig(), dq=BackwardConfig(), dkv=BackwardConfig(), fused=FusedConfig(early=2, parts=2)
-    )
+    fused = FusedConfig(tile=tile, early=2, parts=2)
+    config = Config(forward=ForwardConfig(), dq=BackwardConfig(), dkv=BackwardConfig(), fused=fused)
     for deterministic in (True, False):
-        masked(128, 128, implementation="mosaic_gpu", config=config, deterministic=deterministic)
+        masked(128, head_dim, implementation="mosaic_gpu", config=config, deterministic=deterministic)
 
 
 def chosen_blocks() -> None:
@@ -118,7 +117,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "mosaic_gpu, block 64, a mask a head": partial(masked, 64, 64, implementation="mosaic_gpu"),
     "mosaic_gpu, block 128 x 16": partial(masked, 128, 128, keys=16, implementation="mosaic_gpu"),
     "mosaic_gpu, segments and sinks": partial(masked, 128, 64, implementation="mosaic_gpu", with_options=True),
-    "mosaic_gpu, one backward kernel": one_backward_kernel,
+    "mosaic_gpu, one backward kernel": partial(one_backward_kernel, 128, 64),
+    "mosaic_gpu, one backward kernel, D 64": partial(one_backward_kernel, 64, 128),
     "mosaic_gpu, chosen blocks": chosen_blocks,
     "mosaic_gpu, a chunk of a prompt": chunk,
     "mosaic_gpu, few queries": few_queries,

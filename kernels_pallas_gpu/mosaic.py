@@ -333,7 +333,7 @@ def _needs(call: Call) -> tuple[Pairing, int]:
     has_positions = call.q_positions is not None or call.kv_positions is not None
     others = (call.kv_segments, call.bias, call.mask.bitmaps, call.page_table)
     plain = not has_positions and all(x is None for x in others) and call.full_is_exact
-    merged = mergeable(call.mask.block_q, call.mask.block_kv, call.band, plain=plain)
+    merged = mergeable(call.mask.block_q, call.mask.block_kv, call.q_len, call.band, plain=plain)
     heads = call.q_heads // packing.group
     pairing = Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=merged)
     return pairing, (call.kv_segments is not None) + has_positions

@@ -78,6 +78,7 @@ def forward(
         mergeable=mergeable(
             block_q,
             block_kv,
+            q_len,
             band,
             plain=not (given or bias is not None or bits is not None or page is not None) and full_is_exact,
         ),

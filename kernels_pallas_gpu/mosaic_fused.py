@@ -98,7 +98,7 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
 
 
 def _summands(call: Call, plan: Plan) -> Array:
-    """i32[B, T, H]: how many columns of keys add to the dQ of a query."""
+    """i32[B, T, H]: how many columns of keys add to the dQ of a query: the transposed lists name the same blocks."""
     row_ptr = call.mask.kv_row_ptr
     of_rows = (row_ptr[..., 1:] - row_ptr[..., :-1]) * plan.columns_per_block
     of_queries = jnp.repeat(of_rows, plan.block_q, axis=2)[..., : call.q_len]

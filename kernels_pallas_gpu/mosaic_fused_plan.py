@@ -257,8 +257,9 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
         return f"the mask's block of {call.mask.block_kv} keys must be a multiple of {KEYS}"
     if call.mask.block_q % config.tile:
         return f"tile={config.tile} does not divide the mask's block of {call.mask.block_q} queries"
-    if config.tile > ROWS and call.head_dim > ROWS:
-        return f"tile={config.tile} and head_dim={call.head_dim} need more registers than a thread has"
+    if config.tile > ROWS and max(call.head_dim, call.value_dim) > ROWS:
+        dims = f"head dims {call.head_dim} and {call.value_dim}"
+        return f"tile={config.tile} and {dims} need more registers than a thread has"
     need = Plan.of(call, config).smem_bytes()
     if need > HOPPER_SHARED_MEMORY:
         return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
@@ -272,7 +273,7 @@ def heuristic(call: Call, active_keys: float) -> FusedConfig:
     # A column that every row lists may take longer than an SM's share of all work: without parts, all wait for it.
     share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
     parts = 1 if longest <= share else 2 if longest <= 2 * share else 4
-    wide = call.head_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
+    wide = call.head_dim == call.value_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
     config = FusedConfig(
         tile=2 * ROWS if wide else ROWS, early=early_ranks(pairs) * (2 if parts > 1 else 1), parts=parts
     )

@@ -119,6 +119,24 @@ def test_neighbouring_rows_share_what_both_list(head_dim, seed):
     np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("common", [0.0, 0.8])
+@pytest.mark.parametrize("options", [dict(is_causal=True), dict(local_window_size=(700, 0)), {}])
+def test_neighbouring_rows_on_hopper(head_dim, common, options):
+    """Rows in pairs that have none or most of their blocks in common; an odd number of rows, some of them empty."""
+    rng = np.random.default_rng(head_dim)
+    n, length = 33, 33 * 64 - 10
+    shared = np.repeat(rng.random((6, n // 2 + 1, n)) < 0.4 * common, 2, axis=1)[:, :n]
+    blocks = shared | (rng.random((6, n, n)) < rng.uniform(0, 0.4 * (1 - common), (6, n, 1)))
+    blocks[:, 5:7] = False
+    mask = xsake.BlockMask.from_blocks(blocks, block_q=64, block_kv=64, q_len=length, kv_len=length, **options)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), jnp.bfloat16) for heads in (6, 2, 2))
+    want = xsake.attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask, implementation="xla")
+    found = xsake.attention(q, k, v, mask, implementation="mosaic_gpu")
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
+
+
 CHUNK = dict(q_heads=2, kv_heads=1, mask=(1, 2), mask_window=(None, 256), block_q=16, block_kv=16, density=0.15)
 
 
