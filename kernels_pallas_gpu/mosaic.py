@@ -219,7 +219,8 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
     mask = call.mask
     rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
     given = dict(bits=Bits.of(mask.bitmaps, mask.kv_bitmap), sink_lse=call.sink_lse, page_table=call.page_table)
-    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given, config=config.forward)
+    how = dict(pairing=_pairing(call), config=config.forward)
+    out, lse = mosaic_forward.forward(q, k, v, rows, **_arguments(call), **given, **how)
     return out[..., : call.value_dim], lse
 
 
@@ -328,15 +329,17 @@ def _needs(call: Call) -> tuple[Pairing, int]:
     """What the forward's tiles hold: their pairing, and the arrays with one number per key beside K and V."""
     if cut := _cut(call):
         call = shapes_of(lambda call: FewQueries(call, cut).call, call)
-    widest = max(_padded(call.head_dim), _padded(call.value_dim))
-    packing = _packing(call)
     has_positions = call.q_positions is not None or call.kv_positions is not None
-    others = (call.kv_segments, call.bias, call.mask.bitmaps, call.page_table)
-    plain = not has_positions and all(x is None for x in others) and call.full_is_exact
+    return _pairing(call), (call.kv_segments is not None) + has_positions
+
+
+def _pairing(call: Call) -> Pairing:
+    widest, packing = max(_padded(call.head_dim), _padded(call.value_dim)), _packing(call)
+    tests = (call.q_positions, call.kv_positions, call.kv_segments, call.bias, call.mask.bitmaps, call.page_table)
+    plain = all(x is None for x in tests) and call.full_is_exact
     merged = mergeable(call.mask.block_q, call.mask.block_kv, call.q_len, call.band, plain=plain)
     heads = call.q_heads // packing.group
-    pairing = Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=merged)
-    return pairing, (call.kv_segments is not None) + has_positions
+    return Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=merged)
 
 
 def _widest_tile(call: Call) -> int:

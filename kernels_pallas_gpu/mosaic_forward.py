@@ -22,7 +22,7 @@ from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
-from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing, mergeable
+from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
 from xsake.kernels_pallas_gpu.mosaic_forward_memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
@@ -52,6 +52,7 @@ def forward(
     bits: Bits | None = None,
     sink_lse: jax.Array | None = None,
     page_table: jax.Array | None = None,
+    pairing: Pairing,
     config: ForwardConfig,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -66,24 +67,9 @@ def forward(
         page, kv_len = kv_len, kv_len * page_table.shape[1]
     packing = Packing.required(block_q, lists, num_q_heads, num_kv_heads, bias)
     heads = num_q_heads // packing.group
-    widest = max(head_dim, v_head_dim)
     has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
     given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
-    possible = Pairing.of(
-        packing.rows,
-        lists.indices.shape[1],
-        heads,
-        num_kv_heads,
-        widest,
-        mergeable=mergeable(
-            block_q,
-            block_kv,
-            q_len,
-            band,
-            plain=not (given or bias is not None or bits is not None or page is not None) and full_is_exact,
-        ),
-    )
-    pairing = config.pairing(possible)
+    pairing = config.pairing(pairing)
     plan = Plan(
         batch_size=batch_size,
         q_len=packing.length(q_len),

@@ -14,7 +14,7 @@ from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
-from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, FULL_STEPS, HEAD, PART, Q_START, STEPS
+from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, BY_TURNS, FULL_STEPS, HEAD, PART, Q_START, STEPS
 
 # Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
@@ -197,7 +197,7 @@ class Tile:
             carry = lax.fori_loop(done, self.full_steps, lambda i, c: self.kv_step(i, c, partial=False), carry)
             done = lax.max(done, self.full_steps)
         if self.plan.pairing is Pairing.UNION:
-            last = self.full_steps + self.field(PART)
+            last = self.full_steps + self.field(BY_TURNS)
             own = functools.partial(self.kv_step, partial=False, half=self.cta.wg)
             carry = lax.fori_loop(done, last, own, carry)
             done = lax.max(done, last)

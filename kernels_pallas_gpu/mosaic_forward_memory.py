@@ -136,12 +136,11 @@ class MemoryWarpgroup:
         b, h = self.list_coords(batch, head)
         begin = lax.min(lists.row_ptr[b, h, row], capacity)
         if plan.pairing is Pairing.UNION:
-            entries = self.cta.options["num_entries"][b, h, row]
+            entries, part = (self.cta.options[name][b, h, row] for name in ("num_entries", "by_turns"))
+            skipped = jnp.int32(0)
         else:
             entries = lax.min(lists.row_ptr[b, h, row + 1], capacity) - begin
-        skipped, entries, part = self.part(found, entries)
-        if plan.pairing is Pairing.UNION:
-            part = self.cta.options["by_turns"][b, h, row]
+            skipped, entries, part = self.part(found, entries)
         begin += skipped
         full = lists.num_full[b, h, row] if plan.full_is_exact else jnp.int32(0)
         full = lax.clamp(jnp.int32(0), full - skipped, entries)

@@ -38,6 +38,7 @@ MOST_TURNS = 8  # of a worker, for rows to be sorted by length
 # The memory warpgroup tells the compute warpgroups the first six fields of an item.
 PUBLISHED = 6
 STEPS, FULL_STEPS, BATCH, HEAD, Q_START, PART = range(PUBLISHED)
+BY_TURNS = PART  # of merged rows
 
 
 class Scratch(NamedTuple):

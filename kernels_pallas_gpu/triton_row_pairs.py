@@ -66,7 +66,8 @@ def row_pairs(
         def pointer(row: Any) -> Any:
             return jnp.minimum(row_ptr_ref[jnp.minimum(row, n)], capacity)
 
-        rows = [_Row.of(indices_ref, pointer(2 * pair + i), pointer(2 * pair + i + 1)) for i in range(2)]
+        first, second, end = (pointer(2 * pair + i) for i in range(3))
+        rows = [_Row(indices_ref, first, second - first), _Row(indices_ref, second, end - second)]
         full = [jnp.minimum(num_full_ref[jnp.minimum(2 * pair + i, n - 1)], row.length) for i, row in enumerate(rows)]
 
         def in_both(i: int, block: Array, place: Array) -> Array:
@@ -111,8 +112,8 @@ def row_pairs(
         by_turns_ref[pair] = jnp.minimum(*full) - num_both
 
         other = iota(all_pairs)
-        first, last = (jnp.minimum(2 * other + i, n) for i in (0, 2))
-        length = jnp.where(other < pairs, plgpu.load(row_ptr_ref.at[last]) - plgpu.load(row_ptr_ref.at[first]), -1)
+        begins, ends = (plgpu.load(row_ptr_ref.at[jnp.minimum(2 * other + i, n)]) for i in (0, 2))
+        length = jnp.where(other < pairs, ends - begins, -1)
         own = row_ptr_ref[jnp.minimum(2 * pair + 2, n)] - row_ptr_ref[2 * pair]
         order_ref[_sum((length > own) | ((length == own) & (other < pair)))] = pair
 
@@ -132,10 +133,6 @@ class _Row(NamedTuple):
     indices: Any
     begin: Any
     length: Any
-
-    @classmethod
-    def of(cls, indices: Any, begin: Any, end: Any) -> _Row:
-        return cls(indices, begin, end - begin)
 
     def over(self, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
         """carry = body(blocks, their places in the row, carry), chunk by chunk; past the end a block is -1."""

@@ -114,8 +114,10 @@ def test_neighbouring_rows_share_what_both_list(head_dim, seed):
     mask = xsake.BlockMask.from_blocks(blocks, block_q=64, block_kv=64, q_len=310, kv_len=950)
     q, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, head_dim)), jnp.bfloat16) for n in (310, 950, 950))
     want = xsake.attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask, implementation="xla")
+    forward = ForwardConfig(num_ctas=1, stages=256 // head_dim)
+    config = Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig())
     with xsake.interpret():
-        found = xsake.attention(q, k, v, mask, implementation="mosaic_gpu")
+        found = xsake.attention(q, k, v, mask, implementation="mosaic_gpu", config=config)
     np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
 
 
