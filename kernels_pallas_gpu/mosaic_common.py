@@ -263,23 +263,35 @@ def differs_in_warp(alpha: jax.Array, *, interpret: bool) -> jax.Array:
     """1 where a row of the thread's warp has a number other than 1, else 0: warps of a warpgroup may differ."""
     if interpret:
         return (alpha != 1.0).any().astype(jnp.int32)
+    return _any_in_warp(alpha, mgpu_utils.arith.CmpFPredicate.UNE, 1.0)
+
+
+def exceeds_in_warp(x: jax.Array, limit: float, *, interpret: bool) -> jax.Array:
+    """1 where the thread's warp has a number above the limit, else 0."""
+    if interpret:
+        return (x > limit).any().astype(jnp.int32)
+    return _any_in_warp(x, mgpu_utils.arith.CmpFPredicate.OGT, limit)
+
+
+def _any_in_warp(x: jax.Array, predicate: Any, limit: float) -> jax.Array:
+    layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     )
-    def vote(_: Any, alpha: Any) -> Any:
+    def vote(_: Any, x: Any) -> Any:
         arith, i32 = mgpu_utils.arith, ir.IntegerType.get_signless(32)
-        other = None
-        for register in alpha.registers.flat:
-            x = mgpu_utils.vector.extract(register, [], [0])
-            one = arith.constant(x.type, ir.FloatAttr.get(x.type, 1.0))
-            differs = arith.cmpf(arith.CmpFPredicate.UNE, x, one)
-            other = differs if other is None else arith.ori(other, differs)
-        found = mgpu_utils.nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, i32), other, "any")
+        found = None
+        for register in x.registers.flat:
+            for i in range(ir.VectorType(register.type).shape[0]):
+                number = mgpu_utils.vector.extract(register, [], [i])
+                bound = arith.constant(number.type, ir.FloatAttr.get(number.type, limit))
+                test = arith.cmpf(predicate, number, bound)
+                found = test if found is None else arith.ori(found, test)
+        found = mgpu_utils.nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, i32), found, "any")
         return mgpu.FragmentedArray.splat(arith.extui(i32, found), (), is_signed=True)
 
-    return vote(alpha)
+    return vote(x)
 
 
 def add_columns(sums: jax.Array, x: jax.Array, *, interpret: bool) -> jax.Array:

@@ -11,18 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
-from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E, LOWEST
+from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, BY_TURNS, FULL_STEPS, HEAD, PART, Q_START, STEPS
+from xsake.kernels_pallas_gpu.mosaic_forward_softmax import Softmax, Sums
 
 # Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
-# Columns after which an accumulator's layout repeats: a thread holds all of a row's columns c, c + 8, c + 16, ...
-LANE_COLUMNS = 8
-# A row's maximum stays until a logit exceeds it by this, in powers of two. Sums that are up to 2 ** 8 times as large
-# are as exact, and the output is seldom rescaled.
-RISE = 8.0
 
 
 class ComputeWarpgroup:
@@ -126,6 +122,7 @@ class Tile:
         self.q_slot = self.cta.query_slot(turn, self.cta.wg)
         self.q_tile = self.cta.scratch.q.at[self.q_slot]
         self.q_vectors: dict[str, Any] = {}
+        self.softmax = Softmax(self.plan)
 
     # Fields are read again at every use: values that live through the loops would take registers.
     def field(self, which: int) -> Any:
@@ -161,7 +158,7 @@ class Tile:
         def _first_keys() -> None:
             plgpu.barrier_wait(cta.stage(barriers.k_ready, slot_of(self.step0, self.plan.stages)))
 
-        acc, m, total = self.attend(self.nothing(), jnp.int32(0))
+        acc, m, total = self.attend(self.softmax.nothing(), jnp.int32(0))
         pl.when(self.steps > 0)(self.warpgroup.yield_tensor_core)
         if self.plan.separate_out:
             cta.release(barriers.q_free.at[self.q_slot])
@@ -169,7 +166,7 @@ class Tile:
 
     def run_and_begin_the_next(self) -> Any:
         """Returns the next tile's steps and full steps, and what `multiply_first` returned for it."""
-        acc, m, total = self.attend(self.first_step(self.nothing()), jnp.int32(1))
+        acc, m, total = self.attend(self.first_step(self.softmax.nothing()), jnp.int32(1))
         # Before the output is written: the other warpgroup need not wait for that.
         self.warpgroup.yield_tensor_core()
         if self.plan.separate_out:
@@ -183,26 +180,18 @@ class Tile:
         first = self.warpgroup.multiply_first(self.turn + 1, self.step0 + self.steps, following[0], meanwhile)
         return *following, first
 
-    def nothing(self) -> Any:
-        """(output, maximum, sum) of the rows before the first key."""
-        return (
-            common.wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0),
-            common.wgmma_full((WG_ROWS,), LOWEST),
-            common.wgmma_full((WG_ROWS, LANE_COLUMNS) if self.plan.lane_sums else (WG_ROWS,), 0.0),
-        )
-
-    def attend(self, carry: Any, done: Any) -> tuple[Any, Any, Any]:
-        """(output, maximum, sum) after all steps from number `done` on: first those of full blocks, then the others."""
+    def attend(self, sums: Sums, done: Any) -> Sums:
+        """The sums after all steps from number `done` on: first those of full blocks, then the others."""
         if self.plan.full_is_exact:
-            carry = lax.fori_loop(done, self.full_steps, lambda i, c: self.kv_step(i, c, partial=False), carry)
+            sums = lax.fori_loop(done, self.full_steps, lambda i, s: self.kv_step(i, s, partial=False), sums)
             done = lax.max(done, self.full_steps)
         if self.plan.pairing is Pairing.UNION:
             last = self.full_steps + self.field(BY_TURNS)
             own = functools.partial(self.kv_step, partial=False, half=self.cta.wg)
-            carry = lax.fori_loop(done, last, own, carry)
+            sums = lax.fori_loop(done, last, own, sums)
             done = lax.max(done, last)
-        acc, m, total = lax.fori_loop(done, self.steps, self.partial_step, carry)
-        return acc, m, total.sum(axis=1) if self.plan.lane_sums else total
+        sums = lax.fori_loop(done, self.steps, self.partial_step, sums)
+        return self.softmax.total_of_rows(sums)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -219,7 +208,7 @@ class Tile:
         logits = self.element_wise(logits, None, {}, partial=False)
         logits = lax.fori_loop(0, (self.full_steps == 0).astype(jnp.int32), with_rule, logits)
         values = self.cta.stage(self.cta.scratch.v, slot_of(self.step0, self.plan.stages))
-        return self.accumulate(0, carry, logits, values)
+        return self.accumulate(0, carry, logits, values, self.softmax.weigh)
 
     def partial_step(self, step: Any, carry: Any) -> Any:
         plan = self.plan
@@ -339,7 +328,9 @@ class Tile:
         if numbers:
             assert starts is not None
             logits = jnp.where(self.bits(numbers, starts[0], logits.shape), logits, -jnp.inf)
-        return self.accumulate(step, carry, logits, values)
+        trusted = plan.trusts_maximum and not partial
+        weigh = self.softmax.weigh_by_old_maximum if trusted else self.softmax.weigh
+        return self.accumulate(step, carry, logits, values, weigh)
 
     def bits(self, numbers: tuple[Any, ...], kv_start: Any, shape: tuple[int, int]) -> Any:
         cta, plan = self.cta, self.plan
@@ -395,42 +386,22 @@ class Tile:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits
 
-    def accumulate(self, step: Any, carry: Any, logits: Any, values: Any) -> Any:
+    def accumulate(self, step: Any, sums: Sums, logits: Any, values: Any, weigh: Any) -> Sums:
+        """`weigh`: a method of `Softmax`."""
         cta, plan, barriers = self.cta, self.plan, self.cta.barriers
-        acc, m, total = carry
-        shape = logits.shape
         slot = self.slot(step)
-
-        # Softmax
-        largest = jnp.maximum(m, logits.max(axis=1) * jnp.float32(plan.to_log2))
-        m_new = jnp.where(largest > m + RISE, largest, m)
-        alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(logits * jnp.float32(plan.to_log2) - common.per_row(m_new, shape))
-
-        def rescale(_: Any, sums: Any) -> Any:
-            acc, total = sums
-            by_row = common.per_row(alpha, total.shape) if plan.lane_sums else alpha
-            return acc * common.per_row(alpha, acc.shape), total * by_row
-
-        moved = common.differs_in_warp(alpha, interpret=bool(plan.interpret))
-        acc, total = lax.fori_loop(0, moved, rescale, (acc, total))
-        p16 = p.astype(plan.dtype)
-        if plan.lane_sums:
-            total = common.add_columns(total, p, interpret=bool(plan.interpret))
-        else:
-            total += p.sum(axis=1)
-        # Compute everything above before the wait: what the compiler moved behind it would delay the product.
-        acc, total, m_new, p16 = lax.optimization_barrier((acc, total, m_new, p16))
+        # Compute all of it before the wait: what the compiler moved behind it would delay the product.
+        sums, weights = lax.optimization_barrier(weigh(sums, logits))
         self.warpgroup.yield_tensor_core()
         plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
         self.warpgroup.await_tensor_core()
 
         # PV
-        acc = common.matmul_add(
-            acc, p16, values, interpret=bool(plan.interpret), overlap=lambda: self.await_next_keys(step)
+        out = common.matmul_add(
+            sums.out, weights, values, interpret=bool(plan.interpret), overlap=lambda: self.await_next_keys(step)
         )
         cta.release(cta.stage(barriers.v_free, slot))
-        return acc, m_new, total
+        return sums._replace(out=out)
 
     # -- output --------------------------------------------------------------------------------------------------------
 

