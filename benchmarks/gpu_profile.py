@@ -28,7 +28,7 @@ from xsake.autotune.workloads import WORKLOADS
 PROFILED = [  # workload, density, blocks
     *((name, density, 128) for name in ("gpt4k", "gpt4k_d64") for density in (1.0, 0.25, 0.1)),
     *(("full16k", density, 128) for density in (1.0, 0.43, 0.1)),
-    ("full16k", 0.43, 64),
+    *(("full16k", density, 64) for density in (0.43, 0.1)),
 ]
 KERNELS = {"xsake": "mosaic", "fa4": "flash"}  # part of the kernels' names
 LIMIT = 280  # seconds
