@@ -52,7 +52,19 @@ def gpu_speed() -> str:
         rows.append([_about(WORKLOADS[name]), direction, *times])
     lines = table(["call", "direction", *(f"{d:.0%} of blocks" for d in densities)], rows)
     true = f"The diagonal is always on: at 4096 tokens, 10% asked for are {_true_density(by)}."
-    return "\n".join([*lines, "", f"{true} {source('gpu_attention.json', run, 'jax')}"])
+    return "\n".join([*lines, "", f"{true} {source('gpu_attention.json', run, 'jax')}", "", _beside_fa4()])
+
+
+def _beside_fa4() -> str:
+    """The least and the most of our throughput over FlashAttention-4's with the same mask."""
+    results = [r for run in record.load_all("gpu_peers_").values() for r in run["results"]]
+    by = {(r["direction"], r["workload"], r["mask"], r["implementation"]): r["tflops"] for r in results}
+    ranges = {}
+    for direction in ("forward", "forward+backward"):
+        places = [key[:3] for key in by if key[0] == direction and key[3] == "fa4"]
+        ratios = [by[*place, "xsake"] / by[*place, "fa4"] for place in places]
+        ranges[direction] = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+    return "Over FlashAttention-4 with the same masks: " + ", ".join(f"{x} {name}" for name, x in ranges.items()) + "."
 
 
 def _true_density(by: Runs) -> str:
