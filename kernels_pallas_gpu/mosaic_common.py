@@ -267,7 +267,7 @@ def differs_in_warp(alpha: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def exceeds_in_warp(x: jax.Array, limit: float, *, interpret: bool) -> jax.Array:
-    """1 where the thread's warp has a number above the limit, else 0."""
+    """1 where the thread's warp has a number above the limit, else 0; NaN is not above it."""
     if interpret:
         return (x > limit).any().astype(jnp.int32)
     return _any_in_warp(x, mgpu_utils.arith.CmpFPredicate.OGT, limit)

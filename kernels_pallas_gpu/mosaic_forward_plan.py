@@ -317,7 +317,7 @@ class Plan:
     @property
     def trusts_maximum(self) -> bool:
         """Whether tiles of full blocks are weighed by the maximum of earlier tiles. Other calls would spill more."""
-        return self.plain_logits and not self.has_bits and self.parts <= 4
+        return self.plain_logits and not self.has_bits and self.parts <= 4 and self.v_head_dim <= 128
 
     @property
     def lane_sums(self) -> bool:

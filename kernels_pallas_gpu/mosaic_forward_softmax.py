@@ -20,13 +20,13 @@ from xsake.kernels_pallas_gpu.mosaic_forward_plan import Plan
 LANE_COLUMNS = 8
 # A row's maximum stays until a logit exceeds it by this, in powers of two: so the output is seldom rescaled.
 RISE = 8.0
-# Of a thread's part of a row's sum over one tile. No weight is larger than that, and float16 can hold it.
+# Of a row's sum over one tile, or of a lane's part of it. No weight is larger than that, and float16 can hold it.
 LARGE = 2.0**15
 
 
 class Sums(NamedTuple):
-    """Of 64 rows: sum of weighted values, maximum of the logits or a number near it, and sum of weights. The last is
-    kept by lane where `Plan.lane_sums`.
+    """Of 64 rows: sum of weighted values, maximum of the logits or up to 15 powers of two less, and sum of weights. The
+    last is kept by lane where `Plan.lane_sums`.
     """
 
     out: Any
@@ -48,8 +48,34 @@ class Softmax:
 
         The tile's values are not in the output yet.
         """
-        largest = jnp.maximum(sums.maximum, logits.max(axis=1) * jnp.float32(self.plan.to_log2))
-        maximum = jnp.where(largest > sums.maximum + RISE, largest, sums.maximum)
+        largest = self._largest(sums, logits)
+        return self._weigh_by(jnp.where(largest > sums.maximum + RISE, largest, sums.maximum), sums, logits)
+
+    def weigh_by_old_maximum(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
+        """As `weigh`, but the maximum is only looked for where the sum of some row of the warp is large.
+
+        Rows with small sums then keep their maximum: no row's result depends on the rows beside it.
+        """
+        weights = self._weights(logits, sums.maximum)
+        of_tile = self._added(self._no_total(), weights)
+        large = common.exceeds_in_warp(of_tile, LARGE, interpret=bool(self.plan.interpret))
+        # Without this the compiler would round the weights after the loop, and until then keep them beside the logits.
+        weights = lax.optimization_barrier(weights.astype(self.plan.dtype))
+        found = sums._replace(total=sums.total + of_tile), weights
+
+        def weigh_again(_: Any, __: Any) -> tuple[Sums, Any]:
+            of_rows = of_tile.max(axis=1) if self.plan.lane_sums else of_tile
+            return self._weigh_by(jnp.where(of_rows > LARGE, self._largest(sums, logits), sums.maximum), sums, logits)
+
+        return lax.fori_loop(0, large, weigh_again, found)
+
+    def total_of_rows(self, sums: Sums) -> Sums:
+        return sums._replace(total=sums.total.sum(axis=1)) if self.plan.lane_sums else sums
+
+    def _largest(self, sums: Sums, logits: Any) -> Any:
+        return jnp.maximum(sums.maximum, logits.max(axis=1) * jnp.float32(self.plan.to_log2))
+
+    def _weigh_by(self, maximum: Any, sums: Sums, logits: Any) -> tuple[Sums, Any]:
         factor = jnp.exp2(sums.maximum - maximum)
         weights = self._weights(logits, maximum)
 
@@ -61,19 +87,6 @@ class Softmax:
         moved = common.differs_in_warp(factor, interpret=bool(self.plan.interpret))
         out, total = lax.fori_loop(0, moved, rescale, (sums.out, sums.total))
         return Sums(out, maximum, self._added(total, weights)), weights.astype(self.plan.dtype)
-
-    def weigh_by_old_maximum(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
-        """As `weigh`, but the maximum is only looked for where a row's sum is large."""
-        weights = self._weights(logits, sums.maximum)
-        of_tile = self._added(self._no_total(), weights)
-        large = common.exceeds_in_warp(of_tile, LARGE, interpret=bool(self.plan.interpret))
-        # Without this the compiler would round the weights after the loop, and until then keep them beside the logits.
-        weights = lax.optimization_barrier(weights.astype(self.plan.dtype))
-        found = sums._replace(total=sums.total + of_tile), weights
-        return lax.fori_loop(0, large, lambda _, __: self.weigh(sums, logits), found)
-
-    def total_of_rows(self, sums: Sums) -> Sums:
-        return sums._replace(total=sums.total.sum(axis=1)) if self.plan.lane_sums else sums
 
     def _weights(self, logits: Any, maximum: Any) -> Any:
         return jnp.exp2(logits * jnp.float32(self.plan.to_log2) - common.per_row(maximum, logits.shape))

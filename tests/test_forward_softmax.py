@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,10 +32,11 @@ def inputs(level: str, blocks: int, block: int, heads: tuple[int, int], head_dim
     return [jnp.asarray(x, dtype) for x in (q, k, v)]
 
 
-def check(q: jax.Array, k: jax.Array, v: jax.Array, mask: xsake.BlockMask, **options) -> None:
+def check(q: jax.Array, k: jax.Array, v: jax.Array, mask: xsake.BlockMask, config: Any = None, **options) -> None:
+    how = {} if config is None else dict(config=config)
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want, want_lse = xsake.attention(*exact, mask, implementation="xla", return_lse=True)
-    found, lse = xsake.attention(q, k, v, mask, implementation="mosaic_gpu", return_lse=True, **options)
+    want, want_lse = xsake.attention(*exact, mask, implementation="xla", return_lse=True, **options)
+    found, lse = xsake.attention(q, k, v, mask, implementation="mosaic_gpu", return_lse=True, **options, **how)
     np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
     np.testing.assert_allclose(lse, want_lse, atol=1e-3, rtol=1e-6)
 
@@ -50,6 +53,35 @@ def test_logits_of_later_blocks_interpreted(level, q_stages):
     with xsake.interpret():
         config = Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig())
         check(q[:, :128], k, v, mask, config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [{}, dict(sinks=jnp.full(1, 30.0))])
+def test_logits_of_later_blocks_with_values_of_96(options):
+    """Their sums are kept by row, not by lane."""
+    q, k, v = inputs("a little higher", 4, 128, (1, 1), 64, "float16")
+    mask = xsake.BlockMask.full(64, 512, block_q=64, block_kv=128)
+    wide = jnp.concatenate([v, v[..., :32]], axis=-1)
+    with xsake.interpret():
+        check(q[:, :64], k, wide, mask, **options)
+
+
+@pytest.mark.timeout(240)
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    """The second query's logits rise so far that its tile is weighed again; the first query's rise less."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, 64)), jnp.bfloat16) for n in (64, 256, 256))
+    q = q.at[..., 0].set(0.0).at[:, 0, :, 0].set(1.0)
+    k = k.at[..., 0].set(0.0).at[:, 128:, :, 0].set(64.0)  # logits of 8
+    mask = xsake.BlockMask.full(64, 256, block_q=64, block_kv=128)
+    with xsake.interpret():
+        for_small, for_large = (
+            xsake.attention(q.at[:, 1, :, 0].set(of_second), k, v, mask, implementation="mosaic_gpu", return_lse=True)
+            for of_second in (0.0, 10.0)
+        )
+    for small, large in zip(for_small, for_large, strict=True):
+        np.testing.assert_array_equal(small[:, 0], large[:, 0])
 
 
 @pytest.mark.gpu
