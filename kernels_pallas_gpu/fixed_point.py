@@ -25,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
+from xsake.kernels_pallas_gpu import mosaic_common as common
+
 Array = jax.Array
 
 _STEPS = 2.0**30
@@ -65,39 +67,26 @@ def to_summands(x: Array, *, interpret: bool) -> Array:
     if interpret:
         return jnp.round(x).astype(jnp.int32) + jnp.int32(_SHIFT_BITS)
     shifted = x + jnp.float32(_SHIFT)
-    far = _exceeds(shifted)
-    return lax.fori_loop(0, far, lambda _, bits: _converted(bits), _as_bits(shifted))
+    bits = lax.bitcast_convert_type(shifted, jnp.int32)
+    return lax.fori_loop(0, _exceeds(bits), lambda _, bits: _converted(bits), bits)
 
 
 _TILE = plgpu.Layout.WGMMA
 
 
-def _as_bits(shifted: Array) -> Array:
-    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct(shifted.shape, jnp.int32, layout=_TILE))
-    def cast(_: Any, tile: Any) -> Any:
-        return _mapped(tile, lambda x: mgpu_utils.bitcast(x, _i32()))
-
-    return cast(shifted)
-
-
-def _exceeds(shifted: Array) -> Array:
+def _exceeds(bits: Array) -> Array:
     """1 if the thread's warp has a number whose first bits are not those of _SHIFT, else 0."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    )
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
     def vote(_: Any, tile: Any) -> Any:
         arith = mgpu_utils.arith
         differing = mgpu_utils.c(0, _i32())
         for pair in tile.registers.flat:
             for x in _halves(pair):
-                bits = mgpu_utils.bitcast(x, _i32())
-                differing = arith.ori(differing, arith.xori(bits, mgpu_utils.c(_SHIFT_BITS, _i32())))
-        exceeds = arith.cmpi(arith.CmpIPredicate.uge, differing, mgpu_utils.c(1 << 23, _i32()))
-        found = mgpu_utils.nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, _i32()), exceeds, "any")
-        return mgpu.FragmentedArray.splat(arith.extui(_i32(), found), (), is_signed=True)
+                differing = arith.ori(differing, arith.xori(x, mgpu_utils.c(_SHIFT_BITS, _i32())))
+        return common.any_in_warp(arith.cmpi(arith.CmpIPredicate.uge, differing, mgpu_utils.c(1 << 23, _i32())))
 
-    return vote(shifted)
+    return vote(bits)
 
 
 def _converted(bits: Array) -> Array:
@@ -105,23 +94,15 @@ def _converted(bits: Array) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct(bits.shape, jnp.int32, layout=_TILE))
     def convert(_: Any, tile: Any) -> Any:
-        def nearest(bits: Any) -> Any:
-            text = "{.reg .f32 x; .reg .s32 n; mov.b32 x, $1; sub.f32 x, x, 0f4B400000; "
-            text += f"cvt.rni.s32.f32 n, x; add.s32 $0, n, {_SHIFT_BITS};}}"
-            return mgpu_utils.inline_ptx(text, bits, result_types=_i32())
-
-        return _mapped(tile, nearest)
+        text = "{.reg .f32 x; .reg .s32 n; mov.b32 x, $1; sub.f32 x, x, 0f4B400000; "
+        text += f"cvt.rni.s32.f32 n, x; add.s32 $0, n, {_SHIFT_BITS};}}"
+        registers = np.empty(tile.registers.shape, dtype=object)
+        for i, pair in enumerate(tile.registers.flat):
+            found = [mgpu_utils.inline_ptx(text, x, result_types=_i32()) for x in _halves(pair)]
+            registers.flat[i] = vector.from_elements(pair.type, found)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=True)
 
     return convert(bits)
-
-
-def _mapped(tile: Any, function: Any) -> Any:
-    """An integer tile of `function` of every element."""
-    pairs = [
-        vector.from_elements(ir.VectorType.get((2,), _i32()), map(function, _halves(p))) for p in tile.registers.flat
-    ]
-    registers = np.array(pairs, dtype=object).reshape(tile.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=True)
 
 
 def _halves(pair: Any) -> list[Any]:

@@ -109,7 +109,7 @@ class ComputeWarpgroup:
 
 
 class Tile:
-    """64 queries of one head against the warpgroup's keys."""
+    """A tile of queries of one head against the warpgroup's keys."""
 
     def __init__(self, warpgroup: ComputeWarpgroup, n: Any, column: HeadColumn, masked: Any) -> None:
         self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan

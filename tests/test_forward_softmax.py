@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 import xsake
 from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
@@ -33,18 +34,16 @@ def inputs(level: str, blocks: int, block: int, heads: tuple[int, int], head_dim
 
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array, mask: xsake.BlockMask, config: Any = None, **options) -> None:
-    how = {} if config is None else dict(config=config)
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
     want, want_lse = xsake.attention(*exact, mask, implementation="xla", return_lse=True, **options)
-    found, lse = xsake.attention(q, k, v, mask, implementation="mosaic_gpu", return_lse=True, **options, **how)
+    how = dict(implementation="mosaic_gpu", config=config)
+    found, lse = xsake.attention(q, k, v, mask, return_lse=True, **options, **how)
     np.testing.assert_allclose(np.asarray(found, np.float32), want, atol=2e-2, rtol=2e-2)
     np.testing.assert_allclose(lse, want_lse, atol=1e-3, rtol=1e-6)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "level", [name if name == "one peak" else pytest.param(name, marks=pytest.mark.slow) for name in LEVELS]
-)
+@pytest.mark.parametrize("level", sweep(LEVELS, slow=["rising", "falling", "a little higher"]))
 @pytest.mark.parametrize("q_stages", [2, pytest.param(1, marks=pytest.mark.slow)])  # 2: the first tile comes ahead
 def test_logits_of_later_blocks_interpreted(level, q_stages):
     q, k, v = inputs(level, 4, 128, (1, 1), 64, "bfloat16")
