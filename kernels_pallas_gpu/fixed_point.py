@@ -5,12 +5,14 @@ known before the sum:
 
     |sum_j dS_ij K_jd| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max_j |K_jd|
 
-The unit is this bound over 2**30, so that the sum fits in 32 bits with a factor of two to spare. On random data, the
+The unit is this bound over 2**31 or a little less, down to 2**28, so that the sum fits in 32 bits. On random data, the
 gradients are about 2**13 times smaller than the bound: the unit is still far below the precision of bfloat16.
 
-A summand is mostly below 2**22 units. Then x + 1.5 * 2**23 is a float whose last bits are the nearest integer, and its
-first bits are always the same: it is added up as it is, and what the first bits add is taken off the sum. Hopper adds
-eight such floats in the time in which it converts one.
+A step is 1 / unit. A row's step is a power of two, by which a dS of 16 bits is multiplied without a rounding. A tile of
+dQ is then multiplied by the channels' steps, and 3 is added: one instruction. A summand is mostly below 2**22 units:
+then the sum is a float from 2 to 4, whose last bits are the nearest integer and whose first bits are always the same.
+It is added up as it is, and what the first bits add is taken off the sum. Hopper does eight of these in the time in
+which it converts one float.
 """
 
 from typing import Any, NamedTuple
@@ -29,9 +31,12 @@ from xsake.kernels_pallas_gpu import mosaic_common as common
 
 Array = jax.Array
 
-_STEPS = 2.0**30
-_SHIFT = 1.5 * 2.0**23
-_SHIFT_BITS = 0x4B400000  # of _SHIFT as a float32
+_ROW_BITS = 14  # |dS| times a row's step is at most 2 ** 14, which float16 holds
+_BITS = 22  # the last bit of a float from 2 to 4 is 2 ** -22
+_SHIFT_BITS = 0x40400000  # of 3 as a float32
+# A channel's step is this times a power of two, so that no float times a step is -3. 0 would pass for a float from 2 to
+# 4 in the test of first bits.
+_MANTISSA = 1.25
 
 
 class Units(NamedTuple):
@@ -48,12 +53,25 @@ class Units(NamedTuple):
     def of_dq(cls, key: Array, value: Array, d_out: Array, lse: Array, delta: Array) -> "Units":
         most_value = jnp.repeat(jnp.max(_finite(_norms(value)), axis=1), d_out.shape[2] // key.shape[2], axis=1)
         rows = _norms(d_out).transpose(0, 2, 1) * most_value[:, :, None] + jnp.abs(delta)
-        channels = jnp.max(_finite(jnp.abs(key)), axis=1).astype(jnp.float32)
-        return cls(jnp.where(lse == -jnp.inf, 0.0, rows * jnp.float32(1.0 / _STEPS)), channels)
+        _, exponent = jnp.frexp(rows)
+        # Not so small that the step, its inverse, were no float32.
+        unit = jnp.ldexp(jnp.float32(1.0), jnp.maximum(exponent, -90) - _ROW_BITS)
+        unit = jnp.where(jnp.isfinite(rows), jnp.where(rows > 0, unit, 0.0), jnp.nan)
+        most_key = jnp.max(_finite(jnp.abs(key)), axis=1).astype(jnp.float32)
+        # A dS that is rounded to 16 bits may exceed its bound by 2 ** -8 of it.
+        room = 2.0 ** (31 - _BITS - _ROW_BITS) * (1 - 2.0**-8) / _MANTISSA
+        _, exponent = jnp.frexp(room / jnp.where(most_key > 0, most_key, 1.0))
+        unit_of_step_1 = jnp.float32(2.0**-_BITS / _MANTISSA)
+        channels = jnp.where(most_key > 0, jnp.ldexp(unit_of_step_1, 1 - exponent), 0.0)
+        return cls(jnp.where(lse == -jnp.inf, 0.0, unit), channels)
 
     def steps(self) -> "Units":
-        """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN."""
-        return Units(*(jnp.where(x > 0, 1.0 / x, 0.0) for x in self))
+        """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN. The channels' steps are
+        2**22 times smaller.
+        """
+        _, exponent = jnp.frexp(self.channels)
+        channels = jnp.ldexp(jnp.float32(_MANTISSA), -_BITS - exponent)
+        return Units(jnp.where(self.rows > 0, 1.0 / self.rows, 0.0), jnp.where(self.channels > 0, channels, 0.0))
 
     def value(self, sums: Array, summands: Array) -> Array:
         """f32[B, T, H, D]: the gradient that sums of so many (i32[B, T, H]) `summands` stand for."""
@@ -62,29 +80,41 @@ class Units(NamedTuple):
         return integers.astype(jnp.float32) * self.rows.transpose(0, 2, 1)[..., None] * channels[:, None]
 
 
-def to_summands(x: Array, *, interpret: bool) -> Array:
-    """A float32 tile in the accumulator layout as integers to be added up: the nearest ones, and _SHIFT_BITS more."""
+def to_summands(x: Array, steps: Array, *, interpret: bool) -> Array:
+    """A float32 tile in the accumulator layout, times 2**22 steps, as integers to be added up: the nearest ones, and
+    _SHIFT_BITS more.
+    """
     if interpret:
-        return jnp.round(x).astype(jnp.int32) + jnp.int32(_SHIFT_BITS)
-    shifted = x + jnp.float32(_SHIFT)
-    bits = lax.bitcast_convert_type(shifted, jnp.int32)
+        return jnp.round(x * steps * 2.0**_BITS).astype(jnp.int32) + jnp.int32(_SHIFT_BITS)
+    bits = _shifted(x, steps)
     return lax.fori_loop(0, _exceeds(bits), lambda _, bits: _converted(bits), bits)
 
 
 _TILE = plgpu.Layout.WGMMA
 
 
+def _shifted(x: Array, steps: Array) -> Array:
+    """The bits of x * steps + 3, rounded once."""
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=_TILE))
+    def multiply(_: Any, x: Any, steps: Any) -> Any:
+        text = "{.reg .f32 x; fma.rn.f32 x, $1, $2, 0f40400000; mov.b32 $0, x;}"
+        return _mapped(text, x, steps)
+
+    return multiply(x, steps)
+
+
 def _exceeds(bits: Array) -> Array:
-    """1 if the thread's warp has a number whose first bits are not those of _SHIFT, else 0."""
+    """1 if the thread's warp has a number whose first bits are not those of a float from 2 to 4, else 0."""
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
     def vote(_: Any, tile: Any) -> Any:
         arith = mgpu_utils.arith
-        differing = mgpu_utils.c(0, _i32())
+        seen = mgpu_utils.c(0, _i32())
         for pair in tile.registers.flat:
-            for x in _halves(pair):
-                differing = arith.ori(differing, arith.xori(x, mgpu_utils.c(_SHIFT_BITS, _i32())))
-        return common.any_in_warp(arith.cmpi(arith.CmpIPredicate.uge, differing, mgpu_utils.c(1 << 23, _i32())))
+            seen = arith.ori(seen, arith.ori(*_halves(pair)))
+        first = arith.andi(seen, mgpu_utils.c(-(1 << 23), _i32()))
+        return common.any_in_warp(arith.cmpi(arith.CmpIPredicate.ne, first, mgpu_utils.c(0x40000000, _i32())))
 
     return vote(bits)
 
@@ -94,15 +124,20 @@ def _converted(bits: Array) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct(bits.shape, jnp.int32, layout=_TILE))
     def convert(_: Any, tile: Any) -> Any:
-        text = "{.reg .f32 x; .reg .s32 n; mov.b32 x, $1; sub.f32 x, x, 0f4B400000; "
-        text += f"cvt.rni.s32.f32 n, x; add.s32 $0, n, {_SHIFT_BITS};}}"
-        registers = np.empty(tile.registers.shape, dtype=object)
-        for i, pair in enumerate(tile.registers.flat):
-            found = [mgpu_utils.inline_ptx(text, x, result_types=_i32()) for x in _halves(pair)]
-            registers.flat[i] = vector.from_elements(pair.type, found)
-        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=True)
+        text = "{.reg .f32 x; .reg .s32 n; mov.b32 x, $1; sub.f32 x, x, 0f40400000; mul.f32 x, x, 0f4A800000; "
+        return _mapped(text + f"cvt.rni.s32.f32 n, x; add.s32 $0, n, {_SHIFT_BITS};}}", tile)
 
     return convert(bits)
+
+
+def _mapped(text: str, *tiles: Any) -> Any:
+    """A tile of integers: for every number of the tiles, what the assembler text makes of them."""
+    registers = np.empty(tiles[0].registers.shape, dtype=object)
+    for i, pairs in enumerate(zip(*(tile.registers.flat for tile in tiles), strict=True)):
+        numbers = zip(*map(_halves, pairs), strict=True)
+        found = [mgpu_utils.inline_ptx(text, *xs, result_types=_i32()) for xs in numbers]
+        registers.flat[i] = vector.from_elements(ir.VectorType.get((2,), _i32()), found)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tiles[0].layout, _is_signed=True)
 
 
 def _halves(pair: Any) -> list[Any]:

@@ -9,8 +9,15 @@ half of dQ.
                   dK += dS Q
     next tile     S = K Q^T
     this tile     dQ = dS^T K      while dK and S are still multiplied; dQ is added to global memory
+
+Making integers of dQ, where it must be deterministic, would keep the tensor core waiting. There it comes a tile late:
+
+    this tile     dK += dS Q
+    last tile     dQ = dS^T K
+    next tile     S = K Q^T        while the last dQ becomes integers and is added
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,13 +71,73 @@ class ComputeWarpgroup:
             self.start_s(s, jnp.int32(0))
             return read(s, in_flight=0, interpret=simulate)
 
-        def step(n: Any, s: Any, column: HeadColumn, masked: Any) -> Any:
-            return Tile(self, n, column, masked).run(s, dk, dv)
+        def step(n: Any, carry: Any, column: HeadColumn, masked: Any) -> Any:
+            s, *last = carry
+            tile = Tile(self, n, column, masked)
+            return tile.run(s, last, dk, dv), tile.q_start, tile.head
 
         s = with_zeros(first, self.buffers[2:3], [(ROWS, self.plan.tile)], interpret=simulate)
         # Where it can be, the code of full and masked tiles is the same: every copy takes time to compile.
-        self.cta.walk(step, s, by_kind=not self.plan.rule.folds_lse)
+        start = s, jnp.int32(0), jnp.int32(0)
+        _, *last = self.cta.walk(step, start, by_kind=not self.plan.rule.folds_lse)
+
+        def last_dq(dq: Any) -> None:
+            n = self.cta.hi - self.cta.lo - 1
+            self.await_ds(n)
+            self.start_dq(dq, n)
+            self.add_dq(read(dq, in_flight=0, interpret=simulate), n, *last)
+
+        if self.plan.late:
+            with_zeros(last_dq, self.buffers[4:], [self.plan.dq_shape], interpret=simulate)
         return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
+
+    # The dQ of tile n. Before tile 0 there is none: then nobody waits, any numbers are multiplied, and none are added.
+
+    def if_tile(self, n: Any, run: Callable[[], None]) -> None:
+        pl.when(n >= 0)(run) if self.plan.late else run()
+
+    def await_ds(self, n: Any) -> None:
+        self.if_tile(n, lambda: plgpu.barrier_wait(self.barriers.ds_ready.at[self.ds_slot(n)]))
+
+    def start_dq(self, dq: Any, n: Any) -> None:
+        queries, columns = self.part_of_dq(opaque(self.cta.wg, interpret=self.plan.simulate))
+        ds, keys = self.scratch.ds.at[self.ds_slot(n), :, queries], self.scratch.k.at[:, columns]
+        mma(dq, ds, keys, transpose_a=True, interpret=self.plan.simulate)
+
+    def ds_slot(self, n: Any) -> Any:
+        return lax.rem(n + self.plan.late, self.plan.ds_stages)
+
+    def part_of_dq(self, wg: Any) -> tuple[Any, Any]:
+        """(queries of the tile, columns) of dQ that a warpgroup multiplies."""
+        rows, columns = self.plan.dq_shape
+        if self.plan.halves_queries:
+            return pl.ds(wg * rows, rows), slice(None)
+        return slice(None), pl.ds(wg * columns, columns)
+
+    def add_dq(self, dq: Any, n: Any, q_start: Any, head: Any) -> None:
+        """Adds this warpgroup's half of dQ to the sums in global memory, to which other CTAs add too."""
+        cta, plan, tile = self.cta, self.plan, self.scratch.dq.at[self.cta.wg]
+        _, columns = self.part_of_dq(cta.wg)
+        rows = pl.ds(q_start + (cta.wg * ROWS if plan.halves_queries else 0), ROWS)
+        if plan.deterministic:
+            channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
+            steps = lax.broadcast_in_dim(channel_steps, dq.shape, [1])
+            dq = fixed_point.to_summands(dq, steps, interpret=plan.simulate)
+
+        def add() -> None:
+            plgpu.copy_smem_to_gmem(tile, cta.given.dq.at[cta.batch, rows, head, columns], reduction_op="add")
+
+        def add_interpreted() -> None:  # the interpreter's copy engine does not add
+            sums = cta.results.dq_per_cta.at[cta.number, head - cta.head(0), rows, columns]
+            sums[...] = sums[...] + dq
+
+        if plan.simulate:
+            self.if_tile(n, add_interpreted)
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tile[...] = dq
+        plgpu.commit_smem()
+        self.if_tile(n, add)
 
     def start_s(self, s: Any, n: Any) -> None:
         """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
@@ -117,12 +184,12 @@ class Tile:
         self.n, self.column, self.masked = n, column, masked
         self.head, self.q_start = column.head, column.start_of(n)
         config = self.plan.config
-        self.q_slot, self.do_slot, self.ds_slot = (lax.rem(n, x) for x in (config.q_stages, config.do_stages, 2))
+        self.q_slot, self.do_slot = (lax.rem(n, x) for x in (config.q_stages, config.do_stages))
         self.q, self.d_out = self.scratch.q.at[self.q_slot], self.scratch.do.at[self.do_slot]
         self.simulate = self.plan.simulate
 
-    def run(self, s: Any, dk: Any, dv: Any) -> Any:
-        """Returns the logits of the next tile."""
+    def run(self, s: Any, last: Any, dk: Any, dv: Any) -> Any:
+        """Returns the logits of the next tile. `last`: first query and head of the tile before this one."""
         plan, buffers = self.plan, self.warpgroup.buffers
 
         def weigh(dp: Any) -> Any:
@@ -131,42 +198,53 @@ class Tile:
             mma(dp, values, self.d_out, transpose_b=True, interpret=self.simulate)
             p, weight = self.probabilities(s)
             mma(dv, p.astype(plan.dtype), self.d_out, interpret=self.simulate)
-            return (weight * read(dp, in_flight=1, interpret=self.simulate)).astype(plan.dtype)
+            ds = weight * read(dp, in_flight=1, interpret=self.simulate)
+            rounded = ds.astype(plan.dtype)
+            if not plan.deterministic:
+                return rounded, rounded
+            steps = per_query(self.scratch.row_steps.at[self.q_slot])
+            scaled = rounded * steps if plan.dtype == jnp.bfloat16 else (ds * steps).astype(plan.dtype)
+            return rounded, scaled
 
         plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
-        ds = with_zeros(weigh, buffers[3:4], [(ROWS, self.plan.tile)], interpret=self.simulate)
-        # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile.
-        self.scratch.ds.at[self.ds_slot, self.warpgroup.keys][...] = ds
+        ds, scaled = with_zeros(weigh, buffers[3:4], [(ROWS, self.plan.tile)], interpret=self.simulate)
+        warpgroup, slot, last_n = self.warpgroup, self.warpgroup.ds_slot(self.n), self.n - 1
+        # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile; if
+        # dQ comes late, it read the dS of three tiles ago.
+        if plan.late:
+            warpgroup.await_ds(last_n)
+        self.scratch.ds.at[slot, warpgroup.keys][...] = scaled
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.ds_ready.at[self.ds_slot])
+        plgpu.barrier_arrive(self.barriers.ds_ready.at[slot])
         mma(dk, ds, self.q, interpret=self.simulate)
         if not self.simulate:
             plgpu.wgmma_wait(1)  # until dV is done: the registers of P are needed
 
-        def ahead(s: Any, dq: Any) -> Any:
-            self.warpgroup.start_s(s, self.n + 1)
-            plgpu.barrier_wait(self.barriers.ds_ready.at[self.ds_slot])
-            queries, columns = self.part_of_dq(opaque(self.cta.wg, interpret=self.simulate))
-            ds, keys = self.scratch.ds.at[self.ds_slot, :, queries], self.scratch.k.at[:, columns]
-            mma(dq, ds, keys, transpose_a=True, interpret=self.simulate)
-            s = read(s, in_flight=1, interpret=self.simulate)
-            rows = None
-            if plan.deterministic:
-                rows = plgpu.load(self.scratch.row_steps.at[self.q_slot, queries], layout=ALONG_ROWS)
+        def free() -> None:
             release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
             release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
-            self.add_dq(read(dq, in_flight=0, interpret=self.simulate), rows)
+
+        def ahead(s: Any, dq: Any) -> Any:
+            warpgroup.start_s(s, self.n + 1)
+            warpgroup.await_ds(self.n)
+            warpgroup.start_dq(dq, self.n)
+            s = read(s, in_flight=1, interpret=self.simulate)
+            free()
+            warpgroup.add_dq(read(dq, in_flight=0, interpret=self.simulate), self.n, self.q_start, self.head)
             return s
 
-        shapes = [(ROWS, plan.tile), plan.dq_shape]
-        return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate)
+        def ahead_and_late(s: Any, dq: Any) -> Any:
+            warpgroup.start_dq(dq, last_n)
+            warpgroup.start_s(s, self.n + 1)
+            last_dq = read(dq, in_flight=1, interpret=self.simulate)
+            free()
+            warpgroup.add_dq(last_dq, last_n, *last)
+            return read(s, in_flight=0, interpret=self.simulate)
 
-    def part_of_dq(self, wg: Any) -> tuple[Any, Any]:
-        """(queries of the tile, columns) of dQ that a warpgroup multiplies."""
-        rows, columns = self.plan.dq_shape
-        if self.plan.halves_queries:
-            return pl.ds(wg * rows, rows), slice(None)
-        return slice(None), pl.ds(wg * columns, columns)
+        shapes = [(ROWS, plan.tile), plan.dq_shape]
+        return with_zeros(
+            ahead_and_late if plan.late else ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate
+        )
 
     def probabilities(self, s: Any) -> tuple[Any, Any]:
         plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.q_slot]
@@ -208,24 +286,6 @@ class Tile:
             return ok
         bits = self.column.bits(self.n, self.warpgroup.kv_start, (ROWS, self.plan.tile))
         return bits if ok is None else ok & bits
-
-    def add_dq(self, dq: Any, row_steps: Any) -> None:
-        """Adds this warpgroup's half of dQ to the sums in global memory, to which other CTAs add too."""
-        cta, tile = self.cta, self.scratch.dq.at[self.cta.wg]
-        _, columns = self.part_of_dq(cta.wg)
-        rows = pl.ds(self.q_start + (cta.wg * ROWS if self.plan.halves_queries else 0), ROWS)
-        if row_steps is not None:
-            channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
-            dq *= lax.broadcast_in_dim(row_steps, dq.shape, [0]) * lax.broadcast_in_dim(channel_steps, dq.shape, [1])
-            dq = fixed_point.to_summands(dq, interpret=self.simulate)
-        if self.simulate:  # the interpreter's copy engine does not add
-            sums = cta.results.dq_per_cta.at[cta.number, self.head - cta.head(0), rows, columns]
-            sums[...] = sums[...] + dq
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        tile[...] = dq
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, cta.given.dq.at[cta.batch, rows, self.head, columns], reduction_op="add")
 
 
 def per_query(ref: Any) -> Any:

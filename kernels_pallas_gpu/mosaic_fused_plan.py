@@ -158,6 +158,20 @@ class Plan:
     def dq_dtype(self) -> Any:
         return jnp.int32 if self.deterministic else jnp.float32
 
+    @property
+    def step_dtype(self) -> Any:
+        """Of the rows' steps, which are powers of two. float16 does not hold all of them."""
+        return self.dtype if self.dtype == jnp.bfloat16 else jnp.float32
+
+    @property
+    def late(self) -> int:
+        """Tiles by which dQ comes late. Sums of floats are written at once, and are faster when they come in time."""
+        return int(self.deterministic)
+
+    @property
+    def ds_stages(self) -> int:
+        return 2 + self.late
+
     # -- which column --------------------------------------------------------------------------------------------------
     # A pair is a batch entry and a K/V head. Its columns of 128 keys are ranked by length, longest first.
 
@@ -217,7 +231,7 @@ class Plan:
             v=swizzled((KEYS, self.v_head_dim), self.dtype),
             q=swizzled((*q_ring, self.head_dim), self.dtype, widest),
             do=swizzled((*do_ring, self.v_head_dim), self.dtype),
-            ds=swizzled((2, KEYS, self.tile), self.dtype, widest),
+            ds=swizzled((self.ds_stages, KEYS, self.tile), self.dtype, widest),
             dq=plgpu.SMEM(
                 (COMPUTE_WGS, *self.dq_shape),
                 self.dq_dtype,
@@ -225,7 +239,7 @@ class Plan:
             ),
             statistic=plgpu.SMEM(q_ring, jnp.float32),
             delta=plgpu.SMEM(do_ring, jnp.float32),
-            row_steps=plgpu.SMEM(q_ring, jnp.float32) if self.deterministic else None,
+            row_steps=plgpu.SMEM(q_ring, self.step_dtype) if self.deterministic else None,
             channel_steps=plgpu.SMEM((self.head_dim,), jnp.float32) if self.deterministic else None,
             q_vectors={name: plgpu.SMEM(q_ring, jnp.int32) for name in self.q_vectors},
             simulated=[plgpu.SMEM((COMPUTE_WGS, *shape), jnp.float32) for shape in accumulators if self.simulate],
@@ -239,7 +253,7 @@ class Plan:
             do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
             q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=q_stages),
             do_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=do_stages),
-            ds_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=2),
+            ds_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=self.ds_stages),
             all_read=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         )
 
