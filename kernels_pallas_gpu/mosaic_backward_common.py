@@ -276,7 +276,12 @@ class WorkGrid:
         return pl.cdiv(self.blocks * self.units_per_block, self.rings)
 
     @property
-    def ctas(self) -> int:
+    def all_exist(self) -> bool:
+        """Whether every rank has rows for every ring."""
+        return self.blocks * self.units_per_block % self.rings == 0
+
+    @property
+    def items(self) -> int:
         return self.pairs * self.ranks
 
     @property
@@ -290,18 +295,56 @@ class WorkGrid:
         return rank, pair
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
-        """(first resident row, mask row, whether the rank has rows for this ring)."""
+        """(first resident row, mask row, whether the rank has rows for this ring: if not, the first row is -1)."""
         unit, units = rank * self.rings + ring, self.blocks * self.units_per_block
         exists: Any = True
-        if units % self.rings:
+        if not self.all_exist:
             exists, unit = unit < units, jnp.minimum(unit, units - 1)
         block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
-        return (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit, block, exists
+        first = (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit
+        return first if exists is True else jnp.where(exists, first, -1), block, exists
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """The tiles that are streamed past resident rows: those of the blocks in a list."""
+
+    lists: ListRefs
+    full_is_exact: bool
+    block: int
+    tile: int
+
+    @property
+    def per_block(self) -> int:
+        return self.block // self.tile
+
+    def span(self, coords: tuple[Any, Any], row: Any, exists: Any) -> tuple[Any, Any, Any]:
+        """(first list entry, tiles of full blocks, tiles of all blocks) of a list."""
+        begin, full_end, end = self.lists.row(*coords, row)
+        full, total = full_end - begin if self.full_is_exact else jnp.int32(0), end - begin
+        if exists is not True:
+            full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
+        return begin, full * self.per_block, total * self.per_block
+
+    def start(self, coords: tuple[Any, Any], begin: Any, t: Any) -> Any:
+        """The first row of tile t of a list."""
+        block = self.lists.indices[(*coords, begin + lax.div(t, self.per_block))]
+        return block * self.block + lax.rem(t, self.per_block) * self.tile
 
 
 def early_ranks(pairs: int) -> int:
     """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
     return max(1, hopper_sms() // 2 // pairs)
+
+
+def load_rows(refs: dict[str, Any], batch: Any, rows: Any) -> dict[str, Array]:
+    """Numbers of resident tokens."""
+    return {name: plgpu.load(r.at[batch, rows], layout=ALONG_ROWS, optimized=False) for name, r in refs.items()}
+
+
+def over_columns(ref: Any) -> Array:
+    """Numbers of streamed tokens, broadcast to a tile that has them as columns."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, *ref.shape), [1])
 
 
 # Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.

@@ -21,12 +21,15 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     WGMMA,
     BackwardConfig,
     LogitRule,
+    Streamed,
     WorkGrid,
     drain,
     early_ranks,
     load_bias,
+    load_rows,
     mma,
     opaque,
+    over_columns,
     pad,
     pad_bias,
     read,
@@ -40,8 +43,12 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+from xsake.kernels_pallas_gpu.mosaic_turns import Turns
 
 Array = jax.Array
+# Fields of an item: the pair, and for every ring the first resident key (below 0: there is none) and the mask column.
+PAIR, START, COLUMN = range(3)
+FIELDS_OF_RING = 2
 
 
 def dkv(
@@ -79,7 +86,6 @@ def dkv(
     dtype, tile, wgs = q.dtype, config.tile, config.compute_wgs
     if packing.rows % tile:
         raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
-    tiles_per_block = packing.rows // tile
     rule = LogitRule(
         scale=scale,
         band=band,
@@ -93,9 +99,10 @@ def dkv(
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
-    streamed = packing.group * group * q_len * (d + dv_dim) * 2
-    work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed, early=early_ranks(pairs))
+    streamed_bytes = packing.group * group * q_len * (d + dv_dim) * 2
+    work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed_bytes, early=early_ranks(pairs))
     simulate = bool(interpret)
+    turns = Turns(items=work.items, fields=1 + FIELDS_OF_RING * work.rings, compute_wgs=wgs, interpret=simulate)
     # Whether full and masked tiles share their code, because every copy takes time to compile.
     one_copy = (
         rule.folds_lse and bits is None and tile == PART and not split and (rule.by_position or q_segments is not None)
@@ -117,69 +124,46 @@ def dkv(
     kv_vectors = vectors(kv_size, position=kv_positions if rule.by_position else None, segment=kv_segments)
 
     def kernel(
-        q_ref,
-        k_ref,
-        v_ref,
-        do_ref,
-        statistic_ref,
-        delta_ref,
+        tensors,
+        statistics,
         q_vector_refs,
         kv_vector_refs,
         list_refs,
         interleaved_ref,
         bias_ref,
         bit_refs,
+        counter_ref,
         dk_ref,
         dv_ref,
-        k_smem,
-        v_smem,
-        q_smem,
-        do_smem,
-        statistic_smem,
-        delta_smem,
+        resident_smem,
+        q_ring,
+        do_ring,
         q_vector_smem,
-        p_smem,
         simulated,
         resident,
-        q_ready,
-        do_ready,
-        q_free,
-        do_free,
-        p_ready,
-        p_free,
-        finished,
+        ring_barriers,
+        handed_over,
+        turn_refs,
     ):
+        q_ref, k_ref, v_ref, do_ref = tensors
+        (statistic_ref, delta_ref), (k_smem, v_smem) = statistics, resident_smem
+        (q_smem, statistic_smem), (do_smem, delta_smem) = q_ring, do_ring
+        q_ready, do_ready, q_free, do_free = ring_barriers
+        p_smem, p_ready, p_free, finished = handed_over
         wg = lax.axis_index("wg")
-        rank, pair = work.rank_and_pair(lax.axis_index("cta"), interleaved_ref)
-        b, kv_head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+        streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=packing.rows, tile=tile)
 
-        def coords(g):
-            return list_coords(list_refs, b, kv_head * group + g, num_q_heads=q_heads, num_kv_heads=kv_heads)
-
-        def column_tiles(g, block, exists):
-            """(first list entry, tiles of full blocks, tiles of all blocks) of a mask column in the group's head g."""
-            begin, full_end, end = list_refs.row(*coords(g), block)
-            full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
-            if exists is not True:
-                full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
-            return begin, full * tiles_per_block, total * tiles_per_block
-
-        def q_start_of(g, begin, t):
-            block = list_refs.indices[(*coords(g), begin + lax.div(t, tiles_per_block))]
-            return block * packing.rows + lax.rem(t, tiles_per_block) * tile
+        def coords_of(pair):
+            b, kv_head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+            return lambda g: list_coords(list_refs, b, kv_head * group + g, num_q_heads=q_heads, num_kv_heads=kv_heads)
 
         ring = 0 if work.rings == 1 else wg
 
-        def resident_keys():
-            """(index of the first key, mask column, whether the rank has keys for this ring)."""
-            kv_start, block, exists = work.place(list_refs, coords(0), rank, ring)
-            return (kv_start if split or work.rings > 1 else kv_start + wg * ROWS), block, exists
-
-        def load_rows(refs, rows):
-            return {name: plgpu.load(r.at[b, rows], layout=ALONG_ROWS, optimized=False) for name, r in refs.items()}
-
-        def per_col(ref, width):
-            return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, width), [1])
+        def resident_keys(item):
+            """(batch, K/V head, index of the first key, whether there are keys) of a compute warpgroup's item."""
+            start = item(START + FIELDS_OF_RING * ring)
+            first = pl.multiple_of(jnp.maximum(start, 0), ROWS) + (0 if split or work.rings > 1 else wg * ROWS)
+            return lax.div(item(PAIR), kv_heads), lax.rem(item(PAIR), kv_heads), first, start >= 0
 
         def element_mask(slot, queries, kv_start, kv_rows, own_bits, part):
             q = {name: plgpu.load(r.at[ring, slot, queries], layout=ALONG_COLS) for name, r in q_vector_smem.items()}
@@ -196,25 +180,27 @@ def dkv(
             kv_first = lax.rem(kv_start, block_kv)
             return ok if own_bits is None else own_bits.tile(ok, part * PART, kv_first, (ROWS, PART), 1)
 
-        def walk(block, exists, step):
-            """Calls `step(n, ...)` for every tile of the column, head after head; returns the number of tiles."""
+        def walk(item, done, step):
+            """Calls `step(n, ...)` for each tile of an item, head after head, from n = `done` on; returns the end."""
+            coords, column = coords_of(item(PAIR)), item(COLUMN + FIELDS_OF_RING * ring)
+            exists = True if work.all_exist else item(START + FIELDS_OF_RING * ring) >= 0
 
             def head(g, n):
-                begin, full_tiles, tiles = column_tiles(g, block, exists)
+                begin, full_tiles, tiles = streamed.span(coords(g), column, exists)
 
                 def bitmap_of(m):
-                    slot = begin + lax.div(m - n, tiles_per_block)
+                    slot = begin + lax.div(m - n, streamed.per_block)
                     return None if bits is None else bit_refs.of_slot(coords(g), slot)
 
                 def masked_step(m, bitmap):
                     following = bitmap_of(m + 1)  # read long before it is needed
-                    row = lax.rem(m - n, tiles_per_block) * tile
+                    row = lax.rem(m - n, streamed.per_block) * tile
                     own = None if bits is None else TileBits(bit_refs, coords(g), bitmap, row, packing)
                     at(m, None, own_bits=own, masked=True)
                     return following
 
-                at = functools.partial(step, h=kv_head * group + g)
-                at = functools.partial(at, start_of=lambda m: q_start_of(g, begin, m - n))
+                h = lax.rem(item(PAIR), kv_heads) * group + g
+                at = functools.partial(step, h=h, start_of=lambda m: streamed.start(coords(g), begin, m - n))
                 if one_copy:
                     lax.fori_loop(n, n + tiles, lambda m, _: at(m, _, own_bits=None, masked=m >= n + full_tiles), None)
                     return n + tiles
@@ -222,16 +208,17 @@ def dkv(
                 lax.fori_loop(n + full_tiles, n + tiles, masked_step, bitmap_of(n + full_tiles))
                 return n + tiles
 
-            return head(0, jnp.int32(0)) if group == 1 else lax.fori_loop(0, group, head, jnp.int32(0))
+            return head(0, done) if group == 1 else lax.fori_loop(0, group, head, done)
 
-        def compute_warpgroup():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-            kv_start, block, exists = resident_keys()
+        # Each works on an item, and returns the tiles of all items until now; `done`: those of the items before.
+
+        def keys_and_values(item, done):
+            b, kv_head, kv_start, _ = resident_keys(item)
             rows = pl.ds(kv_start, ROWS)
             k_tile, v_tile = k_smem.at[wg], v_smem.at[wg]
             plgpu.copy_gmem_to_smem(k_ref.at[b, rows, kv_head], k_tile, resident.at[wg])
             plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv_head], v_tile, resident.at[wg])
-            kv_rows = load_rows(kv_vector_refs, rows)
+            kv_rows = load_rows(kv_vector_refs, b, rows)
             buffers = [r.at[wg] for r in simulated]
             plgpu.barrier_wait(resident.at[wg])
 
@@ -258,7 +245,7 @@ def dkv(
                             )
                         p, weight = rule.probabilities(
                             s,
-                            None if rule.folds_lse else per_col(statistic_smem.at[ring, slot, queries], width),
+                            None if rule.folds_lse else over_columns(statistic_smem.at[ring, slot, queries]),
                             None if bias is None else load_bias(bias_ref, b, h, kv_start, start, (ROWS, width)),
                             None if one_copy or not masked else mask(),
                         )
@@ -279,8 +266,8 @@ def dkv(
                             queries = pl.ds(part * width, width)
                             start_s = wgmma_full((ROWS, width), 0.0)
                             if rule.folds_lse:
-                                start_s = per_col(statistic_smem.at[ring, slot, queries], width)
-                            start_dp = per_col(delta_smem.at[ring, inner, queries], width)
+                                start_s = over_columns(statistic_smem.at[ring, slot, queries])
+                            start_dp = over_columns(delta_smem.at[ring, inner, queries])
                             multiply = functools.partial(products, part=part, width=width)
                             own_buffers = [r.at[:, pl.ds(0, width)] for r in buffers[2:]]
                             with_values(multiply, own_buffers, [start_s, start_dp], interpret=simulate)
@@ -300,19 +287,23 @@ def dkv(
                         release(do_free.at[ring, inner], interpret=simulate)
                     release(q_free.at[ring, slot], interpret=simulate)
 
-                walk(block, exists, step)
-                return read(dk_acc, in_flight=0, interpret=simulate), read(dv_acc, in_flight=0, interpret=simulate)
+                total = walk(item, done, step)
+                return *(read(acc, in_flight=0, interpret=simulate) for acc in (dk_acc, dv_acc)), total
 
-            dk, dv = with_zeros(accumulate, buffers[:2], [(ROWS, d), (ROWS, dv_dim)], interpret=simulate)
+            dk, dv, total = with_zeros(accumulate, buffers[:2], [(ROWS, d), (ROWS, dv_dim)], interpret=simulate)
             k_tile[...] = (dk * scale).astype(dtype)
             v_tile[...] = dv.astype(dtype)
             plgpu.commit_smem()
+            b, kv_head, kv_start, exists = resident_keys(item)  # again: they need not live through the loops
 
             @pl.when(exists)
             def _store():
+                rows = pl.ds(kv_start, ROWS)
                 plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[b, rows, kv_head])
                 plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[b, rows, kv_head])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return total
 
         def store_when_both_finished(x, tile, ref):
             """Writes x by way of a tile that the other warpgroup may still read."""
@@ -322,14 +313,16 @@ def dkv(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile, ref)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # The other loads its next keys or values to where this one's results were.
+            plgpu.barrier_arrive(finished)
+            plgpu.barrier_wait(finished)
 
-        def value_warpgroup():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-            kv_start, block, exists = resident_keys()
+        def values_alone(item, done):
+            b, kv_head, kv_start, _ = resident_keys(item)
             rows = pl.ds(kv_start, ROWS)
             k_tile = k_smem.at[0]
             plgpu.copy_gmem_to_smem(k_ref.at[b, rows, kv_head], k_tile, resident.at[0])
-            kv_rows = load_rows(kv_vector_refs, rows)
+            kv_rows = load_rows(kv_vector_refs, b, rows)
             buffers = [r.at[0] for r in simulated]
             plgpu.barrier_wait(resident.at[0])
 
@@ -341,7 +334,7 @@ def dkv(
                     plgpu.barrier_wait(q_ready.at[ring, slot])
 
                     def statistic():
-                        return per_col(statistic_smem.at[ring, slot], tile)
+                        return over_columns(statistic_smem.at[ring, slot])
 
                     def products(s_acc):
                         mma(s_acc, k_tile, q_tile, transpose_b=True, interpret=simulate)
@@ -353,7 +346,7 @@ def dkv(
                         )
                         release(q_free.at[ring, slot], interpret=simulate)
 
-                        pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
+                        pl.when(n > done)(lambda: plgpu.barrier_wait(p_free))
                         p_smem[...] = weight
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(p_ready)
@@ -364,17 +357,16 @@ def dkv(
                     with_values(products, buffers[2:3], [start_s], interpret=simulate)
                     release(do_free.at[ring, inner], interpret=simulate)
 
-                count = walk(block, exists, step)
+                total = walk(item, done, step)
+                pl.when(total > done)(lambda: plgpu.barrier_wait(p_free))
+                return read(dv_acc, in_flight=0, interpret=simulate), total
 
-                pl.when(count > 0)(lambda: plgpu.barrier_wait(p_free))
-                return read(dv_acc, in_flight=0, interpret=simulate)
-
-            dv = with_zeros(accumulate, buffers[1:2], [(ROWS, dv_dim)], interpret=simulate)
+            dv, total = with_zeros(accumulate, buffers[1:2], [(ROWS, dv_dim)], interpret=simulate)
             store_when_both_finished(dv, v_smem.at[0], dv_ref.at[b, rows, kv_head])
+            return total
 
-        def key_warpgroup():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-            kv_start, block, exists = resident_keys()
+        def keys_alone(item, done):
+            b, kv_head, kv_start, _ = resident_keys(item)
             rows = pl.ds(kv_start, ROWS)
             v_tile = v_smem.at[0]
             plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv_head], v_tile, resident.at[1])
@@ -397,29 +389,36 @@ def dkv(
                         plgpu.barrier_wait(q_ready.at[ring, slot])
                         mma(dk_acc, ds.astype(dtype), q_tile, interpret=simulate)
 
-                    with_values(products, buffers[3:4], [per_col(delta_smem.at[ring, inner], tile)], interpret=simulate)
+                    with_values(products, buffers[3:4], [over_columns(delta_smem.at[ring, inner])], interpret=simulate)
                     release(q_free.at[ring, slot], interpret=simulate)
 
-                walk(block, exists, step)
-                return read(dk_acc, in_flight=0, interpret=simulate)
+                total = walk(item, done, step)
+                return read(dk_acc, in_flight=0, interpret=simulate), total
 
-            dk = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
+            dk, total = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
             store_when_both_finished(dk * scale, k_smem.at[0], dk_ref.at[b, rows, kv_head])
+            return total
+
+        def compute(work_on):
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            turns.take(turn_refs, work_on, jnp.int32(0))
 
         if split:
-            pl.when(wg == 0)(value_warpgroup)
-            pl.when(wg == 1)(key_warpgroup)
+            pl.when(wg == 0)(lambda: compute(values_alone))
+            pl.when(wg == 1)(lambda: compute(keys_alone))
         else:
-            pl.when(wg < wgs)(compute_warpgroup)
+            pl.when(wg < wgs)(lambda: compute(keys_and_values))
 
-        @pl.when(wg == wgs)
-        def _memory_warpgroup():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
-            places = [work.place(list_refs, coords(0), rank, ring)[1:] for ring in range(work.rings)]
+        def load_item(turn, number, counts):
+            """An item of the memory warpgroup; `counts`: tiles of every ring's earlier items."""
+            rank, pair = work.rank_and_pair(number, interleaved_ref)
+            b, kv_head, coords = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), coords_of(pair)
+            places = [work.place(list_refs, coords(0), rank, ring) for ring in range(work.rings)]
+            turns.publish(turn_refs, turn, [pair, *(x for place in places for x in place[:2])])
 
             def head(g, counts):
                 h = kv_head * group + g
-                spans = [column_tiles(g, block, exists) for block, exists in places]
+                spans = [streamed.span(coords(g), column, exists) for _, column, exists in places]
 
                 def fetch(t, counts):
                     for ring, (n, (begin, _, tiles)) in enumerate(zip(counts, spans, strict=True)):
@@ -427,7 +426,7 @@ def dkv(
                         @pl.when(t < tiles)
                         def _(ring=ring, n=n, begin=begin):
                             slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
-                            start = q_start_of(g, begin, t)
+                            start = streamed.start(coords(g), begin, t)
                             queries = pl.ds(start, tile)
                             full, inner_full = q_ready.at[ring, slot], do_ready.at[ring, inner]
 
@@ -449,51 +448,51 @@ def dkv(
 
                 return lax.fori_loop(0, functools.reduce(jnp.maximum, [tiles for _, _, tiles in spans]), fetch, counts)
 
-            counts = lax.fori_loop(0, group, head, (jnp.int32(0),) * work.rings)
+            return lax.fori_loop(0, group, head, counts)
+
+        @pl.when(wg == wgs)
+        def _memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            counts = turns.deal(turn_refs, counter_ref, load_item, (jnp.int32(0),) * work.rings)
             for ring, count in enumerate(counts if simulate else []):
                 drain(q_free, config.stages, count, (ring,))
                 drain(do_free, config.inner_stages, count, (ring,))
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
-    arrivals = wgs // work.rings
     transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    shared_p = plgpu.SMEM((ROWS, tile), jnp.float32, transforms=transforms)
     accumulators = (ROWS, d), (ROWS, dv_dim), (ROWS, tile), (ROWS, tile)
     dk, dv = run_kernel(
         kernel,
         "block_sparse_dkv",
-        work.ctas,
+        turns.ctas,
         wgs,
         (jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         [
-            q,
-            k,
-            v,
-            dout,
-            statistic,
-            neg_delta,
+            [q, k, v, dout],
+            [statistic, neg_delta],
             q_vectors,
             kv_vectors,
             ListRefs(*lists),
             work.columns.interleaved(lists, batch),
             None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
             bits,
+            turns.counter(),
         ],
         [
-            swizzled((tile_wgs, ROWS, d), dtype),
-            swizzled((tile_wgs, ROWS, dv_dim), dtype),
-            swizzled((*outer, tile, d), dtype),
-            swizzled((*inner, tile, dv_dim), dtype),
-            plgpu.SMEM((*outer, tile), jnp.float32),
-            plgpu.SMEM((*inner, tile), jnp.float32),
+            [swizzled((tile_wgs, ROWS, x), dtype) for x in (d, dv_dim)],
+            [swizzled((*outer, tile, d), dtype), plgpu.SMEM((*outer, tile), jnp.float32)],
+            [swizzled((*inner, tile, dv_dim), dtype), plgpu.SMEM((*inner, tile), jnp.float32)],
             {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in q_vectors},
-            plgpu.SMEM((ROWS, tile), jnp.float32, transforms=transforms) if split else None,
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in accumulators if simulate],
             plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
-            plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1 + len(q_vectors), num_barriers=outer),
-            plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1, num_barriers=inner),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=inner),
-            *([plgpu.Barrier(), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)] if split else [None] * 3),
+            [
+                plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1 + len(q_vectors), num_barriers=outer),
+                plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1, num_barriers=inner),
+                *(plgpu.Barrier(num_arrivals=wgs // work.rings, num_barriers=shape) for shape in (outer, inner)),
+            ],
+            [shared_p, plgpu.Barrier(), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)] if split else [None] * 4,
+            turns.scratch(),
         ],
         interpret,
     )

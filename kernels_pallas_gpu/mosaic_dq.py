@@ -17,9 +17,11 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ROWS,
     BackwardConfig,
     LogitRule,
+    Streamed,
     WorkGrid,
     drain,
     load_bias,
+    load_rows,
     mma,
     opaque,
     pad,
@@ -35,8 +37,13 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+from xsake.kernels_pallas_gpu.mosaic_turns import Turns
 
 Array = jax.Array
+# Fields of an item: the pair, and for every ring the first resident row (below 0: there is none), the first list entry,
+# tiles of full blocks, and tiles of all blocks.
+PAIR, START, BEGIN, FULL, TILES = range(5)
+FIELDS_OF_RING = 4
 
 
 def dq(
@@ -82,6 +89,7 @@ def dq(
         batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
     )
     simulate = bool(interpret)
+    turns = Turns(items=work.items, fields=1 + FIELDS_OF_RING * work.rings, compute_wgs=wgs, interpret=simulate)
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
@@ -111,6 +119,7 @@ def dq(
         list_refs,
         bias_ref,
         bit_refs,
+        counter_ref,
         dq_ref,
         q_smem,
         do_smem,
@@ -123,32 +132,33 @@ def dq(
         v_ready,
         k_free,
         v_free,
+        turn_refs,
     ):
         wg = lax.axis_index("wg")
-        rank, pair = work.rank_and_pair(lax.axis_index("cta"))
-        b, h = lax.div(pair, q_heads), lax.rem(pair, q_heads)
-        kv_head = lax.div(h, group)
-        coords = list_coords(list_refs, b, h, num_q_heads=q_heads, num_kv_heads=kv_heads)
 
-        def row_tiles(block, exists):
-            """(first list entry, tiles of full blocks, tiles of all blocks) of a mask row."""
-            begin, full_end, end = list_refs.row(*coords, block)
-            full, total = full_end - begin if full_is_exact else jnp.int32(0), end - begin
-            if exists is not True:
-                full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
-            return begin, full * tiles_per_block, total * tiles_per_block
+        def batch_and_head(pair):
+            return lax.div(pair, q_heads), lax.rem(pair, q_heads)
 
-        def kv_start(begin, t):
-            block = list_refs.indices[(*coords, begin + lax.div(t, tiles_per_block))]
-            return block * block_kv + lax.rem(t, tiles_per_block) * tile
+        def coords_of(pair):
+            return list_coords(list_refs, *batch_and_head(pair), num_q_heads=q_heads, num_kv_heads=kv_heads)
 
-        @pl.when(wg < wgs)
-        def _compute_warpgroup():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
+        streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=block_kv, tile=tile)
+
+        def attend(item, done):
+            """An item of a compute warpgroup; `done`, tiles of its earlier items; returns that with this one's."""
             ring = 0 if work.rings == 1 else wg
-            q_start, block, exists = work.place(list_refs, coords, rank, ring)
-            if work.rings == 1:
-                q_start = q_start + wg * ROWS
+
+            def field(which):
+                return item(which if which == PAIR else which + FIELDS_OF_RING * ring)
+
+            b, h = batch_and_head(field(PAIR))
+            coords = coords_of(field(PAIR))
+
+            def first_row():
+                start = pl.multiple_of(jnp.maximum(field(START), 0), ROWS)
+                return start + wg * ROWS if work.rings == 1 else start
+
+            q_start = first_row()
             rows, first_query = pl.ds(q_start, ROWS), packing.first_query(q_start)
             q_tile, do_tile = q_smem.at[wg], do_smem.at[wg]
             packing.load(q_ref, b, q_start, h, q_tile, resident.at[wg])
@@ -156,10 +166,8 @@ def dq(
             statistic, neg_delta = [
                 plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False) for r in statistic_refs
             ]
-            q_rows = {
-                name: plgpu.load(r.at[b, rows], layout=ALONG_ROWS, optimized=False) for name, r in q_vector_refs.items()
-            }
-            begin, full_tiles, tiles = row_tiles(block, exists)
+            q_rows = load_rows(q_vector_refs, b, rows)
+            begin, full_tiles, tiles = field(BEGIN), field(FULL), field(TILES)
 
             def per_row(x, width):
                 return lax.broadcast_in_dim(x, (ROWS, width), [0])
@@ -167,11 +175,11 @@ def dq(
             buffers = [r.at[wg] for r in simulated]
             plgpu.barrier_wait(resident.at[wg])
 
-            def bitmap_of(t):
-                return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(t, tiles_per_block))
+            def bitmap_of(n):
+                return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(n - done, tiles_per_block))
 
-            def element_mask(slot, keys, t, part, own_bits, ruled):
-                kv_first = lax.rem(t, tiles_per_block) * tile + part * PART
+            def element_mask(slot, keys, n, part, own_bits, ruled):
+                kv_first = lax.rem(n - done, tiles_per_block) * tile + part * PART
                 if not ruled:
                     return own_bits.tile(None, 0, kv_first, (ROWS, PART), 0)
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
@@ -188,13 +196,13 @@ def dq(
                 return ok if own_bits is None else own_bits.tile(ok, 0, kv_first, (ROWS, PART), 0)
 
             def accumulate(dq_acc):
-                def step(t, bitmap, *, masked):
-                    following = bitmap_of(t + 1) if masked else None  # read long before it is needed
+                def step(n, bitmap, *, masked):
+                    following = bitmap_of(n + 1) if masked else None  # read long before it is needed
                     own_bits = None
                     if bits is not None and masked:
                         own_bits = TileBits(bit_refs, coords, bitmap, lax.rem(q_start, packing.rows), packing)
-                    slot, inner = lax.rem(t, config.stages), lax.rem(t, config.inner_stages)
-                    tile_start = 0 if bias is None else kv_start(begin, t)
+                    slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                    tile_start = 0 if bias is None else streamed.start(coords, begin, n - done)
                     plgpu.barrier_wait(k_ready.at[ring, slot])
                     if masked or config.inner_stages > 1:
                         plgpu.barrier_wait(v_ready.at[ring, inner])
@@ -214,7 +222,7 @@ def dq(
                             s,
                             None if rule.folds_lse else per_row(statistic, width),
                             None if bias is None else load_bias(bias_ref, b, h, q_start, start, (ROWS, width)),
-                            element_mask(slot, keys, t, part, own_bits, ruled) if masked else None,
+                            element_mask(slot, keys, n, part, own_bits, ruled) if masked else None,
                         )
                         # dS
                         dp = read(dp_acc, in_flight=0, interpret=simulate)
@@ -258,39 +266,51 @@ def dq(
                     release(k_free.at[ring, slot], interpret=simulate)
                     return following
 
-                lax.fori_loop(0, full_tiles, functools.partial(step, masked=False), None)
-                lax.fori_loop(full_tiles, tiles, functools.partial(step, masked=True), bitmap_of(full_tiles))
+                lax.fori_loop(done, done + full_tiles, functools.partial(step, masked=False), None)
+                last, bitmap = done + tiles, bitmap_of(done + full_tiles)
+                lax.fori_loop(done + full_tiles, last, functools.partial(step, masked=True), bitmap)
                 return read(dq_acc, in_flight=0, interpret=simulate)
 
             grad = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
             q_tile[...] = (grad * scale).astype(dtype)
             plgpu.commit_smem()
 
-            @pl.when(exists)
+            @pl.when(field(START) >= 0)
             def _store():
-                packing.store(q_tile, dq_ref, b, q_start, h)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                b, h = batch_and_head(field(PAIR))
+                packing.store(q_tile, dq_ref, b, first_row(), h)
 
-        @pl.when(wg == wgs)
-        def _memory_warpgroup():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
-            spans = []
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return done + field(TILES)
+
+        @pl.when(wg < wgs)
+        def _compute_warpgroup():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            turns.take(turn_refs, attend, jnp.int32(0))
+
+        def load_item(turn, number, done):
+            """An item of the memory warpgroup; `done`, tiles of every ring's earlier items."""
+            rank, pair = work.rank_and_pair(number)
+            b, h = batch_and_head(pair)
+            kv_head, coords = lax.div(h, group), coords_of(pair)
+            spans, fields = [], [pair]
             for ring in range(work.rings):
-                _, block, exists = work.place(list_refs, coords, rank, ring)
-                begin, _, tiles = row_tiles(block, exists)
+                start, block, exists = work.place(list_refs, coords, rank, ring)
+                begin, full, tiles = streamed.span(coords, block, exists)
                 spans.append((begin, tiles))
+                fields += [start, begin, full, tiles]
+            turns.publish(turn_refs, turn, fields)
 
             @pl.loop(0, functools.reduce(jnp.maximum, [tiles for _, tiles in spans]))
             def _fetch(t):
-                slot, inner = lax.rem(t, config.stages), lax.rem(t, config.inner_stages)
-                for ring, (begin, tiles) in enumerate(spans):
+                for ring, (before, (begin, tiles)) in enumerate(zip(done, spans, strict=True)):
 
                     @pl.when(t < tiles)
-                    def _(ring=ring, begin=begin):
-                        start = kv_start(begin, t)
-                        keys = pl.ds(start, tile)
+                    def _(ring=ring, begin=begin, n=before + t):
+                        slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
+                        keys = pl.ds(streamed.start(coords, begin, t), tile)
 
-                        @pl.when(t >= config.stages)
+                        @pl.when(n >= config.stages)
                         def _():
                             plgpu.barrier_wait(k_free.at[ring, slot])
 
@@ -301,7 +321,7 @@ def dq(
                             x = x_ref.at[0 if x_ref.shape[0] == 1 else b, keys]
                             plgpu.copy_gmem_to_smem(x, kv_vector_smem[name].at[ring, slot], k_ready.at[ring, slot])
 
-                        @pl.when(t >= config.inner_stages)
+                        @pl.when(n >= config.inner_stages)
                         def _():
                             plgpu.barrier_wait(v_free.at[ring, inner])
 
@@ -309,7 +329,13 @@ def dq(
                             v_ref.at[b, keys, kv_head], v_smem.at[ring, inner], v_ready.at[ring, inner]
                         )
 
-            for ring, (_, tiles) in enumerate(spans if simulate else []):
+            return tuple(before + tiles for before, (_, tiles) in zip(done, spans, strict=True))
+
+        @pl.when(wg == wgs)
+        def _memory_warpgroup():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            done = turns.deal(turn_refs, counter_ref, load_item, (jnp.int32(0),) * work.rings)
+            for ring, tiles in enumerate(done if simulate else []):
                 drain(k_free, config.stages, tiles, (ring,))
                 drain(v_free, config.inner_stages, tiles, (ring,))
 
@@ -318,7 +344,7 @@ def dq(
     out = run_kernel(
         kernel,
         "block_sparse_dq",
-        work.ctas,
+        turns.ctas,
         wgs,
         jax.ShapeDtypeStruct(q.shape, dtype),
         [
@@ -332,6 +358,7 @@ def dq(
             ListRefs(*lists),
             None if bias is None else pad_bias(bias, q_size, kv_size),
             bits,
+            turns.counter(),
         ],
         [
             swizzled((wgs, ROWS, d), dtype),
@@ -345,6 +372,7 @@ def dq(
             plgpu.Barrier(num_barriers=inner),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=inner),
+            turns.scratch(),
         ],
         interpret,
     )

@@ -31,8 +31,10 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ALONG_ROWS,
     ROWS,
     load_bias,
+    load_rows,
     mma,
     opaque,
+    over_columns,
     read,
     release,
     with_zeros,
@@ -51,10 +53,7 @@ class ComputeWarpgroup:
     def run(self) -> None:
         cta, plan = self.cta, self.plan
         rows = pl.ds(self.kv_start, ROWS)
-        self.kv_vectors = {
-            name: plgpu.load(x.at[cta.batch, rows], layout=ALONG_ROWS, optimized=False)
-            for name, x in cta.given.kv_vectors.items()
-        }
+        self.kv_vectors = load_rows(cta.given.kv_vectors, cta.batch, rows)
         if plan.simulate:
             half = plan.head_dim // 2
             mine = cta.results.dq_per_cta.at[cta.number, :, :, pl.ds(cta.wg * half, half)]
@@ -144,7 +143,7 @@ class ComputeWarpgroup:
         scratch, rule, slot = self.scratch, self.plan.rule, lax.rem(n, self.plan.config.q_stages)
         pl.when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
         if rule.folds_lse:
-            s[...] = per_query(scratch.statistic.at[slot])
+            s[...] = over_columns(scratch.statistic.at[slot])
         mma(s, scratch.k.at[self.own_keys()], scratch.q.at[slot], transpose_b=True, interpret=self.plan.simulate)
 
     def own_keys(self) -> Any:
@@ -193,7 +192,7 @@ class Tile:
         plan, buffers = self.plan, self.warpgroup.buffers
 
         def weigh(dp: Any) -> Any:
-            dp[...] = per_query(self.scratch.delta.at[self.do_slot])
+            dp[...] = over_columns(self.scratch.delta.at[self.do_slot])
             values = self.scratch.v.at[self.warpgroup.own_keys()]
             mma(dp, values, self.d_out, transpose_b=True, interpret=self.simulate)
             p, weight = self.probabilities(s)
@@ -202,7 +201,7 @@ class Tile:
             rounded = ds.astype(plan.dtype)
             if not plan.deterministic:
                 return rounded, rounded
-            steps = per_query(self.scratch.row_steps.at[self.q_slot])
+            steps = over_columns(self.scratch.row_steps.at[self.q_slot])
             scaled = rounded * steps if plan.dtype == jnp.bfloat16 else (ds * steps).astype(plan.dtype)
             return rounded, scaled
 
@@ -262,7 +261,7 @@ class Tile:
             return rule.probabilities(
                 lax.fori_loop(0, self.masked.astype(jnp.int32), self.exclude, s), None, None, None
             )
-        return rule.probabilities(s, per_query(statistic), bias, self.element_mask() if self.masked else None)
+        return rule.probabilities(s, over_columns(statistic), bias, self.element_mask() if self.masked else None)
 
     def exclude(self, _: Any, s: Any) -> Any:
         mask = self.element_mask()
@@ -286,8 +285,3 @@ class Tile:
             return ok
         bits = self.column.bits(self.n, self.warpgroup.kv_start, (ROWS, self.plan.tile))
         return bits if ok is None else ok & bits
-
-
-def per_query(ref: Any) -> Any:
-    """A vector along the queries, broadcast to a tile of keys by queries."""
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, *ref.shape), [1])
