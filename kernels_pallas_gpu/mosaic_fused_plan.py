@@ -165,8 +165,11 @@ class Plan:
 
     @property
     def late(self) -> int:
-        """Tiles by which dQ comes late. Sums of floats are written at once, and are faster when they come in time."""
-        return int(self.deterministic)
+        """Tiles by which dQ comes late. Sums of floats are written at once, and are faster when they come in time.
+
+        Shared memory has no room for a third dS of 128 queries.
+        """
+        return int(self.deterministic and not self.halves_queries)
 
     @property
     def ds_stages(self) -> int:

@@ -173,6 +173,13 @@ def test_every_argument_lowers(name):
     lower_all(call, mosaic.default_config(call))
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_long_call_gets_one_backward_kernel(head_dim, deterministic):
+    call = replace(make_call(q_len=8192, kv_len=8192, head_dim=head_dim), deterministic=deterministic)
+    assert mosaic.default_config(call).fused.use
+
+
 SPACES = ["D 128, block 128", "D 64, block 64, a list per head", "D 256, block 128"]
 
 
