@@ -5,10 +5,10 @@ known before the sum:
 
     |sum_j dS_ij K_jd| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max_j |K_jd|
 
-The unit is this bound over 2**31 or a little less, down to 2**28, so that the sum fits in 32 bits. On random data, the
+The unit is this bound over 2**31 or less, down to 2**29, so that the sum fits in 32 bits. On random data, the
 gradients are about 2**13 times smaller than the bound: the unit is still far below the precision of bfloat16.
 
-A step is 1 / unit. A row's step is a power of two, by which a dS of 16 bits is multiplied without a rounding. A tile of
+A step is 1 / unit. A row's step is a power of two, by which a bfloat16 dS is multiplied without a rounding. A tile of
 dQ is then multiplied by the channels' steps, and 3 is added: one instruction. A summand is mostly below 2**22 units:
 then the sum is a float from 2 to 4, whose last bits are the nearest integer and whose first bits are always the same.
 It is added up as it is, and what the first bits add is taken off the sum. Hopper does eight of these in the time in
@@ -40,7 +40,7 @@ _MANTISSA = 1.25
 
 
 class Units(NamedTuple):
-    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where a query has no keys.
+    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where it is 0.
 
     The maxima leave out keys and values that are not finite. A query that attends to one of them has a `delta` that is
     not finite, and so a unit that is not finite; if no query attends to them, they must not matter.
@@ -59,8 +59,10 @@ class Units(NamedTuple):
         unit = jnp.where(jnp.isfinite(rows), jnp.where(rows > 0, unit, 0.0), jnp.nan)
         most_key = jnp.max(_finite(jnp.abs(key)), axis=1).astype(jnp.float32)
         # A dS that is rounded to 16 bits may exceed its bound by 2 ** -8 of it.
-        room = 2.0 ** (31 - _BITS - _ROW_BITS) * (1 - 2.0**-8) / _MANTISSA
-        _, exponent = jnp.frexp(room / jnp.where(most_key > 0, most_key, 1.0))
+        room = 2.0 ** (31 - _BITS - _ROW_BITS) * (1 - 2.0**-7) / _MANTISSA
+        mantissa, of_key = jnp.frexp(most_key)
+        _, exponent = jnp.frexp(room / jnp.where(mantissa > 0, mantissa, 1.0))
+        exponent = jnp.clip(exponent - of_key, -125, 104)  # for which step and unit are normal numbers
         unit_of_step_1 = jnp.float32(2.0**-_BITS / _MANTISSA)
         channels = jnp.where(most_key > 0, jnp.ldexp(unit_of_step_1, 1 - exponent), 0.0)
         return cls(jnp.where(lse == -jnp.inf, 0.0, unit), channels)

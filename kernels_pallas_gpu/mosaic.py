@@ -158,8 +158,8 @@ def default_config(call: Call) -> Config:
         forward = dataclasses.replace(forward, take_turns=False)
     return Config(
         forward=forward,
-        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks),
-        dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks)),
+        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks, _vectors(call)),
+        dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks, _vectors(call))),
         fused=_fused(call),
     )
 
@@ -175,7 +175,7 @@ def search_space(call: Call) -> Sequence[Config]:
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use or _short_blocks(call) else ("dq", "dkv"):
-        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks)
+        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks, _vectors(call))
         if kernel == "dkv":
             configs = [_with_registers_for_copies(call, c) for c in configs]
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
@@ -194,10 +194,9 @@ def misfit(call: Call, config: Config) -> str | None:
     ):
         if streamed % part.tile:
             return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
-        split = name == "dkv" and (d + dv > 256 if part.split is None else part.split)
-        if split and (part.compute_wgs != 2 or part.tile != 64):
+        if name == "dkv" and part.splits(d, dv) and (part.compute_wgs != 2 or part.tile != 64):
             return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
-        need = mosaic_backward_common.smem_bytes(part, resident, d, dv, split)
+        need = mosaic_backward_common.smem_bytes(name, part, resident, d, dv, _vectors(call))
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     if config.dkv.gather and (problem := mosaic_gathered.unknown(call, d, dv)):
@@ -331,6 +330,12 @@ def _needs(call: Call) -> tuple[Pairing, int]:
         call = shapes_of(lambda call: FewQueries(call, cut).call, call)
     has_positions = call.q_positions is not None or call.kv_positions is not None
     return _pairing(call), (call.kv_segments is not None) + has_positions
+
+
+def _vectors(call: Call) -> int:
+    """Numbers per streamed token in the dQ and dK/dV kernels, at most: its index, position and segment."""
+    has_positions = call.q_positions is not None or call.kv_positions is not None
+    return 1 + has_positions + (call.kv_segments is not None)
 
 
 def _pairing(call: Call) -> Pairing:

@@ -1,4 +1,4 @@
-"""What the dQ and dK/dV kernels for Hopper share. dQ walks the row lists, dK/dV the transposed lists; no atomics.
+"""What the dQ and dK/dV kernels for Hopper share. dQ walks the row lists, dK/dV the transposed lists; no atomic sums.
 
     P = exp(S - lse)    S = soft_cap(scale * Q K^T + bias), masked
     dS = P * (dO V^T - delta) * soft_cap'
@@ -70,23 +70,29 @@ class BackwardConfig:
         if registers > most:
             raise ValueError(f"compute_wgs * compute_registers + memory_registers = {registers} must be at most {most}")
 
+    def splits(self, d: int, dv: int) -> bool:
+        return d + dv > 256 if self.split is None else self.split
 
-def smem_bytes(config: BackwardConfig, resident_block: int, d: int, dv: int, split: bool = False) -> int:
-    """Bytes of shared memory of the dQ or the dK/dV kernel: an upper bound, a little above the need."""
+
+def smem_bytes(kernel: str, config: BackwardConfig, resident_block: int, d: int, dv: int, vectors: int) -> int:
+    """Bytes of shared memory of the kernel "dq" or "dkv", whose streamed tiles bring so many int32 `vectors`.
+
+    Every buffer begins at a multiple of 1024 bytes. The last terms: notes of `mosaic_turns`, and barriers.
+    """
+    split = kernel == "dkv" and config.splits(d, dv)
     tile_wgs = 1 if split else config.compute_wgs
     rings = tile_wgs if resident_block % (ROWS * tile_wgs) else 1
-    resident = tile_wgs * ROWS * (d + dv) * 2 + (ROWS * config.tile * 4 if split else 0)
-    streamed = config.tile * 2 * (config.stages * d + config.inner_stages * dv)
-    vectors = config.tile * 4 * (3 * config.stages + config.inner_stages)
-    return resident + rings * (streamed + vectors) + 1024
+    outer, inner = rings * config.stages * config.tile, rings * config.inner_stages * config.tile
+    numbers = [vectors * outer, *((outer, inner) if kernel == "dkv" else ()), ROWS * config.tile * split]
+    tiles = 2 * (tile_wgs * ROWS * (d + dv) + outer * d + inner * dv)
+    return tiles + sum(pl.cdiv(4 * n, 1024) * 1024 for n in numbers) + 1024 + 1024
 
 
-def default_dq_config(d: int, dv: int, block_q: int, block_kv: int) -> BackwardConfig:
+def default_dq_config(d: int, dv: int, block_q: int, block_kv: int, vectors: int) -> BackwardConfig:
     wide = 128 if block_kv % 128 == 0 and max(d, dv) <= 128 else 64
     return first_fit(
-        block_q,
-        d,
-        dv,
+        "dq",
+        (block_q, d, dv, vectors),
         [
             dict(tile=wide, stages=2, inner_stages=2),
             dict(tile=64, stages=3, inner_stages=3),
@@ -98,48 +104,47 @@ def default_dq_config(d: int, dv: int, block_q: int, block_kv: int) -> BackwardC
     )
 
 
-def default_dkv_config(d: int, dv: int, block_q: int, block_kv: int) -> BackwardConfig:
+def default_dkv_config(d: int, dv: int, block_q: int, block_kv: int, vectors: int) -> BackwardConfig:
     wide = 128 if block_q % 128 == 0 and max(d, dv) <= 64 else 64
     return first_fit(
-        block_kv,
-        d,
-        dv,
+        "dkv",
+        (block_kv, d, dv, vectors),
         [
             dict(tile=wide, stages=4, inner_stages=4),
             dict(tile=wide, stages=3, inner_stages=3),
             dict(tile=64, stages=2, inner_stages=2),
             dict(tile=64, stages=1, inner_stages=1),
         ],
-        split=d + dv > 256,
     )
 
 
-def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int) -> list[BackwardConfig]:
+def search_space(kernel: str, d: int, dv: int, block_q: int, block_kv: int, vectors: int) -> list[BackwardConfig]:
     """Configurations of the kernel "dq" or "dkv" that fit, the default first."""
     resident, streamed = (block_q, block_kv) if kernel == "dq" else (block_kv, block_q)
-    default = (default_dq_config if kernel == "dq" else default_dkv_config)(d, dv, block_q, block_kv)
-    split = kernel == "dkv" and d + dv > 256
+    default = (default_dq_config if kernel == "dq" else default_dkv_config)(d, dv, block_q, block_kv, vectors)
     found = [default]
     for tile in (64, 128):
         for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
             config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages)
             # Float32 registers per thread that the accumulators take; beyond 192 they spill.
             accumulators = (d if kernel == "dq" else d + dv) // 2 + tile
-            fits = streamed % tile == 0 and smem_bytes(config, resident, d, dv, split) <= HOPPER_SHARED_MEMORY
+            need = smem_bytes(kernel, config, resident, d, dv, vectors)
+            fits = streamed % tile == 0 and need <= HOPPER_SHARED_MEMORY
+            split = kernel == "dkv" and config.splits(d, dv)
             if fits and (tile == ROWS or (accumulators <= 192 and not split)) and config not in found:
                 found.append(config)
     return found
 
 
-def first_fit(
-    resident_block: int, d: int, dv: int, candidates: list[dict[str, int]], split: bool = False
-) -> BackwardConfig:
+def first_fit(kernel: str, of_call: tuple[int, int, int, int], candidates: list[dict[str, int]]) -> BackwardConfig:
+    """`of_call`: what `smem_bytes` takes after the configuration."""
     for candidate in candidates:
         config = BackwardConfig(**candidate)
-        if smem_bytes(config, resident_block, d, dv, split) <= HOPPER_SHARED_MEMORY:
+        if smem_bytes(kernel, config, *of_call) <= HOPPER_SHARED_MEMORY:
             return config
+    dims = f"head dims {of_call[1]} and {of_call[2]}"
     raise NotImplementedError(
-        f"head dims {d} and {dv} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
+        f"{dims} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
     )
 
 
@@ -240,9 +245,9 @@ class LogitRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkGrid:
-    """Which resident rows each ring of each CTA works on.
+    """Which resident rows each ring of a CTA works on, item by item.
 
-    A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. CTAs are
+    A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. Items are
     numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
     longest of all pairs, a column for a sink for instance, may come before all sections (`mosaic_parts`).
     """
@@ -289,9 +294,9 @@ class WorkGrid:
         early = min(self.early, self.ranks)
         return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early)
 
-    def rank_and_pair(self, cta: Any, interleaved: Any = None) -> tuple[Any, Any]:
-        """`interleaved`: what `Columns.interleaved` says, as a ref."""
-        pair, rank, _ = self.columns.place(cta, interleaved)
+    def rank_and_pair(self, number: Any, interleaved: Any = None) -> tuple[Any, Any]:
+        """Of an item. `interleaved`: what `Columns.interleaved` says, as a ref."""
+        pair, rank, _ = self.columns.place(number, interleaved)
         return rank, pair
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
@@ -345,6 +350,11 @@ def load_rows(refs: dict[str, Any], batch: Any, rows: Any) -> dict[str, Array]:
 def over_columns(ref: Any) -> Array:
     """Numbers of streamed tokens, broadcast to a tile that has them as columns."""
     return lax.broadcast_in_dim(plgpu.load(ref, layout=ALONG_COLS), (ROWS, *ref.shape), [1])
+
+
+def int_vectors(count: int, ring: tuple[int, ...], tile: int) -> Any:
+    """One buffer for all vectors of streamed tiles: each buffer of its own would begin at a multiple of 1024 bytes."""
+    return plgpu.SMEM((count, *ring, tile), jnp.int32) if count else None
 
 
 # Accumulators are registers of wgmma. Interpreted, they are float32 buffers: interpreted wgmma reads no registers.
@@ -457,7 +467,8 @@ def run_kernel(
         thread_name="wg",
         kernel_name=name,
         interpret=interpret,
-        # No warpgroup both reads and writes a buffer by ordinary accesses, so that no automatic barriers are needed.
+        # No automatic barriers are needed: where a warpgroup both writes and reads a buffer by ordinary accesses
+        # (`mosaic_turns`), there is a barrier between.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

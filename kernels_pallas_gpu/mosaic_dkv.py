@@ -25,6 +25,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     WorkGrid,
     drain,
     early_ranks,
+    int_vectors,
     load_bias,
     load_rows,
     mma,
@@ -95,7 +96,7 @@ def dkv(
     )
     # Where the accumulators of dK and dV do not fit in the registers of one warpgroup, two warpgroups share 64 keys.
     # The first computes P and dV, the second dP and dK; P goes from the first to the second through shared memory.
-    split = d + dv_dim > 256 if config.split is None else config.split
+    split = config.splits(d, dv_dim)
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
@@ -108,8 +109,7 @@ def dkv(
         rule.folds_lse and bits is None and tile == PART and not split and (rule.by_position or q_segments is not None)
     )
 
-    q_size = pl.cdiv(q_len, block_q) * block_q
-    kv_size = pl.cdiv(kv_len, block_kv) * block_kv
+    q_size, kv_size = pl.cdiv(q_len, block_q) * block_q, pl.cdiv(kv_len, block_kv) * block_kv
     # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf))
     neg_delta = packing.of_heads(pad(-delta, 2, q_size))
@@ -138,7 +138,7 @@ def dkv(
         resident_smem,
         q_ring,
         do_ring,
-        q_vector_smem,
+        q_vector_buffer,
         simulated,
         resident,
         ring_barriers,
@@ -150,6 +150,7 @@ def dkv(
         (q_smem, statistic_smem), (do_smem, delta_smem) = q_ring, do_ring
         q_ready, do_ready, q_free, do_free = ring_barriers
         p_smem, p_ready, p_free, finished = handed_over
+        q_vector_smem = {name: q_vector_buffer.at[i] for i, name in enumerate(q_vectors)}
         wg = lax.axis_index("wg")
         streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=packing.rows, tile=tile)
 
@@ -483,7 +484,7 @@ def dkv(
             [swizzled((tile_wgs, ROWS, x), dtype) for x in (d, dv_dim)],
             [swizzled((*outer, tile, d), dtype), plgpu.SMEM((*outer, tile), jnp.float32)],
             [swizzled((*inner, tile, dv_dim), dtype), plgpu.SMEM((*inner, tile), jnp.float32)],
-            {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in q_vectors},
+            int_vectors(len(q_vectors), outer, tile),
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in accumulators if simulate],
             plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
             [

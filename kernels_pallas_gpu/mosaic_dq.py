@@ -20,6 +20,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     Streamed,
     WorkGrid,
     drain,
+    int_vectors,
     load_bias,
     load_rows,
     mma,
@@ -82,7 +83,6 @@ def dq(
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
-    tiles_per_block = block_kv // tile
     rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
     # The heads of a group follow one another and find the K and V that they share in the L2 cache.
     work = WorkGrid.make(
@@ -125,7 +125,7 @@ def dq(
         do_smem,
         k_smem,
         v_smem,
-        kv_vector_smem,
+        kv_vector_buffer,
         simulated,
         resident,
         k_ready,
@@ -135,6 +135,7 @@ def dq(
         turn_refs,
     ):
         wg = lax.axis_index("wg")
+        kv_vector_smem = {name: kv_vector_buffer.at[i] for i, name in enumerate(kv_vectors)}
 
         def batch_and_head(pair):
             return lax.div(pair, q_heads), lax.rem(pair, q_heads)
@@ -176,10 +177,10 @@ def dq(
             plgpu.barrier_wait(resident.at[wg])
 
             def bitmap_of(n):
-                return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(n - done, tiles_per_block))
+                return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(n - done, streamed.per_block))
 
             def element_mask(slot, keys, n, part, own_bits, ruled):
-                kv_first = lax.rem(n - done, tiles_per_block) * tile + part * PART
+                kv_first = lax.rem(n - done, streamed.per_block) * tile + part * PART
                 if not ruled:
                     return own_bits.tile(None, 0, kv_first, (ROWS, PART), 0)
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
@@ -365,7 +366,7 @@ def dq(
             swizzled((wgs, ROWS, dv_dim), dtype),
             swizzled((*outer, tile, d), dtype),
             swizzled((*inner, tile, dv_dim), dtype),
-            {name: plgpu.SMEM((*outer, tile), jnp.int32) for name in kv_vectors},
+            int_vectors(len(kv_vectors), outer, tile),
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in ((ROWS, d), (ROWS, tile), (ROWS, tile)) if simulate],
             plgpu.Barrier(num_arrivals=2 * packing.pieces(ROWS), num_barriers=wgs),
             plgpu.Barrier(num_arrivals=1 + len(kv_vectors), num_barriers=outer),

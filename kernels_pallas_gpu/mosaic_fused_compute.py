@@ -10,7 +10,8 @@ half of dQ.
     next tile     S = K Q^T
     this tile     dQ = dS^T K      while dK and S are still multiplied; dQ is added to global memory
 
-Making integers of dQ, where it must be deterministic, would keep the tensor core waiting. There it comes a tile late:
+Making integers of dQ, where it must be deterministic, would keep the tensor core waiting. Where there is room for a
+third dS, it comes a tile late:
 
     this tile     dK += dS Q
     last tile     dQ = dS^T K

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from xsake.kernels_pallas_gpu.mosaic_backward_common import Streamed
 from xsake.kernels_pallas_gpu.mosaic_common import list_coords
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS, Barriers, Plan, Scratch
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
@@ -53,6 +54,9 @@ class Cta:
         self.number = lax.axis_index("cta")
         self.pair, self.rank, self.part = plan.columns.place(self.number, given.interleaved)
         self.batch, self.kv_head = lax.div(self.pair, plan.num_kv_heads), lax.rem(self.pair, plan.num_kv_heads)
+        self.streamed = Streamed(
+            lists=given.lists, full_is_exact=plan.full_is_exact, block=plan.block_q, tile=plan.tile
+        )
         per_block = plan.columns_per_block
         self.block = given.lists.ranked(*self.coords(0), lax.div(self.rank, per_block))
         self.kv_start = (self.block * per_block + lax.rem(self.rank, per_block)) * KEYS
@@ -78,9 +82,7 @@ class Cta:
 
     def column(self, g: Any) -> tuple[Any, Any, Any]:
         """(first list entry, tiles of full blocks, tiles of all blocks) of the column in the group's head g."""
-        begin, full_end, end = self.given.lists.row(*self.coords(g), self.block)
-        full = full_end - begin if self.plan.full_is_exact else jnp.int32(0)
-        return begin, full * self.plan.tiles_per_block, (end - begin) * self.plan.tiles_per_block
+        return self.streamed.span(self.coords(g), self.block, True)
 
     def walk(self, step: Callable, carry: Any, *, by_kind: bool) -> Any:
         """`carry = step(n, carry, column, masked)` for each of the CTA's tiles, n counting from 0.
@@ -123,20 +125,13 @@ class HeadColumn(NamedTuple):
 
     def start_of(self, n: Any) -> Any:
         """The first query of tile n."""
-        entry, offset = self._place(n)
-        return self.cta.given.lists.indices[(*self.coords, entry)] * self.cta.plan.block_q + offset
+        return self.cta.streamed.start(self.coords, self.begin, n + self.ahead)
 
     def bits(self, n: Any, kv_start: Any, shape: tuple[int, int]) -> Any:
         """bool[keys, queries] of tile n and the keys from `kv_start` on."""
-        entry, offset = self._place(n)
-        bits, plan = self.cta.given.bits, self.cta.plan
+        bits, plan, tile, per_block = self.cta.given.bits, self.cta.plan, n + self.ahead, self.cta.streamed.per_block
+        slot, offset = self.begin + lax.div(tile, per_block), lax.rem(tile, per_block) * plan.tile
         kv_first = lax.rem(kv_start, jnp.int32(plan.block_kv))
         return bits.tile(
-            self.coords, bits.of_slot(self.coords, entry), offset, kv_first, shape, 1, Packing(1, plan.block_q)
+            self.coords, bits.of_slot(self.coords, slot), offset, kv_first, shape, 1, Packing(1, plan.block_q)
         )
-
-    def _place(self, n: Any) -> tuple[Any, Any]:
-        """(entry of the lists, number of the tile's first query in its block)."""
-        per_block = self.cta.plan.tiles_per_block
-        tile = n + self.ahead
-        return self.begin + lax.div(tile, per_block), lax.rem(tile, per_block) * self.cta.plan.tile

@@ -34,10 +34,10 @@ class Columns:
     def ctas(self) -> int:
         return self.pairs * (self.early * self.parts + self.ranks - self.early)
 
-    def place(self, cta: Any, interleaved: Any = None) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of a CTA. `interleaved`: what the method of that name says, as an array or a ref."""
+    def place(self, item: Any, interleaved: Any = None) -> tuple[Any, Any, Any]:
+        """(pair, rank, part) of an item. `interleaved`: what the method of that name says, as an array or a ref."""
         ahead = self.pairs * self.early * self.parts
-        number = lax.max(cta - ahead, jnp.int32(0))
+        number = lax.max(item - ahead, jnp.int32(0))
         rank, pair = in_sections(number, self.pairs, self.section, self.ranks - self.early)
         if interleaved is not None:
             all_pairs = interleaved[0] == 1
@@ -45,9 +45,9 @@ class Columns:
             pair = jnp.where(all_pairs, lax.rem(number, self.pairs), pair)
         if not self.early:
             return pair, rank, jnp.int32(0)
-        is_early, column = cta < ahead, lax.div(cta, self.pairs)
+        is_early, column = item < ahead, lax.div(item, self.pairs)
         return (
-            jnp.where(is_early, lax.rem(cta, self.pairs), pair),
+            jnp.where(is_early, lax.rem(item, self.pairs), pair),
             jnp.where(is_early, lax.div(column, self.parts), self.early + rank),
             jnp.where(is_early, lax.rem(column, self.parts), 0),
         )

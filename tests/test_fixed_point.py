@@ -45,8 +45,21 @@ def elements(units: Units) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_partial_sum_fits(seed, outlier):
     given = inputs(seed, outlier)
-    most = np.abs(given["terms"]).sum(3)  # whatever the order, no sum is larger
+    most = np.abs(given["terms"]).sum(3) * (1 + 2**-8)  # whatever the order, no sum is larger; dS is rounded to 16 bits
     assert (most / elements(units_of(given))).max() < 2**31
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1e20, 1e35])
+def test_keys_of_any_size_keep_their_place(size):
+    """The bound of a sum is between 2**28 and 2**31 units, but for keys so small that no float32 step would do."""
+    given = inputs(0)
+    given["key"] = (given["key"] * size).astype(np.float32)
+    units = units_of(given)
+    bound = np.abs(given["key"]).max(1)  # [B, K, D]
+    of_rows = np.asarray(1 / units.steps().rows) * 2.0**14
+    in_units = np.float64(bound[:, :, None]) * of_rows.max() / elements(units)[:, ::2].max(2, keepdims=True)
+    assert np.isfinite(np.asarray(units.channels)).all() and (np.asarray(units.channels) > 0).all()
+    assert in_units.max() < 2**31 and (size < 1e-30 or in_units.min() > 2**28)
 
 
 @pytest.mark.parametrize(("outlier", "error"), [(1.0, 1e-6), (100.0, 2e-5)])

@@ -59,6 +59,14 @@ ARGUMENTS = {
     "column bias": dict(bias=np.zeros((1, 1, 512, 1), np.float32)),
     "soft cap and sinks": dict(logits_soft_cap=20.0, sinks=np.zeros(4, np.float32)),
     "negative scale": dict(scale=-0.1),
+    "D 256, segments": dict(head_dim=256, segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32))),
+    "D 256, segments and positions, odd lengths": dict(
+        head_dim=256,
+        q_len=333,
+        kv_len=517,
+        segment_ids=(np.zeros((2, 333), np.int32), np.zeros((2, 517), np.int32)),
+        positions=(np.arange(333, dtype=np.int32)[None], np.arange(517, dtype=np.int32)[None]),
+    ),
     "row bias, soft cap and sinks, odd lengths": dict(
         q_len=333,
         kv_len=517,
