@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu peer-tests parity-transformers test-trackers wheel clean web check-web test-web
+.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -25,13 +25,20 @@ pretrained: $(STAMP)
 	$(BIN)/python -m pytest -q -m pretrained
 
 # Compilers of chips that are not here. Theirs are large wheels of their own: each has an environment of its own.
-compile-gpu: JAX_NOW = $(shell $(BIN)/python -c 'import jax; print(jax.__version__)')
-compile-gpu: $(STAMP)
+compile-gpu: .venv-cuda/.installed
+	.venv-cuda/bin/python -m pytest -q -rs -m compile tests/test_compile_gpu.py
+	TRITON_INTERPRET=1 .venv-cuda/bin/python -m pytest -q -rs -m interpret tests/test_raw_triton.py
+
+# What this checkout changes in the machine code of the Hopper kernels; AGAINST=REVISION or a folder, CALLS='one;another'.
+compare-code: .venv-cuda/.installed
+	PYTHONPATH=tests .venv-cuda/bin/python -m tests.compare_machine_code --against '$(or $(AGAINST),HEAD)' $(if $(CALLS),--calls '$(CALLS)')
+
+.venv-cuda/.installed: JAX_NOW = $(shell $(BIN)/python -c 'import jax; print(jax.__version__)')
+.venv-cuda/.installed: $(STAMP)
 	$(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet -e '.[dev,triton]' jax==$(JAX_NOW) jaxlib==$(JAX_NOW) nvidia-cuda-nvcc nvidia-nvvm
 	.venv-cuda/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$(JAX_NOW) jax-cuda13-pjrt==$(JAX_NOW)
-	.venv-cuda/bin/python -m pytest -q -rs -m compile tests/test_compile_gpu.py
-	TRITON_INTERPRET=1 .venv-cuda/bin/python -m pytest -q -rs -m interpret tests/test_raw_triton.py
+	@touch $@
 
 # With XSAKE_TPU_PYTHON, an interpreter that has libtpu, no environment is made; without libtpu it says so and skips.
 compile-tpu: $(if $(XSAKE_TPU_PYTHON),,$(STAMP))

@@ -5,10 +5,10 @@ start when the last has ended: reading its lists and filling its rings took as l
 warpgroup reads the next item's lists and loads its first tiles while the compute warpgroups finish the last item.
 
 The memory warpgroup publishes what the others need to know of an item in `notes`, which has two places for items and
-two for the numbers that it draws. When it has
-loaded all of an item, it draws the number of the next from a counter in global memory: CTAs with short items take more
-of them, and at the end none has drawn an item that it cannot begin. Interpreted kernels have no such counter: there
-items are dealt out, backwards in odd turns, because they are sorted by length.
+two for the numbers that it draws. When it has loaded all of an item, it draws the number of the next from a counter in
+global memory: CTAs with short items take more of them, and at the end none has drawn an item that it cannot begin.
+Interpreted kernels have no such counter: there items are dealt out, backwards in odd turns, because they are sorted by
+length.
 """
 
 import dataclasses
