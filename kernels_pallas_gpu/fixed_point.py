@@ -5,8 +5,10 @@ known before the sum:
 
     |sum_j dS_ij K_jd| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max_j |K_jd|
 
-The unit is this bound over 2**31 or less, down to 2**29, so that the sum fits in 32 bits. On random data, the
-gradients are about 2**13 times smaller than the bound: the unit is still far below the precision of bfloat16.
+The unit is this bound over 2**30 or less, down to 2**28, so that the sum fits in 32 bits with a factor of two to spare:
+of large logits the probabilities may sum to more than 1. On random data, the gradients are about 2**13 times smaller
+than the bound: the unit is still far below the precision of bfloat16. A key or a value that is thousands of times
+larger than all others, wherever it is in the sequence, makes the unit larger and the gradients less precise.
 
 A step is 1 / unit. A row's step is a power of two, by which a bfloat16 dS is multiplied without a rounding. A tile of
 dQ is then multiplied by the channels' steps, and 3 is added: one instruction. A summand is mostly below 2**22 units:
@@ -31,7 +33,10 @@ from xsake.kernels_pallas_gpu import mosaic_common as common
 
 Array = jax.Array
 
-_ROW_BITS = 14  # |dS| times a row's step is at most 2 ** 14, which float16 holds
+# |dS| times a row's step is at most 2 ** this. float16 holds all bits of small numbers only if the largest are large.
+# In bfloat16, large numbers times large keys would be beyond float32, and 2 is enough for all steps to be normal.
+_ROW_BITS = {jnp.dtype(jnp.float16): 14}
+_OTHER_ROW_BITS = 2
 _BITS = 22  # the last bit of a float from 2 to 4 is 2 ** -22
 _SHIFT_BITS = 0x40400000  # of 3 as a float32
 # A channel's step is this times a power of two, so that no float times a step is -3. 0 would pass for a float from 2 to
@@ -40,10 +45,11 @@ _MANTISSA = 1.25
 
 
 class Units(NamedTuple):
-    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where it is 0.
+    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where it is 0; `channels` is
+    NaN where a key is 2**125 or more.
 
-    The maxima leave out keys and values that are not finite. A query that attends to one of them has a `delta` that is
-    not finite, and so a unit that is not finite; if no query attends to them, they must not matter.
+    The maxima leave out keys and values that are not finite. A query that gives weight to one of them has a `delta`
+    that is not finite, and so a unit that is not finite; if no query does, they must not matter.
     """
 
     rows: Array  # f32[B, H, T]
@@ -53,33 +59,48 @@ class Units(NamedTuple):
     def of_dq(cls, key: Array, value: Array, d_out: Array, lse: Array, delta: Array) -> "Units":
         most_value = jnp.repeat(jnp.max(_finite(_norms(value)), axis=1), d_out.shape[2] // key.shape[2], axis=1)
         rows = _norms(d_out).transpose(0, 2, 1) * most_value[:, :, None] + jnp.abs(delta)
-        _, exponent = jnp.frexp(rows)
-        # Not so small that the step, its inverse, were no float32.
-        unit = jnp.ldexp(jnp.float32(1.0), jnp.maximum(exponent, -90) - _ROW_BITS)
+        row_bits = _ROW_BITS.get(key.dtype, _OTHER_ROW_BITS)
+        _, exponent = _mantissa_and_exponent(rows)
+        unit = _power_of_two(jnp.maximum(exponent - row_bits, -124))  # so that the step, its inverse, is a float32
         unit = jnp.where(jnp.isfinite(rows), jnp.where(rows > 0, unit, 0.0), jnp.nan)
         most_key = jnp.max(_finite(jnp.abs(key)), axis=1).astype(jnp.float32)
-        # A dS that is rounded to 16 bits may exceed its bound by 2 ** -8 of it.
-        room = 2.0 ** (31 - _BITS - _ROW_BITS) * (1 - 2.0**-7) / _MANTISSA
-        mantissa, of_key = jnp.frexp(most_key)
-        _, exponent = jnp.frexp(room / jnp.where(mantissa > 0, mantissa, 1.0))
-        exponent = jnp.clip(exponent - of_key, -125, 104)  # for which step and unit are normal numbers
+        room = 2.0 ** (30 - _BITS - row_bits) / _MANTISSA
+        mantissa, of_key = _mantissa_and_exponent(most_key)
+        _, of_room = _mantissa_and_exponent(room / mantissa)
+        exponent = jnp.minimum(of_room - of_key, 104)  # for which the unit is a normal number
         unit_of_step_1 = jnp.float32(2.0**-_BITS / _MANTISSA)
-        channels = jnp.where(most_key > 0, jnp.ldexp(unit_of_step_1, 1 - exponent), 0.0)
+        channels = jnp.where(most_key > 0, unit_of_step_1 * _power_of_two(1 - exponent), 0.0)
+        channels = jnp.where(of_key > 125, jnp.nan, channels)
         return cls(jnp.where(lse == -jnp.inf, 0.0, unit), channels)
 
     def steps(self) -> "Units":
         """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN. The channels' steps are
         2**22 times smaller.
         """
-        _, exponent = jnp.frexp(self.channels)
-        channels = jnp.ldexp(jnp.float32(_MANTISSA), -_BITS - exponent)
+        _, exponent = _mantissa_and_exponent(self.channels)
+        channels = jnp.float32(_MANTISSA) * _power_of_two(-_BITS - exponent)
         return Units(jnp.where(self.rows > 0, 1.0 / self.rows, 0.0), jnp.where(self.channels > 0, channels, 0.0))
 
     def value(self, sums: Array, summands: Array) -> Array:
         """f32[B, T, H, D]: the gradient that sums of so many (i32[B, T, H]) `summands` stand for."""
         channels = jnp.repeat(self.channels, sums.shape[2] // self.channels.shape[1], axis=1)
         integers = sums - (summands * jnp.int32(_SHIFT_BITS))[..., None]  # modulo 2**32
-        return integers.astype(jnp.float32) * self.rows.transpose(0, 2, 1)[..., None] * channels[:, None]
+        rows, channels = self.rows.transpose(0, 2, 1)[..., None], channels[:, None]
+        # The smaller unit first: with the larger one, an integer may be beyond float32.
+        product = integers.astype(jnp.float32) * jnp.minimum(rows, channels) * jnp.maximum(rows, channels)
+        return jnp.where(rows == 0, 0.0, product)
+
+
+# Not `jnp.frexp` and `jnp.ldexp`: beside refs, they do not trace in a `jax.shard_map` that checks varying axes.
+def _mantissa_and_exponent(x: Array) -> tuple[Array, Array]:
+    """x = mantissa * 2 ** exponent, the mantissa from 0.5 to 1; of 0 and subnormals, those of a larger number."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F000000, jnp.float32), (bits >> 23) - 126
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """2 ** exponent, if that is a normal float32."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def to_summands(x: Array, steps: Array, *, interpret: bool) -> Array:
@@ -151,7 +172,11 @@ def _i32() -> Any:
 
 
 def _norms(x: Array) -> Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
+    """At least the norms; where squares are no normal numbers, up to sqrt(D) times these."""
+    x = x.astype(jnp.float32)
+    most, squares = jnp.max(jnp.abs(x), axis=-1), jnp.sum(jnp.square(x), axis=-1)  # one pass
+    bound = jnp.where(jnp.isfinite(most), jnp.minimum(most * x.shape[-1] ** 0.5, jnp.finfo(jnp.float32).max), most)
+    return jnp.where((squares > 2.0**-100) & (squares < jnp.inf), jnp.sqrt(squares), bound)
 
 
 def _finite(x: Array) -> Array:

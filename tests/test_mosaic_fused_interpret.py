@@ -91,6 +91,40 @@ def test_keys_past_the_end_do_not_matter_where_all_logits_are_low(case):
         assert np.linalg.norm(difference) <= 2e-2 * np.linalg.norm(other)
 
 
+EXTREMES = {  # factors of query, key, value and d_out, and the cotangent of lse
+    "logits so large that probabilities sum to more than 1": (400.0, 64.0, 0.0, 0.0, 0.99999),
+    "keys near the end of float32": (1e-36, 1e36, 1.0, 1e-10, 0.0),
+    "keys near the end of float32, and only lse": (1e-37, 1e37, 0.0, 0.0, 1e-9),
+    "rows and channels far apart": (1.0, 1e-30, 1e17, 1e17, 0.0),
+    "values whose squares overflow": (1.0, 1.0, 1e20, 1e-20, 0.0),
+    "values whose squares vanish": (1.0, 1.0, 1e-25, 1.0, 0.0),
+    "cotangents whose squares vanish": (1.0, 1.0, 1.0, 1e-25, 0.0),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", sweep(EXTREMES, slow=list(EXTREMES)[1:]))
+def test_integers_hold_what_floats_hold(name):
+    """dQ as a sum of integers is as close to a sum of floats as bfloat16 is."""
+    *factors, d_lse = EXTREMES[name]
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((1, n, 1, 64)) for n in (64, 256, 256, 64))
+    if "logits" in name:  # equal keys of a mantissa for which a channel's unit is as small as it gets
+        q, k = rng.uniform(0.5, 1.0, q.shape), np.full(k.shape, 1.5859375)
+    q, k, v, d_out = (jnp.asarray(x * by, jnp.bfloat16) for x, by in zip((q, k, v, d_out), factors, strict=True))
+    mask = xsake.BlockMask.full(64, 256, block_q=64, block_kv=128)
+
+    def gradient(deterministic: bool) -> np.ndarray:
+        how = dict(implementation="mosaic_gpu", config=config(FusedConfig()), deterministic=deterministic)
+        _, pull = jax.vjp(lambda q: xsake.attention(q, k, v, mask, return_lse=True, **how), q)
+        return np.asarray(pull((d_out, jnp.full((1, 64, 1), d_lse, jnp.float32)))[0], np.float64)
+
+    with xsake.interpret():
+        integers, floats = gradient(True), gradient(False)
+    assert np.isfinite(floats).all() and np.abs(floats).max() > 0
+    assert np.linalg.norm(integers - floats) <= 2e-3 * np.linalg.norm(floats)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", [0.0, 1.0])

@@ -313,18 +313,20 @@ PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", 
 
 
 @pytest.mark.parametrize(
-    ("exchange", "platform"),
+    ("exchange", "platform", "length"),
     [
-        ("ring", "tpu"),
-        *(pytest.param(x, "cuda", marks=pytest.mark.slow) for x in ("gather", "ring", "sparse")),
+        ("ring", "tpu", 1024),
+        ("gather", "cuda", 16384),  # so long that dQ, dK and dV come from one kernel
+        *(pytest.param(x, "cuda", 1024, marks=pytest.mark.slow) for x in ("gather", "ring", "sparse")),
+        *(pytest.param(x, "cuda", 16384, marks=pytest.mark.slow) for x in ("ring", "sparse")),
     ],
 )
-def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
+def test_lowers_for_other_platforms(exchange, platform, length, monkeypatch):
     name, devices, kernel = PLATFORMS[platform]
     monkeypatch.setattr(_registry.get(name), "unavailable", lambda: None)
     monkeypatch.setattr(_sharded, "platform_of", lambda query: devices)
-    mask = xsake.BlockMask.full(1024, 1024, block_q=128, block_kv=128, is_causal=True)
-    q = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)
+    mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)
+    q = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
     options = dict(mesh=mesh_of(seq=2), sequence="seq", exchange=exchange, implementation=name)
 
     def loss(q):
@@ -333,3 +335,4 @@ def test_lowers_for_other_platforms(exchange, platform, monkeypatch):
     text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=(platform,)).as_text()
     moved = {"ring": "collective_permute", "gather": "all_gather", "sparse": "ragged_all_to_all"}[exchange]
     assert kernel in text and moved in text
+    assert ("block_sparse_backward" in text) == (length == 16384)
