@@ -158,8 +158,10 @@ def default_config(call: Call) -> Config:
         forward = dataclasses.replace(forward, take_turns=False)
     return Config(
         forward=forward,
-        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks, _vectors(call)),
-        dkv=_with_registers_for_copies(call, mosaic_backward_common.default_dkv_config(d, dv, *blocks, _vectors(call))),
+        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks, _vectors(call, "dq")),
+        dkv=_with_registers_for_copies(
+            call, mosaic_backward_common.default_dkv_config(d, dv, *blocks, _vectors(call, "dkv"))
+        ),
         fused=_fused(call),
     )
 
@@ -175,7 +177,7 @@ def search_space(call: Call) -> Sequence[Config]:
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use or _short_blocks(call) else ("dq", "dkv"):
-        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks, _vectors(call))
+        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks, _vectors(call, kernel))
         if kernel == "dkv":
             configs = [_with_registers_for_copies(call, c) for c in configs]
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
@@ -196,7 +198,7 @@ def misfit(call: Call, config: Config) -> str | None:
             return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
         if name == "dkv" and part.splits(d, dv) and (part.compute_wgs != 2 or part.tile != 64):
             return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
-        need = mosaic_backward_common.smem_bytes(name, part, resident, d, dv, _vectors(call))
+        need = mosaic_backward_common.smem_bytes(name, part, resident, d, dv, _vectors(call, name))
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     if config.dkv.gather and (problem := mosaic_gathered.unknown(call, d, dv)):
@@ -332,10 +334,17 @@ def _needs(call: Call) -> tuple[Pairing, int]:
     return _pairing(call), (call.kv_segments is not None) + has_positions
 
 
-def _vectors(call: Call) -> int:
-    """Numbers per streamed token in the dQ and dK/dV kernels, at most: its index, position and segment."""
-    has_positions = call.q_positions is not None or call.kv_positions is not None
-    return 1 + has_positions + (call.kv_segments is not None)
+def _vectors(call: Call, kernel: str) -> int:
+    """Numbers per streamed token, a key in "dq" or a query in "dkv": its segment, and for a rule its position or index.
+
+    Keys past the end are told by their index.
+    """
+    ruled, segments = call.band != Band(), call.kv_segments is not None
+    if kernel == "dkv":
+        return ruled + segments
+    by_position = ruled and call.kv_positions is not None
+    by_index = (ruled and not by_position) or call.kv_len % call.mask.block_kv != 0
+    return by_position + by_index + segments
 
 
 def _pairing(call: Call) -> Pairing:

@@ -60,6 +60,11 @@ ARGUMENTS = {
     "soft cap and sinks": dict(logits_soft_cap=20.0, sinks=np.zeros(4, np.float32)),
     "negative scale": dict(scale=-0.1),
     "D 256, segments": dict(head_dim=256, segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32))),
+    "D 256, segments and positions": dict(
+        head_dim=256,
+        segment_ids=(np.zeros((2, 512), np.int32), np.zeros((2, 512), np.int32)),
+        positions=np.arange(512, dtype=np.int32)[None],
+    ),
     "D 256, segments and positions, odd lengths": dict(
         head_dim=256,
         q_len=333,
@@ -179,6 +184,12 @@ def test_defaults_lower(name):
 def test_every_argument_lowers(name):
     call = make_call(**ARGUMENTS[name])
     lower_all(call, mosaic.default_config(call))
+
+
+def test_two_warpgroups_share_keys_where_these_fit():
+    """With positions, keys of even lengths have no index: counting one would leave no room for the second warpgroup."""
+    call = make_call(**ARGUMENTS["D 256, segments and positions"])
+    assert mosaic.default_config(call).dq.compute_wgs == 2
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
