@@ -288,7 +288,8 @@ def dkv(
 
             def entry(at):
                 at = (*coords, lax.min(at, last_entry))
-                return list_refs.indices[at] * block_q, words_ref[at]
+                # `| 0`: a number as it is read has the varying axes of a `jax.shard_map`, a computed one has none.
+                return list_refs.indices[at] * block_q, words_ref[at] | 0
 
             def one_entry(at, carry):
                 n, last, lowest, first, word = carry

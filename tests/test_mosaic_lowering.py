@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from sweep import sweep
 
 import xsake
@@ -286,3 +287,24 @@ def test_the_operation_lowers_with_its_gradient(of, monkeypatch):
     text = lower(jax.vmap(gradient, in_axes=(0, None)) if mapped else gradient, q, mask)
     assert ("block_sparse_backward" in text) == (length == 8192)
     assert "mosaic_gpu" in text
+
+
+IN_SHARDS = {"D 128, block 128": 8192, "8 queries of 16 heads, a bit per token": 512, "bitmaps": 512}
+
+
+@pytest.mark.parametrize("name", sweep(IN_SHARDS, slow=["D 128, block 128", "bitmaps"]))
+def test_gradients_lower_in_a_shard_map(name, monkeypatch):
+    """With its checks of varying axes, which see the kernels' own loops and the numbers that are made for them."""
+    monkeypatch.setattr(mosaic, "unavailable", lambda: None)
+    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    length = IN_SHARDS[name]
+    call = make_call(**(SHAPES[name] | dict(q_len=length, kv_len=length)))
+
+    def gradients(q, k, v):
+        out, pull = jax.vjp(lambda *x: xsake.attention(*x, call.mask, implementation="mosaic_gpu"), q, k, v)
+        return pull(out)
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    cut = jax.shard_map(gradients, mesh=mesh, in_specs=(PartitionSpec("x"),) * 3, out_specs=PartitionSpec("x"))
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.query, call.key, call.value)]
+    assert "mosaic_gpu" in jax.jit(cut).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
