@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import checkouts, record
+from benchmarks.gpu_attention import DIRECTIONS
+from benchmarks.gpu_peers import CALLS
 from xsake.autotune.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
@@ -111,13 +113,16 @@ def main() -> None:
     parser.add_argument("--against", default="HEAD", help="a commit, or the folder of another checkout")
     parser.add_argument("--only", default="llama32k,full16k,gpt4k,gpt4k_d64", help="workloads of gpu_peers.py")
     parser.add_argument("--masks", default="random", help="masks whose names begin with one of these")
-    parser.add_argument("--directions", default="forward,forward+backward")
+    parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--any-order", action="store_true", help="deterministic=False")
     parser.add_argument("--length", type=int, help="tokens, instead of the workload's")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each turn")
     parser.add_argument("--out", type=Path, help="write the run to this folder")
     args = parser.parse_args()
+    for name, known in (("only", CALLS), ("directions", DIRECTIONS)):
+        if unknown := set(getattr(args, name).split(",")) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     console = Console(width=120)
     options = [f"--only={args.only}", f"--masks={args.masks}", f"--directions={args.directions}"]
     options += ["--any-order"] * args.any_order + ([f"--length={args.length}"] if args.length else [])
@@ -129,6 +134,8 @@ def main() -> None:
         console.status("compiling") as status,
     ):
         calls = {name: runner.calls() for name, runner in found.items()}
+        if not calls[THIS]:
+            raise SystemExit(f"--masks: no mask of {args.only} has a name that begins with {args.masks!r}")
         for number, (this, its) in enumerate(zip(calls[THIS], calls[OTHER], strict=True)):
             names = {key: this[key] for key in ("workload", "direction", "mask")}
             status.update(f"racing {', '.join(names.values())}")

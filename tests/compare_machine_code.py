@@ -4,8 +4,9 @@
     make compare-code AGAINST=REVISION                against another commit, or the folder of another checkout
     make compare-code CALLS='D 128, block 128;Dv 64'  some calls of test_mosaic_lowering.py
 
-A kernel whose instructions are all the same is as fast and as right as before. For every other kernel: how many
-instructions it has, which of them come or go, and what the assembler says of registers and spills.
+A kernel whose instructions are all the same does with its operands what it did before, in the same time. For every
+other kernel: how many instructions it has, which of them come or go, and what the assembler says of registers and
+spills.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def difference(this: Kernel | None, other: Kernel | None) -> str:
 
 def _tool(package: str, name: str, *arguments: str) -> str:
     """What a program of an installed package prints."""
-    found = [path for path in metadata.files(package) or () if path.name == name]
+    installed = package in {d.metadata["Name"] for d in metadata.distributions()}
+    found = [path for path in (metadata.files(package) if installed else None) or () if path.name == name]
     if not found:
         raise SystemExit(f"{name} of the package {package} is not installed: `make compare-code` installs it")
     done = subprocess.run([str(found[0].locate()), *arguments], capture_output=True, text=True)

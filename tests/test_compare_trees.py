@@ -44,6 +44,20 @@ def test_what_is_no_checkout_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only=gpt5"], "--only: gpt5 is not one of llama32k, full16k, gpt4k"),
+        (["--directions=back"], "--directions: back is not one of forward, forward+backward"),
+    ],
+)
+def test_what_is_not_raced_is_refused(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare_trees", *options])
+    with pytest.raises(SystemExit):
+        compare_trees.main()
+    assert said in capsys.readouterr().err
+
+
 def test_the_ratio_is_of_turns_of_one_round():
     ratio = compare_trees.compared({"this": [1.0, 2.0, 4.0], "other": [2.0, 4.0, 8.0]})  # the chip slows down
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
