@@ -33,13 +33,12 @@ from rich.table import Table
 
 from benchmarks import checkouts, record
 from benchmarks.gpu_attention import DIRECTIONS
-from benchmarks.gpu_peers import CALLS
+from benchmarks.gpu_peers import CALLS, PAUSE
 from xsake.autotune.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
 
 THIS, OTHER = "this", "other"
-PAUSE = 0.1  # seconds before each turn
 
 
 class Runner:

@@ -35,8 +35,7 @@ Array = jax.Array
 
 # |dS| times a row's step is at most 2 ** this. float16 holds all bits of small numbers only if the largest are large.
 # In bfloat16, large numbers times large keys would be beyond float32, and 2 is enough for all steps to be normal.
-_ROW_BITS = {jnp.dtype(jnp.float16): 14}
-_OTHER_ROW_BITS = 2
+_ROW_BITS, _ROW_BITS_FLOAT16 = 2, 14
 _BITS = 22  # the last bit of a float from 2 to 4 is 2 ** -22
 _SHIFT_BITS = 0x40400000  # of 3 as a float32
 # A channel's step is this times a power of two, so that no float times a step is -3. 0 would pass for a float from 2 to
@@ -49,7 +48,8 @@ class Units(NamedTuple):
     NaN where a key is 2**125 or more.
 
     The maxima leave out keys and values that are not finite. A query that gives weight to one of them has a `delta`
-    that is not finite, and so a unit that is not finite; if no query does, they must not matter.
+    that is not finite, and so a unit that is not finite. In blocks that are not listed they do not matter. In a listed
+    block, a key that is not finite and has weight 0 makes a sum of floats NaN; here its tile's summand counts as 0.
     """
 
     rows: Array  # f32[B, H, T]
@@ -59,7 +59,7 @@ class Units(NamedTuple):
     def of_dq(cls, key: Array, value: Array, d_out: Array, lse: Array, delta: Array) -> "Units":
         most_value = jnp.repeat(jnp.max(_finite(_norms(value)), axis=1), d_out.shape[2] // key.shape[2], axis=1)
         rows = _norms(d_out).transpose(0, 2, 1) * most_value[:, :, None] + jnp.abs(delta)
-        row_bits = _ROW_BITS.get(key.dtype, _OTHER_ROW_BITS)
+        row_bits = _ROW_BITS_FLOAT16 if key.dtype == jnp.float16 else _ROW_BITS
         _, exponent = _mantissa_and_exponent(rows)
         unit = _power_of_two(jnp.maximum(exponent - row_bits, -124))  # so that the step, its inverse, is a float32
         unit = jnp.where(jnp.isfinite(rows), jnp.where(rows > 0, unit, 0.0), jnp.nan)
