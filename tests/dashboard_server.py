@@ -51,6 +51,7 @@ def serving(shown: Documents, **options: Any) -> Iterator[httpx.Client]:
     """A client of a running server."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # from now on clients wait until the server answers, rather than being refused
     # Not uvloop, where it is installed: it forks to start a process, and JAX is loaded here.
     server = Server(make_app(shown, **options), loop="asyncio")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -31,9 +31,9 @@ class Quiet:
     def doing(self, what, share): ...
     def done(self, result): ...
 
-Tuner(Here(tuning_fakes.Slow), open_storage({url!r}), pathlib.Path({folder!r}), Settings(rounds=2), Quiet()).tune(
-    [tuning_fakes.PROBLEM]
-)
+folder = pathlib.Path({folder!r})
+worker = Here(lambda: tuning_fakes.Pair(folder))
+Tuner(worker, open_storage({url!r}), folder, Settings(rounds=2), Quiet()).tune([tuning_fakes.PROBLEM])
 """
 
 

@@ -284,13 +284,15 @@ import sys, pathlib
 sys.path.insert(0, {tests!r})
 import tuning_fakes, test_autotune_tuner as t
 if __name__ == "__main__":
-    t.tune(tuning_fakes.Slow, pathlib.Path({folder!r}), isolate={isolate})
+    folder = pathlib.Path({folder!r})
+    t.tune({hands}, folder, isolate={isolate})
 """
 
 
-def _start(folder: Path, *, isolate: bool = False) -> subprocess.Popen:
+def _start(folder: Path, hands: str, *, isolate: bool = False) -> subprocess.Popen:
     script = folder / f"tune{time.monotonic_ns()}.py"
-    script.write_text(_TUNE.format(tests=str(Path(__file__).parent), folder=str(folder), isolate=isolate))
+    tests = str(Path(__file__).parent)
+    script.write_text(_TUNE.format(tests=tests, folder=str(folder), hands=hands, isolate=isolate))
     return subprocess.Popen([sys.executable, str(script)], env=_environment())
 
 
@@ -314,7 +316,7 @@ def _studies(folder: Path) -> list[Study]:
 @pytest.mark.slow  # the two tests after it are what such a kill leaves
 def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path):
     journal = tmp_path / "studies.journal"
-    process = _start(tmp_path, isolate=True)
+    process = _start(tmp_path, "tuning_fakes.Slow", isolate=True)
     _wait_for(lambda: journal.exists() and journal.read_text().count('"end"') >= 3)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -349,8 +351,8 @@ def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
 
 
 def test_two_processes_share_a_study(tmp_path):
-    processes = [_start(tmp_path) for _ in range(2)]
-    assert [p.wait(60) for p in processes] == [0, 0]
+    processes = [_start(tmp_path, "lambda: tuning_fakes.Pair(folder)") for _ in range(2)]
+    assert [p.wait(120) for p in processes] == [0, 0]
     for study in _studies(tmp_path):
         assert len(study.tried) >= 5 and not study.untried
         assert study.best[0].part == part(2)

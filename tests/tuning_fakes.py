@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import time
+from pathlib import Path
 
 from xsake.autotune.contest import Verdict
 from xsake.autotune.environment import Facts
@@ -103,6 +104,21 @@ class Troubled(Hands):
 
 class Slow(Hands):
     slowness = 0.05
+
+
+class Pair(Hands):
+    """Of two processes none compiles before the other has asked what to compile: both have a share of every study."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def compile(self, direction: str, parts: list[Part]) -> list[str | None]:
+        (self._folder / f"asked-{os.getpid()}").touch()
+        end = time.monotonic() + 60
+        while len(list(self._folder.glob("asked-*"))) < 2:
+            assert time.monotonic() < end, "the other process did not come"
+            time.sleep(0.01)
+        return super().compile(direction, parts)
 
 
 class BadHeuristic(Hands):
