@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from collections.abc import Callable
@@ -132,7 +133,9 @@ def test_benchmarks_show_the_servers_numbers(dashboard: Dashboard, open_page: Op
                 assert same(text, value, 3 if column["kind"] == "share" else 4), (text, value)
     points = sum(len(series["points"]) for plot in record["plots"] for series in plot["series"])
     assert page.locator(".chart .point").count() == points
-    assert page.locator(".provenance").first.inner_text().startswith("Recorded on NVIDIA H200, 2026-11-15 12:05 UTC")
+    environment = json.loads((dashboard.records / "gpu_attention.json").read_text())["environment"]
+    when = f"{datetime.datetime.fromisoformat(environment['date']):%Y-%m-%d %H:%M} UTC"
+    assert page.locator(".provenance").first.inner_text().startswith(f"Recorded on {environment['device']}, {when}")
 
 
 def test_benchmarks_that_were_not_run_say_so(dashboard: Dashboard, open_page: Open) -> None:
