@@ -40,7 +40,9 @@ def default_config(call):
 
 def search_space(call):
     default = default_config(call)
-    return [dataclasses.replace(default, forward=Forward(chunk=4, how=how)) for how in HOWS]
+    other = dataclasses.replace(default.backward, chunk=2 * default.backward.chunk)  # so that there is a choice
+    space = [dataclasses.replace(default, forward=Forward(chunk=4, how=how)) for how in HOWS]
+    return [*space, dataclasses.replace(default, backward=other)]
 
 
 def misfit(call, config):
