@@ -24,8 +24,8 @@ from xsake.hads.calibration.observe import observe_block
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare
-from xsake.hads.study.layerwise import attend, choose_blocks, project
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.methods import METHODS
 
@@ -192,18 +192,15 @@ class _Recording:
 
     def _run(self, batch: Array, method: str, budget: float, counts: np.ndarray) -> tuple[Array, list[np.ndarray]]:
         """The sparse model's final states, and each layer's kept blocks, bool[H, blocks]."""
-        layers = self._r._layers
         mask_fn = MethodMask.of(method, self._r._on_device, counts)
-        x, rotation = layers.start(batch)
-        kept = []
-        for number, weights in enumerate(layers.weights):
+        kept: list[np.ndarray] = []
+
+        def watch(blocks: Any) -> None:
             self._step(f"{METHOD_TITLES.get(method, method)} at {budget:.0%}")
-            inputs = project(layers.graph, weights, x, rotation, None)
-            blocks, _ = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
             kept.append(lower_triangle(np.asarray(blocks[0])))
-            attention = layers.model.attention_fn
-            x = attend(layers.graph, attention, weights, x, rotation, inputs, blocks, self._grid.block)
-        return layers.model.norm(x), kept
+
+        states, _ = layerwise.run(self._r._layers, batch, mask_fn, watch=watch)
+        return states, kept
 
     def _blocks(self) -> list[dict[str, Any]]:
         starts = range(0, self._grid.length, self._grid.block)

@@ -333,4 +333,4 @@ def test_v1_profile_of_a_tiny_model(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["v1.npz"]
     again = v1.V1Profile.load(tmp_path / "v1.npz")
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(known, again, strict=True))
-    assert [(x.shape, x.dtype) for x in v1.shape(2, 4)] == [(x.shape, x.dtype) for x in known]
+    assert [(x.shape, x.dtype) for x in v1.shape(model.config)] == [(x.shape, x.dtype) for x in known]

@@ -12,7 +12,7 @@ from jax import Array
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.layerwise import attend, choose_blocks, project
+from xsake.hads.study import layerwise
 from xsake.hads.study.method_mask import MethodMask
 from xsake.hads.study.texts import Text
 
@@ -25,15 +25,14 @@ def read_text(layers: Layers, profile: HadsProfile, text: Text, method: str, bud
     counts = layer_counts(profile, budget, len(text.tokens))
     known = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
     mask_fn = MethodMask.of(method, known, counts)
-    x, rotation = layers.start(jnp.asarray(text.tokens[None], jnp.int32))
-    found = []
-    for number, weights in enumerate(layers.weights):
-        inputs = project(layers.graph, weights, x, rotation, None)
-        blocks, count, _ = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1])
-        if int(count.sum()) != counts[number]:
-            raise ValueError(
-                f"{method} at {budget:.0%}: layer {number} keeps {int(count.sum())} blocks, not {counts[number]}"
-            )
-        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, profile.block)
-        found.append(np.asarray(blocks[0]))
-    return layers.model.norm(x), np.stack(found)
+    found: list[np.ndarray] = []
+    states, kept = layerwise.run(
+        layers,
+        jnp.asarray(text.tokens[None], jnp.int32),
+        mask_fn,
+        watch=lambda blocks: found.append(np.asarray(blocks[0])),
+    )
+    for number, (count, wanted) in enumerate(zip(np.asarray(kept).sum((1, 2)), counts, strict=True)):
+        if count != wanted:
+            raise ValueError(f"{method} at {budget:.0%}: layer {number} keeps {count} blocks, not {wanted}")
+    return states, np.stack(found)

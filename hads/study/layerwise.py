@@ -6,6 +6,7 @@ Only the second differs from method to method; the others are compiled once for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,18 @@ from xsake.hads.study.method_mask import MethodMask, causal_mask
 
 
 def run(
-    layers: Layers, tokens: Int[Array, "B T"], mask_fn: MethodMask | None = None, *, attention_dtype: Any = None
+    layers: Layers,
+    tokens: Int[Array, "B T"],
+    mask_fn: MethodMask | None = None,
+    *,
+    attention_dtype: Any = None,
+    watch: Callable[[Blocks | TokenMask], None] | None = None,
 ) -> tuple[Float[Array, "B T width"], Num[Array, "L B H"] | None]:
     """`model.hidden(tokens, mask_fn=mask_fn)`, and the active blocks of each layer, sequence and head of its masks.
 
     Without `mask_fn` attention is dense, and there are no counts. Queries, keys and values are rounded to
-    `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits.
+    `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits. `watch` is given what
+    each layer keeps, layer after layer.
     """
     x, rotation = layers.start(tokens)
     counts, memory = [], None
@@ -36,6 +43,8 @@ def run(
             continue
         blocks, count, memory = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1], memory)
         counts.append(count)
+        if watch is not None:
+            watch(blocks)
         x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, mask_fn.profile.block)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)
 
