@@ -69,9 +69,8 @@ def test_head_dim_64(tile, deterministic):
     check_run(target, case, config=config(FusedConfig(tile=tile)))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", [(True, 100), (True, 128), (False, 128)])
+@pytest.mark.parametrize("case", sweep([(True, 100), (True, 128), (False, 128)], slow=[(True, 128), (False, 128)]))
 def test_keys_past_the_end_do_not_matter_where_all_logits_are_low(case):
     """exp(0 - lse) of such a key is infinite. With blocks of 256 keys, a tile of 128 lies wholly past the end."""
     fused, keys = case
