@@ -352,7 +352,7 @@ def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
 
 def test_two_processes_share_a_study(tmp_path):
     processes = [_start(tmp_path, "lambda: tuning_fakes.Pair(folder)") for _ in range(2)]
-    assert [p.wait(120) for p in processes] == [0, 0]
+    assert [p.wait(60) for p in processes] == [0, 0]
     for study in _studies(tmp_path):
         assert len(study.tried) >= 5 and not study.untried
         assert study.best[0].part == part(2)

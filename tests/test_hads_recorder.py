@@ -18,7 +18,6 @@ from xsake.hads.study.records import Records
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
 
-slow = pytest.mark.slow  # one test records in CI
 PROFILE = case.random_profile(head_dim=16)
 LENGTH = 200
 TOKENS = np.random.default_rng(0).integers(0, 512, LENGTH).astype(np.int32)
@@ -56,7 +55,7 @@ def recorded(recorder: Recorder) -> tuple[dict, list]:
     return found, told
 
 
-@slow
+@pytest.mark.slow
 def test_masks_are_those_of_the_model_block_by_block(model: Transformer, recorded):
     about, layers = recorded[0]["about"], recorded[0]["layers"]
     side = about["side"]
@@ -97,7 +96,7 @@ def test_masses_are_those_of_dense_attention(model: Transformer, recorded):
     assert about["blocks"][1]["text"] == " ".join(map(str, TOKENS[16:32].tolist()))
 
 
-@slow
+@pytest.mark.slow
 def test_results_are_those_of_evaluate(model: Transformer, recorded, tmp_path):
     about = recorded[0]["about"]
     records = Records(tmp_path / "records.jsonl", {"model": "tiny"})

@@ -114,7 +114,7 @@ class Pair(Hands):
 
     def compile(self, direction: str, parts: list[Part]) -> list[str | None]:
         (self._folder / f"asked-{os.getpid()}").touch()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 30
         while len(list(self._folder.glob("asked-*"))) < 2:
             assert time.monotonic() < end, "the other process did not come"
             time.sleep(0.01)
