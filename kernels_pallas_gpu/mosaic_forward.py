@@ -177,8 +177,14 @@ def forward(
         grid_names=("cta",),
         num_threads=plan.compute_wgs + plan.workers_per_cta,
         thread_name="wg",
-        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed; and no warpgroup
+        # reads by ordinary accesses what it wrote by such, so that no automatic barriers are.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         interpret=interpret or None,
     )(q, k, v, *list_operands, *options.values(), *counter)
     if plan.cuts_rows:
