@@ -105,12 +105,23 @@ def _power_of_two(exponent: Array) -> Array:
 
 def to_summands(x: Array, steps: Array, *, interpret: bool) -> Array:
     """A float32 tile in the accumulator layout, times 2**22 steps, as integers to be added up: the nearest ones, and
-    _SHIFT_BITS more.
+    _SHIFT_BITS more. Those of large numbers are wrong until `correct` has been there.
     """
     if interpret:
         return jnp.round(x * steps * 2.0**_BITS).astype(jnp.int32) + jnp.int32(_SHIFT_BITS)
-    bits = _shifted(x, steps)
-    return lax.fori_loop(0, _exceeds(bits), lambda _, bits: _converted(bits), bits)
+    return _shifted(x, steps)
+
+
+def correct(tile: Any, summands: Array) -> None:
+    """Mends the wrong ones in shared memory, where `summands` was stored.
+
+    Few tiles have any. Looked for after the store, they do not delay it, and need no registers beside it.
+    """
+
+    def mend(_: Any, none: None) -> None:
+        tile[...] = _converted(plgpu.load(tile, layout=_TILE))
+
+    lax.fori_loop(0, _exceeds(summands), mend, None)
 
 
 _TILE = plgpu.Layout.WGMMA
@@ -132,12 +143,20 @@ def _exceeds(bits: Array) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
     def vote(_: Any, tile: Any) -> Any:
-        arith = mgpu_utils.arith
-        seen = mgpu_utils.c(0, _i32())
-        for pair in tile.registers.flat:
-            seen = arith.ori(seen, arith.ori(*_halves(pair)))
-        first = arith.andi(seen, mgpu_utils.c(-(1 << 23), _i32()))
-        return common.any_in_warp(arith.cmpi(arith.CmpIPredicate.ne, first, mgpu_utils.c(0x40000000, _i32())))
+        numbers = [half for pair in tile.registers.flat for half in _halves(pair)]
+        text, seen = [], [f"${i + 1}" for i in range(len(numbers))]
+        while len(seen) > 1:  # a tree: in a chain, every instruction would wait for the one before
+            seen, triples = [], [(seen[i : i + 3] + 2 * ["0"])[:3] for i in range(0, len(seen), 3)]
+            for triple in triples:
+                seen.append(f"x{len(text)}")
+                text.append(f".reg .b32 {seen[-1]}; lop3.b32 {seen[-1]}, {', '.join(triple)}, 0xFE;")
+        text.append(f".reg .pred p; and.b32 {seen[0]}, {seen[0]}, 0xFF800000; setp.ne.b32 p, {seen[0]}, 0x40000000;")
+        text.append("vote.sync.any.pred p, p, 0xFFFFFFFF; selp.b32 $0, 1, 0, p;")
+        # Side effects keep the compiler from moving the store behind it.
+        found = mgpu_utils.inline_ptx(
+            "{" + " ".join(text) + "}", *numbers, result_types=_i32(), has_side_effects=True, convergent=True
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return vote(bits)
 

@@ -9,16 +9,8 @@ half of dQ.
                   dK += dS Q
     next tile     S = K Q^T
     this tile     dQ = dS^T K      while dK and S are still multiplied; dQ is added to global memory
-
-Making integers of dQ, where it must be deterministic, would keep the tensor core waiting. Where there is room for a
-third dS, it comes a tile late:
-
-    this tile     dK += dS Q
-    last tile     dQ = dS^T K
-    next tile     S = K Q^T        while the last dQ becomes integers and is added
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,6 +33,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_zeros,
 )
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
+from xsake.kernels_pallas_gpu.mosaic_fused_plan import DS_STAGES
 
 
 class ComputeWarpgroup:
@@ -71,41 +64,20 @@ class ComputeWarpgroup:
             self.start_s(s, jnp.int32(0))
             return read(s, in_flight=0, interpret=simulate)
 
-        def step(n: Any, carry: Any, column: HeadColumn, masked: Any) -> Any:
-            s, *last = carry
-            tile = Tile(self, n, column, masked)
-            return tile.run(s, last, dk, dv), tile.q_start, tile.head
+        def step(n: Any, s: Any, column: HeadColumn, masked: Any) -> Any:
+            return Tile(self, n, column, masked).run(s, dk, dv)
 
         s = with_zeros(first, self.buffers[2:3], [(ROWS, self.plan.tile)], interpret=simulate)
         # Where it can be, the code of full and masked tiles is the same: every copy takes time to compile.
-        start = s, jnp.int32(0), jnp.int32(0)
-        _, *last = self.cta.walk(step, start, by_kind=not self.plan.rule.folds_lse)
-
-        def last_dq(dq: Any) -> None:
-            n = self.cta.hi - self.cta.lo - 1
-            self.await_ds(n)
-            self.start_dq(dq, n)
-            self.add_dq(read(dq, in_flight=0, interpret=simulate), n, *last)
-
-        if self.plan.late:
-            with_zeros(last_dq, self.buffers[4:], [self.plan.dq_shape], interpret=simulate)
+        self.cta.walk(step, s, by_kind=not self.plan.rule.folds_lse)
         return read(dk, in_flight=0, interpret=simulate), read(dv, in_flight=0, interpret=simulate)
-
-    # The dQ of tile n. Before tile 0 there is none: then nobody waits, any numbers are multiplied, and none are added.
-
-    def if_tile(self, n: Any, run: Callable[[], None]) -> None:
-        pl.when(n >= 0)(run) if self.plan.late else run()
-
-    def await_ds(self, n: Any) -> None:
-        self.if_tile(n, lambda: plgpu.barrier_wait(self.barriers.ds_ready.at[self.ds_slot(n)]))
 
     def start_dq(self, dq: Any, n: Any) -> None:
         queries, columns = self.part_of_dq(opaque(self.cta.wg, interpret=self.plan.simulate))
-        ds, keys = self.scratch.ds.at[self.ds_slot(n), :, queries], self.scratch.k.at[:, columns]
+        slot = lax.rem(n, DS_STAGES)
+        plgpu.barrier_wait(self.barriers.ds_ready.at[slot])
+        ds, keys = self.scratch.ds.at[slot, :, queries], self.scratch.k.at[:, columns]
         mma(dq, ds, keys, transpose_a=True, interpret=self.plan.simulate)
-
-    def ds_slot(self, n: Any) -> Any:
-        return lax.rem(n + self.plan.late, self.plan.ds_stages)
 
     def part_of_dq(self, wg: Any) -> tuple[Any, Any]:
         """(queries of the tile, columns) of dQ that a warpgroup multiplies."""
@@ -114,7 +86,7 @@ class ComputeWarpgroup:
             return pl.ds(wg * rows, rows), slice(None)
         return slice(None), pl.ds(wg * columns, columns)
 
-    def add_dq(self, dq: Any, n: Any, q_start: Any, head: Any) -> None:
+    def add_dq(self, dq: Any, q_start: Any, head: Any) -> None:
         """Adds this warpgroup's half of dQ to the sums in global memory, to which other CTAs add too."""
         cta, plan, tile = self.cta, self.plan, self.scratch.dq.at[self.cta.wg]
         _, columns = self.part_of_dq(cta.wg)
@@ -123,21 +95,16 @@ class ComputeWarpgroup:
             channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
             steps = lax.broadcast_in_dim(channel_steps, dq.shape, [1])
             dq = fixed_point.to_summands(dq, steps, interpret=plan.simulate)
-
-        def add() -> None:
-            plgpu.copy_smem_to_gmem(tile, cta.given.dq.at[cta.batch, rows, head, columns], reduction_op="add")
-
-        def add_interpreted() -> None:  # the interpreter's copy engine does not add
+        if plan.simulate:  # the interpreter's copy engine does not add
             sums = cta.results.dq_per_cta.at[cta.number, head - cta.head(0), rows, columns]
             sums[...] = sums[...] + dq
-
-        if plan.simulate:
-            self.if_tile(n, add_interpreted)
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = dq
+        if plan.deterministic:
+            fixed_point.correct(tile, dq)
         plgpu.commit_smem()
-        self.if_tile(n, add)
+        plgpu.copy_smem_to_gmem(tile, cta.given.dq.at[cta.batch, rows, head, columns], reduction_op="add")
 
     def start_s(self, s: Any, n: Any) -> None:
         """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
@@ -188,8 +155,8 @@ class Tile:
         self.q, self.d_out = self.scratch.q.at[self.q_slot], self.scratch.do.at[self.do_slot]
         self.simulate = self.plan.simulate
 
-    def run(self, s: Any, last: Any, dk: Any, dv: Any) -> Any:
-        """Returns the logits of the next tile. `last`: first query and head of the tile before this one."""
+    def run(self, s: Any, dk: Any, dv: Any) -> Any:
+        """Returns the logits of the next tile."""
         plan, buffers = self.plan, self.warpgroup.buffers
 
         def weigh(dp: Any) -> Any:
@@ -208,43 +175,26 @@ class Tile:
 
         plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
         ds, scaled = with_zeros(weigh, buffers[3:4], [(ROWS, self.plan.tile)], interpret=self.simulate)
-        warpgroup, slot, last_n = self.warpgroup, self.warpgroup.ds_slot(self.n), self.n - 1
-        # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile; if
-        # dQ comes late, it read the dS of three tiles ago.
-        if plan.late:
-            warpgroup.await_ds(last_n)
+        warpgroup, slot = self.warpgroup, lax.rem(self.n, DS_STAGES)
+        mma(dk, ds, self.q, interpret=self.simulate)
+        # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile.
         self.scratch.ds.at[slot, warpgroup.keys][...] = scaled
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.ds_ready.at[slot])
-        mma(dk, ds, self.q, interpret=self.simulate)
         if not self.simulate:
             plgpu.wgmma_wait(1)  # until dV is done: the registers of P are needed
 
-        def free() -> None:
-            release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
-            release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
-
         def ahead(s: Any, dq: Any) -> Any:
             warpgroup.start_s(s, self.n + 1)
-            warpgroup.await_ds(self.n)
             warpgroup.start_dq(dq, self.n)
             s = read(s, in_flight=1, interpret=self.simulate)
-            free()
-            warpgroup.add_dq(read(dq, in_flight=0, interpret=self.simulate), self.n, self.q_start, self.head)
+            release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
+            release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
+            warpgroup.add_dq(read(dq, in_flight=0, interpret=self.simulate), self.q_start, self.head)
             return s
 
-        def ahead_and_late(s: Any, dq: Any) -> Any:
-            warpgroup.start_dq(dq, last_n)
-            warpgroup.start_s(s, self.n + 1)
-            last_dq = read(dq, in_flight=1, interpret=self.simulate)
-            free()
-            warpgroup.add_dq(last_dq, last_n, *last)
-            return read(s, in_flight=0, interpret=self.simulate)
-
         shapes = [(ROWS, plan.tile), plan.dq_shape]
-        return with_zeros(
-            ahead_and_late if plan.late else ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate
-        )
+        return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate)
 
     def probabilities(self, s: Any) -> tuple[Any, Any]:
         plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.q_slot]

@@ -20,6 +20,7 @@ COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
 HEAD_DIMS = (64, 128)
 REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
+DS_STAGES = 2
 # Fuse from so many keys per query on. Measured on an H200; sums of integers cost more than sums of floats.
 WORTH_FUSING, WORTH_FUSING_FLOATS = 3500, 1200
 
@@ -163,18 +164,6 @@ class Plan:
         """Of the rows' steps, which are powers of two. float16 does not hold all of them."""
         return self.dtype if self.dtype == jnp.bfloat16 else jnp.float32
 
-    @property
-    def late(self) -> int:
-        """Tiles by which dQ comes late. Sums of floats are written at once, and are faster when they come in time.
-
-        Shared memory has no room for a third dS of 128 queries.
-        """
-        return int(self.deterministic and not self.halves_queries)
-
-    @property
-    def ds_stages(self) -> int:
-        return 2 + self.late
-
     # -- which column --------------------------------------------------------------------------------------------------
     # A pair is a batch entry and a K/V head. Its columns of 128 keys are ranked by length, longest first.
 
@@ -234,7 +223,7 @@ class Plan:
             v=swizzled((KEYS, self.v_head_dim), self.dtype),
             q=swizzled((*q_ring, self.head_dim), self.dtype, widest),
             do=swizzled((*do_ring, self.v_head_dim), self.dtype),
-            ds=swizzled((self.ds_stages, KEYS, self.tile), self.dtype, widest),
+            ds=swizzled((DS_STAGES, KEYS, self.tile), self.dtype, widest),
             dq=plgpu.SMEM(
                 (COMPUTE_WGS, *self.dq_shape),
                 self.dq_dtype,
@@ -256,7 +245,7 @@ class Plan:
             do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
             q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=q_stages),
             do_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=do_stages),
-            ds_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=self.ds_stages),
+            ds_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=DS_STAGES),
             all_read=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         )
 
