@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from xsake._device import target_gpu
 from xsake.autotune import environment
-from xsake.autotune.contest import Contest, Verdict
+from xsake.autotune.contest import COMPILERS, Contest, Verdict
+from xsake.autotune.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan
 
 
@@ -18,6 +20,7 @@ class Bench:
     def __init__(self, *, round_seconds: float | None = None) -> None:
         self._round_seconds = round_seconds or (0.1 if jax.default_backend() == "cpu" else 0.02)
         self._contest: Contest | None = None
+        self._lowering: Lowering | None = None
 
     def facts(self) -> environment.Facts:
         return environment.facts()
@@ -29,9 +32,14 @@ class Bench:
         except Exception:
             return False
 
+    def close(self) -> None:
+        if self._lowering is not None:
+            self._lowering.close()
+
     def open(self, problem: Problem) -> list[StudyPlan]:
         self._contest = None  # free the memory of the previous problem first
-        self._contest = Contest(problem, self._round_seconds)
+        self._lowering = self._lowering or _lowering()  # the children start while the data are made
+        self._contest = Contest(problem, self._round_seconds, self._lowering)
         self._contest.prepare()
         return self._contest.plans
 
@@ -49,3 +57,9 @@ class Bench:
 
     def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
         return self.contest.verify(direction, density, part)
+
+
+def _lowering() -> Lowering | None:
+    """None where lowering is quick, as for a CPU, or where there are too few cores."""
+    gpu, children = target_gpu(), min(MOST_CHILDREN, COMPILERS)
+    return Lowering(gpu, children) if jax.default_backend() == "gpu" and gpu is not None and children > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -20,20 +21,13 @@ from xsake._arguments import build_call
 from xsake._backend import Call
 from xsake._buckets import power_of_two_at_least
 from xsake.autotune import verify
-from xsake.autotune.chain import chain
+from xsake.autotune.lowering import Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.program import RESULTS, Program
 from xsake.autotune.timing import default_pause, seconds_per_call
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import UNKNOWN_DENSITY
 
-RESULTS = {
-    "forward": ("out", "lse"),
-    "dq": ("d_query",),
-    "dkv": ("d_key", "d_value"),
-    "backward": ("d_query", "d_key", "d_value"),
-    "fused": ("d_query", "d_key", "d_value"),
-}
-_GRADIENTS = RESULTS["backward"]
 COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # configurations compiled at the same time
 # Below this, dense attention takes an accelerator no longer than Python needs to launch a call: chain the calls.
 SHORT_FLOPS = 2e12
@@ -51,10 +45,11 @@ class Contest:
     """Compiles, races and verifies the directions of one problem, one by one.
 
     All densities run the same compiled program: every mask has capacity for all blocks, and no density hint.
+    Without `lowering`, this process lowers all programs.
     """
 
-    def __init__(self, problem: Problem, round_seconds: float) -> None:
-        self._round_seconds = round_seconds
+    def __init__(self, problem: Problem, round_seconds: float, lowering: Lowering | None = None) -> None:
+        self._round_seconds, self._lowering = round_seconds, lowering
         self._pause, self._order = default_pause(), random.Random(0)
         workload = problem.workload
         self._inputs = workload.inputs(problem.dtype)
@@ -135,10 +130,11 @@ class Contest:
 
     def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
         """Compile the parts in parallel, before they are timed. Returns, per part, None or what went wrong."""
+        lowering = self._lowering if len(parts) > 1 else None  # a child would take as long for one part alone
 
         def attempt(part: Part) -> str | None:
             try:
-                self._program(direction, part)
+                self._program(direction, part, lowering)
             except Exception as error:  # any error of a compiler is a failure of this configuration only
                 return f"{type(error).__name__}: {error}"
             return None
@@ -149,30 +145,16 @@ class Contest:
         with ThreadPoolExecutor(COMPILERS) as pool:
             return list(pool.map(attempt, parts))
 
-    def _program(self, direction: str, part: Part) -> Callable:
+    def _program(self, direction: str, part: Part, lowering: Lowering | None = None) -> Callable:
         key = (direction, label(part))
         if key not in self._programs:
             config = dataclasses.replace(self._config, **{direction: _tuned.make_part(self._backend, direction, part)})
             if hasattr(config, "running"):
                 config = config.running(direction)
-            some = next(iter(self._calls))
-            run = chain(self._function(direction, config), self._chained)
-            lowered = run.lower(*self._arguments(direction, some))  # type: ignore[attr-defined]
-            self._programs[key] = lowered.compile()
+            program = Program(implementation=self._name, direction=direction, config=config, calls=self._chained)
+            arguments = self._arguments(direction, next(iter(self._calls)))
+            self._programs[key] = _lowered(program, arguments, lowering).compile()
         return self._programs[key]
-
-    def _function(self, direction: str, config: Any) -> Callable:
-        """What is timed. The compiler drops the gradients that `direction` does not return, and their kernels."""
-        backend = self._backend
-        if direction == "forward":
-            return lambda call: backend.forward(call, config)
-        wanted = [_GRADIENTS.index(name) for name in RESULTS[direction]]
-
-        def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> list[Array | None]:
-            grads = backend.backward(call, config, lse, delta, d_out, with_bias=False)
-            return [grads[i] for i in wanted]
-
-        return backward
 
     def _arguments(self, direction: str, density: Any) -> tuple:
         call = self._calls[density]
@@ -256,6 +238,14 @@ class Contest:
         if density not in self._yardsticks:
             self._yardsticks[density] = verify.yardsticks(*self._inputs, self._d_out, self.masks[density])
         return self._yardsticks[density]
+
+
+def _lowered(program: Program, arguments: tuple, lowering: Lowering | None) -> jax.stages.Lowered:
+    if lowering is not None:
+        # Not every program can be exported, and a child may die or hang. Errors of the program itself come again below.
+        with contextlib.suppress(Exception):
+            return lowering.lower(program, arguments)
+    return program.function().lower(*arguments)
 
 
 def _bare(mask: BlockMask) -> BlockMask:

@@ -41,6 +41,8 @@ class Hands(Protocol):
 
     def healthy(self) -> bool: ...
 
+    def close(self) -> None: ...
+
 
 @runtime_checkable
 class Caller(Protocol):
@@ -68,7 +70,7 @@ class Here:
             raise Raised(_told(error)) from error
 
     def close(self) -> None:
-        pass
+        self._hands.close()
 
 
 class Worker:
@@ -112,11 +114,14 @@ class Worker:
         self._process.join()
         self._pipe.close()
         self._errors.close()
+        _remove(self._errors.name)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._errors = tempfile.NamedTemporaryFile(prefix="xsake-worker-", suffix=".log")  # noqa: SIM115 closed in close
+        self._errors = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed in close
+            "r", prefix="xsake-worker-", suffix=".log", delete=False, errors="replace"
+        )
         self._process = context.Process(target=_serve, args=(theirs, self._factory, self._errors.name), daemon=True)
         self._process.start()
         self._ready = False
@@ -129,8 +134,7 @@ class Worker:
 
     def _last_words(self) -> str:
         """The last lines that the process wrote to stderr, where a crash in C++ gives its reason."""
-        with open(self._errors.name, errors="replace") as file:
-            lines = file.read().strip().splitlines()
+        lines = self._errors.read().strip().splitlines()
         return f": {' | '.join(lines[-3:])}" if lines else ""
 
 
@@ -141,7 +145,10 @@ def _told(error: Exception) -> str:
 def _serve(pipe: multiprocessing.connection.Connection, factory: Callable[[], Hands], errors: str) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    _remove(errors)  # a parent that is killed could not
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Only now may this process have workers of its own: they end with it, as it ends with its parent.
+    multiprocessing.current_process().daemon = False
     hands = factory()
     pipe.send("ready")
     with contextlib.suppress(EOFError):
@@ -152,6 +159,12 @@ def _serve(pipe: multiprocessing.connection.Connection, factory: Callable[[], Ha
             except Exception as error:
                 reply = ("raised" if hands.healthy() else "poisoned", _told(error))
             pipe.send(reply)
+    hands.close()
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.remove(path)
 
 
 def _end_with_parent() -> None:

@@ -386,7 +386,7 @@ def test_a_worker_is_replaced_after_a_failure(worker):
     assert worker.call("race", "forward", 1.0, [part(2)], limit=60.0) == [0.002]
 
 
-def test_a_hanging_worker_ends_with_its_parent(tmp_path):
+def test_a_hanging_worker_ends_with_its_parent_and_its_own_worker_too(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"""
@@ -396,19 +396,31 @@ import tuning_fakes
 from xsake.autotune import pace, tuner
 from xsake.autotune.isolation import Worker
 if __name__ == "__main__":
-    worker = Worker(tuning_fakes.Hands)
-    worker.call("facts", limit=60.0)
-    print(worker._process.pid, flush=True)
+    worker = Worker(tuning_fakes.WithWorker)
+    print(worker._process.pid, worker.call("child", limit=60.0), flush=True)
     worker.call("race", "forward", 1.0, [tuning_fakes.part(1, "hangs")], limit=600.0)
 """
     )
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=_environment())
-    pid = int(parent.stdout.readline())
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    environment = _environment() | {"TMPDIR": str(logs)}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    pids = parent.stdout.readline().split()
+    assert len(pids) == 2
     time.sleep(0.2)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _wait_for(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+    for pid in pids:
+        _wait_for(lambda pid=pid: _has_ended(Path(f"/proc/{pid}")))
+    assert not list(logs.glob("xsake-worker-*"))
+
+
+def _has_ended(process: Path) -> bool:
+    try:
+        return "Z" in (process / "stat").read_text().split()[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_no_child_is_left():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from xsake.autotune.contest import Verdict
 from xsake.autotune.environment import Facts
+from xsake.autotune.isolation import Worker
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.workloads import Workload
 from xsake.tuning_db import Key
@@ -46,6 +47,8 @@ class Hands:
 
     def healthy(self) -> bool:
         return True
+
+    def close(self) -> None: ...
 
     def facts(self) -> Facts:
         return Facts("Fake 9000", "cpu", ENVIRONMENT)
@@ -119,6 +122,17 @@ class Pair(Hands):
             assert time.monotonic() < end, "the other process did not come"
             time.sleep(0.01)
         return super().compile(direction, parts)
+
+
+class WithWorker(Hands):
+    """Has a worker of its own, as the bench on a GPU has several."""
+
+    def __init__(self) -> None:
+        self._worker = Worker(Hands)
+
+    def child(self) -> int:
+        self._worker.call("facts", limit=60.0)
+        return self._worker._process.pid
 
 
 class BadHeuristic(Hands):

@@ -2,24 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What kernels ask of an NVIDIA GPU, by the names of a JAX device's attributes."""
+
+    device_kind: str
+    compute_capability: str  # such as "9.0"
+    core_count: int | None  # streaming multiprocessors; None if JAX does not report them
+
+
+# From the kind of a GPU that is not here, Pallas takes the capability alone, and it knows only some kinds.
+_KINDS = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
+_target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("xsake_target", default=None)
+
+
+@contextlib.contextmanager
+def lowering_for(gpu: Gpu) -> Iterator[None]:
+    """Inside the `with` block, programs are traced and lowered for `gpu`, in a process that need not have a GPU.
+
+    The abstract mesh tells Pallas, and is part of the keys of JAX's caches: nothing traced for another GPU is found.
+    """
+    kind = _KINDS.get(gpu.compute_capability, gpu.device_kind)
+    device = AbstractDevice(device_kind=kind, num_cores=gpu.core_count, platform="gpu")
+    token = _target.set(gpu)
+    try:
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            yield
+    finally:
+        _target.reset(token)
+
+
+def target_gpu() -> Gpu | None:
+    """The GPU of `lowering_for`, else the first local GPU; None without a GPU of NVIDIA."""
+    if (target := _target.get()) is not None:
+        return target
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+    capability = str(getattr(device, "compute_capability", ""))
+    if not capability.replace(".", "", 1).isdigit():
+        return None
+    cores = getattr(device, "core_count", None)
+    return Gpu(device_kind=device.device_kind, compute_capability=capability, core_count=cores)
 
 
 def platform_of(array: Any) -> str:
     """The platform of a concrete array's device; while tracing, the default platform."""
     device = _device_of(array)
-    return jax.default_backend() if device is None else device.platform
+    if device is not None:
+        return device.platform
+    return jax.default_backend() if _target.get() is None else "gpu"
 
 
 def device_kind(array: Any) -> str:
     """The kind of a concrete array's device; while tracing, of the default device."""
-    device = _device_of(array)
-    return (jax.local_devices()[0] if device is None else device).device_kind
+    device = _device_of(array) or _target.get() or jax.local_devices()[0]
+    return device.device_kind
 
 
 def _device_of(array: Any) -> jax.Device | None:
@@ -44,22 +95,15 @@ def put_on_device(tree: Any) -> Any:
 
 
 def compute_capability() -> str | None:
-    """The compute capability of the first local GPU, such as "9.0"; None without a GPU of NVIDIA."""
-    try:
-        device = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
-        return None
-    capability = str(getattr(device, "compute_capability", ""))
-    return capability if capability.replace(".", "", 1).isdigit() else None
+    """The compute capability of `target_gpu`, such as "9.0"; None without a GPU of NVIDIA."""
+    gpu = target_gpu()
+    return None if gpu is None else gpu.compute_capability
 
 
 def core_count() -> int | None:
-    """Streaming multiprocessors of the first local GPU; None without a GPU, or if JAX does not report them."""
-    try:
-        device = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
-        return None
-    return getattr(device, "core_count", None)
+    """Streaming multiprocessors of `target_gpu`; None without a GPU of NVIDIA, or if JAX does not report them."""
+    gpu = target_gpu()
+    return None if gpu is None else gpu.core_count
 
 
 def cpu_workers() -> int:
