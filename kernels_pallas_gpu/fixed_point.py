@@ -144,7 +144,8 @@ def _exceeds(bits: Array) -> Array:
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
     def vote(_: Any, tile: Any) -> Any:
         numbers = [half for pair in tile.registers.flat for half in _halves(pair)]
-        text, seen = [], [f"${i + 1}" for i in range(len(numbers))]
+        text: list[str] = []
+        seen = [f"${i + 1}" for i in range(len(numbers))]
         while len(seen) > 1:  # a tree: in a chain, every instruction would wait for the one before
             seen, triples = [], [(seen[i : i + 3] + 2 * ["0"])[:3] for i in range(0, len(seen), 3)]
             for triple in triples:
