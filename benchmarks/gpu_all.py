@@ -40,7 +40,7 @@ from xsake import _atomic
 TOGETHER = {
     "gpu_peers": (
         *(f"--only llama32k --masks {masks}" for masks in ("random", "sink", "lines")),
-        *(f"--only {workload}" for workload in ("full16k", "odd10k_d96", "mla16k")),
+        *(f"--only {workload}" for workload in ("full16k", "odd10k_d96", "mla16k", "smollm8k")),
         # One mask each: a peer that fails takes its process with it.
         *(f"--only {name} --masks 'random {d}%'" for name in ("gpt4k", "gpt4k_d64") for d in (43, 10, 100)),
     ),

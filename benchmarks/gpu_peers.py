@@ -8,9 +8,11 @@
 Contestants take turns in random order with equal pauses. A turn is timed in two parts: its first calls (burst),
 and the calls after them (sustained), when the power cap limits the clock. Clocks, power and the reasons for throttling
 are noted for each contestant. Masks: random blocks, sink and window, and vertical lines with a sink and a window, which
-differ between K/V heads. FlashAttention-4 (benchmarks/README.md says how to install it) gets the same masks; its
+differ between K/V heads; in `smollm8k` those that HADS chose for eight layers of SmolLM2, side by side as heads of one
+call. FlashAttention-4 (benchmarks/README.md says how to install it) gets the same masks; its
 backward is not deterministic by default, and with a mask it has no such form on Hopper. Long calls are also raced with
-random blocks of 64, which its backward does not take; its forward with such blocks is in `gpu_blocks.py`.
+random blocks of 64, which its backward does not take; its forward with such blocks is in `gpu_blocks.py`. HADS chose
+blocks of 64, too: FlashAttention-4 gets the blocks of 128 that hold them, and so do we beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import numpy as np
 from rich.console import Console
 
 import xsake
-from benchmarks import record, turns
+from benchmarks import hads_masks, record, turns
 from benchmarks.gpu_attention import BACKWARD_FLOPS, DIRECTIONS, chained_calls, cudnn, in_direction
 from benchmarks.nvidia_smi import Monitor
 from xsake.autotune.timing import Timing, seconds_per_call
@@ -44,8 +46,9 @@ ODD = Workload(name="odd10k_d96", batch=1, q_heads=16, kv_heads=16, length=10000
 MLA = Workload(
     name="mla16k", batch=1, q_heads=16, kv_heads=16, length=16384, head_dim=192, value_dim=128, is_causal=True
 )
+HADS = Workload(name="smollm8k", batch=1, q_heads=72, kv_heads=24, length=8192, head_dim=64, is_causal=True)
 CALLS = {name: WORKLOADS[name] for name in ("llama32k", "full16k", "gpt4k", "gpt4k_d64")} | {
-    w.name: w for w in (ODD, MLA)
+    w.name: w for w in (ODD, MLA, HADS)
 }
 OURS, ANY_ORDER, SMALL_BLOCKS = "xsake", "xsake, any order", "xsake, blocks of 64"
 
@@ -55,6 +58,10 @@ def masks_of(workload: Workload) -> dict[str, xsake.BlockMask]:
         return {"random 25%": workload.mask(0.25)}
     if workload is MLA:
         return {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43)}
+    if workload is HADS:
+        chosen = {name: hads_masks.coarse(blocks) for name, blocks in hads_masks.load().items()}
+        chosen |= {f"random, as {name}": as_many(blocks) for name, blocks in chosen.items()}
+        return {name: of_blocks(workload, blocks, workload.block) for name, blocks in chosen.items()}
     masks = {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43, 0.1)}
     if workload.is_causal and workload.length > 8192:
         for sink, window in ((512, 4096), (128, 1024)):
@@ -79,19 +86,31 @@ def lines(workload: Workload, density: float) -> xsake.BlockMask:
                 break
             blocks |= (column == line) & allowed
         heads.append(blocks)
+    per_query_head = np.repeat(np.stack(heads), workload.q_heads // workload.kv_heads, axis=0)
+    return of_blocks(workload, per_query_head, workload.block)
+
+
+def as_many(blocks: np.ndarray) -> np.ndarray:
+    """Random causal blocks: of every head the diagonal and as many others as it has."""
+    n, rng, found = blocks.shape[1], np.random.default_rng(0), []
+    for head in blocks:
+        rest = rng.permutation(np.flatnonzero(np.tri(n, k=-1)))[: np.tril(head).sum() - n]
+        found.append(np.isin(np.arange(n * n), rest).reshape(n, n) | np.eye(n, dtype=bool))
+    return np.stack(found)
+
+
+def of_blocks(workload: Workload, blocks: np.ndarray, block: int) -> xsake.BlockMask:
+    length = workload.length
     return xsake.BlockMask.from_blocks(
-        np.repeat(np.stack(heads), workload.q_heads // workload.kv_heads, axis=0),
-        block_q=workload.block,
-        block_kv=workload.block,
-        q_len=workload.length,
-        kv_len=workload.length,
-        is_causal=workload.is_causal,
+        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=workload.is_causal
     )
 
 
 def with_small_blocks(workload: Workload, name: str) -> xsake.BlockMask | None:
     """The mask of that name in blocks of 64, where such are raced."""
     kind, _, density = name.partition(" ")
+    if kind == "HADS":
+        return of_blocks(workload, hads_masks.load()[name], 64)
     if kind not in ("random", "lines") or workload.length <= 8192 or workload in (ODD, MLA):
         return None
     at = dataclasses.replace(workload, block=64)
