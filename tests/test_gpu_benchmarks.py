@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked_peer, gpu_packing, gpu_prompt, gpu_sanitize, gpu_selection
+from benchmarks import checked_peer, gpu_packing, gpu_peers, gpu_prompt, gpu_sanitize, gpu_selection, hads_masks
 from benchmarks.report import packing, peer_aims, selection_peers
 
 X = jnp.arange(1.0, 5.0)
@@ -162,6 +162,31 @@ def test_what_the_sanitizer_says_is_counted(said, code, errors, warnings):
 
 def test_a_value_that_rounds_to_its_aim_is_not_missed():
     assert [peer_aims._value(x, 1.05) for x in (1.046, 1.044)] == ["1.05", "1.04, missed"]
+
+
+def test_masks_of_hads_are_raced_beside_random_ones_of_as_many_blocks():
+    masks, small = gpu_peers.masks_of(gpu_peers.HADS), hads_masks.load()
+    for name, blocks in small.items():
+        chosen, drawn = (np.asarray(masks[n].to_blocks())[0] for n in (name, f"random, as {name}"))
+        assert chosen.shape == (gpu_peers.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
+        assert chosen.diagonal(axis1=1, axis2=2).all() and drawn.diagonal(axis1=1, axis2=2).all()
+        own = np.asarray(gpu_peers.with_small_blocks(gpu_peers.HADS, name).to_blocks())[0]
+        np.testing.assert_array_equal(own, blocks)
+        np.testing.assert_array_equal(chosen, own.reshape(-1, 64, 2, 64, 2).any((2, 4)))
+    assert len(masks) == 2 * len(small) == 6
+
+
+def test_the_aims_with_masks_of_hads():
+    raced = {
+        ("smollm8k", "forward+backward", mask): x for mask, x in (("HADS 20%", 300.0), ("random, as HADS 20%", 320.0))
+    }
+    by = {(*call, who): x for call, x in raced.items() for who in ("xsake", "fa4")}
+    by |= {("odd10k_d96", direction, "random 25%", who): 1.0 for direction in peer_aims.ODD for who in ("xsake", "fa4")}
+    rows = [row for row in peer_aims._others(by) if row[0].startswith("smollm8k")]
+    assert [row[1:5] for row in rows] == [
+        ["FlashAttention-4", "HADS 20%", "1.05", "1.00, missed"],
+        ["the random mask", "HADS 20%", "0.90", "0.94"],
+    ]
 
 
 def test_a_models_file_needs_its_profile_and_a_text():
