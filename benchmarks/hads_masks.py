@@ -1,7 +1,7 @@
 """Masks as HADS chooses them: of eight layers of SmolLM2, which reads 8192 tokens of this project's pages.
 
     python -m benchmarks.hads_masks              compute and print
-    python -m benchmarks.hads_masks --record     also write benchmarks/results/hads_masks.npz, for `gpu_peers.py`
+    python -m benchmarks.hads_masks --record     also write benchmarks/data/hads_masks.npz, for `gpu_peers.py`
 
 Some minutes on a CPU, after `xsake model fetch smollm2`.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import record
 from xsake import _atomic
 
-PATH = record.RESULTS / "hads_masks.npz"
+PATH = record.ROOT / "benchmarks" / "data" / "hads_masks.npz"
 LENGTH, BLOCK, BUDGETS = 8192, 64, (0.43, 0.2, 0.1)
 EVERY = 4  # layers: 8 of 30
 
@@ -61,7 +61,7 @@ def compute() -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/hads_masks.npz")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/data/hads_masks.npz")
     args = parser.parse_args()
     found = compute()
     if args.record:

@@ -78,7 +78,7 @@ def _call(*, queries: int, keys: int, q_heads: int, kv_heads: int) -> Call:
 @pytest.mark.parametrize(
     ("name", "direction", "arguments", "gpu"),
     [
-        ("triton", "forward", decoding, H200),
+        pytest.param("triton", "forward", decoding, H200, marks=pytest.mark.slow),
         ("triton", "forward", decoding, H20),
         ("mosaic_gpu", "dq", gradients, H20),
         pytest.param("mosaic_gpu", "dq", gradients, H200, marks=pytest.mark.slow),
