@@ -177,8 +177,8 @@ def forward(
         grid_names=("cta",),
         num_threads=plan.compute_wgs + plan.workers_per_cta,
         thread_name="wg",
-        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed; and no warpgroup
-        # reads by ordinary accesses what it wrote by such, so that no automatic barriers are.
+        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed. Nor are automatic
+        # barriers: where a warpgroup both writes and reads a note by ordinary accesses (a ticket), there is a barrier.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,

@@ -5,8 +5,8 @@ operands of dV and dK. dQ needs the dS of all 128 keys: each warpgroup writes it
 half of dQ.
 
     this tile     dP = V dO^T      while P = exp(S) is computed
-                  dV += P dO       while dS = P * (dP - delta) is computed and written
-                  dK += dS Q
+                  dV += P dO       while dS = P * (dP - delta) is computed
+                  dK += dS Q       while dS is written
     next tile     S = K Q^T
     this tile     dQ = dS^T K      while dK and S are still multiplied; dQ is added to global memory
 """
