@@ -26,8 +26,8 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
+from xsake._delta import DeltaParts
 from xsake._exchange import merge
-from xsake._execution import deltas
 from xsake._pieces import wide
 from xsake._sharded import Options, shard_of
 from xsake.autotune.timing import race
@@ -86,8 +86,7 @@ def cut_both(shards: Shards, d_out: list[Array]) -> tuple[list[Array], ...]:
     @jax.jit
     def prepare(arrays: dict, own: Array, out: Array, lse: Array, d_out: Array) -> tuple:
         shard, _ = shard_of(OPTIONS, arrays, own)
-        _, live = deltas(shard.call, out, lse, d_out, jnp.zeros_like(lse))
-        return live, shard.rows.hops(own, transpose=True)
+        return DeltaParts(out, None).of_live_rows(shard.call, lse, d_out), shard.rows.hops(own, transpose=True)
 
     @partial(jax.jit, static_argnums=0)
     def run(first: bool, arrays: dict, own: Array, key: Array, value: Array, hop: tuple, *given: Array) -> tuple:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from xsake._backend import Call, shapes_of
+from xsake._delta import DeltaParts
 from xsake._device import compute_capability, cpu_workers
 from xsake._few_queries import Cut, FewQueries
 from xsake._fields import check_fields
@@ -58,6 +59,7 @@ HONOURS = frozenset(
         "soft_cap",
         "bitmaps",
         "page_table",
+        "delta_parts",
     }
 )
 
@@ -229,7 +231,7 @@ def backward(
     call: Call,
     config: Config,
     lse: Float[Array, "B H T"],
-    delta: Float[Array, "B H T"],
+    delta: Float[Array, "B H T"] | DeltaParts,
     d_out: Float[Array, "B T H Dv"],
     *,
     with_bias: bool,
@@ -237,31 +239,46 @@ def backward(
     """(dQ, dK, dV, None): the operation computes the gradient of a bias.
 
     Of blocks under 64 keys the gradients are Triton's, tiled by its own default: `config.dq` and `config.dkv` are of
-    kernels that do not run.
+    kernels that do not run. Of `DeltaParts` the dQ kernel sums delta, where it can, for the dK/dV kernel too.
     """
+    if isinstance(delta, DeltaParts) and not _sums_delta(call, config, delta):
+        delta = delta.of_live_rows(call, lse, d_out)
     if _short_blocks(call) and not config.fused.use:
+        assert not isinstance(delta, DeltaParts)
         return triton.backward(call, triton.default_config(call), lse, delta, d_out, with_bias=with_bias)
     padded, mask = _with_padded_dims(call), call.mask
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
         if not _fused_knows(call):
             raise ValueError(_fused_misfit(call, config))
+        assert not isinstance(delta, DeltaParts)
         dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
         rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
         columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-        given = (d_out, lse, delta)
         of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
         q, k, v = padded.query, padded.key, padded.value
-        dq = mosaic_dq.dq(q, k, v, *given, rows, **_arguments(call), bits=of_rows, config=config.dq)
+        minus = delta if isinstance(delta, DeltaParts) else -delta
+        dq, minus_delta = mosaic_dq.dq(
+            q, k, v, d_out, lse, minus, rows, **_arguments(call), bits=of_rows, config=config.dq
+        )
         if _gathers(call, config.dkv):
-            dk, dv = mosaic_gathered.dkv(padded, lse, delta, d_out, config=config.dkv, interpret=_interpret())
+            dk, dv = mosaic_gathered.dkv(padded, lse, minus_delta, d_out, config=config.dkv, interpret=_interpret())
         else:
             heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
             k, v = (heads.of_keys(x) for x in (k, v))
-            found = mosaic_dkv.dkv(q, k, v, *given, columns, **_arguments(call), bits=of_columns, config=config.dkv)
+            found = mosaic_dkv.dkv(
+                q, k, v, d_out, lse, minus_delta, columns, **_arguments(call), bits=of_columns, config=config.dkv
+            )
             dk, dv = (heads.added(x) for x in found)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
+
+
+def _sums_delta(call: Call, config: Config, parts: DeltaParts) -> bool:
+    """Whether the dQ kernel sums delta: it reads the rows of `out` whole, and as they lie in memory."""
+    whole = call.q_len % call.mask.block_q == 0 and call.value_dim in _DIMS and parts.out.dtype == call.query.dtype
+    apart = not config.fused.use and not _short_blocks(call)
+    return whole and apart and _packing(call).group == 1 and call.q_segments is None
 
 
 def _gathers(call: Call, config: BackwardConfig) -> bool:

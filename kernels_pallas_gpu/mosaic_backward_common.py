@@ -174,6 +174,10 @@ class LogitRule:
             return jnp.where(lse == -jnp.inf, -jnp.inf, lse * (-1.0 / self.scale))
         return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
 
+    def attends_nothing(self, statistic: Array) -> Array:
+        """Of rows, by their `row_statistic`."""
+        return statistic == (-jnp.inf if self.folds_lse else jnp.inf)
+
     def probabilities(
         self, products: Array, lse: Array | None, bias: Array | None, mask: Array | None
     ) -> tuple[Array, Array]:

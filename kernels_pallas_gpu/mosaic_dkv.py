@@ -58,7 +58,7 @@ def dkv(
     v: Array,
     dout: Array,
     lse: Array,
-    delta: Array,
+    minus_delta: Array,
     lists: RowLists,
     *,
     block_q: int,
@@ -112,7 +112,7 @@ def dkv(
     q_size, kv_size = pl.cdiv(q_len, block_q) * block_q, pl.cdiv(kv_len, block_kv) * block_kv
     # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf))
-    neg_delta = packing.of_heads(pad(-delta, 2, q_size))
+    minus_delta = packing.of_heads(pad(minus_delta, 2, q_size))
     skips = rule.by_position and q_positions is None
     q_vectors = vectors(
         q_size,
@@ -471,7 +471,7 @@ def dkv(
         (jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         [
             [q, k, v, dout],
-            [statistic, neg_delta],
+            [statistic, minus_delta],
             q_vectors,
             kv_vectors,
             ListRefs(*lists),

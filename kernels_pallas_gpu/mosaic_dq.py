@@ -9,12 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake._delta import DeltaParts
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ALONG_COLS,
     ALONG_ROWS,
     PART,
     ROWS,
+    WGMMA,
     BackwardConfig,
     LogitRule,
     Streamed,
@@ -53,7 +55,7 @@ def dq(
     v: Array,
     dout: Array,
     lse: Array,
-    delta: Array,
+    minus_delta: Array | DeltaParts,
     lists: RowLists,
     *,
     block_q: int,
@@ -70,8 +72,11 @@ def dq(
     bits: Bits | None = None,
     config: BackwardConfig,
     interpret: Any = False,
-) -> Array:
-    """dQ [B, T, H, D]; `lists` has one row per query block."""
+) -> tuple[Array, Array]:
+    """dQ [B, T, H, D] and -delta [B, H, T]; `lists` has one row per query block.
+
+    Of `DeltaParts`, for whole blocks that are not packed, the kernel sums delta: it has dO in shared memory anyway.
+    """
     batch, q_len, q_heads, d = q.shape
     _, kv_len, kv_heads, dv_dim = v.shape
     packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
@@ -93,7 +98,8 @@ def dq(
 
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
-    statistics = [packing.of_heads(pad(x, 2, q_size)) for x in (rule.row_statistic(lse), -delta)]
+    statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size))
+    parts = minus_delta if isinstance(minus_delta, DeltaParts) else None
     ragged = kv_len % block_kv != 0  # a tile of the last block may lie wholly past the end
     skips = rule.by_position and kv_positions is None
     by_index = ragged or skips
@@ -113,7 +119,8 @@ def dq(
         k_ref,
         v_ref,
         do_ref,
-        statistic_refs,
+        statistic_ref,
+        delta_refs,
         q_vector_refs,
         kv_vector_refs,
         list_refs,
@@ -121,6 +128,7 @@ def dq(
         bit_refs,
         counter_ref,
         dq_ref,
+        sum_ref,
         q_smem,
         do_smem,
         k_smem,
@@ -164,9 +172,12 @@ def dq(
             q_tile, do_tile = q_smem.at[wg], do_smem.at[wg]
             packing.load(q_ref, b, q_start, h, q_tile, resident.at[wg])
             packing.load(do_ref, b, q_start, h, do_tile, resident.at[wg])
-            statistic, neg_delta = [
-                plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False) for r in statistic_refs
+            statistic, minus_delta = [
+                None if r is None else plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False)
+                for r in (statistic_ref, delta_refs.d_lse if parts else delta_refs)
             ]
+            # Into registers, while the copies of Q and dO are under way: shared memory has no room for it.
+            out = plgpu.load(delta_refs.out.at[b, rows, h], layout=WGMMA, optimized=False) if parts else None
             q_rows = load_rows(q_vector_refs, b, rows)
             begin, full_tiles, tiles = field(BEGIN), field(FULL), field(TILES)
 
@@ -175,6 +186,15 @@ def dq(
 
             buffers = [r.at[wg] for r in simulated]
             plgpu.barrier_wait(resident.at[wg])
+            if out is not None:
+                products = out.astype(jnp.float32) * plgpu.load(do_tile, layout=WGMMA).astype(jnp.float32)
+                weight = jnp.sum(products, axis=1)
+                minus_delta = -weight if minus_delta is None else minus_delta - weight
+                minus_delta = jnp.where(rule.attends_nothing(statistic), 0.0, minus_delta)
+
+                @pl.when(field(START) >= 0)
+                def _keep():
+                    sum_ref[b, h, rows] = minus_delta
 
             def bitmap_of(n):
                 return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(n - done, streamed.per_block))
@@ -241,7 +261,7 @@ def dq(
                                 [r.at[:, pl.ds(0, width)] for r in buffers[1:]],
                                 [
                                     per_row(statistic, width) if rule.folds_lse else wgmma_full((ROWS, width), 0.0),
-                                    per_row(neg_delta, width),
+                                    per_row(minus_delta, width),
                                 ],
                                 interpret=simulate,
                             )
@@ -342,18 +362,19 @@ def dq(
 
     outer, inner = (work.rings, config.stages), (work.rings, config.inner_stages)
     arrivals = wgs // work.rings
-    out = run_kernel(
+    grad, sums = run_kernel(
         kernel,
         "block_sparse_dq",
         turns.ctas,
         wgs,
-        jax.ShapeDtypeStruct(q.shape, dtype),
+        (jax.ShapeDtypeStruct(q.shape, dtype), None if parts is None else jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
         [
             q,
             k,
             v,
             dout,
-            statistics,
+            statistic,
+            packing.of_heads(pad(minus_delta, 2, q_size)) if parts is None else parts,
             q_vectors,
             kv_vectors,
             ListRefs(*lists),
@@ -377,4 +398,4 @@ def dq(
         ],
         interpret,
     )
-    return out[:, :q_len]
+    return grad[:, :q_len], minus_delta if parts is None else sums

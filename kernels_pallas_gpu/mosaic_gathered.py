@@ -66,7 +66,7 @@ def unknown(call: Call, d: int, dv: int) -> str | None:
 def dkv(
     call: Call,
     lse: Array,
-    delta: Array,
+    minus_delta: Array,
     d_out: Array,
     *,
     config: BackwardConfig,
@@ -103,7 +103,7 @@ def dkv(
     q_size = q.shape[1] + packing.whole
     nobody = q.shape[1]
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf))
-    neg_delta = packing.of_heads(pad(-delta, 2, q_size))
+    minus_delta = packing.of_heads(pad(minus_delta, 2, q_size))
 
     def kernel(
         q_ref,
@@ -320,7 +320,7 @@ def dkv(
             columns.room_for_parts(ROWS, d),
             columns.room_for_parts(ROWS, dv_dim),
         ),
-        [q, k, v, d_out, statistic, neg_delta, ListRefs(*lists), words, _chosen(words)],
+        [q, k, v, d_out, statistic, minus_delta, ListRefs(*lists), words, _chosen(words)],
         [
             swizzled((ROWS, d), dtype),
             swizzled((ROWS, dv_dim), dtype),

@@ -148,7 +148,7 @@ def test_a_backend_has_the_names_and_the_parameters_of_the_protocol(name):
     backend = _registry.get(name)
     assert isinstance(backend, Backend)
     optional = {f.name for f in dataclasses.fields(Call) if f.default is not dataclasses.MISSING}
-    assert optional | {"symbolic_batch", "bitmaps"} >= backend.HONOURS, "a name that no call has"
+    assert optional | {"symbolic_batch", "bitmaps", "delta_parts"} >= backend.HONOURS, "a name that no call has"
     for method, wanted in inspect.getmembers(Backend, inspect.isfunction):
         if not method.startswith("_"):
             given = list(inspect.signature(inspect.unwrap(getattr(backend, method))).parameters)

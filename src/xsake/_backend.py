@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake._delta import DeltaParts
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 
@@ -198,8 +199,9 @@ class Backend(Protocol):
     replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
 
     `HONOURS` names the optional fields of `Call` that the backend honours, "symbolic_batch" if the batch may be a
-    dimension variable of `jax.export`, and "bitmaps" if the mask may have them. The registry refuses a call that uses
-    another field, so that a field added to `Call` later is never ignored.
+    dimension variable of `jax.export`, "bitmaps" if the mask may have them, and "delta_parts" if `backward` takes
+    `DeltaParts`. The registry refuses a call that uses another field, so that a field added to `Call` later is never
+    ignored.
     """
 
     Config: type
@@ -237,12 +239,13 @@ class Backend(Protocol):
         call: Call,
         config: Any,
         lse: Float[Array, "B H T"],
-        delta: Float[Array, "B H T"],
+        delta: Float[Array, "B H T"] | DeltaParts,
         d_out: Float[Array, "B T H Dv"],
         *,
         with_bias: bool,
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse.
+        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse, and 0 for a
+        row that attends nothing.
 
         If the gradient of the bias is None, the operation computes that gradient by the XLA backend.
         """

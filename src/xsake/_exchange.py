@@ -23,8 +23,9 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from xsake._backend import Call
+from xsake._delta import DeltaParts, of_live_rows, sink_gradient
 from xsake._exchange_sparse import Sparse
-from xsake._execution import Plan, deltas, sink_gradient
+from xsake._execution import Plan
 from xsake._partition import call_dims
 from xsake._pieces import by_heads, wide
 from xsake._trace import vary, varying_axes
@@ -140,7 +141,8 @@ def _exchanged_bwd(route: Route, residuals: tuple, cotangents: tuple) -> tuple[S
     shard, out, lse, wanted = residuals
     axes = varying_axes(shard)
     d_out, d_lse = (vary(jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c, axes) for c in cotangents)
-    delta, live = deltas(shard.call, out, lse, d_out, d_lse)
+    delta = DeltaParts(out, d_lse).summed(lse, d_out)
+    live = of_live_rows(shard.call, lse, delta)
     if route.exchange == "sparse":
         query, key, value, *bias = route.sparse.backward(shard, wanted.bias, lse, live, d_out)
     else:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from xsake import _registry, _tuned
 from xsake._backend import Call
+from xsake._delta import DeltaParts
 from xsake._device import platform_of
 from xsake._partition import call_dims, explicit_spec, over_mesh
 from xsake._trace import interpret, interpreting, vary, varying_axes
@@ -97,19 +98,27 @@ class Plan:
         """The lse as users see it: -inf for an empty row."""
         return _with_infinity(lse) if self.finite_lse else lse
 
-    def backward(self, call: Call, lse: Array, delta: Array, d_out: Array, with_bias: bool) -> tuple:
+    def backward(self, call: Call, lse: Array, delta: Array | DeltaParts, d_out: Array, with_bias: bool) -> tuple:
         """Gradients of query, key and value and, if asked for, of the bias."""
         dims = call_dims(call)
         batch, tokens, heads, _ = dims.query
         rows = (batch, heads, tokens)
-        given_dims = (dims, rows, rows, (batch, tokens, heads, dims.value[3]))
+        outputs = (batch, tokens, heads, dims.value[3])
+        of_delta: Any = rows
+        if isinstance(delta, DeltaParts):
+            of_delta = (outputs, None if delta.d_lse is None else rows)
+        given_dims = (dims, rows, of_delta, outputs)
         wanted = ("query", "key", "value", "bias")[: 4 if with_bias else 3]
         results = tuple(getattr(dims, name) for name in wanted)
         specs = tuple(explicit_spec(getattr(call, name)) for name in wanted)
         run = partial(self.run_backward, with_bias)
         return over_mesh(run, (call, lse, delta, d_out), given_dims, results, specs, by_compiler=self.by_compiler)
 
-    def run_backward(self, with_bias: bool, call: Call, *given: Array) -> tuple:
+    @property
+    def takes_delta_parts(self) -> bool:
+        return "delta_parts" in _registry.get(self.implementation).HONOURS
+
+    def run_backward(self, with_bias: bool, call: Call, *given: Any) -> tuple:
         with interpret(self.interpret):
             backend = _registry.get(self.implementation)
             *grads, d_bias = backend.backward(call, self._config(call), *given, with_bias=with_bias)
@@ -124,31 +133,3 @@ def _bias_gradient(call: Call, *given: Array) -> Array:
     *_, d_bias = xla.backward(call, xla.default_config(call), *given, with_bias=True)
     assert d_bias is not None
     return d_bias
-
-
-def deltas(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
-    """(rowsum(d_out * out) - d_lse, the same with 0 for rows that attend nothing), both [B, H, T]."""
-    weight = jnp.einsum(
-        "bthd,bthd->bht",
-        out,
-        d_out.astype(out.dtype),
-        preferred_element_type=lse.dtype,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    # Computed before anything else: a GPU reads far more slowly where it is fused with a change of order behind it.
-    delta = jax.lax.optimization_barrier(weight) - d_lse
-    # A row that attends nothing has no share in dQ, dK and dV, whatever its cotangent is: 0 * NaN must not get in.
-    attends = lse != -jnp.inf
-    if call.q_segments is not None:
-        attends &= (call.q_segments >= 0)[:, None, :]
-    return delta, jnp.where(attends, delta, 0.0)
-
-
-def sink_gradient(sink_lse: Array, lse: Array, delta: Array) -> Array:
-    """A sink is a logit whose value is 0, so its gradient is its weight times -delta."""
-    sink = sink_lse[:, :, None]
-    p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
-    d_sink = -(p * delta).sum(-1)
-    if sink_lse.shape[0] == 1:
-        d_sink = d_sink.sum(0, keepdims=True)
-    return d_sink.astype(sink_lse.dtype)

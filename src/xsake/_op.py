@@ -16,9 +16,10 @@ from jax.custom_derivatives import SymbolicZero
 from xsake import _paged, _registry
 from xsake._arguments import build_call, check_inputs
 from xsake._backend import Call
+from xsake._delta import DeltaParts, of_live_rows, sink_gradient
 from xsake._derivatives import differentiable_again, forward_mode_refusal
 from xsake._device import platform_of
-from xsake._execution import Plan, deltas, sink_gradient
+from xsake._execution import Plan
 from xsake._fold import fold, fold_call, unfold
 from xsake._trace import vary, varying_axes
 from xsake.hads.mask.block_mask import BlockMask
@@ -149,18 +150,18 @@ def _mappable_forward(plan: Plan) -> Callable:
 
 @cache
 def _mappable_backward(plan: Plan, with_bias: bool) -> Callable:
-    def backward(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
+    def backward(call: Call, lse: Array, delta: Array | DeltaParts, d_out: Array) -> tuple:
         return plan.backward(call, lse, delta, d_out, with_bias)
 
     run = custom_vmap(backward)
 
     @run.def_vmap
-    def _(size: int, mapped: list, call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
+    def _(size: int, mapped: list, call: Call, *rest: Any) -> tuple:
         batch = call.query.shape[1 if mapped[0].query else 0]
         folded = fold_call(size, call, mapped[0])
         if call.bias is not None and with_bias:  # each example has its own bias gradient
             folded = dataclasses.replace(folded, bias=fold(size, batch, call.bias, mapped[0].bias))
-        rest = [fold(size, batch, x, m) for x, m in zip((lse, delta, d_out), mapped[1:], strict=True)]
+        rest = jax.tree.map(lambda x, m: fold(size, batch, x, m), rest, tuple(mapped[1:]))
         grads = [unfold(size, g) for g in run(folded, *rest)]
         if call.bias is not None and with_bias and call.bias.shape[1 if mapped[0].bias else 0] == 1:
             grads[3] = grads[3].sum(1, keepdims=True)
@@ -217,7 +218,9 @@ def _attend_fwd(plan: Plan, primals: Any) -> tuple:
 
 def _attend_bwd(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
     call, out, lse, wanted = residuals
-    d_out, d_lse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    d_out, d_lse = cotangents
+    d_out = jnp.zeros(d_out.shape, d_out.dtype) if isinstance(d_out, SymbolicZero) else d_out
+    d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
     zeros = jax.tree.map(lambda _: None, call)
     return (dataclasses.replace(zeros, **_gradients(plan, wanted.bias)(call, out, lse, d_out, d_lse)),)
 
@@ -227,11 +230,14 @@ def _gradients(plan: Plan, with_bias: bool) -> Callable:
     """A function that returns the gradients, by the names of `Call`'s fields."""
 
     @partial(jax.jit, inline=True)
-    def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array) -> dict[str, Array]:
+    def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
         d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
         lse = plan.contract_lse(lse)
-        delta, live_delta = deltas(call, out, lse, d_out, d_lse)
-        grads = _mappable_backward(plan, with_bias)(call, lse, live_delta, d_out)
+        parts, backward = DeltaParts(out, d_lse), _mappable_backward(plan, with_bias)
+        if plan.takes_delta_parts and call.sink_lse is None and not with_bias:
+            return dict(zip(("query", "key", "value"), backward(call, lse, parts, d_out), strict=True))
+        delta = parts.summed(lse, d_out)
+        grads = backward(call, lse, of_live_rows(call, lse, delta), d_out)
         found = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
         if call.sink_lse is not None:
             found["sink_lse"] = sink_gradient(call.sink_lse, lse, delta)
