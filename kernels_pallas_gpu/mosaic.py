@@ -160,9 +160,14 @@ def default_config(call: Call) -> Config:
         forward = dataclasses.replace(forward, take_turns=False)
     return Config(
         forward=forward,
-        dq=mosaic_backward_common.default_dq_config(d, dv, *blocks, _vectors(call, "dq")),
+        dq=mosaic_backward_common.default_dq_config(
+            d, dv, *blocks, _vectors(call, "dq"), one_stage=_one_stage(call, "dq")
+        ),
         dkv=_with_registers_for_copies(
-            call, mosaic_backward_common.default_dkv_config(d, dv, *blocks, _vectors(call, "dkv"))
+            call,
+            mosaic_backward_common.default_dkv_config(
+                d, dv, *blocks, _vectors(call, "dkv"), one_stage=_one_stage(call, "dkv")
+            ),
         ),
         fused=_fused(call),
     )
@@ -179,7 +184,9 @@ def search_space(call: Call) -> Sequence[Config]:
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use or _short_blocks(call) else ("dq", "dkv"):
-        configs = mosaic_backward_common.search_space(kernel, d, dv, *blocks, _vectors(call, kernel))
+        configs = mosaic_backward_common.search_space(
+            kernel, d, dv, *blocks, _vectors(call, kernel), one_stage=_one_stage(call, kernel)
+        )
         if kernel == "dkv":
             configs = [_with_registers_for_copies(call, c) for c in configs]
         space += [dataclasses.replace(default, **{kernel: c}) for c in configs]
@@ -200,6 +207,8 @@ def misfit(call: Call, config: Config) -> str | None:
             return f"{name}: tile={part.tile} does not divide the mask's block of {streamed}"
         if name == "dkv" and part.splits(d, dv) and (part.compute_wgs != 2 or part.tile != 64):
             return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
+        if part.resident_stages == 2 and (_one_stage(call, name) or (name == "dkv" and part.splits(d, dv))):
+            return f"{name}: this call needs resident_stages=1"
         need = mosaic_backward_common.smem_bytes(name, part, resident, d, dv, _vectors(call, name))
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
@@ -279,6 +288,13 @@ def _sums_delta(call: Call, config: Config, parts: DeltaParts) -> bool:
     whole = call.q_len % call.mask.block_q == 0 and call.value_dim in _DIMS and parts.out.dtype == call.query.dtype
     apart = not config.fused.use and not _short_blocks(call)
     return whole and apart and _packing(call).group == 1 and call.q_segments is None
+
+
+def _one_stage(call: Call, kernel: str) -> bool:
+    """Whether the kernel cannot load resident rows ahead: packed queries, or keys for which others are gathered."""
+    if kernel == "dq":
+        return _packing(call).group > 1
+    return mosaic_gathered.unknown(call, _padded(call.head_dim), _padded(call.value_dim)) is None
 
 
 def _gathers(call: Call, config: BackwardConfig) -> bool:

@@ -99,11 +99,12 @@ def dkv(
     split = config.splits(d, dv_dim)
     if split and (wgs != 2 or tile != ROWS):
         raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
+    if split and config.resident_stages == 2:
+        raise ValueError(f"head dims {d} and {dv_dim} need resident_stages=1, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
     streamed_bytes = packing.group * group * q_len * (d + dv_dim) * 2
     work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed_bytes, early=early_ranks(pairs))
     simulate = bool(interpret)
-    turns = Turns(items=work.items, fields=1 + FIELDS_OF_RING * work.rings, compute_wgs=wgs, interpret=simulate)
     # Whether full and masked tiles share their code, because every copy takes time to compile.
     one_copy = (
         rule.folds_lse and bits is None and tile == PART and not split and (rule.by_position or q_segments is not None)
@@ -122,6 +123,10 @@ def dkv(
     )
     q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(kv_size, position=kv_positions if rule.by_position else None, segment=kv_segments)
+
+    ahead = config.loads_ahead("dkv", block_kv, d, dv_dim, len(q_vectors))
+    fields = 1 + FIELDS_OF_RING * work.rings
+    turns = Turns(items=work.items, fields=fields, ahead=ahead, compute_wgs=wgs, interpret=simulate)
 
     def kernel(
         tensors,
@@ -165,6 +170,11 @@ def dkv(
             start = item(START + FIELDS_OF_RING * ring)
             first = pl.multiple_of(jnp.maximum(start, 0), ROWS) + (0 if split or work.rings > 1 else wg * ROWS)
             return lax.div(item(PAIR), kv_heads), lax.rem(item(PAIR), kv_heads), first, start >= 0
+
+        def load_residents(b, kv_start, kv_head, place):
+            rows = pl.ds(kv_start, ROWS)
+            for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+                plgpu.copy_gmem_to_smem(ref.at[b, rows, kv_head], smem.at[place], resident.at[place])
 
         def element_mask(slot, queries, kv_start, kv_rows, own_bits, part):
             q = {name: plgpu.load(r.at[ring, slot, queries], layout=ALONG_COLS) for name, r in q_vector_smem.items()}
@@ -216,12 +226,15 @@ def dkv(
         def keys_and_values(item, done):
             b, kv_head, kv_start, _ = resident_keys(item)
             rows = pl.ds(kv_start, ROWS)
-            k_tile, v_tile = k_smem.at[wg], v_smem.at[wg]
-            plgpu.copy_gmem_to_smem(k_ref.at[b, rows, kv_head], k_tile, resident.at[wg])
-            plgpu.copy_gmem_to_smem(v_ref.at[b, rows, kv_head], v_tile, resident.at[wg])
+            place = item.place * wgs + wg
+            k_tile, v_tile = k_smem.at[place], v_smem.at[place]
+            if not ahead:
+                load_residents(b, kv_start, kv_head, place)
             kv_rows = load_rows(kv_vector_refs, b, rows)
             buffers = [r.at[wg] for r in simulated]
-            plgpu.barrier_wait(resident.at[wg])
+            plgpu.barrier_wait(resident.at[place])
+            if ahead:
+                item.leave_the_last()
 
             def accumulate(dk_acc, dv_acc):
                 def step(n, _, *, h, start_of, own_bits, masked):
@@ -234,7 +247,7 @@ def dkv(
                         queries, start = pl.ds(part * width, width), tile_start + part * width
                         q_tile, do_tile = q_smem.at[ring, slot, queries], do_smem.at[ring, inner, queries]
                         # S and dP, transposed: keys by queries
-                        own = opaque(wg, interpret=simulate)
+                        own = opaque(place, interpret=simulate)
                         mma(s_acc, k_smem.at[own], q_tile, transpose_b=True, interpret=simulate)
                         mma(dp_acc, v_smem.at[own], do_tile, transpose_b=True, interpret=simulate)
                         s = read(s_acc, in_flight=1, interpret=simulate)
@@ -303,7 +316,6 @@ def dkv(
                 plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[b, rows, kv_head])
                 plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[b, rows, kv_head])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return total
 
         def store_when_both_finished(x, tile, ref):
@@ -416,6 +428,10 @@ def dkv(
             b, kv_head, coords = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), coords_of(pair)
             places = [work.place(list_refs, coords(0), rank, ring) for ring in range(work.rings)]
             turns.publish(turn_refs, turn, [pair, *(x for place in places for x in place[:2])])
+            for reader in range(wgs if ahead else 0):
+                first, _, _ = places[reader if work.rings > 1 else 0]
+                start = pl.multiple_of(jnp.maximum(first, 0), ROWS) + (reader * ROWS if work.rings == 1 else 0)
+                load_residents(b, start, kv_head, lax.rem(turn, 2) * wgs + reader)
 
             def head(g, counts):
                 h = kv_head * group + g
@@ -481,12 +497,12 @@ def dkv(
             turns.counter(),
         ],
         [
-            [swizzled((tile_wgs, ROWS, x), dtype) for x in (d, dv_dim)],
+            [swizzled(((1 + ahead) * tile_wgs, ROWS, x), dtype) for x in (d, dv_dim)],
             [swizzled((*outer, tile, d), dtype), plgpu.SMEM((*outer, tile), jnp.float32)],
             [swizzled((*inner, tile, dv_dim), dtype), plgpu.SMEM((*inner, tile), jnp.float32)],
             int_vectors(len(q_vectors), outer, tile),
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in accumulators if simulate],
-            plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=1 if split else 2, num_barriers=(1 + ahead) * wgs),
             [
                 plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1 + len(q_vectors), num_barriers=outer),
                 plgpu.Barrier(num_arrivals=packing.pieces(tile) + 1, num_barriers=inner),

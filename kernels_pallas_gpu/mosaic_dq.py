@@ -94,8 +94,6 @@ def dq(
         batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
     )
     simulate = bool(interpret)
-    turns = Turns(items=work.items, fields=1 + FIELDS_OF_RING * work.rings, compute_wgs=wgs, interpret=simulate)
-
     q_size = pl.cdiv(q_len, block_q) * block_q
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size))
@@ -113,6 +111,13 @@ def dq(
         segment=kv_segments,
         index=jnp.arange(kv_size, dtype=jnp.int32)[None] if by_index else None,
     )
+
+    # A packed tile takes many copies, for which the memory warpgroup has too few registers.
+    if packing.group > 1 and config.resident_stages == 2:
+        raise ValueError(f"{block_q=} is packed: it needs resident_stages=1, got {config}")
+    ahead = packing.group == 1 and config.loads_ahead("dq", packing.rows, d, dv_dim, len(kv_vectors))
+    num_fields = 1 + FIELDS_OF_RING * work.rings
+    turns = Turns(items=work.items, fields=num_fields, ahead=ahead, compute_wgs=wgs, interpret=simulate)
 
     def kernel(
         q_ref,
@@ -153,6 +158,10 @@ def dq(
 
         streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=block_kv, tile=tile)
 
+        def load_residents(b, row, h, place):
+            for ref, smem in ((q_ref, q_smem), (do_ref, do_smem)):
+                packing.load(ref, b, row, h, smem.at[place], resident.at[place])
+
         def attend(item, done):
             """An item of a compute warpgroup; `done`, tiles of its earlier items; returns that with this one's."""
             ring = 0 if work.rings == 1 else wg
@@ -169,9 +178,10 @@ def dq(
 
             q_start = first_row()
             rows, first_query = pl.ds(q_start, ROWS), packing.first_query(q_start)
-            q_tile, do_tile = q_smem.at[wg], do_smem.at[wg]
-            packing.load(q_ref, b, q_start, h, q_tile, resident.at[wg])
-            packing.load(do_ref, b, q_start, h, do_tile, resident.at[wg])
+            place = item.place * wgs + wg
+            q_tile, do_tile = q_smem.at[place], do_smem.at[place]
+            if not ahead:
+                load_residents(b, q_start, h, place)
             statistic, minus_delta = [
                 None if r is None else plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False)
                 for r in (statistic_ref, delta_refs.d_lse if parts else delta_refs)
@@ -185,7 +195,7 @@ def dq(
                 return lax.broadcast_in_dim(x, (ROWS, width), [0])
 
             buffers = [r.at[wg] for r in simulated]
-            plgpu.barrier_wait(resident.at[wg])
+            plgpu.barrier_wait(resident.at[place])
             if out is not None:
                 products = out.astype(jnp.float32) * plgpu.load(do_tile, layout=WGMMA).astype(jnp.float32)
                 weight = jnp.sum(products, axis=1)
@@ -195,6 +205,9 @@ def dq(
                 @pl.when(field(START) >= 0)
                 def _keep():
                     sum_ref[b, h, rows] = minus_delta
+
+            if ahead:
+                item.leave_the_last()
 
             def bitmap_of(n):
                 return None if bits is None else bit_refs.of_slot(coords, begin + lax.div(n - done, streamed.per_block))
@@ -232,7 +245,7 @@ def dq(
                         keys, start = pl.ds(part * width, width), tile_start + part * width
                         k_tile, v_tile = k_smem.at[ring, slot, keys], v_smem.at[ring, inner, keys]
                         # S and dP
-                        own = opaque(wg, interpret=simulate)
+                        own = opaque(place, interpret=simulate)
                         mma(s_acc, q_smem.at[own], k_tile, transpose_b=True, interpret=simulate)
                         if config.inner_stages == 1 and not masked and part == 0:
                             plgpu.barrier_wait(v_ready.at[ring, inner])
@@ -301,7 +314,6 @@ def dq(
                 b, h = batch_and_head(field(PAIR))
                 packing.store(q_tile, dq_ref, b, first_row(), h)
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return done + field(TILES)
 
         @pl.when(wg < wgs)
@@ -321,6 +333,13 @@ def dq(
                 spans.append((begin, tiles))
                 fields += [start, begin, full, tiles]
             turns.publish(turn_refs, turn, fields)
+            for reader in range(wgs):
+                start = fields[START + FIELDS_OF_RING * (reader if work.rings > 1 else 0)]
+                row = pl.multiple_of(jnp.maximum(start, 0), ROWS) + (reader * ROWS if work.rings == 1 else 0)
+                if ahead:
+                    load_residents(b, row, h, lax.rem(turn, 2) * wgs + reader)
+                if parts and not simulate:
+                    plgpu.async_prefetch(delta_refs.out.at[b, pl.ds(row, ROWS), h])
 
             @pl.loop(0, functools.reduce(jnp.maximum, [tiles for _, tiles in spans]))
             def _fetch(t):
@@ -383,13 +402,13 @@ def dq(
             turns.counter(),
         ],
         [
-            swizzled((wgs, ROWS, d), dtype),
-            swizzled((wgs, ROWS, dv_dim), dtype),
+            swizzled(((1 + ahead) * wgs, ROWS, d), dtype),
+            swizzled(((1 + ahead) * wgs, ROWS, dv_dim), dtype),
             swizzled((*outer, tile, d), dtype),
             swizzled((*inner, tile, dv_dim), dtype),
             int_vectors(len(kv_vectors), outer, tile),
             [plgpu.SMEM((wgs, *s), jnp.float32) for s in ((ROWS, d), (ROWS, tile), (ROWS, tile)) if simulate],
-            plgpu.Barrier(num_arrivals=2 * packing.pieces(ROWS), num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=2 * packing.pieces(ROWS), num_barriers=(1 + ahead) * wgs),
             plgpu.Barrier(num_arrivals=1 + len(kv_vectors), num_barriers=outer),
             plgpu.Barrier(num_barriers=inner),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=outer),

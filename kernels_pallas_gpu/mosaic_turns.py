@@ -9,6 +9,9 @@ two for the numbers that it draws. When it has loaded all of an item, it draws t
 global memory: CTAs with short items take more of them, and at the end none has drawn an item that it cannot begin.
 Interpreted kernels have no such counter: there items are dealt out, backwards in odd turns, because they are sorted by
 length.
+
+Where shared memory has room for the resident rows of two items, the memory warpgroup also loads those of the next one
+ahead. A compute warpgroup then begins the next item while the copy engine still reads the results of the last.
 """
 
 import dataclasses
@@ -37,10 +40,13 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """`fields`: numbers that are published of an item; the first is not negative."""
+    """`fields`: numbers that are published of an item; the first is not negative. `ahead`: whether the memory warpgroup
+    loads resident rows.
+    """
 
     items: int
     fields: int
+    ahead: bool
     compute_wgs: int
     interpret: bool
 
@@ -99,11 +105,8 @@ class Turns:
 
     # -- a compute warpgroup -------------------------------------------------------------------------------------------
 
-    def take(self, refs: Scratch, work: Callable[[Callable[[int], Any], Any], Any], carry: Any) -> None:
-        """`carry = work(read, carry)` for the items of this CTA; `read(which)` is a field of the item.
-
-        Fields are read again at every use: values that live through the loops would take registers.
-        """
+    def take(self, refs: Scratch, work: Callable[["Item", Any], Any], carry: Any) -> None:
+        """`carry = work(item, carry)` for the items of this CTA. With `ahead`, it calls `item.leave_the_last` once."""
 
         def first_field(turn: Any) -> Any:
             plgpu.barrier_wait(refs.ready.at[lax.rem(turn, 2)])
@@ -111,10 +114,40 @@ class Turns:
 
         def one_turn(state: Any) -> Any:
             turn, _, carry = state
-            carry = work(lambda which: refs.notes[self.field(turn, which)], carry)
-            plgpu.barrier_arrive(refs.free.at[lax.rem(turn, 2)])
+            carry = work(Item(self, refs, turn), carry)
+            if not self.ahead:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(refs.free.at[lax.rem(turn, 2)])
             return turn + 1, first_field(turn + 1), carry
 
         start = jnp.int32(0), first_field(jnp.int32(0)), carry
         turn, _, _ = lax.while_loop(lambda state: state[1] != NO_ITEM, one_turn, start)
+        if self.ahead:
+            Item(self, refs, turn).leave_the_last()
         plgpu.barrier_arrive(refs.free.at[lax.rem(turn, 2)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """What a compute warpgroup works on in a turn."""
+
+    turns: Turns
+    refs: Scratch
+    turn: Any
+
+    def __call__(self, which: int) -> Any:
+        """A field. It is read again at every use: values that live through the loops would take registers."""
+        return self.refs.notes[self.turns.field(self.turn, which)]
+
+    @property
+    def place(self) -> Any:
+        """Where its resident rows are."""
+        return lax.rem(self.turn, 2) if self.turns.ahead else 0
+
+    def leave_the_last(self) -> None:
+        """Waits until the results of the item before have been read from shared memory, and gives its place back."""
+
+        @pl.when(self.turn > 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.refs.free.at[lax.rem(self.turn - 1, 2)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
-from contract.case import check_run, make
+from contract.case import check, check_run, make, run
 from contract.target import TARGETS
 from sweep import sweep
 
-from xsake.kernels_pallas_gpu import mosaic_turns
+from xsake._arguments import build_call
+from xsake.kernels_pallas_gpu import mosaic, mosaic_turns
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 CASES = {
@@ -31,3 +33,20 @@ def test_one_cta_takes_all_items(name, monkeypatch):
     case = make(target, batch=1, q_heads=1, kv_heads=1, mask=(1, 1), **changes)
     assert all((case.blocks[0, 0].any(axis).sum() >= 2) for axis in (0, 1)), "no ring goes on from item to item"
     check_run(target, case)
+
+
+@pytest.mark.slow  # the others have two stages, where there is room
+@pytest.mark.timeout(240)
+def test_one_and_two_stages_of_resident_rows_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(mosaic_turns, "INTERPRETED_CTAS", 1)
+    case = make(TARGET, batch=1, q_heads=1, kv_heads=1, mask=(1, 1), **CASES["one list for both warpgroups"])
+    with TARGET.context():
+        call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
+        default = mosaic.default_config(call).running("dq")
+    found = []
+    for stages in (1, 2):
+        parts = {n: dataclasses.replace(getattr(default, n), resident_stages=stages) for n in ("dq", "dkv")}
+        found.append(run(TARGET, case, config=dataclasses.replace(default, **parts)))
+    check(case, found[0])
+    for name in ("d_query", "d_key", "d_value"):
+        np.testing.assert_array_equal(*(getattr(x, name) for x in found), err_msg=name)

@@ -23,6 +23,7 @@ CASES = [
         f"dkv: it needs [0-9]+ bytes of shared memory; {HOPPER_SHARED_MEMORY} are",
     ),
     ("mosaic_gpu", "dkv", dict(split=True, compute_wgs=1), "dkv: head dims 128 and 128 need compute_wgs=2 and tile=64"),
+    ("mosaic_gpu", "dkv", dict(split=True, resident_stages=2), "dkv: this call needs resident_stages=1"),
     ("triton", "dq", dict(q=128), "dq: tile 128 x [0-9]+ does not divide block 64 x 64"),
     ("triton", "forward", dict(num_stages=8), "forward: it needs more shared memory"),
     ("mosaic_tpu", "forward", dict(own=48), "forward: own=48 must divide"),
