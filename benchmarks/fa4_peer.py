@@ -29,8 +29,9 @@ def contestant(
     *,
     deterministic: bool = False,
     inputs: Sequence[Any] | None = None,
+    cotangent: Any = None,
 ) -> Callable[[], Any]:
-    """`calls` calls on `inputs`, by default random data; dense without a mask."""
+    """`calls` calls on `inputs` and with `cotangent`, by default random data; dense without a mask."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(heads: int, dim: int) -> torch.Tensor:
@@ -43,7 +44,7 @@ def contestant(
     else:
         given = [torch.from_dlpack(x).clone() for x in inputs]
     q, k, v = (x.requires_grad_(direction != "forward") for x in given)
-    d_out = draw(workload.q_heads, value_dim)
+    d_out = draw(workload.q_heads, value_dim) if cotangent is None else torch.from_dlpack(cotangent).clone()
     how = dict(causal=workload.is_causal) if mask is None else _lists(workload, mask)
 
     def forward() -> torch.Tensor:

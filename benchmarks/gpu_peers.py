@@ -36,6 +36,7 @@ from rich.console import Console
 
 import xsake
 from benchmarks import hads_masks, record, turns
+from benchmarks.checked_peer import WORST, relative_difference
 from benchmarks.gpu_attention import BACKWARD_FLOPS, DIRECTIONS, chained_calls, cudnn, in_direction
 from benchmarks.nvidia_smi import Monitor
 from xsake.autotune.timing import Timing, seconds_per_call
@@ -172,7 +173,8 @@ class Bench:
         crashes = self.workload.batch > 1 and float(mask.density()) == 1.0
         refuses = self.workload is MLA and self.direction != "forward"
         if self.fa4 and not crashes and not refuses:
-            found["fa4"] = self.fa4.contestant(self.workload, mask, self.direction, self.calls)
+            data = dict(inputs=self.inputs, cotangent=self.cotangent)
+            found["fa4"] = self.fa4.contestant(self.workload, mask, self.direction, self.calls, **data)
         return found
 
     def dense(self) -> dict[str, Callable]:
@@ -204,7 +206,18 @@ class Race:
             if who.startswith("fa4") != ours:
                 jax.block_until_ready(run())
 
+    def check(self) -> None:
+        """FlashAttention-4 computes what we do, from the same data: also now, when all contestants have been made."""
+        if "fa4" not in self.contestants:
+            return
+        ours, theirs = (jax.tree.leaves(self.contestants[who]()) for who in (OURS, "fa4"))
+        found = [relative_difference(jnp.from_dlpack(x.detach()), own) for x, own in zip(theirs, ours, strict=True)]
+        if not all(difference <= WORST for difference in found):  # NaN is wrong
+            where = f"{self.bench.workload.name}, {self.bench.direction}, {self.name}"
+            raise ValueError(f"{where}: relative to the norms of our results, FlashAttention-4's differ by {found}")
+
     def run(self, rounds: int, wait: Callable, monitor: Monitor) -> list[dict[str, Any]]:
+        self.check()
         bench = self.bench
         products = BACKWARD_FLOPS if bench.direction != "forward" else 1.0
         flops = {who: bench.workload.flops(mask) * products for who, mask in self.masks.items()}

@@ -192,3 +192,29 @@ def test_the_aims_with_masks_of_hads():
 def test_a_models_file_needs_its_profile_and_a_text():
     with pytest.raises(SystemExit, match=r"x\.gguf is a file, .* it needs --profile and --texts"):
         gpu_prompt.Subject.of_file("x.gguf", None, None)
+
+
+class Tensor:
+    """As much of torch's as a race asks for."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def detach(self):
+        return self.array
+
+
+@pytest.mark.parametrize("off", [0.0, 0.01, 0.1, np.nan])
+def test_a_peer_with_other_results_is_not_raced(off):
+    race = object.__new__(gpu_peers.Race)
+    race.bench, race.name = gpu_peers.Bench.__new__(gpu_peers.Bench), "random 43%"
+    race.bench.workload, race.bench.direction = gpu_peers.HADS, "forward+backward"
+    ours = tuple(jnp.full((2, 3), value, jnp.bfloat16) for value in (1.0, 2.0))
+    race.contestants = {gpu_peers.OURS: lambda: ours}
+    race.check()  # without a peer there is nothing to compare
+    race.contestants["fa4"] = lambda: (Tensor(ours[0]), Tensor(ours[1] * jnp.bfloat16(1 + off)))
+    if off <= 0.01:
+        race.check()
+        return
+    with pytest.raises(ValueError, match=r"smollm8k, forward\+backward, random 43%: relative to the norms"):
+        race.check()
