@@ -19,7 +19,8 @@ from xsake.tuning_db import Database, Entry
 
 BACKENDS = ("xla", "mosaic_gpu", "triton", "mosaic_tpu")
 NO_INT = (True, 10**30, 64.0, -64, "x", None, [64], float("nan"))
-IMPOSSIBLE = {int: NO_INT, bool: (1, 0.0, "x", None), bool | None: (1, 0.0, "x")}
+NO_INT_OR_NONE = tuple(value for value in NO_INT if value is not None)
+IMPOSSIBLE = {int: NO_INT, int | None: NO_INT_OR_NONE, bool: (1, 0.0, "x", None), bool | None: (1, 0.0, "x")}
 IMPOSSIBLE[typing.Literal["dynamic", "static"]] = (True, 3, "x", None)  # type: ignore[index]
 
 
