@@ -14,7 +14,7 @@ from jax import Array
 
 import xsake
 from xsake.kernels_pallas_gpu.mosaic import Config
-from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
 

@@ -21,7 +21,7 @@ from xsake._fields import check_fields
 from xsake._trace import interpreting
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu import (
-    mosaic_backward_common,
+    mosaic_backward_config,
     mosaic_dkv,
     mosaic_dq,
     mosaic_forward,
@@ -33,7 +33,7 @@ from xsake.kernels_pallas_gpu import (
     triton_merge,
 )
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
-from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, fits_in_lists
 from xsake.kernels_pallas_gpu.mosaic_common import RowLists
 from xsake.kernels_pallas_gpu.mosaic_copied_heads import CopiedHeads
@@ -160,12 +160,12 @@ def default_config(call: Call) -> Config:
         forward = dataclasses.replace(forward, take_turns=False)
     return Config(
         forward=forward,
-        dq=mosaic_backward_common.default_dq_config(
+        dq=mosaic_backward_config.default_dq_config(
             d, dv, *blocks, _vectors(call, "dq"), one_stage=_one_stage(call, "dq")
         ),
         dkv=_with_registers_for_copies(
             call,
-            mosaic_backward_common.default_dkv_config(
+            mosaic_backward_config.default_dkv_config(
                 d, dv, *blocks, _vectors(call, "dkv"), one_stage=_one_stage(call, "dkv")
             ),
         ),
@@ -184,7 +184,7 @@ def search_space(call: Call) -> Sequence[Config]:
         fused = mosaic_fused_plan.search_space(_padded_shapes(call), default.fused)
         space += [dataclasses.replace(default, fused=c) for c in fused]
     for kernel in () if default.fused.use or _short_blocks(call) else ("dq", "dkv"):
-        configs = mosaic_backward_common.search_space(
+        configs = mosaic_backward_config.search_space(
             kernel, d, dv, *blocks, _vectors(call, kernel), one_stage=_one_stage(call, kernel)
         )
         if kernel == "dkv":
@@ -209,7 +209,7 @@ def misfit(call: Call, config: Config) -> str | None:
             return f"{name}: head dims {d} and {dv} need compute_wgs=2 and tile=64"
         if part.resident_stages == 2 and (_one_stage(call, name) or (name == "dkv" and part.splits(d, dv))):
             return f"{name}: this call needs resident_stages=1"
-        need = mosaic_backward_common.smem_bytes(name, part, resident, d, dv, _vectors(call, name))
+        need = mosaic_backward_config.smem_bytes(name, part, resident, d, dv, _vectors(call, name))
         if need > HOPPER_SHARED_MEMORY:
             return f"{name}: it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     if config.dkv.gather and (problem := mosaic_gathered.unknown(call, d, dv)):
@@ -251,11 +251,11 @@ def backward(
     kernels that do not run. Of `DeltaParts` the dQ kernel sums delta, where it can, for the dK/dV kernel too.
     """
     if isinstance(delta, DeltaParts) and not _sums_delta(call, config, delta):
-        delta = delta.of_live_rows(call, lse, d_out)
+        delta = delta.of_live_rows(call.q_segments, lse, d_out)
     if _short_blocks(call) and not config.fused.use:
         assert not isinstance(delta, DeltaParts)
         return triton.backward(call, triton.default_config(call), lse, delta, d_out, with_bias=with_bias)
-    padded, mask = _with_padded_dims(call), call.mask
+    padded = _with_padded_dims(call)
     (d_out,) = _pad_dims(d_out)
     if config.fused.use:
         if not _fused_knows(call):
@@ -263,22 +263,15 @@ def backward(
         assert not isinstance(delta, DeltaParts)
         dq, dk, dv = mosaic_fused.backward(padded, lse, delta, d_out, config=config.fused, interpret=_interpret())
     else:
-        rows = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
-        columns = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
-        of_rows, of_columns = (Bits.of(mask.bitmaps, number) for number in (mask.kv_bitmap, mask.q_bitmap))
-        q, k, v = padded.query, padded.key, padded.value
+        how = dict(interpret=_interpret())
         minus = delta if isinstance(delta, DeltaParts) else -delta
-        dq, minus_delta = mosaic_dq.dq(
-            q, k, v, d_out, lse, minus, rows, **_arguments(call), bits=of_rows, config=config.dq
-        )
+        dq, minus_delta = mosaic_dq.dq(padded, lse, minus, d_out, config=config.dq, **how)
         if _gathers(call, config.dkv):
-            dk, dv = mosaic_gathered.dkv(padded, lse, minus_delta, d_out, config=config.dkv, interpret=_interpret())
+            dk, dv = mosaic_gathered.dkv(padded, lse, minus_delta, d_out, config=config.dkv, **how)
         else:
             heads = CopiedHeads.of(call, config.dkv.compute_wgs) if _packing(call).group == 1 else CopiedHeads(1)
-            k, v = (heads.of_keys(x) for x in (k, v))
-            found = mosaic_dkv.dkv(
-                q, k, v, d_out, lse, minus_delta, columns, **_arguments(call), bits=of_columns, config=config.dkv
-            )
+            copied = dataclasses.replace(padded, key=heads.of_keys(padded.key), value=heads.of_keys(padded.value))
+            found = mosaic_dkv.dkv(copied, lse, minus_delta, d_out, config=config.dkv, **how)
             dk, dv = (heads.added(x) for x in found)
     return dq[..., : call.head_dim], dk[..., : call.head_dim], dv[..., : call.value_dim], None
 

@@ -12,14 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.hads.mask.band import Band
+from xsake._backend import Call
 from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ALONG_COLS,
     ALONG_ROWS,
     PART,
     ROWS,
     WGMMA,
-    BackwardConfig,
     LogitRule,
     Streamed,
     WorkGrid,
@@ -41,6 +40,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
@@ -53,76 +53,57 @@ FIELDS_OF_RING = 2
 
 
 def dkv(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    lse: Array,
-    minus_delta: Array,
-    lists: RowLists,
-    *,
-    block_q: int,
-    block_kv: int,
-    scale: float,
-    band: Band,
-    soft_cap: float | None,
-    full_is_exact: bool,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    bias: Array | None = None,
-    bits: Bits | None = None,
-    config: BackwardConfig,
-    interpret: Any = False,
+    call: Call, lse: Array, minus_delta: Array, d_out: Array, *, config: BackwardConfig, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """dK [B, S, K, D] and dV [B, S, K, Dv]; `lists` has one row per KV block."""
-    batch, q_len, q_heads, d = q.shape
-    _, kv_len, kv_heads, dv_dim = v.shape
+    """dK [B, S, K, D] and dV [B, S, K, Dv]."""
+    mask, bias = call.mask, call.bias
+    block_q, block_kv = mask.block_q, mask.block_kv
+    batch, q_len, q_heads, d = call.query.shape
+    _, kv_len, kv_heads, dv_dim = call.value.shape
+    lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
+    bits = Bits.of(mask.bitmaps, mask.q_bitmap)
     packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
     q_heads //= packing.group
     pairs, group = batch * kv_heads, q_heads // kv_heads
-    k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
-    q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
+    k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
+    q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
     dtype, tile, wgs = q.dtype, config.tile, config.compute_wgs
     if packing.rows % tile:
         raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
     rule = LogitRule(
-        scale=scale,
-        band=band,
-        soft_cap=soft_cap,
+        scale=call.scale,
+        band=call.band,
+        soft_cap=call.soft_cap,
         has_bias=bias is not None,
         rows_share_bias=bias is not None and bias.shape[2] == 1 and q_len % block_q != 0,
     )
     # Where the accumulators of dK and dV do not fit in the registers of one warpgroup, two warpgroups share 64 keys.
     # The first computes P and dV, the second dP and dK; P goes from the first to the second through shared memory.
     split = config.splits(d, dv_dim)
-    if split and (wgs != 2 or tile != ROWS):
-        raise ValueError(f"head dims {d} and {dv_dim} need compute_wgs=2 and tile={ROWS}, got {config}")
-    if split and config.resident_stages == 2:
-        raise ValueError(f"head dims {d} and {dv_dim} need resident_stages=1, got {config}")
+    if split and (wgs != 2 or tile != ROWS or config.resident_stages == 2):
+        needs = f"compute_wgs=2, tile={ROWS} and resident_stages=1"
+        raise ValueError(f"head dims {d} and {dv_dim} need {needs}, got {config}")
     tile_wgs = 1 if split else wgs  # warpgroups that hold keys of their own
     streamed_bytes = packing.group * group * q_len * (d + dv_dim) * 2
     work = WorkGrid.make(pairs, kv_len, block_kv, tile_wgs, streamed_bytes, early=early_ranks(pairs))
     simulate = bool(interpret)
     # Whether full and masked tiles share their code, because every copy takes time to compile.
-    one_copy = (
-        rule.folds_lse and bits is None and tile == PART and not split and (rule.by_position or q_segments is not None)
-    )
+    tests = rule.by_position or call.q_segments is not None
+    one_copy = tests and rule.folds_lse and bits is None and tile == PART and not split
 
     q_size, kv_size = pl.cdiv(q_len, block_q) * block_q, pl.cdiv(kv_len, block_kv) * block_kv
     # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf))
     minus_delta = packing.of_heads(pad(minus_delta, 2, q_size))
-    skips = rule.by_position and q_positions is None
+    skips = rule.by_position and call.q_positions is None
     q_vectors = vectors(
         q_size,
-        position=q_positions if rule.by_position else None,
-        segment=q_segments,
+        position=call.q_positions if rule.by_position else None,
+        segment=call.q_segments,
         index=jnp.arange(q_size, dtype=jnp.int32)[None] if skips else None,
     )
     q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
-    kv_vectors = vectors(kv_size, position=kv_positions if rule.by_position else None, segment=kv_segments)
+    kv_vectors = vectors(kv_size, position=call.kv_positions if rule.by_position else None, segment=call.kv_segments)
 
     ahead = config.loads_ahead("dkv", block_kv, d, dv_dim, len(q_vectors))
     fields = 1 + FIELDS_OF_RING * work.rings
@@ -157,7 +138,7 @@ def dkv(
         p_smem, p_ready, p_free, finished = handed_over
         q_vector_smem = {name: q_vector_buffer.at[i] for i, name in enumerate(q_vectors)}
         wg = lax.axis_index("wg")
-        streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=packing.rows, tile=tile)
+        streamed = Streamed(lists=list_refs, full_is_exact=call.full_is_exact, block=packing.rows, tile=tile)
 
         def coords_of(pair):
             b, kv_head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
@@ -305,7 +286,7 @@ def dkv(
                 return *(read(acc, in_flight=0, interpret=simulate) for acc in (dk_acc, dv_acc)), total
 
             dk, dv, total = with_zeros(accumulate, buffers[:2], [(ROWS, d), (ROWS, dv_dim)], interpret=simulate)
-            k_tile[...] = (dk * scale).astype(dtype)
+            k_tile[...] = (dk * call.scale).astype(dtype)
             v_tile[...] = dv.astype(dtype)
             plgpu.commit_smem()
             b, kv_head, kv_start, exists = resident_keys(item)  # again: they need not live through the loops
@@ -409,7 +390,7 @@ def dkv(
                 return read(dk_acc, in_flight=0, interpret=simulate), total
 
             dk, total = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
-            store_when_both_finished(dk * scale, k_smem.at[0], dk_ref.at[b, rows, kv_head])
+            store_when_both_finished(dk * call.scale, k_smem.at[0], dk_ref.at[b, rows, kv_head])
             return total
 
         def compute(work_on):
@@ -486,7 +467,7 @@ def dkv(
         wgs,
         (jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         [
-            [q, k, v, dout],
+            [q, k, v, d_out],
             [statistic, minus_delta],
             q_vectors,
             kv_vectors,

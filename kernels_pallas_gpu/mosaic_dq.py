@@ -9,15 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake._backend import Call
 from xsake._delta import DeltaParts
-from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     ALONG_COLS,
     ALONG_ROWS,
     PART,
     ROWS,
     WGMMA,
-    BackwardConfig,
     LogitRule,
     Streamed,
     WorkGrid,
@@ -37,6 +36,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
@@ -50,45 +50,34 @@ FIELDS_OF_RING = 4
 
 
 def dq(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
+    call: Call,
     lse: Array,
     minus_delta: Array | DeltaParts,
-    lists: RowLists,
+    d_out: Array,
     *,
-    block_q: int,
-    block_kv: int,
-    scale: float,
-    band: Band,
-    soft_cap: float | None,
-    full_is_exact: bool,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    bias: Array | None = None,
-    bits: Bits | None = None,
     config: BackwardConfig,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """dQ [B, T, H, D] and -delta [B, H, T]; `lists` has one row per query block.
+    """dQ [B, T, H, D] and -delta [B, H, T].
 
     Of `DeltaParts`, for whole blocks that are not packed, the kernel sums delta: it has dO in shared memory anyway.
     """
-    batch, q_len, q_heads, d = q.shape
-    _, kv_len, kv_heads, dv_dim = v.shape
+    mask, bias = call.mask, call.bias
+    block_q, block_kv = mask.block_q, mask.block_kv
+    batch, q_len, q_heads, d = call.query.shape
+    _, kv_len, kv_heads, dv_dim = call.value.shape
+    lists = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
+    bits = Bits.of(mask.bitmaps, mask.kv_bitmap)
     packing = Packing.required(block_q, lists, q_heads, kv_heads, bias)
     q_heads //= packing.group
     group = q_heads // kv_heads
-    dtype = q.dtype
-    k, v = (pad_to(x, 8, 1) for x in (k, v))  # TMA copies tiles of 8 rows
-    q, dout = (pad_to(x, packing.whole, 1) for x in (q, dout))
+    dtype = call.query.dtype
+    k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
+    q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
-    rule = LogitRule(scale=scale, band=band, soft_cap=soft_cap, has_bias=bias is not None)
+    rule = LogitRule(scale=call.scale, band=call.band, soft_cap=call.soft_cap, has_bias=bias is not None)
     # The heads of a group follow one another and find the K and V that they share in the L2 cache.
     work = WorkGrid.make(
         batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
@@ -99,16 +88,16 @@ def dq(
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size))
     parts = minus_delta if isinstance(minus_delta, DeltaParts) else None
     ragged = kv_len % block_kv != 0  # a tile of the last block may lie wholly past the end
-    skips = rule.by_position and kv_positions is None
+    skips = rule.by_position and call.kv_positions is None
     by_index = ragged or skips
     # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
-    bits_alone = bits is not None and skips and not ragged and kv_segments is None
-    q_vectors = vectors(q_size, position=q_positions if rule.by_position else None, segment=q_segments)
+    bits_alone = bits is not None and skips and not ragged and call.kv_segments is None
+    q_vectors = vectors(q_size, position=call.q_positions if rule.by_position else None, segment=call.q_segments)
     q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(
         kv_size,
-        position=kv_positions if rule.by_position else None,
-        segment=kv_segments,
+        position=call.kv_positions if rule.by_position else None,
+        segment=call.kv_segments,
         index=jnp.arange(kv_size, dtype=jnp.int32)[None] if by_index else None,
     )
 
@@ -156,7 +145,7 @@ def dq(
         def coords_of(pair):
             return list_coords(list_refs, *batch_and_head(pair), num_q_heads=q_heads, num_kv_heads=kv_heads)
 
-        streamed = Streamed(lists=list_refs, full_is_exact=full_is_exact, block=block_kv, tile=tile)
+        streamed = Streamed(lists=list_refs, full_is_exact=call.full_is_exact, block=block_kv, tile=tile)
 
         def load_residents(b, row, h, place):
             for ref, smem in ((q_ref, q_smem), (do_ref, do_smem)):
@@ -306,7 +295,7 @@ def dq(
                 return read(dq_acc, in_flight=0, interpret=simulate)
 
             grad = with_zeros(accumulate, buffers[:1], [(ROWS, d)], interpret=simulate)
-            q_tile[...] = (grad * scale).astype(dtype)
+            q_tile[...] = (grad * call.scale).astype(dtype)
             plgpu.commit_smem()
 
             @pl.when(field(START) >= 0)
@@ -391,7 +380,7 @@ def dq(
             q,
             k,
             v,
-            dout,
+            d_out,
             statistic,
             packing.of_heads(pad(minus_delta, 2, q_size)) if parts is None else parts,
             q_vectors,

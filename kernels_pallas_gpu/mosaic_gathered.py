@@ -22,7 +22,6 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     L2_SHARE,
     ROWS,
     WGMMA,
-    BackwardConfig,
     LogitRule,
     drain,
     mma,
@@ -34,6 +33,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_values,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
 from xsake.kernels_pallas_gpu.mosaic_gather_ring import GatherRing

@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "xsake._atomic",
         "xsake._buckets",
+        "xsake._delta",
         "xsake._derivatives",
         "xsake._device",
         "xsake._fields",

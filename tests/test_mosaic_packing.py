@@ -15,7 +15,7 @@ from sweep import sweep
 import xsake
 from xsake._arguments import build_call
 from xsake.kernels_pallas_gpu import mosaic
-from xsake.kernels_pallas_gpu.mosaic_backward_common import BackwardConfig
+from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 
 HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
-
-if TYPE_CHECKING:
-    from xsake._backend import Call
+from jaxtyping import Float, Int
 
 
 class DeltaParts(NamedTuple):
@@ -32,17 +29,17 @@ class DeltaParts(NamedTuple):
         weight = jax.lax.optimization_barrier(weight)
         return weight if self.d_lse is None else weight - self.d_lse
 
-    def of_live_rows(self, call: Call, lse: Array, d_out: Array) -> Array:
-        return of_live_rows(call, lse, self.summed(lse, d_out))
+    def of_live_rows(self, q_segments: Int[Array, "B T"] | None, lse: Array, d_out: Array) -> Array:
+        return of_live_rows(q_segments, lse, self.summed(lse, d_out))
 
 
-def of_live_rows(call: Call, lse: Array, delta: Array) -> Array:
+def of_live_rows(q_segments: Int[Array, "B T"] | None, lse: Array, delta: Array) -> Array:
     """delta, but 0 for a row that attends nothing: it has no share in dQ, dK and dV, whatever its cotangent is, and
     0 * NaN must not get in.
     """
     attends = lse != -jnp.inf
-    if call.q_segments is not None:
-        attends &= (call.q_segments >= 0)[:, None, :]
+    if q_segments is not None:
+        attends &= (q_segments >= 0)[:, None, :]
     return jnp.where(attends, delta, 0.0)
 
 

@@ -142,7 +142,7 @@ def _exchanged_bwd(route: Route, residuals: tuple, cotangents: tuple) -> tuple[S
     axes = varying_axes(shard)
     d_out, d_lse = (vary(jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c, axes) for c in cotangents)
     delta = DeltaParts(out, d_lse).summed(lse, d_out)
-    live = of_live_rows(shard.call, lse, delta)
+    live = of_live_rows(shard.call.q_segments, lse, delta)
     if route.exchange == "sparse":
         query, key, value, *bias = route.sparse.backward(shard, wanted.bias, lse, live, d_out)
     else:

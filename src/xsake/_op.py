@@ -237,7 +237,7 @@ def _gradients(plan: Plan, with_bias: bool) -> Callable:
         if plan.takes_delta_parts and call.sink_lse is None and not with_bias:
             return dict(zip(("query", "key", "value"), backward(call, lse, parts, d_out), strict=True))
         delta = parts.summed(lse, d_out)
-        grads = backward(call, lse, of_live_rows(call, lse, delta), d_out)
+        grads = backward(call, lse, of_live_rows(call.q_segments, lse, delta), d_out)
         found = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
         if call.sink_lse is not None:
             found["sink_lse"] = sink_gradient(call.sink_lse, lse, delta)
