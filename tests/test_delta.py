@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from contract.case import attend, check, check_run, make, run
 from contract.target import TARGETS
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import xsake
+from xsake import _op
 from xsake._arguments import build_call
 from xsake._delta import DeltaParts
 from xsake.kernels_pallas_gpu import mosaic
@@ -97,3 +100,23 @@ def test_no_cotangent_of_the_lse(target):
     with target.context():
         grads = jax.jit(jax.grad(loss))(case.inputs)
     check(case, results._replace(**{f"d_{k}": np.asarray(v) for k, v in grads.items()}))
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_parts_of_delta_are_cut_with_the_call(monkeypatch, with_lse):
+    monkeypatch.setattr(mosaic, "unavailable", lambda: None)
+    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    mask = xsake.BlockMask.full(256, 256, block_q=128, block_kv=128, is_causal=True)
+
+    def grads(q, d_out):
+        results, pull = jax.vjp(
+            lambda q: xsake.attention(q, q, q, mask, implementation="mosaic_gpu", return_lse=with_lse), q
+        )
+        return pull((d_out, results[1]) if with_lse else d_out)
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        cut = NamedSharding(mesh, PartitionSpec("data", None, "model", None))
+        x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16, sharding=cut)
+        text = jax.jit(grads).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "block_sparse_dq" in text
