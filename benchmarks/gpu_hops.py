@@ -86,9 +86,8 @@ def cut_both(shards: Shards, d_out: list[Array]) -> tuple[list[Array], ...]:
     @jax.jit
     def prepare(arrays: dict, own: Array, out: Array, lse: Array, d_out: Array) -> tuple:
         shard, _ = shard_of(OPTIONS, arrays, own)
-        return DeltaParts(out, None).of_live_rows(shard.call.q_segments, lse, d_out), shard.rows.hops(
-            own, transpose=True
-        )
+        live = DeltaParts(out, None).of_live_rows(shard.call.q_segments, lse, d_out)
+        return live, shard.rows.hops(own, transpose=True)
 
     @partial(jax.jit, static_argnums=0)
     def run(first: bool, arrays: dict, own: Array, key: Array, value: Array, hop: tuple, *given: Array) -> tuple:

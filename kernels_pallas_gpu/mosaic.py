@@ -287,12 +287,17 @@ def _one_stage(call: Call, kernel: str) -> bool:
     """Whether the kernel cannot load resident rows ahead: packed queries, or keys for which others are gathered."""
     if kernel == "dq":
         return _packing(call).group > 1
+    return _can_gather(call)
+
+
+def _can_gather(call: Call) -> bool:
     return mosaic_gathered.unknown(call, _padded(call.head_dim), _padded(call.value_dim)) is None
 
 
 def _gathers(call: Call, config: BackwardConfig) -> bool:
-    known = mosaic_gathered.unknown(call, _padded(call.head_dim), _padded(call.value_dim)) is None
-    return known and config.compute_wgs == mosaic_gathered.WGS if config.gather is None else config.gather
+    if config.gather is None:
+        return _can_gather(call) and config.compute_wgs == mosaic_gathered.WGS
+    return config.gather
 
 
 def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardConfig:

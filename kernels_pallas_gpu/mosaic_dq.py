@@ -175,7 +175,7 @@ def dq(
                 None if r is None else plgpu.load(r.at[b, h, rows], layout=ALONG_ROWS, optimized=False)
                 for r in (statistic_ref, delta_refs.d_lse if parts else delta_refs)
             ]
-            # Into registers, while the copies of Q and dO are under way: shared memory has no room for it.
+            # Into registers, for shared memory has no room for it, and before the wait for Q and dO.
             out = plgpu.load(delta_refs.out.at[b, rows, h], layout=WGMMA, optimized=False) if parts else None
             q_rows = load_rows(q_vector_refs, b, rows)
             begin, full_tiles, tiles = field(BEGIN), field(FULL), field(TILES)

@@ -51,7 +51,7 @@ def backward(
         d_out=d_out,
         # Queries past the end are padded as empty rows, whose p is 0. The store drops keys past the end.
         statistic=pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf),
-        neg_delta=pad(-delta, 2, q_size),
+        minus_delta=pad(-delta, 2, q_size),
         steps=steps and steps._replace(rows=pad(steps.rows, 2, q_size).astype(plan.step_dtype)),
         q_vectors={name: pad(per_query[name], 1, q_size) for name in plan.q_vectors},
         kv_vectors={name: pad(per_key[name], 1, plan.kv_size) for name in plan.kv_vectors},

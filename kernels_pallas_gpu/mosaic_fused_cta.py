@@ -22,7 +22,7 @@ class Operands(NamedTuple):
     v: Any
     d_out: Any
     statistic: Any
-    neg_delta: Any
+    minus_delta: Any
     steps: Any
     q_vectors: dict[str, Any]
     kv_vectors: dict[str, Any]

@@ -32,7 +32,7 @@ def load(cta: Cta) -> None:
             plgpu.copy_gmem_to_smem(per_token, scratch.q_vectors[name].at[slot], ready)
         slot, ready = _next(n, barriers.do_free, barriers.do_ready, plan.config.do_stages)
         plgpu.copy_gmem_to_smem(given.d_out.at[cta.batch, queries, head], scratch.do.at[slot], ready)
-        plgpu.copy_gmem_to_smem(given.neg_delta.at[cta.batch, head, queries], scratch.delta.at[slot], ready)
+        plgpu.copy_gmem_to_smem(given.minus_delta.at[cta.batch, head, queries], scratch.delta.at[slot], ready)
 
     cta.walk(step, None, by_kind=False)
     if plan.simulate:
