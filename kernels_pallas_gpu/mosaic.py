@@ -310,7 +310,7 @@ def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardCo
 def _fused(call: Call) -> FusedConfig:
     if not _fused_knows(call):
         return FusedConfig(use=False)
-    chosen = mosaic_fused_plan.heuristic(_padded_shapes(call), _active_keys(call))
+    chosen = mosaic_fused_plan.heuristic(_padded_shapes(call))
     # With bitmaps it spills a few registers: tuning has to show that it is faster.
     return chosen if call.mask.bitmaps is None else dataclasses.replace(chosen, use=False)
 
@@ -399,12 +399,6 @@ def _packing(call: Call) -> Packing:
     packing = Packing.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads)
     assert packing is not None, unsupported(call)
     return packing
-
-
-def _active_keys(call: Call) -> float:
-    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
-    density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
-    return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
 
 
 def _padded(dim: int) -> int:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake._backend import Call
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.limits import hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_config import ROWS
@@ -139,7 +140,8 @@ class WorkGrid:
 
     A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. Items are
     numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
-    longest of all pairs, a column for a sink for instance, may come before all sections (`mosaic_parts`).
+    longest of all pairs, a column for a sink for instance, may come before all sections, cut into parts
+    (`mosaic_parts`).
     """
 
     pairs: int  # (batch, head) pairs
@@ -149,11 +151,21 @@ class WorkGrid:
     units_per_block: int
     rings: int
     early: int = 0  # ranks that come before all sections
+    parts: int = 1  # items that share an early rank
 
     @classmethod
     def make(
-        cls, pairs: int, length: int, block: int, compute_wgs: int, streamed_bytes: int, *, early: int = 0
+        cls,
+        pairs: int,
+        length: int,
+        block: int,
+        compute_wgs: int,
+        streamed_bytes: int,
+        *,
+        early: int = 0,
+        parts: int = 1,
     ) -> "WorkGrid":
+        """`parts`: as many where a CTA has one ring, otherwise none."""
         shared = block % (ROWS * compute_wgs) == 0
         unit = ROWS * compute_wgs if shared else ROWS
         return cls(
@@ -164,6 +176,7 @@ class WorkGrid:
             units_per_block=block // unit,
             rings=1 if shared else compute_wgs,
             early=early,
+            parts=parts if shared else 1,
         )
 
     @property
@@ -177,17 +190,12 @@ class WorkGrid:
 
     @property
     def items(self) -> int:
-        return self.pairs * self.ranks
+        return self.columns.ctas
 
     @property
     def columns(self) -> Columns:
         early = min(self.early, self.ranks)
-        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early)
-
-    def rank_and_pair(self, number: Any, interleaved: Any = None) -> tuple[Any, Any]:
-        """Of an item. `interleaved`: what `Columns.interleaved` says, as a ref."""
-        pair, rank, _ = self.columns.place(number, interleaved)
-        return rank, pair
+        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early, parts=self.parts)
 
     def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
         """(first resident row, mask row, whether the rank has rows for this ring: if not, the first row is -1)."""
@@ -225,6 +233,18 @@ class Streamed:
         """The first row of tile t of a list."""
         block = self.lists.indices[(*coords, begin + lax.div(t, self.per_block))]
         return block * self.block + lax.rem(t, self.per_block) * self.tile
+
+
+def active_keys(call: Call) -> float:
+    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
+    density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
+    return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
+
+
+def longest_share(call: Call) -> float:
+    """A column of 128 keys that every query lists, as a part of the work that there is for one SM."""
+    columns = call.batch * call.kv_heads * max(active_keys(call), 1.0) / (2 * ROWS)  # of such a length
+    return hopper_sms() / columns
 
 
 def early_ranks(pairs: int) -> int:

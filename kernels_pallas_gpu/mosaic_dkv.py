@@ -1,7 +1,8 @@
 """The dK/dV kernel for Hopper: keys and values stay, queries and dO are streamed by the transposed lists.
 
 The query heads of a group are streamed one after the other, so that their sum needs no atomics. A compute warpgroup
-holds 64 keys (`mosaic_dkv_compute`), or two warpgroups share them (`mosaic_dkv_split`).
+holds 64 keys (`mosaic_dkv_compute`), or two warpgroups share them (`mosaic_dkv_split`). Long columns are cut by heads,
+and the parts are added in a fixed order (`mosaic_parts`).
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ def dkv(
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
     packing = Packing.required(mask.block_q, lists, call.q_heads, call.kv_heads, bias)
     plan = Plan.of(call, packing, config, interpret)
-    rule, q_size, kv_size = plan.rule, plan.q_size, plan.kv_size
+    rule, columns, q_size, kv_size = plan.rule, plan.work.columns, plan.q_size, plan.kv_size
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
     indices = jnp.arange(q_size, dtype=jnp.int32)[None]
@@ -50,25 +51,35 @@ def dkv(
         q_vectors={name: packing.of_tokens(pad(per_query[name], 1, q_size)) for name in plan.q_vectors},
         kv_vectors=vectors(kv_size, position=call.kv_positions if rule.by_position else None, segment=call.kv_segments),
         lists=ListRefs(*lists),
-        interleaved=plan.work.columns.interleaved(lists, plan.batch),
+        interleaved=columns.interleaved(lists, plan.batch),
         bias=None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
         bits=Bits.of(mask.bitmaps, mask.q_bitmap),
         counter=plan.turns.counter(),
     )
 
     def kernel(given: Operands, *refs: Any) -> None:
-        dk, dv, *shared = refs
-        _share_the_work(Cta(plan, given, Results(dk, dv), *shared))
+        results, shared = refs[: len(Results._fields)], refs[len(Results._fields) :]
+        _share_the_work(Cta(plan, given, Results(*results), *shared))
 
-    dk, dv = run_kernel(
+    found = run_kernel(
         kernel,
         "block_sparse_dkv",
         plan.turns.ctas,
         plan.compute_wgs,
-        Results(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        Results(
+            dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
+            dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
+            dk_parts=columns.room_for_parts(plan.work.unit, plan.head_dim),
+            dv_parts=columns.room_for_parts(plan.work.unit, plan.v_head_dim),
+        ),
         [given],
         [plan.scratch(), plan.barriers(), plan.hand_over(), plan.turns.scratch()],
         interpret,
+    )
+    found = Results(*found)
+    dk, dv = (
+        columns.merged(whole, parts, lists, plan.work.units_per_block)
+        for whole, parts in ((found.dk, found.dk_parts), (found.dv, found.dv_parts))
     )
     return dk[:, : call.kv_len], dv[:, : call.kv_len]
 

@@ -28,6 +28,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 )
 from xsake.kernels_pallas_gpu.mosaic_common import wgmma_full
 from xsake.kernels_pallas_gpu.mosaic_dkv_cta import Cta, Streaming
+from xsake.kernels_pallas_gpu.mosaic_dkv_plan import PAIR, PIECE
 from xsake.kernels_pallas_gpu.mosaic_turns import Item
 
 
@@ -68,6 +69,16 @@ class Column:
         v_tile[...] = dv.astype(plan.dtype)
         plgpu.commit_smem()
         b, kv_head, kv_start, exists = self.cta.keys(self.item)  # again: they need not live through the loops
+        parts = self.cta.work.parts
+        if parts > 1:
+            piece = self.item(PIECE)
+            exists &= piece < 0
+
+            @pl.when(piece >= 0)
+            def _store_part() -> None:
+                at = self.item(PAIR), lax.div(piece, parts), lax.rem(piece, parts), pl.ds(self.cta.wg * ROWS, ROWS)
+                results.dk_parts.at[at][...] = dk * plan.rule.scale
+                results.dv_parts.at[at][...] = dv
 
         @pl.when(exists)
         def _store() -> None:

@@ -15,6 +15,7 @@ from xsake.kernels_pallas_gpu.mosaic_dkv_plan import (
     COLUMN,
     FIELDS_OF_RING,
     PAIR,
+    PIECE,
     START,
     Barriers,
     HandOver,
@@ -46,8 +47,12 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
+    """`dk_parts`, `dv_parts`: float32 sums of the parts of early columns, or None."""
+
     dk: Any
     dv: Any
+    dk_parts: Any
+    dv_parts: Any
 
 
 class Streaming(NamedTuple):
@@ -106,6 +111,14 @@ class Cta:
         for ref, smem in ((given.k, scratch.k), (given.v, scratch.v)):
             plgpu.copy_gmem_to_smem(ref.at[b, rows, kv_head], smem.at[place], self.barriers.resident.at[place])
 
+    def heads(self, piece: Any) -> tuple[Any, Any]:
+        """(first, end) of an item's heads in the group."""
+        group, parts = self.plan.group, self.work.parts
+        if parts == 1:
+            return 0, group
+        first = lax.rem(lax.max(piece, 0), parts) * (group // parts)
+        return first, jnp.where(piece < 0, group, first + group // parts)
+
     def walk(self, item: Item, done: Any, step: Callable[[Streaming], None]) -> Any:
         """Calls `step` for each tile of an item, head after head, numbered from `done` on; returns the end."""
         plan, streamed, bits = self.plan, self.streamed, self.given.bits
@@ -136,7 +149,7 @@ class Cta:
             lax.fori_loop(n + full_tiles, n + tiles, masked_step, bitmap_of(n + full_tiles))
             return n + tiles
 
-        return head(0, done) if plan.group == 1 else lax.fori_loop(0, plan.group, head, done)
+        return head(0, done) if plan.group == 1 else lax.fori_loop(*self.heads(item(PIECE)), head, done)
 
     def slots(self, n: Any) -> tuple[Any, Any]:
         """Of tile n, in the rings of Q and dO."""

@@ -24,10 +24,11 @@ def load(cta: Cta) -> None:
 def _load_item(cta: Cta, turn: Any, number: Any, counts: Any) -> Any:
     """`counts`: tiles of every ring's earlier items; returns them with this item's."""
     plan, work = cta.plan, cta.work
-    rank, pair = work.rank_and_pair(number, cta.given.interleaved)
+    pair, rank, part = work.columns.place(number, cta.given.interleaved)
+    piece = jnp.where(rank < work.early, rank * work.parts + part, -1) if work.parts > 1 else jnp.int32(-1)
     b, kv_head, coords = lax.div(pair, plan.num_kv_heads), lax.rem(pair, plan.num_kv_heads), cta.coords(pair)
     places = [work.place(cta.given.lists, coords(0), rank, ring) for ring in range(work.rings)]
-    cta.turns.publish(cta.turn, turn, [pair, *(x for place in places for x in place[:2])])
+    cta.turns.publish(cta.turn, turn, [pair, piece, *(x for place in places for x in place[:2])])
     for reader in range(plan.compute_wgs if plan.ahead else 0):
         first, _, _ = places[reader if work.rings > 1 else 0]
         start = pl.multiple_of(jnp.maximum(first, 0), ROWS) + (reader * ROWS if work.rings == 1 else 0)
@@ -49,7 +50,7 @@ def _load_item(cta: Cta, turn: Any, number: Any, counts: Any) -> Any:
 
         return lax.fori_loop(0, functools.reduce(jnp.maximum, [tiles for _, _, tiles in spans]), fetch, counts)
 
-    return lax.fori_loop(0, plan.group, load_head, counts)
+    return lax.fori_loop(*cta.heads(piece), load_head, counts)
 
 
 def _load_tile(cta: Cta, n: Any, b: Any, head: Any, start: Any, ring: int, slot: Any, inner: Any) -> None:

@@ -15,15 +15,18 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     WorkGrid,
     early_ranks,
     int_vectors,
+    longest_share,
 )
 from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 from xsake.kernels_pallas_gpu.mosaic_turns import Turns
 
-# Fields of an item: the pair, and for every ring the first resident key (below 0: there is none) and the mask column.
-PAIR, START, COLUMN = range(3)
+# Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
+# resident key (below 0: there is none) and the mask column.
+PAIR, PIECE, START, COLUMN = range(4)
 FIELDS_OF_RING = 2
+MOST_PARTS = 8
 
 
 class Scratch(NamedTuple):
@@ -59,7 +62,8 @@ class HandOver(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """All that is known while tracing. Packed heads count as one. `q_vectors`: names of the operands with one number
-    per query; `has_bits`: whether the mask has bitmaps.
+    per query; `has_bits`: whether the mask has bitmaps. `parts`: items that share an early column, each with some of
+    the group's heads.
     """
 
     batch: int
@@ -78,6 +82,7 @@ class Plan:
     has_bias: bool
     has_bits: bool
     q_vectors: tuple[str, ...]
+    parts: int
     config: BackwardConfig
     interpret: Any
 
@@ -115,6 +120,7 @@ class Plan:
             has_bias=bias is not None,
             has_bits=call.mask.bitmaps is not None,
             q_vectors=tuple(name for name, there in has_numbers.items() if there),
+            parts=_parts(call, packing, config),
             config=config,
             interpret=interpret,
         )
@@ -172,15 +178,15 @@ class Plan:
     @property
     def work(self) -> WorkGrid:
         streamed_bytes = self.packing.group * self.group * self.q_len * (self.head_dim + self.v_head_dim) * 2
-        early = early_ranks(self.pairs)
-        return WorkGrid.make(self.pairs, self.kv_len, self.block_kv, self._tile_wgs, streamed_bytes, early=early)
+        cut = dict(early=early_ranks(self.pairs), parts=self.parts)
+        return WorkGrid.make(self.pairs, self.kv_len, self.block_kv, self._tile_wgs, streamed_bytes, **cut)
 
     @property
     def turns(self) -> Turns:
         work = self.work
         return Turns(
             items=work.items,
-            fields=1 + FIELDS_OF_RING * work.rings,
+            fields=START + FIELDS_OF_RING * work.rings,
             ahead=self.ahead,
             compute_wgs=self.compute_wgs,
             interpret=self.simulate,
@@ -243,3 +249,11 @@ class Plan:
             p_free=plgpu.Barrier(),
             finished=plgpu.Barrier(num_arrivals=2),
         )
+
+
+def _parts(call: Call, packing: Packing, config: BackwardConfig) -> int:
+    """1, or more where a column that every query lists may take longer than all other work of an SM."""
+    if packing.group > 1 or config.splits(call.head_dim, call.value_dim) or longest_share(call) <= 1:
+        return 1
+    group = call.q_heads // call.kv_heads
+    return max(parts for parts in range(1, MOST_PARTS + 1) if group % parts == 0)

@@ -312,7 +312,7 @@ def dq(
 
         def load_item(turn, number, done):
             """An item of the memory warpgroup; `done`, tiles of every ring's earlier items."""
-            rank, pair = work.rank_and_pair(number)
+            pair, rank, _ = work.columns.place(number)
             b, h = batch_and_head(pair)
             kv_head, coords = lax.div(h, group), coords_of(pair)
             spans, fields = [], [pair]

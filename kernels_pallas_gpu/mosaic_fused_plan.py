@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, one_of, whole
-from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY, hopper_sms
-from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, early_ranks
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, active_keys, early_ranks, longest_share
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
 from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
@@ -272,18 +272,16 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
     return None
 
 
-def heuristic(call: Call, active_keys: float) -> FusedConfig:
-    """`active_keys`: keys per query, on average. With few keys, the sums of dQ cost more than fusing saves."""
-    pairs = call.batch * call.kv_heads
-    longest = call.q_heads // call.kv_heads * call.q_len
-    # A column that every row lists may take longer than an SM's share of all work: without parts, all wait for it.
-    share = call.batch * call.q_heads * call.q_len * active_keys / (KEYS * hopper_sms())
-    parts = 1 if longest <= share else 2 if longest <= 2 * share else 4
+def heuristic(call: Call) -> FusedConfig:
+    share = longest_share(call)
+    early = early_ranks(call.batch * call.kv_heads) * (2 if share > 1 else 1)
+    # All wait for a column that takes longer than an SM's other work. Its tiles take up to twice as long as those of
+    # neighbours in a window, which find the same queries in the L2 cache.
+    parts = 1 if share <= 0.25 else 2 if share <= 0.5 else 4
     wide = call.head_dim == call.value_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
-    config = FusedConfig(
-        tile=2 * ROWS if wide else ROWS, early=early_ranks(pairs) * (2 if parts > 1 else 1), parts=parts
-    )
-    pays = active_keys >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
+    config = FusedConfig(tile=2 * ROWS if wide else ROWS, early=early, parts=parts)
+    # With few keys, the sums of dQ cost more than fusing saves.
+    pays = active_keys(call) >= (WORTH_FUSING if call.deterministic else WORTH_FUSING_FLOATS)
     return dataclasses.replace(config, use=pays and call.soft_cap is None and misfit(call, config) is None)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check, check_run, make, run
 from contract.target import TARGETS
 from sweep import sweep
 
+import xsake
 from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu import mosaic, mosaic_turns
+from xsake.kernels_pallas_gpu import mosaic, mosaic_dkv_plan, mosaic_turns
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 CASES = {
@@ -50,3 +53,45 @@ def test_one_and_two_stages_of_resident_rows_give_the_same_bits(monkeypatch):
     check(case, found[0])
     for name in ("d_query", "d_key", "d_value"):
         np.testing.assert_array_equal(*(getattr(x, name) for x in found), err_msg=name)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "sizes", sweep([(4, 4, 64), (4, 2, 64), (4, 1, 70), (6, 2, 64)], slow=[(4, 2, 64), (4, 1, 70), (6, 2, 64)])
+)
+def test_the_longest_columns_are_cut_by_heads(sizes, monkeypatch):
+    heads, lists, length = sizes
+    monkeypatch.setattr(mosaic_dkv_plan, "longest_share", lambda call: 2.0)
+    monkeypatch.setattr(mosaic_dkv_plan, "early_ranks", lambda pairs: 1)
+    shape = dict(q_len=length, block_q=32, block_kv=32, density=0.6, mask_causal=True)
+    case = make(TARGET, batch=1, q_heads=heads, kv_heads=2, mask=(1, lists), **shape)
+    with TARGET.context():
+        call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
+        packing = mosaic._packing(call)
+        assert mosaic_dkv_plan.Plan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
+    check_run(TARGET, case)
+
+
+def test_columns_are_cut_where_an_sm_would_wait_for_one():
+    """A sink and a window in 32 heads: the fewer keys a query has, the more of an SM's work is a sink's column."""
+
+    def parts(kind: str, length: int, window: int, kv_heads: int, head_dim: int = 128) -> int:
+        mask = xsake.patterns.sink_window(length, length, sink=128, window=window)
+        q, k = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.bfloat16) for n in (32, kv_heads))
+        found = []
+
+        def look(q, k):
+            call = build_call(query=q, key=k, value=k, mask=mask, is_causal=True, default_blocks=(128, 128))
+            config = mosaic.default_config(call)
+            plan = mosaic_dkv_plan.Plan.of(call, mosaic._packing(call), config.dkv)
+            found.append({"dkv": plan.parts, "fused": config.fused.parts}[kind])
+
+        jax.eval_shape(look, q, k)
+        return found[0]
+
+    assert parts("dkv", 8192, 1024, 8) == 4
+    assert parts("dkv", 8192, 1024, 2) == 8
+    assert parts("dkv", 8192, 1024, 32) == 1, "there is one head"
+    assert parts("dkv", 8192, 1024, 8, head_dim=256) == 1, "two warpgroups share keys"
+    assert parts("dkv", 8192, 8192, 8) == 1, "an SM has more work than that"
+    assert [parts("fused", 32768, window, 8) for window in (1024, 8192, 32768)] == [4, 2, 1]
