@@ -277,7 +277,7 @@ def heuristic(call: Call) -> FusedConfig:
     early = early_ranks(call.batch * call.kv_heads) * (2 if share > 1 else 1)
     # All wait for a column that takes longer than an SM's other work. Its tiles take up to twice as long as those of
     # neighbours in a window, which find the same queries in the L2 cache.
-    parts = 1 if share <= 0.25 else 2 if share <= 0.5 else 4
+    parts = 2 if share <= 0.5 else 4
     wide = call.head_dim == call.value_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
     config = FusedConfig(tile=2 * ROWS if wide else ROWS, early=early, parts=parts)
     # With few keys, the sums of dQ cost more than fusing saves.

@@ -94,4 +94,4 @@ def test_columns_are_cut_where_an_sm_would_wait_for_one():
     assert parts("dkv", 8192, 1024, 32) == 1, "there is one head"
     assert parts("dkv", 8192, 1024, 8, head_dim=256) == 1, "two warpgroups share keys"
     assert parts("dkv", 8192, 8192, 8) == 1, "an SM has more work than that"
-    assert [parts("fused", 32768, window, 8) for window in (1024, 8192, 32768)] == [4, 2, 1]
+    assert [parts("fused", 32768, window, 8) for window in (1024, 8192, 32768)] == [4, 2, 2]
