@@ -6,7 +6,8 @@
 Attention: XSAKE's calls of `gpu_attention`, but for those within the densities that `gpu_peers` has of the same call,
 where runs are sustained and in random order. TPUs: cycles of the compiler's schedules (`tpu_schedule`). All other work
 of a training step: the steps of `train_gpu`, less their attention by the throughput of the kernel that they ran; not
-HADS's steps, which also choose blocks, nor steps that are mostly attention.
+HADS's steps, which also choose blocks, nor steps that are mostly attention, nor those kept from an older commit, whose
+kernels ran at another throughput.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def rest_of_steps(points: list[Point]) -> list[Rest]:
     return [
         rest
         for r in run["results"]
-        if "beside" not in r and r["kind"] != "hads"
-        if (rest := _rest(r, r.get("environment", run["environment"])["device"], points)) is not None
+        if "beside" not in r and "environment" not in r and r["kind"] != "hads"
+        if (rest := _rest(r, run["environment"]["device"], points)) is not None
     ]
 
 
