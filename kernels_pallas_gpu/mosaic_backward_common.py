@@ -135,6 +135,73 @@ class LogitRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ColumnPlan:
+    """What kernels that hold columns of keys know of a call while tracing."""
+
+    batch_size: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: Any
+    block_q: int
+    block_kv: int
+    rule: LogitRule
+    full_is_exact: bool
+    has_bias: bool
+    interpret: Any
+
+    @staticmethod
+    def of_call(call: Call) -> dict[str, Any]:
+        """All fields but `interpret`."""
+        bias, block_q = call.bias, call.mask.block_q
+        rule = LogitRule(
+            scale=call.scale,
+            band=call.band,
+            soft_cap=call.soft_cap,
+            has_bias=bias is not None,
+            rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
+        )
+        return dict(
+            batch_size=call.batch,
+            q_len=call.q_len,
+            kv_len=call.kv_len,
+            num_q_heads=call.q_heads,
+            num_kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            v_head_dim=call.value_dim,
+            dtype=call.query.dtype,
+            block_q=block_q,
+            block_kv=call.mask.block_kv,
+            rule=rule,
+            full_is_exact=call.full_is_exact,
+            has_bias=bias is not None,
+        )
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def pairs(self) -> int:
+        return self.batch_size * self.num_kv_heads
+
+    @property
+    def simulate(self) -> bool:
+        return bool(self.interpret)
+
+    @property
+    def q_size(self) -> int:
+        return pl.cdiv(self.q_len, self.block_q) * self.block_q
+
+    @property
+    def kv_size(self) -> int:
+        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkGrid:
     """Which resident rows each ring of a CTA works on, item by item.
 

@@ -51,7 +51,7 @@ def dkv(
         q_vectors={name: packing.of_tokens(pad(per_query[name], 1, q_size)) for name in plan.q_vectors},
         kv_vectors=vectors(kv_size, position=call.kv_positions if rule.by_position else None, segment=call.kv_segments),
         lists=ListRefs(*lists),
-        interleaved=columns.interleaved(lists, plan.batch),
+        interleaved=columns.interleaved(lists, plan.batch_size),
         bias=None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
         bits=Bits.of(mask.bitmaps, mask.q_bitmap),
         counter=plan.turns.counter(),

@@ -4,14 +4,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
 from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     PART,
     ROWS,
-    LogitRule,
+    ColumnPlan,
     WorkGrid,
     early_ranks,
     int_vectors,
@@ -60,64 +59,32 @@ class HandOver(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ColumnPlan):
     """All that is known while tracing. Packed heads count as one. `q_vectors`: names of the operands with one number
     per query; `has_bits`: whether the mask has bitmaps. `parts`: items that share an early column, each with some of
     the group's heads.
     """
 
-    batch: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: Any
-    block_q: int
-    block_kv: int
     packing: Packing
-    rule: LogitRule
-    full_is_exact: bool
-    has_bias: bool
     has_bits: bool
     q_vectors: tuple[str, ...]
     parts: int
     config: BackwardConfig
-    interpret: Any
 
     @classmethod
     def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "Plan":
-        bias, block_q = call.bias, call.mask.block_q
-        rule = LogitRule(
-            scale=call.scale,
-            band=call.band,
-            soft_cap=call.soft_cap,
-            has_bias=bias is not None,
-            rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
-        )
+        fields = cls.of_call(call)
+        by_position, block_q = fields["rule"].by_position, call.mask.block_q
         if packing.rows % config.tile:
             raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
         has_numbers = dict(
-            position=rule.by_position and call.q_positions is not None,
+            position=by_position and call.q_positions is not None,
             segment=call.q_segments is not None,
-            index=rule.by_position and call.q_positions is None,
+            index=by_position and call.q_positions is None,
         )
         plan = cls(
-            batch=call.batch,
-            q_len=call.q_len,
-            kv_len=call.kv_len,
-            num_q_heads=call.q_heads // packing.group,
-            num_kv_heads=call.kv_heads,
-            head_dim=call.head_dim,
-            v_head_dim=call.value_dim,
-            dtype=call.query.dtype,
-            block_q=block_q,
-            block_kv=call.mask.block_kv,
+            **fields | {"num_q_heads": call.q_heads // packing.group},
             packing=packing,
-            rule=rule,
-            full_is_exact=call.full_is_exact,
-            has_bias=bias is not None,
             has_bits=call.mask.bitmaps is not None,
             q_vectors=tuple(name for name, there in has_numbers.items() if there),
             parts=_parts(call, packing, config),
@@ -128,22 +95,6 @@ class Plan:
             dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
             raise ValueError(f"{dims} need compute_wgs=2, tile={ROWS} and resident_stages=1, got {config}")
         return plan
-
-    @property
-    def group(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def simulate(self) -> bool:
-        return bool(self.interpret)
-
-    @property
-    def q_size(self) -> int:
-        return pl.cdiv(self.q_len, self.block_q) * self.block_q
-
-    @property
-    def kv_size(self) -> int:
-        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
 
     @property
     def tile(self) -> int:
@@ -170,10 +121,6 @@ class Plan:
         return tests and self.rule.folds_lse and not self.has_bits and self.tile == PART and not self.split
 
     # -- which column --------------------------------------------------------------------------------------------------
-
-    @property
-    def pairs(self) -> int:
-        return self.batch * self.num_kv_heads
 
     @property
     def work(self) -> WorkGrid:

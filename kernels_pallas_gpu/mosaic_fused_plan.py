@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake._backend import Call
 from xsake._fields import check_fields, flag, one_of, whole
 from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
-from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, LogitRule, active_keys, early_ranks, longest_share
+from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, ColumnPlan, active_keys, early_ranks, longest_share
 from xsake.kernels_pallas_gpu.mosaic_common import swizzled
 from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
@@ -80,76 +80,27 @@ class Barriers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ColumnPlan):
     """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
 
-    batch_size: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: Any
-    block_q: int
-    block_kv: int
-    rule: LogitRule
-    full_is_exact: bool
-    has_bias: bool
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
     deterministic: bool
     config: FusedConfig
-    interpret: Any
 
     @classmethod
     def of(cls, call: Call, config: FusedConfig, interpret: Any = False) -> "Plan":
-        bias, block_q = call.bias, call.mask.block_q
-        rule = LogitRule(
-            scale=call.scale,
-            band=call.band,
-            soft_cap=call.soft_cap,
-            has_bias=bias is not None,
-            rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
-        )
-        positions = ("position",) if rule.by_position else ()
+        fields = cls.of_call(call)
+        positions = ("position",) if fields["rule"].by_position else ()
         segments = ("segment",) if call.q_segments is not None else ()
         return cls(
-            batch_size=call.batch,
-            q_len=call.q_len,
-            kv_len=call.kv_len,
-            num_q_heads=call.q_heads,
-            num_kv_heads=call.kv_heads,
-            head_dim=call.head_dim,
-            v_head_dim=call.value_dim,
-            dtype=call.query.dtype,
-            block_q=block_q,
-            block_kv=call.mask.block_kv,
-            rule=rule,
-            full_is_exact=call.full_is_exact,
-            has_bias=bias is not None,
+            **fields,
             q_vectors=(*(("index",) if call.q_positions is None and positions else positions), *segments),
             kv_vectors=(*(() if call.kv_positions is None else positions), *segments),
             deterministic=call.deterministic,
             config=config,
             interpret=interpret,
         )
-
-    @property
-    def group(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def simulate(self) -> bool:
-        return bool(self.interpret)
-
-    @property
-    def q_size(self) -> int:
-        return pl.cdiv(self.q_len, self.block_q) * self.block_q
-
-    @property
-    def kv_size(self) -> int:
-        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
 
     @property
     def tiles_per_block(self) -> int:
@@ -166,10 +117,6 @@ class Plan:
 
     # -- which column --------------------------------------------------------------------------------------------------
     # A pair is a batch entry and a K/V head. Its columns of 128 keys are ranked by length, longest first.
-
-    @property
-    def pairs(self) -> int:
-        return self.batch_size * self.num_kv_heads
 
     @property
     def columns_per_block(self) -> int:
