@@ -222,8 +222,8 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
 def heuristic(call: Call) -> FusedConfig:
     share = longest_share(call)
     early = early_ranks(call.batch * call.kv_heads) * (2 if share > 1 else 1)
-    # All wait for a column that takes longer than an SM's other work. Its tiles take up to twice as long as those of
-    # neighbours in a window, which find the same queries in the L2 cache.
+    # All wait for a column that takes longer than an SM's other work. A sink's tiles take half again as long as those
+    # of neighbours in a window, which find the same queries in the L2 cache.
     parts = 2 if share <= 0.5 else 4
     wide = call.head_dim == call.value_dim == ROWS and call.mask.block_q % (2 * ROWS) == 0
     config = FusedConfig(tile=2 * ROWS if wide else ROWS, early=early, parts=parts)
