@@ -232,7 +232,7 @@ class WorkGrid:
         early: int = 0,
         parts: int = 1,
     ) -> "WorkGrid":
-        """`parts`: as many where a CTA has one ring, otherwise none."""
+        """Early ranks are cut into `parts` only where a CTA has one ring."""
         shared = block % (ROWS * compute_wgs) == 0
         unit = ROWS * compute_wgs if shared else ROWS
         return cls(

@@ -56,8 +56,8 @@ class Results(NamedTuple):
 
 
 class Streaming(NamedTuple):
-    """A tile of queries of one head, on its way past the keys. `masked`: whether elements are tested, `bits` with which
-    bits; known while tracing, or not if `Plan.one_copy`.
+    """Tile number `n` of queries, of one head. `masked`: whether its elements are tested, which is known while tracing
+    unless `Plan.one_copy`. `bits`: what the mask's bitmaps say of them.
     """
 
     n: Any
@@ -68,6 +68,8 @@ class Streaming(NamedTuple):
 
 
 class Cta:
+    """Takes one item of work after another: a column of keys, or the part of it that has some of the group's heads."""
+
     def __init__(
         self,
         plan: Plan,
@@ -102,8 +104,8 @@ class Cta:
     def keys(self, item: Item) -> tuple[Any, Any, Any, Any]:
         """(batch, K/V head, index of the first key, whether there are keys) of a compute warpgroup's item."""
         plan, start = self.plan, item(START + FIELDS_OF_RING * self.ring)
-        shares = plan.split or self.work.rings > 1
-        first = pl.multiple_of(jnp.maximum(start, 0), ROWS) + (0 if shares else self.wg * ROWS)
+        is_first = plan.split or self.work.rings > 1  # of both warpgroups together, or of this one's own ring
+        first = pl.multiple_of(jnp.maximum(start, 0), ROWS) + (0 if is_first else self.wg * ROWS)
         return lax.div(item(PAIR), plan.num_kv_heads), lax.rem(item(PAIR), plan.num_kv_heads), first, start >= 0
 
     def load_keys(self, b: Any, kv_start: Any, kv_head: Any, place: Any) -> None:
