@@ -25,6 +25,7 @@ from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.limits import hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_backward_config import ROWS
 from xsake.kernels_pallas_gpu.mosaic_common import LOG2E, ListRefs, soft_cap_tanh
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_parts import Columns
 
 Array = jax.Array
@@ -359,7 +360,7 @@ def opaque(x: Array, *, interpret: bool) -> Array:
 def run_where(run: Any, *conditions: Any) -> None:
     """Runs it where all conditions hold; None always holds."""
     known = [condition for condition in conditions if condition is not None]
-    pl.when(functools.reduce(lambda a, b: a & b, known))(run) if known else run()
+    when(functools.reduce(lambda a, b: a & b, known))(run) if known else run()
 
 
 def with_zeros(body: Any, buffers: list[Any], shapes: list[tuple[int, int]], *, interpret: bool) -> Any:
@@ -390,7 +391,7 @@ def drain(free: Any, stages: int, count: Any, ring: tuple[int, ...] = ()) -> Non
     """Waits for the last releases of a ring: the interpreter requires that every completed barrier was waited for."""
     for i in range(stages):
 
-        @pl.when(i < count)
+        @when(i < count)
         def _(i=i):
             plgpu.barrier_wait(free.at[(*ring, lax.rem(count - 1 - i, stages))])
 

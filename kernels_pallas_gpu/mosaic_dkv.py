@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
@@ -17,6 +16,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import pad, pad_bias, run_k
 from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, pad_to
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_dkv_compute import Column
 from xsake.kernels_pallas_gpu.mosaic_dkv_cta import Cta, Operands, Results
 from xsake.kernels_pallas_gpu.mosaic_dkv_memory import load
@@ -92,12 +92,12 @@ def _share_the_work(cta: Cta) -> None:
         cta.turns.take(cta.turn, lambda item, done: work(cta, item).run(done), jnp.int32(0))
 
     if plan.split:
-        pl.when(cta.wg == 0)(lambda: compute(Values))
-        pl.when(cta.wg == 1)(lambda: compute(Keys))
+        when(cta.wg == 0)(lambda: compute(Values))
+        when(cta.wg == 1)(lambda: compute(Keys))
     else:
-        pl.when(cta.wg < plan.compute_wgs)(lambda: compute(Column))
+        when(cta.wg < plan.compute_wgs)(lambda: compute(Column))
 
-    @pl.when(cta.wg == plan.compute_wgs)
+    @when(cta.wg == plan.compute_wgs)
     def _memory() -> None:
         plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
         load(cta)

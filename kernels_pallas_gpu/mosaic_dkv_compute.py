@@ -27,6 +27,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_zeros,
 )
 from xsake.kernels_pallas_gpu.mosaic_common import wgmma_full
+from xsake.kernels_pallas_gpu.mosaic_conditions import as_number, when
 from xsake.kernels_pallas_gpu.mosaic_dkv_cta import Cta, Streaming
 from xsake.kernels_pallas_gpu.mosaic_dkv_plan import PAIR, PIECE
 from xsake.kernels_pallas_gpu.mosaic_turns import Item
@@ -74,13 +75,13 @@ class Column:
             piece = self.item(PIECE)
             exists &= piece < 0
 
-            @pl.when(piece >= 0)
+            @when(piece >= 0)
             def _store_part() -> None:
                 at = self.item(PAIR), lax.div(piece, parts), lax.rem(piece, parts), pl.ds(self.cta.wg * ROWS, ROWS)
                 results.dk_parts.at[at][...] = dk * plan.rule.scale
                 results.dv_parts.at[at][...] = dv
 
-        @pl.when(exists)
+        @when(exists)
         def _store() -> None:
             rows = pl.ds(kv_start, ROWS)
             plgpu.copy_smem_to_gmem(k_tile, results.dk.at[b, rows, kv_head])
@@ -108,8 +109,8 @@ class Tile:
             near = None
             if plan.one_copy and plan.skips:
                 attended = functools.partial(self.attended, part)
-                near = lax.fori_loop(0, self.masked.astype(jnp.int32), attended, jnp.bool_(True))
-                pl.when(~near)(lambda: release(do_free, interpret=self.simulate))
+                near = lax.fori_loop(0, as_number(self.masked), attended, jnp.bool_(True))
+                when(~near)(lambda: release(do_free, interpret=self.simulate))
             elif plan.skips and self.masked:
                 near = self.attended(part)
             bits = self.streaming.bits
@@ -149,7 +150,7 @@ class Tile:
             self.cta.element_mask, self.slot, queries, column.kv_start, column.kv_rows, self.streaming.bits, part
         )
         if plan.one_copy:
-            s = lax.fori_loop(0, masked.astype(jnp.int32), lambda _, s: jnp.where(mask(), s, -jnp.inf), s)
+            s = lax.fori_loop(0, as_number(masked), lambda _, s: jnp.where(mask(), s, -jnp.inf), s)
         p, weight = rule.probabilities(
             s,
             None if rule.folds_lse else over_columns(scratch.statistic.at[self.ring, self.slot, queries]),

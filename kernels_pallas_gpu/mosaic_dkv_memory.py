@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.mosaic_backward_common import ROWS, drain
+from xsake.kernels_pallas_gpu.mosaic_conditions import as_number, when
 from xsake.kernels_pallas_gpu.mosaic_dkv_cta import Cta
 
 
@@ -41,12 +42,12 @@ def _load_item(cta: Cta, turn: Any, number: Any, counts: Any) -> Any:
         def fetch(t: Any, counts: Any) -> Any:
             for ring, (n, (begin, _, tiles)) in enumerate(zip(counts, spans, strict=True)):
 
-                @pl.when(t < tiles)
+                @when(t < tiles)
                 def _(ring: int = ring, n: Any = n, begin: Any = begin) -> None:
                     slots = cta.slots(n)
                     _load_tile(cta, n, b, head, cta.streamed.start(coords(g), begin, t), ring, *slots)
 
-            return tuple(n + (t < tiles).astype(jnp.int32) for n, (_, _, tiles) in zip(counts, spans, strict=True))
+            return tuple(n + as_number(t < tiles) for n, (_, _, tiles) in zip(counts, spans, strict=True))
 
         return lax.fori_loop(0, functools.reduce(jnp.maximum, [tiles for _, _, tiles in spans]), fetch, counts)
 
@@ -58,13 +59,13 @@ def _load_tile(cta: Cta, n: Any, b: Any, head: Any, start: Any, ring: int, slot:
     queries = pl.ds(start, plan.tile)
     ready, inner_ready = barriers.q_ready.at[ring, slot], barriers.do_ready.at[ring, inner]
 
-    pl.when(n >= plan.config.stages)(lambda: plgpu.barrier_wait(barriers.q_free.at[ring, slot]))
+    when(n >= plan.config.stages)(lambda: plgpu.barrier_wait(barriers.q_free.at[ring, slot]))
     plan.packing.load(given.q, b, start, head, scratch.q.at[ring, slot], ready)
     plgpu.copy_gmem_to_smem(given.statistic.at[b, head, queries], scratch.statistic.at[ring, slot], ready)
     for name, x in given.q_vectors.items():
         per_token = x.at[0 if x.shape[0] == 1 else b, queries]
         plgpu.copy_gmem_to_smem(per_token, cta.q_vectors[name].at[ring, slot], ready)
 
-    pl.when(n >= plan.config.inner_stages)(lambda: plgpu.barrier_wait(barriers.do_free.at[ring, inner]))
+    when(n >= plan.config.inner_stages)(lambda: plgpu.barrier_wait(barriers.do_free.at[ring, inner]))
     plan.packing.load(given.d_out, b, start, head, scratch.do.at[ring, inner], inner_ready)
     plgpu.copy_gmem_to_smem(given.minus_delta.at[b, head, queries], scratch.delta.at[ring, inner], inner_ready)

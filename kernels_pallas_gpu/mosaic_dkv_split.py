@@ -21,6 +21,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     with_zeros,
 )
 from xsake.kernels_pallas_gpu.mosaic_common import wgmma_full
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_dkv_cta import Cta, Streaming
 from xsake.kernels_pallas_gpu.mosaic_turns import Item
 
@@ -43,7 +44,7 @@ class Values:
 
         def accumulate(dv: Any) -> Any:
             total = cta.walk(self.item, done, lambda streaming: self.step(streaming, dv, done))
-            pl.when(total > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
+            when(total > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
             return read(dv, in_flight=0, interpret=self.simulate), total
 
         shapes = [(ROWS, self.plan.v_head_dim)]
@@ -77,7 +78,7 @@ class Values:
                 mask() if streaming.masked else None,
             )
             release(barriers.q_free.at[ring, slot], interpret=self.simulate)
-            pl.when(streaming.n > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
+            when(streaming.n > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
             hand_over.p[...] = weight
             plgpu.commit_smem()
             plgpu.barrier_arrive(hand_over.p_ready)

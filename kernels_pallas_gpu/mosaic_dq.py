@@ -39,6 +39,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 from xsake.kernels_pallas_gpu.mosaic_turns import Turns
 
@@ -191,7 +192,7 @@ def dq(
                 minus_delta = -weight if minus_delta is None else minus_delta - weight
                 minus_delta = jnp.where(rule.attends_nothing(statistic), 0.0, minus_delta)
 
-                @pl.when(field(START) >= 0)
+                @when(field(START) >= 0)
                 def _keep():
                     sum_ref[b, h, rows] = minus_delta
 
@@ -298,14 +299,14 @@ def dq(
             q_tile[...] = (grad * call.scale).astype(dtype)
             plgpu.commit_smem()
 
-            @pl.when(field(START) >= 0)
+            @when(field(START) >= 0)
             def _store():
                 b, h = batch_and_head(field(PAIR))
                 packing.store(q_tile, dq_ref, b, first_row(), h)
 
             return done + field(TILES)
 
-        @pl.when(wg < wgs)
+        @when(wg < wgs)
         def _compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             turns.take(turn_refs, attend, jnp.int32(0))
@@ -334,12 +335,12 @@ def dq(
             def _fetch(t):
                 for ring, (before, (begin, tiles)) in enumerate(zip(done, spans, strict=True)):
 
-                    @pl.when(t < tiles)
+                    @when(t < tiles)
                     def _(ring=ring, begin=begin, n=before + t):
                         slot, inner = lax.rem(n, config.stages), lax.rem(n, config.inner_stages)
                         keys = pl.ds(streamed.start(coords, begin, t), tile)
 
-                        @pl.when(n >= config.stages)
+                        @when(n >= config.stages)
                         def _():
                             plgpu.barrier_wait(k_free.at[ring, slot])
 
@@ -350,7 +351,7 @@ def dq(
                             x = x_ref.at[0 if x_ref.shape[0] == 1 else b, keys]
                             plgpu.copy_gmem_to_smem(x, kv_vector_smem[name].at[ring, slot], k_ready.at[ring, slot])
 
-                        @pl.when(n >= config.inner_stages)
+                        @when(n >= config.inner_stages)
                         def _():
                             plgpu.barrier_wait(v_free.at[ring, inner])
 
@@ -360,7 +361,7 @@ def dq(
 
             return tuple(before + tiles for before, (_, tiles) in zip(done, spans, strict=True))
 
-        @pl.when(wg == wgs)
+        @when(wg == wgs)
         def _memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             done = turns.deal(turn_refs, counter_ref, load_item, (jnp.int32(0),) * work.rings)

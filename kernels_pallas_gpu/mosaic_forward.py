@@ -21,6 +21,7 @@ from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ElementRule, RowLists
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_forward_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta
@@ -195,13 +196,13 @@ def forward(
 def _share_the_work(cta: Cta) -> None:
     plan = cta.plan
 
-    @pl.when(cta.wg < plan.compute_wgs)
+    @when(cta.wg < plan.compute_wgs)
     def _compute() -> None:
         if plan.pairing is not Pairing.ALONE:
             plgpu.set_max_registers(plan.registers[0], action="increase")
         ComputeWarpgroup(cta).run()
 
-    @pl.when(cta.wg >= plan.compute_wgs)
+    @when(cta.wg >= plan.compute_wgs)
     def _memory() -> None:
         if plan.pairing is not Pairing.ALONE:
             plgpu.set_max_registers(plan.registers[1], action="decrease")

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import LN2, LOG2E
+from xsake.kernels_pallas_gpu.mosaic_conditions import as_number, when
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import BATCH, BY_TURNS, FULL_STEPS, HEAD, PART, Q_START, STEPS
@@ -46,7 +47,7 @@ class ComputeWarpgroup:
             self.yield_tensor_core()
             self.await_tensor_core()
 
-        pl.when(cta.wg == 1)(let_the_other_multiply)
+        when(cta.wg == 1)(let_the_other_multiply)
         self.yield_tensor_core()
         steps, full_steps = self.read_item(jnp.int32(0))
         if plan.ahead:
@@ -72,13 +73,13 @@ class ComputeWarpgroup:
             lax.while_loop(lambda c: c[2] >= 0, one_turn, (jnp.int32(0), jnp.int32(0), steps, full_steps))
         else:
 
-            @pl.loop(0, (steps >= 0).astype(jnp.int32))
+            @pl.loop(0, as_number(steps >= 0))
             def _only(turn: Any) -> None:
                 Tile(self, turn, turn, steps, full_steps).run()
 
         if not plan.ahead:
             self.await_tensor_core()
-        pl.when(cta.wg == 0)(let_the_other_multiply)
+        when(cta.wg == 0)(let_the_other_multiply)
         plgpu.wait_smem_to_gmem(0)
 
     def read_item(self, turn: Any) -> tuple[Any, Any]:
@@ -91,7 +92,7 @@ class ComputeWarpgroup:
         cta, barriers = self.cta, self.cta.barriers
         q_slot, slot = cta.query_slot(turn, cta.wg), slot_of(step0, self.plan.stages)
 
-        @pl.when(steps > 0)
+        @when(steps > 0)
         def _operands() -> None:
             plgpu.barrier_wait(barriers.q_ready.at[q_slot])
             plgpu.barrier_wait(cta.stage(barriers.k_ready, slot))
@@ -99,7 +100,7 @@ class ComputeWarpgroup:
         queries, keys = cta.scratch.q.at[q_slot], cta.stage(cta.scratch.k, slot)
         logits = common.matmul(queries, keys, transpose_b=True, interpret=bool(self.plan.interpret), overlap=overlap)
         starts = self.starts(slot)
-        pl.when(steps > 0)(lambda: cta.release(cta.stage(barriers.k_free, slot)))
+        when(steps > 0)(lambda: cta.release(cta.stage(barriers.k_free, slot)))
         return logits, starts
 
     def starts(self, slot: Any) -> tuple[Any, ...]:
@@ -154,12 +155,12 @@ class Tile:
             for name in self.plan.q_vectors
         }
 
-        @pl.when(self.steps > 0)
+        @when(self.steps > 0)
         def _first_keys() -> None:
             plgpu.barrier_wait(cta.stage(barriers.k_ready, slot_of(self.step0, self.plan.stages)))
 
         acc, m, total = self.attend(self.softmax.nothing(), jnp.int32(0))
-        pl.when(self.steps > 0)(self.warpgroup.yield_tensor_core)
+        when(self.steps > 0)(self.warpgroup.yield_tensor_core)
         if self.plan.separate_out:
             cta.release(barriers.q_free.at[self.q_slot])
         self.write(acc, m, total)
@@ -206,7 +207,7 @@ class Tile:
             return jnp.where(mask, logits, -jnp.inf)
 
         logits = self.element_wise(logits, None, {}, partial=False)
-        logits = lax.fori_loop(0, (self.full_steps == 0).astype(jnp.int32), with_rule, logits)
+        logits = lax.fori_loop(0, as_number(self.full_steps == 0), with_rule, logits)
         values = self.cta.stage(self.cta.scratch.v, slot_of(self.step0, self.plan.stages))
         return self.accumulate(0, carry, logits, values, self.softmax.weigh)
 
@@ -226,14 +227,14 @@ class Tile:
         first, count = self.first_query(), plan.packing.queries
         live = [plan.rule.any_in_band(first, count, key, HALF) & (key >= 0) for key in first_keys]
 
-        num_live = sum(x.astype(jnp.int32) for x in live)
-        pl.when(num_live == 0)(lambda: self.idle_step(step))
+        num_live = sum(as_number(x) for x in live)
+        when(num_live == 0)(lambda: self.idle_step(step))
         # Loops of one iteration or none, because the branches of a switch would take more registers.
         if len(live) == 2:
-            half = live[1].astype(jnp.int32)
+            half = as_number(live[1])
             carry = lax.fori_loop(
                 0,
-                (num_live == 1).astype(jnp.int32),
+                as_number(num_live == 1),
                 lambda _, c: self.kv_step(step, c, partial=True, half=half),
                 carry,
             )
@@ -247,8 +248,8 @@ class Tile:
         starts = self.warpgroup.starts(self.slot(step))
         live = [plan.rule.any_in_band(first, count, start, plan.unit) & (start >= 0) for start in starts]
         any_live = functools.reduce(lambda a, b: a | b, live)
-        pl.when(~any_live)(lambda: self.idle_step(step))
-        return lax.fori_loop(0, any_live.astype(jnp.int32), lambda _, c: self.kv_step(step, c, partial=True), carry)
+        when(~any_live)(lambda: self.idle_step(step))
+        return lax.fori_loop(0, as_number(any_live), lambda _, c: self.kv_step(step, c, partial=True), carry)
 
     def step_of_chosen(self, step: Any, carry: Any) -> Any:
         """A partial step whose bits tell, for every run, which rows attend. Without a rule, runs of no row are skipped.
@@ -264,16 +265,16 @@ class Tile:
             first, count = self.first_query(), plan.packing.queries
             inside = [plan.rule.all_in_band(first, count, start, plan.unit) for start in starts]
             plain = functools.reduce(lambda a, b: a & b, [x | ~y for x, y in zip(inside, live, strict=True)])
-        num_live = sum(x.astype(jnp.int32) for x in live)
+        num_live = sum(as_number(x) for x in live)
         # One number for the way of the step: what lives through all of them would take registers.
         whole, halves, ruled = plan.parts, plan.parts + 1, plan.parts + 3
-        way = num_live if plan.parts == 1 else jnp.where(num_live == 1, halves + live[1].astype(jnp.int32), num_live)
+        way = num_live if plan.parts == 1 else jnp.where(num_live == 1, halves + as_number(live[1]), num_live)
         way = jnp.where((num_live > 0) & ~plain, ruled, way)
-        pl.when(way == 0)(lambda: self.idle_step(step))
+        when(way == 0)(lambda: self.idle_step(step))
 
         def where(condition: Any, carry: Any, **how: Any) -> Any:
             run = functools.partial(self.kv_step, partial=True, **how)
-            return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: run(step, c), carry)
+            return lax.fori_loop(0, as_number(condition), lambda _, c: run(step, c), carry)
 
         if not plan.kv_vectors:
             carry = where(way == whole, carry, ruled=False)
@@ -360,11 +361,11 @@ class Tile:
 
     def take_tensor_core(self, step: Any) -> None:
         """For step 0, this warpgroup has arrived at the end of the item before."""
-        pl.when(step > 0)(self.warpgroup.yield_tensor_core)
+        when(step > 0)(self.warpgroup.yield_tensor_core)
         self.warpgroup.await_tensor_core()
 
     def await_next_keys(self, step: Any) -> None:
-        @pl.when(step + 1 < self.steps)
+        @when(step + 1 < self.steps)
         def _wait() -> None:
             plgpu.barrier_wait(
                 self.cta.stage(self.cta.barriers.k_ready, slot_of(self.step0 + step + 1, self.plan.stages))
@@ -438,8 +439,8 @@ class Tile:
                 plgpu.copy_smem_to_gmem(tile, parts.at[part, rows], commit_group=False)
 
         if plan.cuts_rows:
-            pl.when(part < 0)(store_row)
-            pl.when(part >= 0)(store_part)
+            when(part < 0)(store_row)
+            when(part >= 0)(store_part)
         else:
             store_row()
         plgpu.commit_smem_to_gmem_group()

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu import mosaic_common as common
 from xsake.kernels_pallas_gpu import mosaic_forward_pages as pages
+from xsake.kernels_pallas_gpu.mosaic_conditions import as_number, when
 from xsake.kernels_pallas_gpu.mosaic_forward_config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.mosaic_forward_cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.mosaic_forward_plan import PUBLISHED, Item
@@ -48,11 +49,11 @@ class MemoryWarpgroup:
             turns, steps, *_ = lax.while_loop(lambda c: c[2].steps >= 0, one_turn, carry)
         else:
 
-            @pl.loop(0, (item.steps >= 0).astype(jnp.int32))
+            @pl.loop(0, as_number(item.steps >= 0))
             def _only(turn: Any) -> None:
                 self.load_only_item(turn, item)
 
-            turns, steps = (item.steps >= 0).astype(jnp.int32), lax.max(item.steps, jnp.int32(0))
+            turns, steps = as_number(item.steps >= 0), lax.max(item.steps, jnp.int32(0))
         if plan.interpret:
             self.drain(turns, steps)
 
@@ -61,7 +62,7 @@ class MemoryWarpgroup:
         cta, barriers = self.cta, self.cta.barriers
 
         def observe(use: Any, barrier: Any) -> None:
-            pl.when(use >= 0)(lambda: plgpu.barrier_wait(barrier))
+            when(use >= 0)(lambda: plgpu.barrier_wait(barrier))
 
         observe(turns - 1, cta.stage(barriers.item_free, slot_of(turns - 1, 2)))
         for use in (turns - 1 - i for i in range(self.plan.q_stages)):
@@ -160,7 +161,7 @@ class MemoryWarpgroup:
     def publish(self, turn: Any, item: Item) -> None:
         cta, slot = self.cta, slot_of(turn, 2)
 
-        @pl.when(turn >= 2)
+        @when(turn >= 2)
         def _free() -> None:
             plgpu.barrier_wait(cta.stage(cta.barriers.item_free, slot))
 
@@ -206,16 +207,16 @@ class MemoryWarpgroup:
         pl.loop(0, last)(load.step)
         runs = load.runs(lax.max(last, jnp.int32(0)))
         places = load.places(runs)
-        pl.when(last >= 0)(lambda: load.keys(last, runs, places))
+        when(last >= 0)(lambda: load.keys(last, runs, places))
         following = self.read_item(next_number, next_row)
-        pl.when(last >= 0)(lambda: load.values(last, runs, places))
+        when(last >= 0)(lambda: load.values(last, runs, places))
         return following, self.read_after_next(turn, ticket)
 
     def load_queries(self, turn: Any, item: Item) -> None:
         cta, plan = self.cta, self.plan
         for consumer in self.consumers:
             slot = cta.query_slot(turn, consumer)
-            pl.when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
+            when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
             row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing.halves_rows else 0)
             head = item.head + (consumer if plan.pairing is Pairing.HEADS else 0)
             plan.packing.load(cta.q, item.batch, row, head, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
@@ -302,9 +303,9 @@ class _Load:
             return
         ((start, _),), (place,) = runs, places
         mixed = pages.is_mixed(place)
-        pl.when(jnp.logical_not(mixed))(lambda: self._tokens(cta.v, values, ready, places))
+        when(jnp.logical_not(mixed))(lambda: self._tokens(cta.v, values, ready, places))
 
-        @pl.when(mixed)
+        @when(mixed)
         def _zero() -> None:
             landed = cta.stage(cta.barriers.v_landed, 0)
             self._tokens(cta.v, values, landed, places)
@@ -323,7 +324,7 @@ class _Load:
     def _free_slot(self, step: Any, free: Any) -> Any:
         slot = slot_of(self.step0 + step, self.plan.stages)
         use = self.step0 + step
-        pl.when(use >= self.plan.stages)(lambda: plgpu.barrier_wait(self.cta.stage(free, slot)))
+        when(use >= self.plan.stages)(lambda: plgpu.barrier_wait(self.cta.stage(free, slot)))
         return slot
 
     def _runs(self, src: Any, dst: Any, ready: Any, starts: Sequence[Any]) -> None:

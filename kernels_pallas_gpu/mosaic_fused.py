@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._backend import Call
@@ -20,6 +19,7 @@ from xsake.kernels_pallas_gpu.fixed_point import Units
 from xsake.kernels_pallas_gpu.mosaic_backward_common import pad, pad_bias, run_kernel
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, pad_to
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_fused_compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, Operands, Results
 from xsake.kernels_pallas_gpu.mosaic_fused_memory import load
@@ -115,12 +115,12 @@ def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:
 
 
 def _share_the_work(cta: Cta) -> None:
-    @pl.when(cta.wg < COMPUTE_WGS)
+    @when(cta.wg < COMPUTE_WGS)
     def _compute() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         ComputeWarpgroup(cta).run()
 
-    @pl.when(cta.wg == COMPUTE_WGS)
+    @when(cta.wg == COMPUTE_WGS)
     def _memory() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         load(cta)

@@ -32,6 +32,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
     release,
     with_zeros,
 )
+from xsake.kernels_pallas_gpu.mosaic_conditions import as_number, when
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import DS_STAGES
 
@@ -109,7 +110,7 @@ class ComputeWarpgroup:
     def start_s(self, s: Any, n: Any) -> None:
         """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
         scratch, rule, slot = self.scratch, self.plan.rule, lax.rem(n, self.plan.config.q_stages)
-        pl.when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
+        when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
         if rule.folds_lse:
             s[...] = over_columns(scratch.statistic.at[slot])
         mma(s, scratch.k.at[self.own_keys()], scratch.q.at[slot], transpose_b=True, interpret=self.plan.simulate)
@@ -137,8 +138,8 @@ class ComputeWarpgroup:
         if plan.parts == 1:
             whole()
         else:
-            pl.when(cta.is_early)(part)
-            pl.when(jnp.logical_not(cta.is_early))(whole)
+            when(cta.is_early)(part)
+            when(jnp.logical_not(cta.is_early))(whole)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -209,9 +210,7 @@ class Tile:
                 (ROWS, self.plan.tile),
             )
         if rule.folds_lse:
-            return rule.probabilities(
-                lax.fori_loop(0, self.masked.astype(jnp.int32), self.exclude, s), None, None, None
-            )
+            return rule.probabilities(lax.fori_loop(0, as_number(self.masked), self.exclude, s), None, None, None)
         return rule.probabilities(s, over_columns(statistic), bias, self.element_mask() if self.masked else None)
 
     def exclude(self, _: Any, s: Any) -> Any:

@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.mosaic_backward_common import drain
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_fused_cta import Cta, HeadColumn
 from xsake.kernels_pallas_gpu.mosaic_fused_plan import KEYS
 
@@ -43,5 +44,5 @@ def load(cta: Cta) -> None:
 def _next(n: Any, free: Any, ready: Any, stages: int) -> tuple[Any, Any]:
     """Waits until the slot of tile n is free; returns (slot, barrier of the copies that fill the slot)."""
     slot = lax.rem(n, stages)
-    pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+    when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     return slot, ready.at[slot]

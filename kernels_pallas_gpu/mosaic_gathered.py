@@ -36,6 +36,7 @@ from xsake.kernels_pallas_gpu.mosaic_backward_common import (
 from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.mosaic_bits import Bits
 from xsake.kernels_pallas_gpu.mosaic_common import ListRefs, RowLists, list_coords, pad_to, swizzled
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 from xsake.kernels_pallas_gpu.mosaic_gather_ring import GatherRing
 from xsake.kernels_pallas_gpu.mosaic_packing import Packing
 from xsake.kernels_pallas_gpu.mosaic_parts import Columns
@@ -198,18 +199,18 @@ def dkv(
                     run(False)
                 else:
                     near = numbers[slot, pieces] + jnp.int32(call.band.right) < kv_start + (ROWS - 1)
-                    pl.when(near)(lambda: run(True))
-                    pl.when(jnp.logical_not(near))(lambda: run(False))
+                    when(near)(lambda: run(True))
+                    when(jnp.logical_not(near))(lambda: run(False))
                 release(free.at[slot], interpret=simulate)
 
             lax.fori_loop(0, lax.div(tiles + (WGS - 1) - wg, jnp.int32(WGS)), one_tile, None)
             return read(dk_acc, in_flight=0, interpret=simulate), read(dv_acc, in_flight=0, interpret=simulate)
 
-        @pl.when(wg < WGS)
+        @when(wg < WGS)
         def _compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
 
-            @pl.when(wg == 0)
+            @when(wg == 0)
             def _load():
                 rows = pl.ds(kv_start, ROWS)
                 plgpu.copy_gmem_to_smem(k_ref.at[b, rows, h], k_smem, resident)
@@ -224,7 +225,7 @@ def dkv(
             plgpu.barrier_arrive(finished)
             plgpu.barrier_wait(finished)
 
-            @pl.when(wg == 1)
+            @when(wg == 1)
             def _hand_over():
                 for x, ref in ((dk, q_smem), (dv, do_smem)):
                     high = x.astype(dtype)
@@ -233,7 +234,7 @@ def dkv(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(handed_over)
 
-            @pl.when(wg == 0)
+            @when(wg == 0)
             def _store():
                 plgpu.barrier_wait(handed_over)
 
@@ -245,12 +246,12 @@ def dkv(
                 b, h, _, _, first_key, is_early, at_part = column()
                 found = both(dk, q_smem) * call.scale, both(dv, do_smem)
 
-                @pl.when(is_early)
+                @when(is_early)
                 def _part():
                     for x, ref in zip(found, (dk_parts_ref, dv_parts_ref), strict=True):
                         ref.at[at_part][...] = x
 
-                @pl.when(jnp.logical_not(is_early))
+                @when(jnp.logical_not(is_early))
                 def _whole():
                     for x, tile, ref in zip(found, (k_smem, v_smem), (dk_ref, dv_ref), strict=True):
                         tile[...] = x.astype(dtype)
@@ -258,7 +259,7 @@ def dkv(
                         plgpu.copy_smem_to_gmem(tile, ref.at[b, pl.ds(first_key, ROWS), h])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(wg == WGS)
+        @when(wg == WGS)
         def _gather():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             ring.start()
@@ -270,7 +271,7 @@ def dkv(
                 slot = lax.rem(tile, stages)
                 lowest = jnp.where(piece == 0, query, lax.min(lowest, query))
 
-                @pl.when((piece == 0) & (tile >= stages))
+                @when((piece == 0) & (tile >= stages))
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -281,7 +282,7 @@ def dkv(
                     ring.copy_heads(x_ref, (b, query, h * group), x_smem, slot, row, group)
                 for x_ref, x_smem in ((statistic_ref, statistic_smem), (delta_ref, delta_smem)):
                     ring.copy_numbers(x_ref, (b, h, of_statistics * group), x_smem, slot, row, group)
-                pl.when(piece == pieces - 1)(lambda: ring.complete(slot))
+                when(piece == pieces - 1)(lambda: ring.complete(slot))
                 return lowest
 
             last_entry = jnp.int32(list_refs.indices.shape[-1] - 1)

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.limits import hopper_sms
 from xsake.kernels_pallas_gpu.mosaic_common import take_ticket, tell_ticket
+from xsake.kernels_pallas_gpu.mosaic_conditions import when
 
 NO_ITEM = -1  # the first field when there is nothing left to do
 INTERPRETED_CTAS = 2
@@ -83,12 +84,12 @@ class Turns:
         self.publish(refs, turns, [jnp.int32(NO_ITEM)])
         if self.interpret:  # which requires that every completed barrier was waited for
             for last in (turns, turns - 1):
-                pl.when(last >= 0)(lambda last=last: plgpu.barrier_wait(refs.free.at[lax.rem(last, 2)]))
+                when(last >= 0)(lambda last=last: plgpu.barrier_wait(refs.free.at[lax.rem(last, 2)]))
         return carry
 
     def publish(self, refs: Scratch, turn: Any, values: list[Any]) -> None:
         slot = lax.rem(turn, 2)
-        pl.when(turn >= 2)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        when(turn >= 2)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         for which, value in enumerate(values):
             refs.notes[self.field(turn, which)] = value
         plgpu.barrier_arrive(refs.ready.at[slot])
@@ -147,7 +148,7 @@ class Item:
     def leave_the_last(self) -> None:
         """Waits until the results of the item before have been read from shared memory, and gives its place back."""
 
-        @pl.when(self.turn > 0)
+        @when(self.turn > 0)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.refs.free.at[lax.rem(self.turn - 1, 2)])

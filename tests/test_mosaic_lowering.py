@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.sharding import AxisType, PartitionSpec
 from sweep import sweep
 
@@ -18,6 +20,18 @@ from tests.cuda_offline import lower
 from xsake import _op
 from xsake._arguments import build_call
 from xsake.kernels_pallas_gpu import mosaic
+
+
+@pytest.fixture(autouse=True)
+def assembler_is_not_asked(monkeypatch):
+    """JAX starts the assembler for every bool that a kernel converts to a number (`mosaic_conditions`)."""
+
+    def asked():
+        raise AssertionError("a bool is converted: use mosaic_conditions")
+
+    library = SimpleNamespace(_mosaic_gpu_ext=SimpleNamespace(_get_ptxas_isa_version=asked))
+    monkeypatch.setattr(fragmented_array, "mgpu_lib", library)
+
 
 SHAPES = {
     "D 128, block 128": dict(),
