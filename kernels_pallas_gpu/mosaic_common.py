@@ -158,20 +158,21 @@ class ElementRule:
         """
         kv_starts = kv_start if isinstance(kv_start, tuple) else (kv_start,)
 
-        def iota(axis: int) -> jax.Array:
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        # Along one axis, then broadcast: JAX would compute the number of each element of a tile for itself.
+        row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        column = per_col(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0)), shape)
 
         def kv_index() -> jax.Array:
             run = shape[1] // len(kv_starts)
-            index = iota(1) + kv_starts[0]
+            index = column + kv_starts[0]
             for i, start in enumerate(kv_starts[1:], 1):
-                index = jnp.where(iota(1) < i * run, index, iota(1) + (start - i * run))
+                index = jnp.where(column < i * run, index, column + (start - i * run))
             return index
 
         left, right = self.band
         tests = []
         if left is not None or right is not None:
-            q_pos = self.packing.query(iota(0)) + q_start if q_positions is None else per_row(q_positions, shape)
+            q_pos = per_row(self.packing.query(row) + q_start if q_positions is None else q_positions, shape)
             kv_pos = kv_index() if kv_positions is None else per_col(kv_positions, shape)
             if right is not None:
                 tests.append(q_pos + jnp.int32(right) >= kv_pos)
@@ -181,7 +182,7 @@ class ElementRule:
             tests.append(per_row(q_segments, shape) == per_col(kv_segments, shape))
         if self.ragged:
             if len(kv_starts) == 1:
-                tests.append(iota(1) < self.kv_len - kv_starts[0])
+                tests.append(column < self.kv_len - kv_starts[0])
             else:
                 tests.append(kv_index() < self.kv_len)
         if test_runs:

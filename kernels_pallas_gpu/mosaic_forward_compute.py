@@ -391,8 +391,10 @@ class Tile:
         """`weigh`: a method of `Softmax`."""
         cta, plan, barriers = self.cta, self.plan, self.cta.barriers
         slot = self.slot(step)
-        # Compute all of it before the wait: what the compiler moved behind it would delay the product.
-        sums, weights = lax.optimization_barrier(weigh(sums, logits))
+        # Compute these before the wait: what the compiler moved behind it would delay the product. The output is
+        # rescaled in a loop, which stays where it is.
+        sums, weights = weigh(sums, logits)
+        maximum, total, weights = lax.optimization_barrier((sums.maximum, sums.total, weights))
         self.warpgroup.yield_tensor_core()
         plgpu.barrier_wait(cta.stage(barriers.v_ready, slot))
         self.warpgroup.await_tensor_core()
@@ -402,7 +404,7 @@ class Tile:
             sums.out, weights, values, interpret=bool(plan.interpret), overlap=lambda: self.await_next_keys(step)
         )
         cta.release(cta.stage(barriers.v_free, slot))
-        return sums._replace(out=out)
+        return Sums(out, maximum, total)
 
     # -- output --------------------------------------------------------------------------------------------------------
 
