@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake import _atomic, _tuned
-from xsake._backend import Call
-from xsake.autotune.problem import Problem
+from xsake._ground import atomic
+from xsake._op import tuned
+from xsake.autotune.search.problem import Problem
 from xsake.autotune.workloads import Workload
+from xsake.backend.contract import Call
 
 _VERSION = 1
 
@@ -35,10 +36,10 @@ def record_calls(path: str | os.PathLike) -> Iterator[None]:
     def listen(name: str, call: Call) -> None:
         heard[tuple(_facts(name, call).items())] += 1
 
-    with _tuned.listening(listen):
+    with tuned.listening(listen):
         yield
     calls = [dict(facts) | {"traced": times} for facts, times in heard.most_common()]
-    _atomic.write_text(path, json.dumps({"version": _VERSION, "calls": calls}, indent=1) + "\n")
+    atomic.write_text(path, json.dumps({"version": _VERSION, "calls": calls}, indent=1) + "\n")
 
 
 def _facts(name: str, call: Call) -> dict[str, Any]:

@@ -9,15 +9,17 @@ from pathlib import Path
 import optuna
 from rich.console import Console
 
-from xsake import _registry, tuning_db
-from xsake.autotune import problem, report
-from xsake.autotune.bench import Bench
+from xsake import tuning_db
+from xsake._op import registry
 from xsake.autotune.calls import read_calls
-from xsake.autotune.isolation import Here, Worker
-from xsake.autotune.problem import Problem
-from xsake.autotune.progress import Bar
-from xsake.autotune.storage import open_storage
-from xsake.autotune.tuner import Settings, Tuner
+from xsake.autotune.measure.bench import Bench
+from xsake.autotune.measure.isolation import Here, Worker
+from xsake.autotune.search import problem
+from xsake.autotune.search.problem import Problem
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.tuner import Settings, Tuner
+from xsake.autotune.write import report
+from xsake.autotune.write.progress import Bar
 
 
 def run(
@@ -36,7 +38,7 @@ def run(
     isolate: bool,
 ) -> bool:
     """Tune, print the results, and return whether an entry was written."""
-    _registry.check_name(implementation)
+    registry.check_name(implementation)
     console = Console()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = out or tuning_db.user_directory()
@@ -55,7 +57,7 @@ def run(
     problems("cpu")  # report wrong options before anything starts
     _make_folder(folder)
     if report_folder is not None:
-        from xsake.autotune import plots  # noqa: F401 fails here if matplotlib is not installed
+        from xsake.autotune.write import plots  # noqa: F401 fails here if matplotlib is not installed
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 
 WORST = 0.02  # of the norm of our result: about five times what bfloat16 explains
 MOST_WORDS = 400  # characters of another library's error that a record keeps

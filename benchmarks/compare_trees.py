@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks import checkouts, record
 from benchmarks.gpu_attention import DIRECTIONS
 from benchmarks.gpu_peers import CALLS, PAUSE
-from xsake.autotune.timing import Timing
+from xsake.autotune.measure.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 
 from benchmarks import record
-from xsake.dashboard import stored
-from xsake.dashboard.recorder import Recorder
+from xsake.dashboard.read import stored
+from xsake.dashboard.show.recorder import Recorder
 
 MODEL = "smollm2"
 PAGES = ("docs/hads.md", "docs/masks.md", "docs/architecture.md", "README.md")

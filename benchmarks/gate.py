@@ -25,7 +25,7 @@ import xsake
 from benchmarks import record
 from benchmarks.interference import Busy, Slower, contention, disturbance, judge
 from xsake import tuning_db
-from xsake.autotune.timing import Timing, race_rounds
+from xsake.autotune.measure.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 MARGIN = 1.25  # the ratio to dense attention may be so many times the recorded ratio

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record, turns
-from xsake import _atomic
+from xsake._ground import atomic
 
 # Those that call `turns.begin`, and the options of their parts.
 TOGETHER = {
@@ -127,7 +127,7 @@ def join(jobs: Sequence[Job], out: Path) -> None:
             "environment": parts[0]["environment"] | {"command": commands},
             "results": [result for part in parts for result in part["results"]],
         }
-        _atomic.write_text(out / name, json.dumps(joined, indent=1) + "\n")
+        atomic.write_text(out / name, json.dumps(joined, indent=1) + "\n")
 
 
 def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, console: Console, out: Path) -> None:

@@ -30,8 +30,8 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record, turns
-from xsake.autotune.chain import chain
-from xsake.autotune.timing import Timing, race
+from xsake.autotune.measure.chain import chain
+from xsake.autotune.measure.timing import Timing, race
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 DIRECTIONS = ("forward", "forward+backward")

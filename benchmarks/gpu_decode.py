@@ -29,7 +29,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 
 HEADS = {"qwen2.5-1.5b": (12, 2), "llama3-8b": (32, 8)}
 DIM, BLOCK, SPARSE, LAYERS = 128, 64, 0.1, 8

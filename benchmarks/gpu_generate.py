@@ -38,18 +38,18 @@ from benchmarks.gpu_prompt import MODELS, make, profile_of
 from benchmarks.hads.texts import EVALUATION
 from benchmarks.hads.written import Divergence, divergences, pool
 from benchmarks.kernel_times import kernel_times
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 from xsake.hads import HadsProfile
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.fingerprint import shared
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer, load_pretrained
-from xsake.model.prefill import read_prompts
-from xsake.model.published import name_of
-from xsake.model.sampling import Sampler
-from xsake.model.sparse_decode import StepRule
-from xsake.model.writer import Writer
+from xsake.model.generate.prefill import read_prompts
+from xsake.model.generate.sampling import Sampler
+from xsake.model.generate.sparse_decode import StepRule
+from xsake.model.weights.published import name_of
+from xsake.model.weights.writer import Writer
 
 Row = dict[str, Any]
 

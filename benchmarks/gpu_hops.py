@@ -26,12 +26,12 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
-from xsake._delta import DeltaParts
-from xsake._exchange import merge
-from xsake._pieces import wide
-from xsake._sharded import Options, shard_of
-from xsake.autotune.timing import race
+from xsake._op.pieces import wide
+from xsake._sequence.exchange import merge
+from xsake._sequence.sharded import Options, shard_of
+from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
+from xsake.backend.delta import DeltaParts
 
 OPTIONS = Options(sequence="shards")
 Shards = list[dict[str, Any]]  # what each shard holds: query, key, value, and its part of the mask

@@ -31,7 +31,7 @@ import xsake
 from benchmarks import record
 from benchmarks.checked_peer import relative_difference
 from benchmarks.gpu_selection import DIRECTIONS
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 
 DIM = 128
 BLOCK_Q = (16, 64)

@@ -39,7 +39,7 @@ from benchmarks import hads_masks, record, turns
 from benchmarks.checked_peer import WORST, relative_difference
 from benchmarks.gpu_attention import BACKWARD_FLOPS, DIRECTIONS, chained_calls, cudnn, in_direction
 from benchmarks.nvidia_smi import Monitor
-from xsake.autotune.timing import Timing, seconds_per_call
+from xsake.autotune.measure.timing import Timing, seconds_per_call
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 PAUSE, BURST, SUSTAINED = 0.1, 0.02, 0.25  # seconds

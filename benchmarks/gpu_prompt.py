@@ -36,13 +36,13 @@ from rich.table import Table
 from benchmarks import record, turns
 from benchmarks.kernel_times import kernel_times
 from xsake._plan.models import PUBLISHED
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 from xsake.hads import HadsProfile, calibrate
 from xsake.hads.study.texts import load_texts
 from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer, load_pretrained
-from xsake.model.mfu import utilisation
-from xsake.model.prefill import read_prompts
-from xsake.model.published import name_of
+from xsake.model.generate.prefill import read_prompts
+from xsake.model.train.watch.mfu import utilisation
+from xsake.model.weights.published import name_of
 
 MODELS = {
     "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),

@@ -43,7 +43,7 @@ from benchmarks.kernel_times import kernel_times
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
 RAW_TRITON, RAW_TRITON_GROUP = "raw_triton", 16

@@ -81,10 +81,10 @@ class Outcomes:
         return {"total": total, "files": files, "failed": failed, "tests": dict(sorted(self.tests.items()))}
 
     def save(self) -> None:
-        from xsake import _atomic  # after tests/conftest.py, which hooks into the import of xsake
+        from xsake._ground import atomic  # after tests/conftest.py, which hooks into the import of xsake
 
         text = json.dumps({"environment": self.environment, "results": self.results()}, indent=1)
-        _atomic.write_text(self.path, text + "\n")
+        atomic.write_text(self.path, text + "\n")
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -26,18 +26,19 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 from xsake.hads import BlockMask, HadsProfile, layer_counts, select
-from xsake.hads.mask.compact import compact
+from xsake.hads.mask.lists.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.rule import RULE
-from xsake.hads.selection import triton_choose, triton_estimate
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.gpu import choose as gpu_choose
+from xsake.hads.selection.gpu import estimate as gpu_estimate
+from xsake.hads.selection.gpu.rows import Rows
 from xsake.hads.selection.pooled import pool
-from xsake.hads.selection.triton_rows import Rows
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.mask import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)
 
@@ -115,13 +116,13 @@ class Bench:
 
         def estimates(query: Array, key: Array, p: HadsProfile) -> Array:
             if jax.default_backend() == "gpu":
-                return triton_estimate.block_logits(query, key, p.estimator(0), Rows(grid))
+                return gpu_estimate.block_logits(query, key, p.estimator(0), Rows(grid))
             return block_mass(pool(query, key, grid), p.estimator(0), grid)
 
         def chooses(estimate: Array, p: HadsProfile) -> tuple[Array, ...]:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
             if jax.default_backend() == "gpu":
-                return triton_choose.choose(estimate, Rows(grid), **rule).lists(grid, grid.blocks)
+                return gpu_choose.choose(estimate, Rows(grid), **rule).lists(grid, grid.blocks)
             return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
 
         estimate = jax.jit(estimates)(query, key, profile)

@@ -14,7 +14,7 @@ import json
 import numpy as np
 
 from benchmarks import record
-from xsake import _atomic
+from xsake._ground import atomic
 
 PATH = record.ROOT / "benchmarks" / "data" / "hads_masks.npz"
 LENGTH, BLOCK, BUDGETS = 8192, 64, (0.43, 0.2, 0.1)
@@ -66,7 +66,7 @@ def main() -> None:
     found = compute()
     if args.record:
         packed = {name: np.packbits(blocks, axis=-1) for name, blocks in found.items()}
-        with _atomic.replacing(PATH) as stream:
+        with atomic.replacing(PATH) as stream:
             np.savez_compressed(stream, about=json.dumps(record.environment()), **packed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xsake.autotune.timing import Timing
+from xsake.autotune.measure.timing import Timing
 
 ATTEMPTS = 3
 PATIENCE = 120.0  # seconds after which nothing is measured again

@@ -19,13 +19,13 @@ import sys
 from typing import Any
 
 from benchmarks import record
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake._plan.attention import blocks_per_row, forward_flops
 from xsake._plan.models import matmul_weights
 from xsake._plan.rates import BOTH, BOTH_FLOPS, FILE, FORWARD, Point, Rest, attention_rate
 from xsake.autotune.workloads import WORKLOADS
-from xsake.model.config import PRESETS
-from xsake.model.mfu import PEAK_FLOPS
+from xsake.model.network.config import PRESETS
+from xsake.model.train.watch.mfu import PEAK_FLOPS
 
 RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_schedule")
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant
@@ -186,7 +186,7 @@ def main() -> None:
     if "--check" in sys.argv:
         stale = not FILE.exists() or FILE.read_text() != made()
         sys.exit(f"{FILE.name} is not what the recorded runs say. Run python -m benchmarks.plan_rates" if stale else 0)
-    _atomic.write_text(FILE, made())
+    atomic.write_text(FILE, made())
 
 
 if __name__ == "__main__":

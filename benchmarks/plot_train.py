@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks import record
-from xsake.model.run_file import read_events
+from xsake.model.train.watch.run_file import read_events
 
 COLOURS = {"dense": "tab:grey", "sparse": "tab:blue", "hads": "tab:orange"}
 SMOOTHED_STEPS = 15

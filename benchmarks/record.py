@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from xsake import _atomic
+from xsake._ground import atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,7 +54,7 @@ def save(name: str, results: Any, where: Path = RESULTS, **extra: Any) -> Path:
     where.mkdir(parents=True, exist_ok=True)
     path = where / f"{name}.json"
     text = json.dumps({"environment": environment() | extra, "results": results}, indent=1)
-    _atomic.write_text(path, text + "\n")
+    atomic.write_text(path, text + "\n")
     return path
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 
 import xsake
-from xsake.kernels_pallas_gpu.mosaic import Config
-from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
-from xsake.kernels_pallas_gpu.mosaic_forward_config import ForwardConfig
-from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
+from xsake.kernels_pallas_gpu.hopper.backend import Config
+from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig
+from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 
 # Sequences are long enough for more tiles than there are SMs, so that the persistent kernel runs.
 LENGTH, CACHE, HEADS = 2048, 8192, 16

@@ -70,8 +70,8 @@ def by_specs(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    from xsake.kernels_pallas_tpu.element import LOG2E, NEG_INF, NEVER, dot, spread
-    from xsake.kernels_pallas_tpu.tiles import LANES
+    from xsake.kernels_pallas_tpu.tile.element import LOG2E, NEG_INF, NEVER, dot, spread
+    from xsake.kernels_pallas_tpu.tile.tiles import LANES
 
     own, dim, block = *query.shape[2:], pairs.shape[3]
     scale, exact = dim**-0.5 * LOG2E, query.dtype == jnp.float32

@@ -24,11 +24,12 @@ import numpy as np
 import xsake
 from benchmarks.tpu_schedule import cycles, run_case
 from xsake import tuning_db
-from xsake.autotune import environment, writer
-from xsake.autotune.contest import Contest, Verdict
-from xsake.autotune.environment import Facts
-from xsake.autotune.problem import Problem, StudyPlan, label, named
+from xsake.autotune.measure import environment
+from xsake.autotune.measure.contest import Contest, Verdict
+from xsake.autotune.measure.environment import Facts
+from xsake.autotune.search.problem import Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
+from xsake.autotune.write import writer
 from xsake.tuning_db import Database, Entry
 
 KINDS = {"v5e:2x2": "TPU v5 lite", "v6e:2x2": "TPU v6 lite"}

@@ -44,15 +44,15 @@ import jax
 import numpy as np
 
 from benchmarks import record, turns
-from xsake import _atomic
-from xsake.autotune.timing import Timing, race
+from xsake._ground import atomic
+from xsake.autotune.measure.timing import Timing, race
 from xsake.hads.selection.mask_function import mask_shape
-from xsake.model.config import PRESETS
-from xsake.model.data_shards import write_shard
-from xsake.model.run_file import read_events
-from xsake.model.train_config import TrainConfig
-from xsake.model.train_loop import train
-from xsake.model.trainer import Trainer
+from xsake.model.data.shards import write_shard
+from xsake.model.network.config import PRESETS
+from xsake.model.train.config import TrainConfig
+from xsake.model.train.loop import train
+from xsake.model.train.trainer import Trainer
+from xsake.model.train.watch.run_file import read_events
 
 Row = dict[str, Any]
 
@@ -111,7 +111,7 @@ def unpack(data: Path, work: Path) -> Path:
 
     def one(path: Path) -> None:
         if not (target / path.stem).exists():
-            with lzma.open(path) as source, _atomic.replacing(target / path.stem) as sink:
+            with lzma.open(path) as source, atomic.replacing(target / path.stem) as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
 
     with ThreadPoolExecutor() as pool:

@@ -22,21 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from xsake.dashboard import stored
-from xsake.dashboard.coding import encode_levels, encode_mask, lower_triangle
-from xsake.dashboard.run import Run
-from xsake.dashboard.run_documents import as_lists
-from xsake.dashboard.thinning import fit
+from xsake.dashboard.read import stored
+from xsake.dashboard.read.coding import encode_levels, encode_mask, lower_triangle
+from xsake.dashboard.read.run import Run
+from xsake.dashboard.read.thinning import fit
+from xsake.dashboard.show.run_documents import as_lists
 from xsake.hads.calibration.observe import observe
 from xsake.hads.selection.mask_function import mask_shape
-from xsake.model.checkpoints import Checkpoints
-from xsake.model.config import ModelConfig
-from xsake.model.data_build import build
-from xsake.model.data_shards import open_shards
-from xsake.model.tokenizer import from_folder
-from xsake.model.train_config import TrainConfig
-from xsake.model.train_loop import CHECKPOINTS_FOLDER, train
-from xsake.model.trainer import Trainer
+from xsake.model.data.build import build
+from xsake.model.data.shards import open_shards
+from xsake.model.network.config import ModelConfig
+from xsake.model.text.tokenizer import from_folder
+from xsake.model.train.checkpoints import Checkpoints
+from xsake.model.train.config import TrainConfig
+from xsake.model.train.loop import CHECKPOINTS_FOLDER, train
+from xsake.model.train.trainer import Trainer
 
 MODEL = ModelConfig(
     vocab_size=1024,

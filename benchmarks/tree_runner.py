@@ -20,7 +20,7 @@ from jax import Array, lax
 
 import xsake
 from benchmarks.gpu_peers import CALLS, Bench, masks_of
-from xsake.autotune.timing import seconds_per_call
+from xsake.autotune.measure.timing import seconds_per_call
 
 SAMPLE = 2000  # numbers of each result
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from xsake._backend import Call
-from xsake.kernels_pallas_tpu import pages
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, misfit, search_space
+from xsake.kernels_pallas_tpu.tile import pages
 
 __all__ = [
     "HONOURS",

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._backend import Call
+from xsake.backend.contract import Call
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.bitmaps import words_of
 from xsake.hads.mask.block_mask import BlockMask

@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from xsake._backend import Call
-from xsake._trace import vary, varying_axes
-from xsake.kernels_pallas_tpu.element import Rule, dot, lane_index, row_index, row_statistics
-from xsake.kernels_pallas_tpu.tiles import Axis, pitch_of, tile_of
+from xsake._ground.trace import vary, varying_axes
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_tpu.tile.element import Rule, dot, lane_index, row_index, row_statistics
+from xsake.kernels_pallas_tpu.tile.tiles import Axis, pitch_of, tile_of
 
 
 def bias_gradient(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from xsake._backend import Call
-from xsake._fields import check_fields, flag, whole
-from xsake.kernels_pallas_tpu.pages import in_pairs
-from xsake.kernels_pallas_tpu.tiles import LANES, Axis, pitch_of, round_up, tile_of
+from xsake._ground.fields import check_fields, flag, whole
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_tpu.tile.pages import in_pairs
+from xsake.kernels_pallas_tpu.tile.tiles import LANES, Axis, pitch_of, round_up, tile_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

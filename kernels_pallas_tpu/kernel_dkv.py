@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from xsake._backend import Call
-from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
-from xsake.kernels_pallas_tpu.bit_tiles import BitTiles
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling, dkv_axes
-from xsake.kernels_pallas_tpu.element import (
+from xsake.kernels_pallas_tpu.launch import Refs, grid_places, launch
+from xsake.kernels_pallas_tpu.tile.bias import BiasTiles
+from xsake.kernels_pallas_tpu.tile.bits import BitTiles
+from xsake.kernels_pallas_tpu.tile.element import (
     NOTHING,
     Pair,
     Rule,
@@ -30,8 +31,7 @@ from xsake.kernels_pallas_tpu.element import (
     row_index,
     row_statistics,
 )
-from xsake.kernels_pallas_tpu.launch import Refs, grid_places, launch
-from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.tile.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Walk
 from xsake.kernels_pallas_tpu.work import lists_and_records
 

@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from xsake._backend import Call
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling, dq_axes
-from xsake.kernels_pallas_tpu.element import Rule, Tokens, dot, row_statistics, spread
 from xsake.kernels_pallas_tpu.launch import Refs, launch
 from xsake.kernels_pallas_tpu.query_steps import QuerySteps
-from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.tile.element import Rule, Tokens, dot, row_statistics, spread
+from xsake.kernels_pallas_tpu.tile.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Walk
 
 

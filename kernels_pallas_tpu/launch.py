@@ -12,10 +12,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake._backend import Call
-from xsake._trace import interpreting
+from xsake._ground.trace import interpreting
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import VMEM_LIMIT
-from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.tile.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Scratch, Stream, Walk, scratch_shapes
 from xsake.kernels_pallas_tpu.work import PER_BLOCK, Work
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from xsake._backend import Call
-from xsake.kernels_pallas_tpu.bias_tiles import BiasTiles
-from xsake.kernels_pallas_tpu.bit_tiles import BitTiles
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling
-from xsake.kernels_pallas_tpu.element import (
+from xsake.kernels_pallas_tpu.launch import Refs, grid_places
+from xsake.kernels_pallas_tpu.tile.bias import BiasTiles
+from xsake.kernels_pallas_tpu.tile.bits import BitTiles
+from xsake.kernels_pallas_tpu.tile.element import (
     NEVER,
     Pair,
     Rule,
@@ -23,9 +24,8 @@ from xsake.kernels_pallas_tpu.element import (
     read_lanes,
     row_index,
 )
-from xsake.kernels_pallas_tpu.launch import Refs, grid_places
-from xsake.kernels_pallas_tpu.pages import PagedTiles
-from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.tile.pages import PagedTiles
+from xsake.kernels_pallas_tpu.tile.tiles import LANES
 from xsake.kernels_pallas_tpu.walk import Chunks, Walk
 from xsake.kernels_pallas_tpu.work import lists_and_records
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake.kernels_pallas_tpu.tiles import LANES
+from xsake.kernels_pallas_tpu.tile.tiles import LANES
 from xsake.kernels_pallas_tpu.work import PER_BLOCK, WORDS
 
 

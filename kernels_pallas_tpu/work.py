@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from xsake.kernels_pallas_tpu.tiles import LANES, Axis, round_up
+from xsake.kernels_pallas_tpu.tile.tiles import LANES, Axis, round_up
 
 WORDS = 8  # per record, of which six are used
 PER_BLOCK = LANES // WORDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xsake._backend import Call
+from xsake.backend.contract import Call
 from xsake.kernels_xla_ref.block_sparse import Config, Tiling, backward, default_config, forward, misfit, search_space
 
 __all__ = [

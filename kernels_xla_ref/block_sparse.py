@@ -17,12 +17,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake._backend import Call, shapes_of
-from xsake._buckets import power_of_two_at_least
-from xsake._few_queries import Cut, FewQueries
-from xsake._fields import check_fields, whole
-from xsake._packed_heads import PackedHeads, packed_shapes
-from xsake._trace import vary, varying_axes
+from xsake._ground.buckets import power_of_two_at_least
+from xsake._ground.fields import check_fields, whole
+from xsake._ground.trace import vary, varying_axes
+from xsake._rewrites.few_queries import Cut, FewQueries
+from xsake._rewrites.packed_heads import PackedHeads, packed_shapes
+from xsake.backend.contract import Call, shapes_of
 from xsake.kernels_xla_ref.paged import PagedTiles
 
 NEG_INF = float("-inf")

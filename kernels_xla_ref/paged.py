@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._backend import Call
+from xsake.backend.contract import Call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,39 +6,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xsake.model.cache import KVCache
-    from xsake.model.config import PRESETS, ModelConfig
-    from xsake.model.flax_attention import attention_fn
-    from xsake.model.generation import generate, stream
-    from xsake.model.hads_budget import HadsBudget
-    from xsake.model.model_file import open_model
-    from xsake.model.pretrained import load_pretrained, load_tokenizer
-    from xsake.model.safetensors_file import save_pretrained
-    from xsake.model.sampling import Sampler
-    from xsake.model.tokenizer import Tokenizer
-    from xsake.model.train_config import TrainConfig
-    from xsake.model.train_loop import train
-    from xsake.model.trained import load_trained
-    from xsake.model.transformer import Transformer
+    from xsake.model.generate.generation import generate, stream
+    from xsake.model.generate.hads_budget import HadsBudget
+    from xsake.model.generate.sampling import Sampler
+    from xsake.model.network.cache import KVCache
+    from xsake.model.network.config import PRESETS, ModelConfig
+    from xsake.model.network.flax_attention import attention_fn
+    from xsake.model.network.transformer import Transformer
+    from xsake.model.text.tokenizer import Tokenizer
+    from xsake.model.train.config import TrainConfig
+    from xsake.model.train.loop import train
+    from xsake.model.train.trained import load_trained
+    from xsake.model.weights.model_file import open_model
+    from xsake.model.weights.pretrained import load_pretrained, load_tokenizer
+    from xsake.model.weights.safetensors_file import save_pretrained
 
 _PUBLIC = {
-    "HadsBudget": "xsake.model.hads_budget",
-    "KVCache": "xsake.model.cache",
-    "ModelConfig": "xsake.model.config",
-    "PRESETS": "xsake.model.config",
-    "Sampler": "xsake.model.sampling",
-    "Tokenizer": "xsake.model.tokenizer",
-    "TrainConfig": "xsake.model.train_config",
-    "Transformer": "xsake.model.transformer",
-    "attention_fn": "xsake.model.flax_attention",
-    "generate": "xsake.model.generation",
-    "load_pretrained": "xsake.model.pretrained",
-    "load_tokenizer": "xsake.model.pretrained",
-    "load_trained": "xsake.model.trained",
-    "open_model": "xsake.model.model_file",
-    "save_pretrained": "xsake.model.safetensors_file",
-    "stream": "xsake.model.generation",
-    "train": "xsake.model.train_loop",
+    "HadsBudget": "xsake.model.generate.hads_budget",
+    "KVCache": "xsake.model.network.cache",
+    "ModelConfig": "xsake.model.network.config",
+    "PRESETS": "xsake.model.network.config",
+    "Sampler": "xsake.model.generate.sampling",
+    "Tokenizer": "xsake.model.text.tokenizer",
+    "TrainConfig": "xsake.model.train.config",
+    "Transformer": "xsake.model.network.transformer",
+    "attention_fn": "xsake.model.network.flax_attention",
+    "generate": "xsake.model.generate.generation",
+    "load_pretrained": "xsake.model.weights.pretrained",
+    "load_tokenizer": "xsake.model.weights.pretrained",
+    "load_trained": "xsake.model.train.trained",
+    "open_model": "xsake.model.weights.model_file",
+    "save_pretrained": "xsake.model.weights.safetensors_file",
+    "stream": "xsake.model.generate.generation",
+    "train": "xsake.model.train.loop",
 }
 
 __all__ = [

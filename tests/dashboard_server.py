@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from xsake.dashboard.app import make_app
-from xsake.dashboard.documents import Documents
-from xsake.dashboard.library import Given, Library
-from xsake.dashboard.server import Server
-from xsake.dashboard.tuning_documents import Tuning
+from xsake.dashboard.read.library import Given, Library
+from xsake.dashboard.serve.app import make_app
+from xsake.dashboard.serve.server import Server
+from xsake.dashboard.show.documents import Documents
+from xsake.dashboard.show.tuning_documents import Tuning
 
 CONFIG = {"length": 64, "batch": 4, "steps": 100, "attention": "hads", "density": 0.43}
 

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from cuda_offline import on_chip
 from flax import nnx
 
-from xsake import _tuned
+from xsake._op import tuned
 from xsake.hads import PooledKeys
-from xsake.kernels_pallas_gpu import mosaic
-from xsake.model import HadsBudget, KVCache, Transformer, sparse_decode, writer
-from xsake.model.config import ModelConfig
-from xsake.model.sampling import Sampler
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.model import HadsBudget, KVCache, Transformer
+from xsake.model.generate import sparse_decode
+from xsake.model.generate.sampling import Sampler
+from xsake.model.network.config import ModelConfig
+from xsake.model.weights import writer
 
 # Qwen2.5-1.5B's layers, with fewer words.
 _SIZES = dict(vocab_size=1024, width=1536, q_heads=12, kv_heads=2, head_dim=128, mlp_width=8960, qkv_bias=True)
@@ -28,7 +30,7 @@ _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 
 def pretend_hopper() -> None:
     """Let the package believe that this process has a Hopper GPU: which kernels it takes depends on that."""
-    assert mosaic and _tuned  # imported, so that their names are replaced too
+    assert mosaic and tuned  # imported, so that their names are replaced too
     seen = dict(
         platform_of=lambda array: "gpu",
         compute_capability=lambda: "9.0",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xsake
-from xsake._arguments import build_call
+from xsake._op.arguments import build_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xsake.model import generate, load_pretrained, load_tokenizer, save_pretrained
-from xsake.model.sentencepiece import by_scores
+from xsake.model.text.sentencepiece import by_scores
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=320,

@@ -9,8 +9,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from xsake import _registry, kernels_xla_ref
-from xsake.autotune.bench import Bench
+from xsake import kernels_xla_ref
+from xsake._op import registry
+from xsake.autotune.measure.bench import Bench
 from xsake.kernels_xla_ref import HONOURS, Tiling, default_blocks, unavailable, unsupported  # noqa: F401
 
 
@@ -79,7 +80,7 @@ def backward(call, config, *args, **kwargs):
 
 
 def register() -> None:
-    _registry._BACKENDS["planted"] = ("planted", None)
+    registry._BACKENDS["planted"] = ("planted", None)
 
 
 def bench() -> Bench:

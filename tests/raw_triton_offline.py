@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake import kernels_raw_triton as raw
-from xsake._arguments import build_call
-from xsake._backend import Call
+from xsake._op.arguments import build_call
+from xsake.backend.contract import Call
 from xsake.kernels_raw_triton import launch
 from xsake.kernels_raw_triton.config import SHARED_MEMORY
 

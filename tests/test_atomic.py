@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xsake import _atomic
+from xsake._ground import atomic
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
@@ -43,16 +43,16 @@ with _atomic.replacing({str(path)!r}) as file:
 
 
 def test_a_file_is_replaced_whole(path):
-    _atomic.write_text(path, "old")
-    with _atomic.replacing(path) as file:
+    atomic.write_text(path, "old")
+    with atomic.replacing(path) as file:
         file.write(b"n\xc3\xa9w")
         assert path.read_text() == "old"
     assert path.read_text(encoding="utf-8") == "néw" and names(path) == [path.name]
 
 
 def test_a_writer_that_fails_leaves_the_old_file(path):
-    _atomic.write_text(path, "old")
-    with pytest.raises(KeyboardInterrupt), _atomic.replacing(path) as file:
+    atomic.write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), atomic.replacing(path) as file:
         file.write(b"new")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and names(path) == [path.name]
@@ -61,17 +61,17 @@ def test_a_writer_that_fails_leaves_the_old_file(path):
 def test_whoever_may_read_other_new_files_may_read_this_one(path):
     before = os.umask(0o027)
     try:
-        _atomic.write_text(path, "x")
+        atomic.write_text(path, "x")
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_check_writable_changes_nothing(path):
-    _atomic.check_writable(path)
+    atomic.check_writable(path)
     assert names(path) == []
     with pytest.raises(OSError):
-        _atomic.check_writable(path / "below" / "file")
+        atomic.check_writable(path / "below" / "file")
 
 
 def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(path):
@@ -82,7 +82,7 @@ def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(p
     for other in others:
         other.write_text("not of this file")
     assert len(names(path)) == 5
-    _atomic.write_text(path, "next")
+    atomic.write_text(path, "next")
     assert len(names(path)) == 5, "the file, one live writer, and what is not of this file"
     live.communicate(b"\n")
     assert live.returncode == 0 and path.read_text() == "half"
@@ -97,7 +97,7 @@ def test_many_writers_at_once(path):
     def write(text: str) -> None:
         try:
             for _ in range(25):
-                _atomic.write_text(path, text)
+                atomic.write_text(path, text)
         except BaseException as error:
             failed.append(error)
 

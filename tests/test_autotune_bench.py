@@ -11,13 +11,13 @@ import planted
 import pytest
 
 import xsake
-from xsake import _registry, _tuned
-from xsake.autotune import environment, verify
-from xsake.autotune.bench import Bench
-from xsake.autotune.isolation import Worker
-from xsake.autotune.problem import Problem, from_call, named
-from xsake.autotune.storage import open_storage
-from xsake.autotune.tuner import Settings, Tuner
+from xsake._op import registry, tuned
+from xsake.autotune.measure import environment, verify
+from xsake.autotune.measure.bench import Bench
+from xsake.autotune.measure.isolation import Worker
+from xsake.autotune.search.problem import Problem, from_call, named
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.tuner import Settings, Tuner
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
 
@@ -31,7 +31,7 @@ def problem(implementation: str = "xla", *, dtype: str = "float32", densities=(1
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setitem(_registry._BACKENDS, "planted", ("planted", None))
+    monkeypatch.setitem(registry._BACKENDS, "planted", ("planted", None))
 
 
 def test_plans():
@@ -42,13 +42,13 @@ def test_plans():
     ], "a study for each direction and bucket of density"
     for plan in plans:
         assert plan.default in plan.parts and len(plan.parts) > 2
-        assert plan.kernel == _tuned.kernel_hash("xla")
+        assert plan.kernel == tuned.kernel_hash("xla")
     assert [p.key.density for p in plans[:3]] == [1.0, 0.7071, None], "the diagonal makes half more than half here"
-    assert plans[0].key == _tuned.key_of("xla", _call(problem(), 1.0), "forward"), "what a user's call looks up"
+    assert plans[0].key == tuned.key_of("xla", _call(problem(), 1.0), "forward"), "what a user's call looks up"
 
 
 def _call(p: Problem, density: float):
-    from xsake._arguments import build_call
+    from xsake._op.arguments import build_call
 
     return build_call(*p.workload.inputs(p.dtype), p.workload.mask(density), default_blocks=(16, 16))
 

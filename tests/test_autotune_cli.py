@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import xsake
-from xsake import _tuned, tuning_db
+from xsake import tuning_db
 from xsake._cli import app
+from xsake._op import tuned
 from xsake.autotune import calls, record_calls
-from xsake.autotune.storage import CannotOpen, open_storage
+from xsake.autotune.search.storage import CannotOpen, open_storage
 from xsake.tuning_db import Database, Entry
 
 
@@ -53,7 +54,7 @@ def test_tuning_from_nothing_to_the_next_call(home):
     (home / "cpu.json").write_text(Database("cpu", marked, database.environments).dump())
     x, used = jnp.ones((1, 64, 2, 16)), []
     mask = xsake.patterns.causal(64, 64, block_q=32, block_kv=32)
-    with _tuned.listening(lambda name, call: used.append(_tuned.choose(name, call))):
+    with tuned.listening(lambda name, call: used.append(tuned.choose(name, call))):
         jax.eval_shape(lambda x: xsake.attention(x, x, x, mask), x)
     assert used[0].config.forward.chunk == used[0].config.backward.chunk == 7
     assert {str(found) for found in used[0].found.values()} == {"user, exact"}
@@ -63,7 +64,7 @@ def test_tuning_from_nothing_to_the_next_call(home):
 def test_info_says_where_a_configuration_comes_from(home):
     key = dict(dtype="float32", head_dim=64, value_dim=64, group=1, block_q=128, block_kv=128, causal=True)
     key |= dict(q_len=4096, kv_len=4096, heads=8, density=1.0, implementation="xla", direction="forward")
-    about = {"source": "measured", "kernel": _tuned.kernel_hash("xla")}
+    about = {"source": "measured", "kernel": tuned.kernel_hash("xla")}
     entry = Entry(tuning_db.Key.of(**key), {"q": 128, "kv": 128, "chunk": 11}, about)
     (home / "cpu.json").write_text(Database("cpu", [entry]).dump())
     output = xsake_("info")
@@ -202,7 +203,7 @@ def test_merge(two, home):
 
 def test_prune(home):
     path = home / "cpu.json"
-    stale, fresh = entry(1), entry(2, q_len=128, kernel=_tuned.kernel_hash("xla"))
+    stale, fresh = entry(1), entry(2, q_len=128, kernel=tuned.kernel_hash("xla"))
     path.write_text(Database("cpu", [stale, fresh, entry(3, implementation="gone", heads=8)]).dump())
     assert "2 stale entries found, 1 kept" in xsake_("tuning", "prune", "--dry-run", path)
     assert len(Database.read(path)) == 3

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gate, interference
 from benchmarks.interference import Busy, Contention, Slower, contention, disturbance, judge
-from xsake.autotune.timing import Timing
+from xsake.autotune.measure.timing import Timing
 from xsake.autotune.workloads import Workload
 
 RESULT = {"name": "x", "over_dense": 0.30, "over_heuristic": 1.0, "disturbed": None}

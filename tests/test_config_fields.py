@@ -12,9 +12,10 @@ import pytest
 from tuning_fakes import KEY
 
 import xsake
-from xsake import _registry, _tuned, kernels_xla_ref, tuning_db
-from xsake._arguments import build_call
-from xsake._fields import check_fields, flag, one_of, whole
+from xsake import kernels_xla_ref, tuning_db
+from xsake._ground.fields import check_fields, flag, one_of, whole
+from xsake._op import registry, tuned
+from xsake._op.arguments import build_call
 from xsake.tuning_db import Database, Entry
 
 BACKENDS = ("xla", "mosaic_gpu", "triton", "mosaic_tpu")
@@ -30,8 +31,8 @@ def parts() -> dict[str, tuple[str, str, dict]]:
     call = build_call(x, x, x, mask, default_blocks=(64, 64))
     found = {}
     for name in BACKENDS:
-        config = _registry.get(name).default_config(call)
-        for direction in _tuned.directions(_registry.get(name)):
+        config = registry.get(name).default_config(call)
+        for direction in tuned.directions(registry.get(name)):
             found[f"{name} {direction}"] = name, direction, dataclasses.asdict(getattr(config, direction))
     return found
 
@@ -43,21 +44,21 @@ PARTS = parts()
 def test_impossible_values_are_refused(unchecked_annotations, which):
     """The class itself refuses, and so do entries and callers."""
     name, direction, good = PARTS[which]
-    backend = _registry.get(name)
-    part = _tuned.make_part(backend, direction, good)
+    backend = registry.get(name)
+    part = tuned.make_part(backend, direction, good)
     assert dataclasses.asdict(part) == good
     for field, kind in typing.get_type_hints(type(part)).items():
         for value in IMPOSSIBLE[kind]:
             with pytest.raises(ValueError, match=rf"^{field}=.* must be (an int from|one of) "):
-                _tuned.make_part(backend, direction, good | {field: value})
+                tuned.make_part(backend, direction, good | {field: value})
             with pytest.raises(ValueError, match=rf"^{field}="):
                 dataclasses.replace(part, **{field: value})
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_direction_must_be_a_configuration(unchecked_annotations, name):
-    Config = _registry.get(name).Config
-    directions = {d: _tuned.make_part(_registry.get(name), d, PARTS[f"{name} {d}"][2]) for d in PARTS_OF[name]}
+    Config = registry.get(name).Config
+    directions = {d: tuned.make_part(registry.get(name), d, PARTS[f"{name} {d}"][2]) for d in PARTS_OF[name]}
     assert Config(**directions)
     with pytest.raises(ValueError, match=r"^forward=\{\} must be a "):
         Config(**directions | {"forward": {}})
@@ -70,7 +71,7 @@ PARTS_OF = {name: [direction for n, direction, _ in PARTS.values() if n == name]
 def test_registers_that_no_warpgroup_can_have(registers):
     good = PARTS["mosaic_gpu dq"][2]
     with pytest.raises(ValueError, match=r"memory_registers=.* must be an int from 24 to 256 and a multiple of 8"):
-        _tuned.make_part(_registry.get("mosaic_gpu"), "dq", good | {"memory_registers": registers})
+        tuned.make_part(registry.get("mosaic_gpu"), "dq", good | {"memory_registers": registers})
 
 
 def test_a_field_must_declare_its_values():
@@ -119,19 +120,19 @@ def backend(monkeypatch):
         made.Config = config_of(part)
         made.default_config = lambda call: made.Config(forward=part(tile=1))
         made.misfit = lambda call, config: None
-        monkeypatch.setattr(_registry, "get", lambda name: made)
+        monkeypatch.setattr(registry, "get", lambda name: made)
         tuning_db.warn_once.cache_clear()
         return made
 
     return fake
 
 
-def choose(stored: dict) -> _tuned.Choice:
+def choose(stored: dict) -> tuned.Choice:
     x = jnp.ones((1, 128, 2, 16))
     mask = xsake.patterns.causal(128, 128, block_q=32, block_kv=32)
     call = build_call(x, x, x, mask, default_blocks=(32, 32))
     with tuning_db.overlay(Database("cpu", [Entry(KEY, stored, {"source": "measured"})])):
-        return _tuned.choose("xla", call)
+        return tuned.choose("xla", call)
 
 
 def test_an_entry_older_than_a_field_has_the_value_declared_for_it(backend, caplog):

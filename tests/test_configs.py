@@ -10,8 +10,8 @@ from contract.case import check, make, run
 from sweep import sweep
 
 import xsake
-from xsake._arguments import build_call
-from xsake._registry import get
+from xsake._op.arguments import build_call
+from xsake._op.registry import get
 
 PARTS = 8  # of a search space: each in a process of its own, within the time of a test
 

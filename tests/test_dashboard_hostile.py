@@ -14,10 +14,11 @@ import time
 import pytest
 from dashboard_server import append, documents, following, serving, step_line, write_run
 
-from xsake.dashboard import run_documents, stored
-from xsake.dashboard.inside import Outside, open_inside, read_inside
-from xsake.dashboard.library import Given, Library
-from xsake.dashboard.line_reader import LONGEST_LINE
+from xsake.dashboard.read import stored
+from xsake.dashboard.read.inside import Outside, open_inside, read_inside
+from xsake.dashboard.read.library import Given, Library
+from xsake.dashboard.read.line_reader import LONGEST_LINE
+from xsake.dashboard.show import run_documents
 
 NASTY = '<img src=x onerror=alert(1)>"&\n../..'
 

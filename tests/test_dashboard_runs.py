@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 from dashboard_server import append, documents, following, serving, step_line, write_run
 
-from xsake.dashboard import library as library_module
-from xsake.dashboard import run_documents, thinning
-from xsake.dashboard.library import Given, Library
-from xsake.dashboard.line_reader import Place
-from xsake.dashboard.live import Live
-from xsake.dashboard.run import Noted, Run
-from xsake.dashboard.thinning import Curve, Points, thin
-from xsake.model.run_file import RunFile
+from xsake.dashboard.read import library as library_module
+from xsake.dashboard.read import thinning
+from xsake.dashboard.read.library import Given, Library
+from xsake.dashboard.read.line_reader import Place
+from xsake.dashboard.read.run import Noted, Run
+from xsake.dashboard.read.thinning import Curve, Points, thin
+from xsake.dashboard.serve.live import Live
+from xsake.dashboard.show import run_documents
+from xsake.model.train.watch.run_file import RunFile
 
 
 def points(values, start=0):

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from xsake import tuning_db
 from xsake._cli import app
-from xsake.dashboard import benchmark_documents, coding, stored
-from xsake.dashboard.benchmark_catalogue import catalogue
-from xsake.dashboard.serve import default_records, gather
-from xsake.dashboard.tuning_documents import Tuning
+from xsake.dashboard.read import coding, stored
+from xsake.dashboard.read.benchmark_catalogue import catalogue
+from xsake.dashboard.serve.command import default_records, gather
+from xsake.dashboard.show import benchmark_documents
+from xsake.dashboard.show.tuning_documents import Tuning
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,7 +87,7 @@ def test_what_was_not_recorded_is_not_run(tmp_path):
 
 def test_studies_are_read_and_not_written(tmp_path):
     optuna = pytest.importorskip("optuna")
-    from xsake.autotune.storage import open_storage
+    from xsake.autotune.search.storage import open_storage
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = tmp_path / "studies.journal"

@@ -10,8 +10,8 @@ from dashboard_server import serving, write_run
 from typer.testing import CliRunner
 
 from xsake._cli import app
-from xsake.dashboard import showcase
-from xsake.dashboard.serve import gather
+from xsake.dashboard.serve.command import gather
+from xsake.dashboard.show import showcase
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

@@ -12,8 +12,8 @@ import time
 import pytest
 from dashboard_server import documents, following, serving
 
-from xsake.dashboard import own_text
-from xsake.dashboard.own_text import Texts
+from xsake.dashboard.serve import own_text
+from xsake.dashboard.serve.own_text import Texts
 
 COUNTING = textwrap.dedent(
     """

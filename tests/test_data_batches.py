@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from xsake.model.data_batches import Batches
-from xsake.model.data_shards import open_shards, write_shard
-from xsake.model.sharding import BATCH, make_mesh
+from xsake.model.data.batches import Batches
+from xsake.model.data.shards import open_shards, write_shard
+from xsake.model.network.sharding import BATCH, make_mesh
 
 LENGTH = 8
 

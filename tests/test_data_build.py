@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xsake.model import data_build
-from xsake.model.data_build import TOKENIZER_FILE, build, find_texts
-from xsake.model.data_progress import Progress
-from xsake.model.data_shards import open_shards, write_shard
-from xsake.model.data_tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
+from xsake.model.data import build as data_build
+from xsake.model.data.build import TOKENIZER_FILE, build, find_texts
+from xsake.model.data.progress import Progress
+from xsake.model.data.shards import open_shards, write_shard
+from xsake.model.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer, train_tokenizer
 
 WORDS = ["attention", "blocks", "query", "keys", "sparse", "window", "sink", "mask", "layer", "head", "token", "value"]
 
@@ -76,7 +76,7 @@ def test_with_a_tokenizer_of_ones_own(sources, tmp_path):
 
 def test_long_texts_and_odd_bytes(tmp_path, monkeypatch):
     """A text is encoded in pieces; <|endoftext|> inside a text does not end it; other bytes than UTF-8 are replaced."""
-    monkeypatch.setattr("xsake.model.data_build._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("xsake.model.data.build._PIECE_CHARACTERS", 100)
     long = "".join(text(number, 20) for number in range(30)) + f"not the end: {END_OF_TEXT} {'x' * 300}"
     (tmp_path / "long.txt").write_text(long)
     (tmp_path / "odd.txt").write_bytes(b"caf\xe9")

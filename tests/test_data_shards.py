@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from xsake.model.data_shards import HEADER_BYTES, open_shard, open_shards, token_dtype, write_shard
+from xsake.model.data.shards import HEADER_BYTES, open_shard, open_shards, token_dtype, write_shard
 
 
 def write(path, tokens=range(100), vocab_size=512, tokenizer="abc"):

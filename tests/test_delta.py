@@ -13,10 +13,10 @@ from contract.target import TARGETS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import xsake
-from xsake import _op
-from xsake._arguments import build_call
-from xsake._delta import DeltaParts
-from xsake.kernels_pallas_gpu import mosaic
+from xsake._op import attention as attention_op
+from xsake._op.arguments import build_call
+from xsake.backend.delta import DeltaParts
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 
 HOPPER = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), value_dim=64, marks=())
 INTERPRETED = dataclasses.replace(HOPPER, interpret=True)
@@ -105,7 +105,7 @@ def test_no_cotangent_of_the_lse(target):
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_parts_of_delta_are_cut_with_the_call(monkeypatch, with_lse):
     monkeypatch.setattr(mosaic, "unavailable", lambda: None)
-    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    monkeypatch.setattr(attention_op, "platform_of", lambda query: "gpu")
     mask = xsake.BlockMask.full(256, 256, block_q=128, block_kv=128, is_causal=True)
 
     def grads(q, d_out):

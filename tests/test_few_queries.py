@@ -14,10 +14,11 @@ from cuda_offline import lower
 from sweep import sweep
 
 import xsake
-from xsake import _registry
-from xsake._arguments import build_call
-from xsake._few_queries import Cut, FewQueries
-from xsake.kernels_pallas_gpu import mosaic, triton_merge
+from xsake._op import registry
+from xsake._op.arguments import build_call
+from xsake._rewrites.few_queries import Cut, FewQueries
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.lists import merge
 
 XLA = next(t for t in TARGETS if t.name == "xla")
 HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
@@ -45,14 +46,14 @@ def test_parts_give_the_whole(name):
     case = few(name)
     given = {**case.inputs, **case.rest, **case.options}
     call = build_call(*(given.pop(n) for n in ("query", "key", "value")), case.mask(), default_blocks=(8, 16), **given)
-    xla = _registry.get("xla")
+    xla = registry.get("xla")
     group = 1 if call.mask.heads == 4 else 2
 
     @jax.jit
     def in_parts(call):
         cut = FewQueries(call, Cut(group, 16, 7))
         parts = xla.forward(cut.call, xla.default_config(cut.call))
-        return cut.results(*parts), triton_merge.merged(cut, *parts)
+        return cut.results(*parts), merge.merged(cut, *parts)
 
     expected = jax.jit(lambda call: xla.forward(call, xla.default_config(call)))(call)
     with xsake.interpret():
@@ -88,7 +89,7 @@ def test_the_merge_lowers_for_cuda():
     call = build_call(x, k, k, mosaic_mask(5000, block_q=128, block_kv=128, q_len=2), default_blocks=(128, 128))
     few = FewQueries(call, Cut(6, 64, 10))
     out, lse = jax.ShapeDtypeStruct((2, 640, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 2, 640), jnp.float32)
-    lower(lambda *parts: triton_merge.merged(few, *parts), out, lse, chip="sm_80")
+    lower(lambda *parts: merge.merged(few, *parts), out, lse, chip="sm_80")
 
 
 @pytest.mark.slow

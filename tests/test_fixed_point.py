@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.kernels_pallas_gpu.fixed_point import Units, to_summands
+from xsake.kernels_pallas_gpu.hopper.fused.fixed_point import Units, to_summands
 
 BATCH, TOKENS, HEADS, KV_HEADS, DIM = 1, 96, 4, 2, 32
 

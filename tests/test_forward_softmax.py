@@ -11,7 +11,7 @@ import pytest
 from sweep import sweep
 
 import xsake
-from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
+from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
 
 LEVELS = {
     "rising": lambda n: 40.0 * np.arange(n),

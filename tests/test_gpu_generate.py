@@ -11,7 +11,7 @@ from tiny_model import build
 
 from benchmarks import gpu_generate, record
 from benchmarks.report import generate
-from xsake.dashboard.benchmark_plots import plots
+from xsake.dashboard.show.benchmark_plots import plots
 
 pytestmark = pytest.mark.xdist_group("model")
 

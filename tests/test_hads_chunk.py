@@ -17,16 +17,18 @@ from tiny_model import TINY, build, run
 
 import xsake
 from xsake import BlockMask, hads
-from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists import finished
-from xsake.hads.mask.triton_call import pad
+from xsake.hads.mask.lists.compact import compact
+from xsake.hads.mask.lists.rows import finished
+from xsake.hads.mask.lists.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import chunk, pooled_keys, triton_choose, triton_estimate
-from xsake.hads.selection.triton_rows import Rows
+from xsake.hads.selection import chunk, pooled_keys
+from xsake.hads.selection.gpu import choose as gpu_choose
+from xsake.hads.selection.gpu import estimate
+from xsake.hads.selection.gpu.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
-from xsake.model.prefill import read_prompts
+from xsake.model.generate.prefill import read_prompts
 
 LENGTH, SHORTER, CHUNK, BUDGET = 121, 90, 64, 0.8
 PROFILE = case.random_profile()
@@ -253,7 +255,7 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
         ours = jax.jit(partial(given, pooled_keys._pool_by_kernel))()
         rows = Rows(grid, first, lengths)
         inputs = ours.query, ours.key, ours.weights.estimator
-        found = jax.jit(partial(triton_estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
+        found = jax.jit(partial(estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
     np.testing.assert_allclose(ours.pooled.features, xlas.pooled.features, rtol=1e-5, atol=1e-5)
     holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
     used = grid.causal()[first:] & holds[:, None, first:, None]
@@ -285,7 +287,7 @@ def test_the_kernels_of_the_choice_are_xlas(first, end, longest):
     @jax.jit
     def ours(mass):
         rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness, "count": count[:, None]}
-        picked = triton_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **rule)
+        picked = gpu_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **rule)
         return picked.blocks(grid), picked.finished_lists(grid, room)
 
     @jax.jit

@@ -16,17 +16,19 @@ from hypothesis import given
 from sweep import sweep
 
 from xsake import BlockMask, hads
-from xsake._trace import interpret
-from xsake.hads.mask import compact, triton_compact
-from xsake.hads.mask.triton_call import pad, padded
+from xsake._ground.trace import interpret
+from xsake.hads.mask.lists import compact, triton_compact
+from xsake.hads.mask.lists.triton_call import pad, padded
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.rule import RULE, Rule
-from xsake.hads.selection import choice, estimate, program, triton_choose, triton_estimate
+from xsake.hads.selection import choice, estimate, program
+from xsake.hads.selection.gpu import choose as gpu_choose
+from xsake.hads.selection.gpu import estimate as gpu_estimate
+from xsake.hads.selection.gpu.rows import Rows
+from xsake.hads.selection.gpu.sort import sort_rows
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.program import unsupported
-from xsake.hads.selection.triton_rows import Rows
-from xsake.hads.selection.triton_sort import sort_rows
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([64, 256, 2048]), st.booleans())
@@ -51,7 +53,7 @@ SHAPES = {  # length, query heads, KV heads, head_dim, block
 def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     """(the kernels' estimate, XLA's estimate), 0 where causality forbids."""
     with interpret():
-        got = jax.jit(partial(triton_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
+        got = jax.jit(partial(gpu_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
     wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
     got = got[..., : grid.side, : grid.side]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
@@ -111,7 +113,7 @@ def test_choice_is_xlas(name: str):
 
     @jax.jit
     def ours(mass):
-        picked = triton_choose.choose(pad(mass), Rows(grid), normalise=False, **given)
+        picked = gpu_choose.choose(pad(mass), Rows(grid), normalise=False, **given)
         return picked.blocks(grid), picked.lists(grid, few)
 
     @jax.jit
@@ -135,9 +137,7 @@ def test_nothing_is_read_outside_the_triangle():
     garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)
     garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
     with interpret():
-        got = jax.jit(lambda logits: triton_choose.choose(logits, Rows(grid), **given).blocks(grid))(
-            jnp.asarray(garbage)
-        )
+        got = jax.jit(lambda logits: gpu_choose.choose(logits, Rows(grid), **given).blocks(grid))(jnp.asarray(garbage))
     assert (got != wanted).sum() <= 4  # masses may differ in their last bit
 
 
@@ -242,6 +242,4 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
 
 def test_buckets_by_bits():
     distance = np.concatenate([np.arange(-3, 2000), [4095, 4096, 6143, 6144, 12287, 12288, 16383, 16384, 40000]])
-    assert (
-        np.asarray(triton_estimate._bucket(jnp.asarray(distance, jnp.int32))).tolist() == bucket_of(distance).tolist()
-    )
+    assert np.asarray(gpu_estimate._bucket(jnp.asarray(distance, jnp.int32))).tolist() == bucket_of(distance).tolist()

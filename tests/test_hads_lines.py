@@ -19,9 +19,9 @@ from benchmarks.hads.methods import METHODS
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.study.layer import Layer
 from xsake.hads.study.layerwise import run
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.layer import Layer
+from xsake.hads.study.methods.mask import MethodMask
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(block=16)

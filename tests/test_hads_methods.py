@@ -14,21 +14,21 @@ from hypothesis import given
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.keep import keep_largest
-from xsake.hads.study import methods, ranking, registry, scores
-from xsake.hads.study.groups import expand
-from xsake.hads.study.layer import Layer
-from xsake.hads.study.method_mask import MethodMask
-from xsake.hads.study.registry import Method, register, register_rival
+from xsake.hads.study.methods import ranking, registry, scores, shipped
+from xsake.hads.study.methods.groups import expand
+from xsake.hads.study.methods.layer import Layer
+from xsake.hads.study.methods.mask import MethodMask
+from xsake.hads.study.methods.registry import Method, register, register_rival
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
 GRID = CausalGrid(LENGTH, 16)
 RIVALS = (
-    methods.sink_window,
-    methods.mean_top_k,
-    methods.x_attention_8,
-    methods.x_attention_16,
-    methods.flash_prefill,
+    shipped.sink_window,
+    shipped.mean_top_k,
+    shipped.x_attention_8,
+    shipped.x_attention_16,
+    shipped.flash_prefill,
 )
 
 
@@ -208,7 +208,7 @@ def test_names_are_registered_once():
 
 def test_groups():
     assert expand("oracles, hads")[-1] == "hads" and "oracle_gain" in expand("oracles")
-    assert expand("short") == methods.GROUPS["short"] and set(methods.GROUPS["short"]) <= set(methods.METHODS)
+    assert expand("short") == shipped.GROUPS["short"] and set(shipped.GROUPS["short"]) <= set(shipped.METHODS)
     with pytest.raises(ValueError, match=r"unknown \['odd'\]; groups are short, ours, rivals, .*; methods are hads, "):
         expand("hads,odd")
     with pytest.raises(ValueError, match="no method is named; groups are short"):

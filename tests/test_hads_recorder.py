@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from xsake.dashboard.coding import decode_levels, decode_mask, full_square
-from xsake.dashboard.recorder import Recorder
+from xsake.dashboard.read.coding import decode_levels, decode_mask, full_square
+from xsake.dashboard.show.recorder import Recorder
 from xsake.hads import HadsMask
 from xsake.hads.calibration.observe import observe
 from xsake.hads.study.evaluation import evaluate

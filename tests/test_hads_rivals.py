@@ -27,22 +27,22 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.selection import pooled
 from xsake.hads.selection.keep import keep_largest
-from xsake.hads.study import methods
-from xsake.hads.study.layer import Layer
 from xsake.hads.study.layerwise import attend, project
-from xsake.hads.study.method_mask import MethodMask
-from xsake.hads.study.scores import antidiagonal_shares, strided_peaks
+from xsake.hads.study.methods import shipped
+from xsake.hads.study.methods.layer import Layer
+from xsake.hads.study.methods.mask import MethodMask
+from xsake.hads.study.methods.scores import antidiagonal_shares, strided_peaks
 from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
 GRID = CausalGrid(LENGTH, 16)
 SHIPPED = (
-    methods.sink_window,
-    methods.mean_top_k,
-    methods.x_attention_8,
-    methods.x_attention_16,
-    methods.flash_prefill,
+    shipped.sink_window,
+    shipped.mean_top_k,
+    shipped.x_attention_8,
+    shipped.x_attention_16,
+    shipped.flash_prefill,
 )
 _RIVALS = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *rivals.METHODS, *x_heads.METHODS)}
 PRIORITIES = _RIVALS | {own.__name__: own for own in (*ablations.BY_PRIORITY, *v1.METHODS)}

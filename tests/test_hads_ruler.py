@@ -34,10 +34,10 @@ from benchmarks.ruler.tasks import TASKS
 from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer, ways_of
 from xsake.hads.profile.budgets import layer_counts
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.model import HadsBudget, generate
-from xsake.model.tokenizer import Tokenizer, byte_level_bpe
+from xsake.model.text.tokenizer import Tokenizer, byte_level_bpe
 
 ESSAY = Essay.python_reference()
 PROFILE = case.random_profile(head_dim=16)

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 from xsake import BlockMask, hads
-from xsake._trace import interpret
-from xsake.hads.mask import compact
+from xsake._ground.trace import interpret
+from xsake.hads.mask.lists import compact
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import program
 from xsake.hads.selection.cut import TOGETHER, Cut
+from xsake.hads.selection.devices.partitioned import partitioned
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.partitioned import partitioned
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 

@@ -14,14 +14,15 @@ from hypothesis import given
 from sweep import sweep
 
 from xsake import hads
-from xsake._trace import interpret
-from xsake.hads.mask.order import shard_of_rows
-from xsake.hads.mask.triton_call import pad
+from xsake._ground.trace import interpret
+from xsake.hads.mask.lists.order import shard_of_rows
+from xsake.hads.mask.lists.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection import choice, program, triton_choose
+from xsake.hads.selection import choice, program
 from xsake.hads.selection.cut import TOGETHER, Cut, equal_counts
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.triton_rows import Rows
+from xsake.hads.selection.gpu import choose as gpu_choose
+from xsake.hads.selection.gpu.rows import Rows
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
@@ -109,7 +110,7 @@ def test_kernels_choose_as_xla(count):
     mass = jax.nn.softmax(jnp.asarray(np.where(grid.causal(), logits, -np.inf), jnp.float32), -1)
     rule = dict(sensitivity=jnp.array([1.0, 2.0, 0.5]), burstiness=jnp.full(3, 0.03), count=count, cut=Cut(4, "zigzag"))
     with interpret():
-        got = triton_choose.choose(pad(mass), Rows(grid), normalise=False, **rule).blocks(grid)
+        got = gpu_choose.choose(pad(mass), Rows(grid), normalise=False, **rule).blocks(grid)
     assert np.array_equal(got, choice.choose(mass, grid, **rule))
 
 

@@ -12,14 +12,14 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from xsake._cli import demo_model as short
-from xsake._cli import demo_prompt
+from xsake._cli.demo import model as short
+from xsake._cli.demo import prompt
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.file import shipped
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
-from xsake.model.published import PUBLISHED
+from xsake.model.weights.published import PUBLISHED
 
 
 def test_the_shipped_profile_is_smollm2s():
@@ -77,7 +77,7 @@ def test_the_race_to_the_first_token():
     profile = hads_case.random_profile(head_dim=16)
     tokens = np.random.default_rng(0).integers(0, 512, 200).tolist()
     console = Console(width=200, record=True)
-    times = demo_prompt.race(model, tokens, profile, 0.6, console)
+    times = prompt.race(model, tokens, profile, 0.6, console)
     assert list(times) == ["dense", "HADS, 60% of the blocks"] and min(times.values()) > 0
     assert "A prompt of 200 tokens" in console.export_text()
     assert model.config.layers == len(model.blocks) == 2

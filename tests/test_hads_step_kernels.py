@@ -15,10 +15,13 @@ from cuda_offline import lower
 from sweep import sweep
 
 from xsake import hads
-from xsake._trace import interpret
+from xsake._ground.trace import interpret
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.rule import RULE
-from xsake.hads.selection import pooled_keys, step, step_mask, triton_step
+from xsake.hads.selection import pooled_keys
+from xsake.hads.selection.gpu import step as gpu_step
+from xsake.hads.selection.step import blocks as step
+from xsake.hads.selection.step import mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,11 @@ class Case:
         return -(-self.slots // self.block)
 
     @property
-    def rule(self) -> step_mask._Rule:
+    def rule(self) -> mask._Rule:
         room = int(step.counts(self.blocks, self.kv_heads, self.budget)[-1])
-        return step_mask._Rule(self.budget, room, self.block, RULE, self.window)
+        return mask._Rule(self.budget, room, self.block, RULE, self.window)
 
-    def given(self, seed: int = 0) -> step_mask._Given:
+    def given(self, seed: int = 0) -> mask._Given:
         sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, block=self.block)
         rng = np.random.default_rng(seed)
         query = self.scale * rng.standard_normal((2, self.tokens, self.q_heads, self.head_dim))
@@ -51,7 +54,7 @@ class Case:
         empty = hads.PooledKeys.empty(batch=2, kv_heads=self.kv_heads, blocks=self.blocks, head_dim=self.head_dim)
         pooled = jax.jit(partial(empty.write, start=0, block=self.block))(self.keys(seed), lengths)
         weights = hads.LayerWeights.of(case.random_profile(**sizes), 1)
-        return step_mask._Given(jnp.asarray(query, jnp.bfloat16), pooled, weights, lengths)
+        return mask._Given(jnp.asarray(query, jnp.bfloat16), pooled, weights, lengths)
 
     def keys(self, seed: int = 0) -> jax.Array:
         shape = (2, self.slots, self.kv_heads, self.head_dim)
@@ -71,9 +74,9 @@ CASES = {
 def test_blocks_are_xlas(name: str):
     of = CASES[name]
     given = of.given()
-    wanted = jax.jit(partial(step_mask._by_xla, of.rule))(given)
+    wanted = jax.jit(partial(mask._by_xla, of.rule))(given)
     with interpret():
-        got = jax.jit(partial(step_mask._by_kernels, of.rule))(given)
+        got = jax.jit(partial(mask._by_kernels, of.rule))(given)
     for g, w in zip(got, wanted, strict=True):
         assert np.array_equal(g, w)
     kept = np.asarray(got[1])[..., 1].sum(-1)
@@ -95,7 +98,7 @@ def test_masses_are_xlas():
     query, pooled, weights, lengths = of.given()
     reach = step.reach_of(pooled, of.block, of.window)
     with interpret():
-        logits = jax.jit(partial(triton_step.logits, block=of.block, reach=reach))(
+        logits = jax.jit(partial(gpu_step.logits, block=of.block, reach=reach))(
             query, pooled.features, weights.estimator, lengths
         )
     mass = np.asarray(jax.nn.softmax(logits, -1))[:, 0]
@@ -118,8 +121,8 @@ def test_the_largest_of_all_heads_are_listed():
     order = np.where(in_order < 0, 0, (in_order >> 6) + 1).astype(np.int32)  # four values
 
     def listed(keys, in_order, order, lengths):
-        gains = triton_step.Gains(keys, in_order, order)
-        return triton_step.lists(gains, table, lengths, block=block, reach=n, room=room)
+        gains = gpu_step.Gains(keys, in_order, order)
+        return gpu_step.lists(gains, table, lengths, block=block, reach=n, room=room)
 
     with interpret():
         columns, row_ptr = jax.jit(listed)(*(jnp.asarray(x) for x in (keys, in_order, order, lengths)))
@@ -138,7 +141,7 @@ def test_the_largest_cut_is_exact(bits: int):
     rng = np.random.default_rng(bits)
     order = rng.integers(0, 2**31 - 1, 256).astype(np.int32)
     order[:9], order[9:99] = 0x7F800001, rng.integers(0, 5, 90)  # infinite gains, and ties
-    cut = jax.jit(lambda order, wanted: triton_step._largest_cut(order, wanted, bits))
+    cut = jax.jit(lambda order, wanted: gpu_step._largest_cut(order, wanted, bits))
     falling = np.sort(order)[::-1]
     for wanted in (1, 9, 10, 100, 200, 256):
         assert cut(order, wanted) == falling[wanted - 1]
@@ -174,12 +177,12 @@ def test_kernels_lower_for_cuda(of: tuple[int, int, int, int, int]):
     keys = jax.ShapeDtypeStruct((2, blocks * 64 - 5, kv_heads, head_dim), jnp.bfloat16)
     query = jax.ShapeDtypeStruct((2, tokens, q_heads, head_dim), jnp.bfloat16)
     weights = hads.LayerWeights.of(case.random_profile(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim), 0)
-    assert step_mask.unsupported(64, hads.PooledKeys(features)) is None
+    assert mask.unsupported(64, hads.PooledKeys(features)) is None
 
     def everything(query, features, keys, weights, lengths):
         pooled = hads.PooledKeys(pooled_keys._pool_last_by_kernel(64, 2, features, keys, lengths))
-        rule = step_mask._Rule(0.1, blocks * kv_heads // 10, 64, RULE, None)
-        return step_mask._by_kernels(rule, step_mask._Given(query, pooled, weights, lengths)), pooled
+        rule = mask._Rule(0.1, blocks * kv_heads // 10, 64, RULE, None)
+        return mask._by_kernels(rule, mask._Given(query, pooled, weights, lengths)), pooled
 
     text = lower(everything, query, features, keys, weights, jax.ShapeDtypeStruct((2,), jnp.int32))
     for name in ("pool_last_blocks", "step_logits", "step_gains", "step_lists"):
@@ -190,5 +193,5 @@ def test_shapes_without_kernels_are_named():
     def pooled(kv_heads: int, blocks: int, head_dim: int) -> hads.PooledKeys:
         return hads.PooledKeys(jax.ShapeDtypeStruct((1, kv_heads, blocks, 5, head_dim), jnp.float32))
 
-    assert "head_dim=96 must be a power of two" in str(step_mask.unsupported(64, pooled(2, 100, 96)))
-    assert "2000 blocks of 17 KV heads" in str(step_mask.unsupported(64, pooled(17, 2000, 64)))
+    assert "head_dim=96 must be a power of two" in str(mask.unsupported(64, pooled(2, 100, 96)))
+    assert "2000 blocks of 17 KV heads" in str(mask.unsupported(64, pooled(17, 2000, 64)))

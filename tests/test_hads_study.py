@@ -21,7 +21,7 @@ from xsake.hads.study.bootstrap import holm, paired_difference
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.layerwise import run
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.hads.study.summary import layer_division, summarise
 from xsake.hads.study.texts import Text, load_texts

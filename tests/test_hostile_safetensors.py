@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hostile import assert_refused, use
 
-from xsake.model.data_tokenizer import train_tokenizer
+from xsake.model.data.tokenizer import train_tokenizer
 
 WIDTH, MLP, VOCAB = 8, 16, 270
 CONFIG: dict[str, Any] = {

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from xsake.model import chat_template
-from xsake.model.chat_template import render
+from xsake.model.text import chat_template
+from xsake.model.text.chat_template import render
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NESTED = "{% for a in range(99999) %}" * 6 + "x" + "{% endfor %}" * 6

@@ -16,32 +16,13 @@ SOURCE = ROOT / "src" / "xsake"
 
 # From the ground up. A room imports itself and floors below its own: no floor above, and no neighbour.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    (
-        "xsake._atomic",
-        "xsake._buckets",
-        "xsake._delta",
-        "xsake._derivatives",
-        "xsake._device",
-        "xsake._fields",
-        "xsake._kernel_hash",
-        "xsake._trace",
-    ),
+    ("xsake._ground",),
     ("xsake.hads.mask", "xsake.tuning_db"),
-    ("xsake._backend",),
-    ("xsake._few_queries", "xsake._packed_heads"),
-    (
-        "xsake._registry",
-        "xsake.kernels_pallas_gpu",
-        "xsake.kernels_pallas_tpu",
-        "xsake.kernels_raw_triton",
-        "xsake.kernels_xla_ref",
-    ),
-    ("xsake._arguments", "xsake._fold", "xsake._partition", "xsake._tuned"),
-    ("xsake._execution", "xsake._pieces"),
-    ("xsake._paged",),
-    ("xsake._exchange_sparse", "xsake._op"),
-    ("xsake._exchange", "xsake._selection"),
-    ("xsake._sharded",),
+    ("xsake.backend",),
+    ("xsake._rewrites",),
+    ("xsake.kernels_pallas_gpu", "xsake.kernels_pallas_tpu", "xsake.kernels_raw_triton", "xsake.kernels_xla_ref"),
+    ("xsake._op",),
+    ("xsake._selection", "xsake._sequence"),
     ("xsake",),  # the door to the operation and to masks
     ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),

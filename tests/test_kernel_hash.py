@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from xsake import _registry, _tuned
-from xsake._kernel_hash import _imported_modules, kernel_hash
+from xsake._op import registry, tuned
+from xsake._op.kernel_hash import _imported_modules, kernel_hash
 
 BACKEND = '''"""A backend."""
 import jax
@@ -108,18 +108,19 @@ def test_only_imported_modules_count(folder):
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_gpu", "triton", "mosaic_tpu"])
 def test_kernels_count_and_developers_tools_do_not(name):
-    file = Path(_registry.get(name).__file__)
-    package = _registry.get(name).__name__.removesuffix(f".{file.stem}")
-    counted = set(_imported_modules(file, package))
-    kernels = {"mosaic_gpu": "mosaic*.py", "triton": "triton*.py"}.get(name, "*.py")
+    module = registry.get(name)
+    room = ".".join(module.__name__.split(".")[:2])
+    counted = set(_imported_modules(module, room))
+    folder = Path(module.__file__).parent
     untuned = {"ahead.py", "oracle.py", "gathered.py"}
-    of_mosaic = {"triton_row_pairs.py"} if name == "triton" else set()  # it makes lists for the Mosaic forward alone
-    assert counted >= {path.name for path in file.parent.glob(kernels)} - untuned - of_mosaic
+    kernels = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - untuned
+    inner = {"mosaic_gpu": "hopper/", "triton": "triton/"}.get(name, "")
+    assert counted >= {f"{inner}{kernel}" for kernel in kernels if not kernel.endswith("__init__.py")}
     assert not counted & untuned
 
 
 def test_a_developers_tool_leaves_the_hash_of_the_tpu_kernels(tmp_path):
-    source = Path(_registry.get("mosaic_tpu").__file__).parent
+    source = Path(registry.get("mosaic_tpu").__file__).parent
     folder = shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "ahead.py").write_text("changed = True\n")
-    assert hash_of(folder, "xsake.kernels_pallas_tpu") == _tuned.kernel_hash("mosaic_tpu")
+    assert hash_of(folder, "xsake.kernels_pallas_tpu") == tuned.kernel_hash("mosaic_tpu")

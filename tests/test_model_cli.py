@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from xsake._cli import app
 from xsake.hads import HadsProfile
 from xsake.model import HadsBudget, generate, load_tokenizer, save_pretrained
-from xsake.model.data_tokenizer import train_tokenizer
+from xsake.model.data.tokenizer import train_tokenizer
 
 
 def xsake(*words: object, code: int = 0):
@@ -143,7 +143,7 @@ def test_numbers_out_of_range_are_told_in_a_sentence(folder, options, code, mess
 
 def test_a_missing_extra_is_named(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "flax", None)
-    monkeypatch.delitem(sys.modules, "xsake.model.pretrained")
+    monkeypatch.delitem(sys.modules, "xsake.model.weights.pretrained")
     assert "flax is not installed" in xsake("model", "info", folder, code=1).stderr
 
 

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from tiny_model import LENGTH, TINY, TOKENS, assert_same_weights, build, run
 
 from tests.test_model_gguf import FIELDS, write
-from xsake.model import KVCache, families, load_pretrained, load_tokenizer, open_model, save_pretrained
-from xsake.model.gguf_header import GGUFTensor
-from xsake.model.rope import divisors, frequencies
+from xsake.model import KVCache, load_pretrained, load_tokenizer, open_model, save_pretrained
+from xsake.model.network import families
+from xsake.model.network.rope import divisors, frequencies
+from xsake.model.weights.gguf_header import GGUFTensor
 
 CONFIGS = {
     "llama": dict(rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_context=32),

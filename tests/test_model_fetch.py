@@ -8,8 +8,9 @@ import zipfile
 import pytest
 
 from xsake._cli import model as cli
-from xsake.model import fetch, load_pretrained
-from xsake.model.published import PUBLISHED, Part, Published
+from xsake.model import load_pretrained
+from xsake.model.weights import fetch
+from xsake.model.weights.published import PUBLISHED, Part, Published
 
 CONTENT = b"a model"
 

@@ -11,7 +11,9 @@ import pytest
 from tiny_model import TINY, TOKENS, build, run
 
 import xsake
-from xsake.model import Sampler, generate, generation, prefill, stream, writer
+from xsake.model import Sampler, generate, stream
+from xsake.model.generate import generation, prefill
+from xsake.model.weights import writer
 
 # One worker for the tests of the model: it has its programs.
 pytestmark = pytest.mark.xdist_group("model")

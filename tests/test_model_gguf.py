@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from tiny_model import TINY, assert_same_weights, build
 
 from xsake.model import load_pretrained, load_tokenizer, open_model
-from xsake.model.families import gguf_names
+from xsake.model.network.families import gguf_names
 
 FIELDS = {
     "llama.block_count": TINY.layers,

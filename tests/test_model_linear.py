@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from xsake.model import linear
+from xsake.model.network import linear
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -12,7 +12,8 @@ from flax import nnx
 from tiny_model import run
 
 import xsake
-from xsake.model import PRESETS, KVCache, fetch, generate, load_pretrained, load_tokenizer
+from xsake.model import PRESETS, KVCache, generate, load_pretrained, load_tokenizer
+from xsake.model.weights import fetch
 
 pytestmark = [
     pytest.mark.pretrained,

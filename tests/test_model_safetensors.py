@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_model import TINY, assert_same_weights, build
 
 from xsake.model import load_pretrained, load_tokenizer, open_model, save_pretrained
-from xsake.model.data_tokenizer import END_OF_TEXT, train_tokenizer
+from xsake.model.data.tokenizer import END_OF_TEXT, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import pre_tokenizers
 
-from xsake.model.tokenizer import Tokenizer, byte_level_bpe
+from xsake.model.text.tokenizer import Tokenizer, byte_level_bpe
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 CHATML = (

@@ -21,11 +21,12 @@ from contract.target import TARGETS
 from sweep import sweep
 
 import xsake
-from xsake._device import cpu_workers
-from xsake.kernels_pallas_gpu import mosaic, mosaic_forward
-from xsake.kernels_pallas_gpu import triton_work_order as work_order
-from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
-from xsake.kernels_pallas_gpu.triton_merge import merged_rows
+from xsake._ground.device import cpu_workers
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
+from xsake.kernels_pallas_gpu.hopper.forward import launch
+from xsake.kernels_pallas_gpu.lists import work_order
+from xsake.kernels_pallas_gpu.lists.merge import merged_rows
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
@@ -166,8 +167,8 @@ CHUNKS = {
 def test_long_rows_come_first(monkeypatch, name):
     ordered, merged = [], []
     of_order = work_order.work_order
-    monkeypatch.setattr(mosaic_forward, "work_order", lambda *x, **y: ordered.append(y) or of_order(*x, **y))
-    monkeypatch.setattr(mosaic_forward, "merged_rows", lambda *x: merged.append(x) or merged_rows(*x))
+    monkeypatch.setattr(launch, "work_order", lambda *x, **y: ordered.append(y) or of_order(*x, **y))
+    monkeypatch.setattr(launch, "merged_rows", lambda *x: merged.append(x) or merged_rows(*x))
     monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
     case = chunk_with_long_rows(TARGET, 2, **(dict(q_len=32, kv_len=96) | CHUNKS[name]))
     forward = ForwardConfig(q_stages=2, num_ctas=1)

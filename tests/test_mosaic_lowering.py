@@ -17,14 +17,14 @@ from sweep import sweep
 
 import xsake
 from tests.cuda_offline import lower
-from xsake import _op
-from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu import mosaic
+from xsake._op import attention as attention_op
+from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 
 
 @pytest.fixture(autouse=True)
 def assembler_is_not_asked(monkeypatch):
-    """JAX starts the assembler for every bool that a kernel converts to a number (`mosaic_conditions`)."""
+    """JAX starts the assembler for every bool that a kernel converts to a number (`tile.conditions`)."""
 
     def asked():
         raise AssertionError("a bool is converted: use mosaic_conditions")
@@ -290,7 +290,7 @@ def test_the_operation_lowers_with_its_gradient(of, monkeypatch):
     """Kernels that keep a counter or sums in global memory also lower inside the operation's wrappers."""
     length, mapped = of
     monkeypatch.setattr(mosaic, "unavailable", lambda: None)
-    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    monkeypatch.setattr(attention_op, "platform_of", lambda query: "gpu")
     mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)
 
     def gradient(q, mask):
@@ -310,7 +310,7 @@ IN_SHARDS = {"D 128, block 128": 8192, "8 queries of 16 heads, a bit per token":
 def test_gradients_lower_in_a_shard_map(name, monkeypatch):
     """With its checks of varying axes, which see the kernels' own loops and the numbers that are made for them."""
     monkeypatch.setattr(mosaic, "unavailable", lambda: None)
-    monkeypatch.setattr(_op, "platform_of", lambda query: "gpu")
+    monkeypatch.setattr(attention_op, "platform_of", lambda query: "gpu")
     length = IN_SHARDS[name]
     call = make_call(**(SHAPES[name] | dict(q_len=length, kv_len=length)))
 

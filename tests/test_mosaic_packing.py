@@ -13,10 +13,10 @@ from contract.target import TARGETS
 from sweep import sweep
 
 import xsake
-from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu import mosaic
-from xsake.kernels_pallas_gpu.mosaic_backward_config import BackwardConfig
-from xsake.kernels_pallas_gpu.mosaic_packing import Packing
+from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
 INTERPRETED = dataclasses.replace(HOPPER, interpret=True, unit=1, value_dim=64, marks=())

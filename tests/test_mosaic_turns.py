@@ -13,8 +13,10 @@ from contract.target import TARGETS
 from sweep import sweep
 
 import xsake
-from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu import mosaic, mosaic_dkv_plan, mosaic_turns
+from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.hopper.dkv import plan as dkv_plan
+from xsake.kernels_pallas_gpu.hopper.tile import turns
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 CASES = {
@@ -29,7 +31,7 @@ CASES = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", sweep(CASES, slow=[name for name in CASES if "odd" in name or "dK" in name]))
 def test_one_cta_takes_all_items(name, monkeypatch):
-    monkeypatch.setattr(mosaic_turns, "INTERPRETED_CTAS", 1)
+    monkeypatch.setattr(turns, "INTERPRETED_CTAS", 1)
     changes = dict(CASES[name])
     dim = changes.pop("head_dim", TARGET.head_dim)
     target = dataclasses.replace(TARGET, head_dim=dim, value_dim=dim)
@@ -41,7 +43,7 @@ def test_one_cta_takes_all_items(name, monkeypatch):
 @pytest.mark.slow  # the others have two stages, where there is room
 @pytest.mark.timeout(240)
 def test_one_and_two_stages_of_resident_rows_give_the_same_bits(monkeypatch):
-    monkeypatch.setattr(mosaic_turns, "INTERPRETED_CTAS", 1)
+    monkeypatch.setattr(turns, "INTERPRETED_CTAS", 1)
     case = make(TARGET, batch=1, q_heads=1, kv_heads=1, mask=(1, 1), **CASES["one list for both warpgroups"])
     with TARGET.context():
         call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
@@ -61,14 +63,14 @@ def test_one_and_two_stages_of_resident_rows_give_the_same_bits(monkeypatch):
 )
 def test_the_longest_columns_are_cut_by_heads(sizes, monkeypatch):
     heads, lists, length = sizes
-    monkeypatch.setattr(mosaic_dkv_plan, "longest_share", lambda call: 2.0)
-    monkeypatch.setattr(mosaic_dkv_plan, "early_ranks", lambda pairs: 1)
+    monkeypatch.setattr(dkv_plan, "longest_share", lambda call: 2.0)
+    monkeypatch.setattr(dkv_plan, "early_ranks", lambda pairs: 1)
     shape = dict(q_len=length, block_q=32, block_kv=32, density=0.6, mask_causal=True)
     case = make(TARGET, batch=1, q_heads=heads, kv_heads=2, mask=(1, lists), **shape)
     with TARGET.context():
         call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
         packing = mosaic._packing(call)
-        assert mosaic_dkv_plan.Plan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
+        assert dkv_plan.Plan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
     check_run(TARGET, case)
 
 
@@ -83,7 +85,7 @@ def test_columns_are_cut_where_an_sm_would_wait_for_one():
         def look(q, k):
             call = build_call(query=q, key=k, value=k, mask=mask, is_causal=True, default_blocks=(128, 128))
             config = mosaic.default_config(call)
-            plan = mosaic_dkv_plan.Plan.of(call, mosaic._packing(call), config.dkv)
+            plan = dkv_plan.Plan.of(call, mosaic._packing(call), config.dkv)
             found.append({"dkv": plan.parts, "fused": config.fused.parts}[kind])
 
         jax.eval_shape(look, q, k)

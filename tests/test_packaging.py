@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS_OF_EVALUATE = (
-    "from xsake.hads.study.methods import GROUPS, METHODS; from xsake._cli.hads import METHODS as help"
+    "from xsake.hads.study.methods.shipped import GROUPS, METHODS; from xsake._cli.hads import METHODS as help"
 )
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
@@ -27,7 +27,7 @@ def test_every_folder_is_declared_and_linked() -> None:
     expected = {f"xsake.{name}" for name in folders_with_code()} | {"xsake"}
     assert set(PACKAGES["package-dir"]) == expected
     inits = [path.relative_to(ROOT) for name in folders_with_code() for path in (ROOT / name).rglob("__init__.py")]
-    inits += [path.relative_to(ROOT / "src" / "xsake") for path in (ROOT / "src" / "xsake").glob("*/__init__.py")]
+    inits += [path.relative_to(ROOT / "src" / "xsake") for path in (ROOT / "src" / "xsake").glob("**/__init__.py")]
     nested = {".".join(("xsake", *path.parent.parts)) for path in inits}
     assert set(PACKAGES["packages"]) == nested | {"xsake"}
     for name in folders_with_code():

@@ -11,9 +11,9 @@ from contract.target import TARGETS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import xsake
-from xsake import _packed_heads
-from xsake._arguments import build_call
-from xsake._packed_heads import PackedHeads, packs
+from xsake._op.arguments import build_call
+from xsake._rewrites import packed_heads
+from xsake._rewrites.packed_heads import PackedHeads, packs
 
 XLA = next(t for t in TARGETS if t.name == "xla")
 CASES = {
@@ -37,7 +37,7 @@ def test_packed_heads(name, monkeypatch):
         chosen[:, 0, :, 1] = True  # all bits of a block's words, also those of queries that it does not have
         case = case.replace(chosen=chosen)
     packed = []
-    monkeypatch.setattr(_packed_heads, "packs", lambda call: packed.append(packs(call)) or packed[-1])
+    monkeypatch.setattr(packed_heads, "packs", lambda call: packed.append(packs(call)) or packed[-1])
     check_run(XLA, case)
     assert any(packed)
 

@@ -15,7 +15,7 @@ from cuda_offline import lower
 from sweep import sweep
 
 import xsake
-from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 
 # A bits=True case has the same lists and tiles in pages and in one piece, so that it adds in the same order.
 CASES = {

@@ -20,8 +20,8 @@ import pytest
 import typer
 
 import xsake
-from xsake import _registry
 from xsake._cli import app
+from xsake._op import registry
 
 PAGES = pages.every_page()
 WITH_CODE = [page for page in PAGES if any(block.language in pages.RUN for block in pages.blocks_of(page))]
@@ -65,7 +65,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
     """As a reader would run it: the blocks of a page one after the other, in an empty folder, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_registry, "_BACKENDS", dict(_registry._BACKENDS))
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
     names: dict = {"__name__": "page"}
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

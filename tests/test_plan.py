@@ -27,8 +27,8 @@ from xsake._plan.plan import make_plan
 from xsake._plan.question import Question
 from xsake._plan.rates import BOTH, FILE, FORWARD, Point, attention_rate, shipped_points
 from xsake.autotune.workloads import WORKLOADS
-from xsake.model.config import PRESETS, ModelConfig
-from xsake.model.transformer import Transformer
+from xsake.model.network.config import PRESETS, ModelConfig
+from xsake.model.network.transformer import Transformer
 
 GB = 1e9
 PLAIN = Links(domain=4, inside=100.0, hop=50.0, outside=10.0, reach=1.0, latency=0.0)

@@ -12,7 +12,7 @@ from executed import counting_matmul_flops
 from sweep import sweep
 
 import xsake
-from xsake.autotune.timing import race
+from xsake.autotune.measure.timing import race
 
 
 def test_predecessor_any_blocks_per_head(implementation):

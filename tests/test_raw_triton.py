@@ -17,10 +17,11 @@ import pytest
 from raw_triton_offline import make_call
 
 import xsake
-from xsake import _registry
 from xsake import kernels_raw_triton as raw
-from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu import mosaic, triton
+from xsake._op import registry
+from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.triton import backend as triton
 from xsake.kernels_raw_triton import Tiling, versions
 
 SMALL = {"q_heads": 8, "kv_heads": 2, "dim": 32, "tokens": 130}
@@ -55,7 +56,7 @@ def gpu(monkeypatch):
         for module in (mosaic, triton, raw):
             monkeypatch.setattr(module, "compute_capability", lambda: capability)
         monkeypatch.setattr(versions, "misfit", lambda interpreted: None if installed else "not installed")
-        return _registry.candidates(None, "gpu")
+        return registry.candidates(None, "gpu")
 
     return pretend
 
@@ -63,17 +64,17 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9"])
 def test_selections_go_to_raw_triton_where_it_is_installed(gpu, capability):
     call = make_call(**SMALL)
-    assert _registry.choose(gpu(capability), call) == "raw_triton"
-    assert _registry.choose(gpu(capability, installed=False), call) == "triton"
+    assert registry.choose(gpu(capability), call) == "raw_triton"
+    assert registry.choose(gpu(capability, installed=False), call) == "triton"
     dense = build_call(call.query, call.key, call.value, None, default_blocks=raw.default_blocks(130, 130, 32))
-    assert _registry.choose(gpu(capability), dense) == "triton"
+    assert registry.choose(gpu(capability), dense) == "triton"
 
 
 def test_hopper_keeps_its_own_kernels_and_new_gpus_are_refused(gpu):
     assert gpu("9.0")[:2] == ["mosaic_gpu", "raw_triton"]
     assert "raw_triton" not in gpu("7.5") and "raw_triton" not in gpu("10.0")
     with pytest.raises(NotImplementedError, match=r"8\.9, 9\.0; this one has 10\.0"):
-        _registry.candidates("raw_triton", "gpu")
+        registry.candidates("raw_triton", "gpu")
 
 
 # -- calls and configurations ------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def test_what_is_unsupported_is_named():
         assert said in raw.unsupported(dataclasses.replace(call, mask=dataclasses.replace(call.mask, **change)))
     assert "head_dim=320" in raw.unsupported(make_call(**SMALL | {"dim": 320}))
     with pytest.raises(NotImplementedError, match="does not honour logits_soft_cap"):
-        _registry.choose(["raw_triton"], dataclasses.replace(call, soft_cap=2.0))
+        registry.choose(["raw_triton"], dataclasses.replace(call, soft_cap=2.0))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -105,7 +106,7 @@ def test_the_default_is_in_the_search_space_and_fits(dtype):
 def test_it_is_interpreted_only_where_triton_is_told_to_beforehand(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with xsake.interpret(), pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1"):
-        _registry.candidates("raw_triton", "cpu")
+        registry.candidates("raw_triton", "cpu")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
-from xsake import _op, _registry, kernels_raw_triton
-from xsake._arguments import build_call
-from xsake._backend import Backend, Call
-from xsake._execution import Plan
-from xsake._fold import fold_call
-from xsake.kernels_pallas_gpu import mosaic, triton
+from xsake import kernels_raw_triton
+from xsake._op import attention as attention_op
+from xsake._op import registry
+from xsake._op.arguments import build_call
+from xsake._op.fold import fold_call
+from xsake._op.run import Plan
+from xsake.backend.contract import Backend, Call
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.triton import backend as triton
 from xsake.kernels_raw_triton import versions
 
 
@@ -25,7 +28,7 @@ def gpu(monkeypatch):
     """Pretend that calls run on a GPU of the given compute capability."""
 
     def pretend(capability: str) -> None:
-        monkeypatch.setattr(_op, "platform_of", lambda x: "gpu")
+        monkeypatch.setattr(attention_op, "platform_of", lambda x: "gpu")
         for module in (mosaic, triton, kernels_raw_triton):
             monkeypatch.setattr(module, "compute_capability", lambda: capability)
         monkeypatch.setattr(versions, "_version", {}.get)  # jax-triton is not installed
@@ -48,12 +51,12 @@ def test_best_first():
 )
 def test_a_gpu_gets_the_best_that_it_can_run(gpu, capability, expected):
     gpu(capability)
-    assert _registry.candidates(None, "gpu")[: len(expected)] == expected
+    assert registry.candidates(None, "gpu")[: len(expected)] == expected
 
 
 def test_an_old_gpu_gets_xla_and_is_told_so_once(gpu, caplog):
     gpu("7.5")
-    _registry._say_once.cache_clear()
+    registry._say_once.cache_clear()
     q = jnp.ones((1, 64, 1, 16))
     with caplog.at_level(logging.WARNING, logger="xsake"):
         xsake.attention(q, q, q)
@@ -67,10 +70,10 @@ def test_float32_on_hopper_goes_to_triton(gpu):
     gpu("9.0")
 
     def chosen(dtype):
-        names = _registry.candidates(None, "gpu")
+        names = registry.candidates(None, "gpu")
         from tests.test_mosaic_lowering import make_call
 
-        return _registry.choose(names, make_call(dtype=dtype))
+        return registry.choose(names, make_call(dtype=dtype))
 
     assert chosen(jnp.bfloat16) == "mosaic_gpu"
     assert chosen(jnp.float32) == "triton"
@@ -104,12 +107,12 @@ def call_of_tomorrow(batch=2, **fields):
     return CallOfTomorrow(**given, **fields)
 
 
-@pytest.mark.parametrize("name", _registry._BACKENDS)
+@pytest.mark.parametrize("name", registry._BACKENDS)
 def test_a_field_that_a_backend_does_not_know_is_refused_by_name(name):
     assert not {"dropout", "temperature"} & set(call_of_tomorrow().uses())
     for field, value in (("dropout", 0.1), ("temperature", jnp.ones(1))):
         with pytest.raises(NotImplementedError, match=rf"'{name}': it does not honour {field}"):
-            _registry.choose([name], call_of_tomorrow(**{field: value}))
+            registry.choose([name], call_of_tomorrow(**{field: value}))
 
 
 def test_a_call_goes_to_the_first_that_honours_all_of_it(monkeypatch):
@@ -117,9 +120,9 @@ def test_a_call_goes_to_the_first_that_honours_all_of_it(monkeypatch):
     q = jnp.ones((1, 64, 1, 16))
     for cap, expected in ((None, "triton"), (5.0, "xla")):
         call = build_call(q, q, q, None, default_blocks=(64, 64), logits_soft_cap=cap)
-        assert _registry.choose(["triton", "xla"], call) == expected
+        assert registry.choose(["triton", "xla"], call) == expected
     with pytest.raises(NotImplementedError, match="'triton': it does not honour logits_soft_cap"):
-        _registry.choose(["triton"], call)
+        registry.choose(["triton"], call)
 
 
 def test_vmap_folds_every_array_of_a_call():
@@ -140,12 +143,12 @@ def test_a_permission_is_asked_of_no_backend():
 def test_a_field_without_a_gradient_is_refused_by_name():
     plan = Plan.of(["xla"], call_of_tomorrow(), None)
     with pytest.raises(NotImplementedError, match="no gradient with respect to temperature"):
-        jax.grad(lambda t: _op._attend(plan, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
+        jax.grad(lambda t: attention_op._attend(plan, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
 
 
-@pytest.mark.parametrize("name", _registry._BACKENDS)
+@pytest.mark.parametrize("name", registry._BACKENDS)
 def test_a_backend_has_the_names_and_the_parameters_of_the_protocol(name):
-    backend = _registry.get(name)
+    backend = registry.get(name)
     assert isinstance(backend, Backend)
     optional = {f.name for f in dataclasses.fields(Call) if f.default is not dataclasses.MISSING}
     assert optional | {"symbolic_batch", "bitmaps", "delta_parts"} >= backend.HONOURS, "a name that no call has"

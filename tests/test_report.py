@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import record, report
 from benchmarks.report import prompt
-from xsake import _tuned
+from xsake._op import tuned
 
 PAGES = report.pages()
 
@@ -31,7 +31,7 @@ def test_an_unknown_part_is_an_error(tmp_path):
 
 def test_an_edited_kernel_changes_no_page(monkeypatch):
     """Tables must not depend on the kernels' sources: every edit of a kernel would need the pages made again."""
-    monkeypatch.setattr(_tuned, "kernel_hash", lambda name: hashlib.sha256(name.encode()).hexdigest()[:16])
+    monkeypatch.setattr(tuned, "kernel_hash", lambda name: hashlib.sha256(name.encode()).hexdigest()[:16])
     page = record.ROOT / "docs" / "tuning.md"
     assert report.rendered(page) == page.read_text()
 

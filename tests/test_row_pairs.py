@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels_pallas_gpu.triton_row_pairs import OWNERS, row_pairs
+from xsake.kernels_pallas_gpu.lists.row_pairs import OWNERS, row_pairs
 
 BOTH = 3
 

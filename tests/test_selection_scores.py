@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from cuda_offline import lower
 
+from xsake._ground.trace import interpret
 from xsake._selection import choose, triton_top_k, triton_weights
 from xsake._selection.compressed import compressed_attention
-from xsake._trace import interpret
 
 T, H, K, BLOCK = 300, 6, 2, 16
 

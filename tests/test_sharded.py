@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 import xsake
-from xsake import _registry, _sharded
+from xsake._op import registry
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
@@ -323,8 +323,8 @@ PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", 
 )
 def test_lowers_for_other_platforms(exchange, platform, length, monkeypatch):
     name, devices, kernel = PLATFORMS[platform]
-    monkeypatch.setattr(_registry.get(name), "unavailable", lambda: None)
-    monkeypatch.setattr(_sharded, "platform_of", lambda query: devices)
+    monkeypatch.setattr(registry.get(name), "unavailable", lambda: None)
+    monkeypatch.setattr(sequence_sharded, "platform_of", lambda query: devices)
     mask = xsake.BlockMask.full(length, length, block_q=128, block_kv=128, is_causal=True)
     q = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
     options = dict(mesh=mesh_of(seq=2), sequence="seq", exchange=exchange, implementation=name)

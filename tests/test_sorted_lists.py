@@ -11,7 +11,8 @@ import pytest
 from sweep import sweep
 
 from xsake import BlockMask
-from xsake.hads.mask import sorted_lists, token_selection
+from xsake.hads.mask import token_selection
+from xsake.hads.mask.lists import chosen
 
 LISTS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "q_indices", "q_row_ptr", "q_num_full", "col_order")
 SIZES = {  # batch, heads, queries, keys, numbers per token; options of the mask
@@ -53,7 +54,7 @@ def test_sorted_lists_are_the_dense_ones(monkeypatch, case):
 
         with monkeypatch.context() as patch:
             patch.setattr(token_selection, "_sorting_pays", lambda *_: True)
-            patch.setattr(sorted_lists, "jit_may_partition", lambda: way == "head by head")
+            patch.setattr(chosen, "jit_may_partition", lambda: way == "head by head")
             by_sorting = mask()
             patch.setattr(token_selection, "sorted_lists", lambda *_: None)
             return by_sorting, mask()
@@ -77,7 +78,7 @@ def words(mask, direction):
 
 def test_memory_grows_with_what_is_chosen(monkeypatch):
     """No array has an entry for each of the 8192 x 1024 blocks of 4 heads."""
-    monkeypatch.setattr(sorted_lists, "jit_may_partition", lambda: False)
+    monkeypatch.setattr(chosen, "jit_may_partition", lambda: False)
     numbers = jax.ShapeDtypeStruct((1, 65536, 4, 16), np.int32)
     make = jax.jit(lambda x: BlockMask.from_token_indices(x, block_q=8, block_kv=64, is_causal=True))
     shapes = re.findall(r"tensor<([\dx]+)x\w+>", make.lower(numbers).as_text())

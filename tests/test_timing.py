@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xsake.autotune import timing
-from xsake.autotune.timing import Timing, race
+from xsake.autotune.measure import timing
+from xsake.autotune.measure.timing import Timing, race
 
 
 @pytest.fixture

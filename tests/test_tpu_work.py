@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import xsake
 from xsake.kernels_pallas_tpu.launch import Refs, grid_places
-from xsake.kernels_pallas_tpu.tiles import Axis, pitch_of, tile_of
+from xsake.kernels_pallas_tpu.tile.tiles import Axis, pitch_of, tile_of
 from xsake.kernels_pallas_tpu.work import WORDS, lists_and_records
 
 

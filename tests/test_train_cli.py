@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake.model import load_trained
-from xsake.model.data_shards import open_shards
+from xsake.model.data.shards import open_shards
 
 TEXT = """One contract says which blocks attend to which. Kernels execute it, a tuner finds their best configuration on
 the hardware at hand, and a model uses all of it as any user would. Lists are flat per head, because padded rows do not
@@ -119,7 +119,7 @@ def test_what_jax_lacks_is_told_in_a_line(tmp_path, monkeypatch):
         def build(*_, **__):
             raise error
 
-        monkeypatch.setattr("xsake.model.data_build.build", build)
+        monkeypatch.setattr("xsake.model.data.build.build", build)
         return xsake("data", "build", tmp_path, "--out", tmp_path / "out")
 
     assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\nmore")) == (

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.model.config import PRESETS
-from xsake.model.distributed import initialize
-from xsake.model.mfu import peak_flops, utilisation
-from xsake.model.train_attention import ATTENTION, attention_of, fixed_pattern
-from xsake.model.train_config import TrainConfig
-from xsake.model.train_optimizer import learning_rate, make_optimizer
+from xsake.model.network.config import PRESETS
+from xsake.model.train.attention import ATTENTION, attention_of, fixed_pattern
+from xsake.model.train.config import TrainConfig
+from xsake.model.train.distributed import initialize
+from xsake.model.train.optimizer import learning_rate, make_optimizer
+from xsake.model.train.watch.mfu import peak_flops, utilisation
 
 CONFIG = TrainConfig(model=PRESETS["tiny"], length=64, batch=4, steps=50, warmup=10)
 

@@ -10,8 +10,8 @@ from training import MODEL
 
 from benchmarks import plan_rates, record, train_gpu
 from benchmarks.report import model as report
-from xsake.dashboard.benchmark_plots import plots
-from xsake.model.trainer import Trainer
+from xsake.dashboard.show.benchmark_plots import plots
+from xsake.model.train.trainer import Trainer
 
 KINDS = ["dense", "sparse", "hads"]
 SMALL = ["--skip-training", "--only", "tiny", "--tokens-per-step", "128", "--block", "4", "--dense", "xsake"]

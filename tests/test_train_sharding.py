@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from training import MODEL, losses, make_config, make_data
 
-from xsake.model.config import PRESETS
-from xsake.model.sharding import RULES, make_mesh, parameter_name, parameter_shardings
-from xsake.model.train_loop import train
-from xsake.model.trainer import Trainer
-from xsake.model.transformer import Transformer
+from xsake.model.network.config import PRESETS
+from xsake.model.network.sharding import RULES, make_mesh, parameter_name, parameter_shardings
+from xsake.model.network.transformer import Transformer
+from xsake.model.train.loop import train
+from xsake.model.train.trainer import Trainer
 
 pytestmark = pytest.mark.xdist_group("training")
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")

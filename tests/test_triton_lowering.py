@@ -14,10 +14,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from sweep import sweep
 
 import xsake
-from xsake._arguments import build_call
-from xsake._backend import Call
-from xsake.kernels_pallas_gpu import triton
-from xsake.kernels_pallas_gpu.triton_tiles import Tiling
+from xsake._op.arguments import build_call
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.triton import backend as triton
+from xsake.kernels_pallas_gpu.triton.tiles import Tiling
 from xsake.kernels_xla_ref import oracle
 
 _A100 = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA A100", num_cores=None, platform="gpu"))
@@ -163,9 +163,9 @@ def _triton(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch):
-    from xsake import _registry
+    from xsake._op import registry
 
-    monkeypatch.setitem(_registry._BACKENDS, "triton", ("xsake.kernels_pallas_gpu.triton", "gpu"))
+    monkeypatch.setitem(registry._BACKENDS, "triton", ("xsake.kernels_pallas_gpu.triton.backend", "gpu"))
     with xsake.interpret():
         yield
 

@@ -12,7 +12,8 @@ from hads_case import random_inputs, random_profile
 from sweep import sweep
 
 import xsake
-from xsake import _tuned, hads, tuning_db
+from xsake import hads, tuning_db
+from xsake._op import tuned
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.tuning_db import Database, Entry, Key
 
@@ -51,13 +52,13 @@ def found_for(make_mask, *arrays) -> tuple[float | None, int]:
     heard = []
 
     def listen(name, call):
-        heard.append((_tuned.key_of(name, call, "forward").density, _tuned.choose(name, call).config.forward.chunk))
+        heard.append((tuned.key_of(name, call, "forward").density, tuned.choose(name, call).config.forward.chunk))
 
     def attend(query, key, *arrays):
         return xsake.attention(query, key, key, make_mask(query, key, *arrays))
 
     query, key = random_inputs(0, LENGTH, PROFILE)
-    with tuning_db.overlay(TUNED), _tuned.listening(listen):
+    with tuning_db.overlay(TUNED), tuned.listening(listen):
         jax.eval_shape(attend, query, key, *arrays)
     return heard[0]
 

@@ -13,8 +13,9 @@ import pytest
 from tuning_fakes import KEY
 
 import xsake
-from xsake import _tuned, tuning_db
-from xsake._arguments import build_call
+from xsake import tuning_db
+from xsake._op import tuned
+from xsake._op.arguments import build_call
 from xsake.kernels_xla_ref import Config, Tiling
 from xsake.tuning_db import Database, Entry
 
@@ -22,7 +23,7 @@ from xsake.tuning_db import Database, Entry
 def entry(chunk: int = 3, *, kernel: str | None = None, config: dict | None = None, **changes) -> Entry:
     about = {
         "source": "measured",
-        "kernel": kernel or _tuned.kernel_hash("xla"),
+        "kernel": kernel or tuned.kernel_hash("xla"),
         "date": "2026-01-01T00:00:00+00:00",
         "environment": "e",
     }
@@ -35,7 +36,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.setenv("XSAKE_TUNING_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning_db.lookup, "SHIPPED", tmp_path / "shipped")
     tuning_db.warn_once.cache_clear()
-    _tuned._tell_stale.cache_clear()
+    tuned._tell_stale.cache_clear()
     for folder in ("user", "shipped"):
         (tmp_path / folder).mkdir()
     return tmp_path / "user"
@@ -54,7 +55,7 @@ def call(length: int = 128, density_hint: float | None = None):
 
 
 def chosen(**options) -> int:
-    return _tuned.choose("xla", call(**options)).config.forward.chunk
+    return tuned.choose("xla", call(**options)).config.forward.chunk
 
 
 def heuristic(**options) -> int:
@@ -64,12 +65,12 @@ def heuristic(**options) -> int:
 
 
 def test_key_of_a_call():
-    assert _tuned.key_of("xla", call(), "forward") == KEY
-    assert _tuned.key_of("xla", call(length=100), "forward") == KEY, "lengths are put in buckets"
+    assert tuned.key_of("xla", call(), "forward") == KEY
+    assert tuned.key_of("xla", call(length=100), "forward") == KEY, "lengths are put in buckets"
 
 
 def test_without_files_the_heuristic_serves(user):
-    choice = _tuned.choose("xla", call())
+    choice = tuned.choose("xla", call())
     assert choice.config.forward.chunk == heuristic()
     assert choice.found == {"forward": None, "backward": None}
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
-from xsake import _registry
-from xsake._arguments import build_call
-from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
+from xsake._op import registry
+from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY
 
 CASES = [
     ("mosaic_gpu", "forward", dict(stages=9), "forward: it needs more shared memory"),
@@ -37,7 +37,7 @@ CASES = [
 def test_misfit(name, direction, change, told):
     x = jnp.ones((1, 256, 4, 128), jnp.bfloat16)
     mask = xsake.BlockMask.full(256, 256, block_q=64, block_kv=64, is_causal=True)
-    call, backend = build_call(x, x, x, mask, default_blocks=(64, 64)), _registry.get(name)
+    call, backend = build_call(x, x, x, mask, default_blocks=(64, 64)), registry.get(name)
     config = backend.default_config(call)
     assert backend.misfit(call, config) is None
     odd = dataclasses.replace(config, **{direction: dataclasses.replace(getattr(config, direction), **change)})

@@ -8,8 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from xsake import _registry, _tuned, tuning_db
+from xsake import tuning_db
 from xsake._cli.tuning import problems_of
+from xsake._op import registry, tuned
 from xsake.tuning_db import Database
 
 FILES = sorted(p for p in Path(tuning_db.SHIPPED).glob("*.json") if p.name != "schema.json")
@@ -27,6 +28,6 @@ def test_files_hold_to_the_schema(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_entries_suit_their_backends(path):
     for entry in Database.read(path).entries:
-        backend = _registry.get(entry.key.implementation)
-        assert entry.key.direction in _tuned.directions(backend)
-        assert _tuned.make_part(backend, entry.key.direction, entry.config)
+        backend = registry.get(entry.key.implementation)
+        assert entry.key.direction in tuned.directions(backend)
+        assert tuned.make_part(backend, entry.key.direction, entry.config)

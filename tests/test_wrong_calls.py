@@ -11,7 +11,7 @@ import pytest
 
 import xsake
 from xsake import BlockMask
-from xsake._registry import _BACKENDS
+from xsake._op.registry import _BACKENDS
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 

@@ -54,9 +54,9 @@ def main() -> None:
     """Prints the losses that this process saw, as JSON."""
     from training import make_config
 
-    from xsake.model import train_loop
-    from xsake.model.distributed import initialize
-    from xsake.model.trainer import Trainer
+    from xsake.model.train import loop
+    from xsake.model.train.distributed import initialize
+    from xsake.model.train.trainer import Trainer
 
     given = json.loads(sys.argv[1])
     if given["join"] is not None:
@@ -69,8 +69,8 @@ def main() -> None:
             seen.append(metrics["loss"])
             return metrics
 
-    train_loop.Trainer = Watched
-    train_loop.train(
+    loop.Trainer = Watched
+    loop.train(
         make_config(**given["changes"]),
         data=Path(given["data"]),
         run=Path(given["run"]),

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from xsake.model.config import PRESETS, ModelConfig
-from xsake.model.data_shards import write_shard
-from xsake.model.run_file import read_events
-from xsake.model.train_config import TrainConfig
+from xsake.model.data.shards import write_shard
+from xsake.model.network.config import PRESETS, ModelConfig
+from xsake.model.train.config import TrainConfig
+from xsake.model.train.watch.run_file import read_events
 
 MODEL: ModelConfig = dataclasses.replace(PRESETS["tiny"], vocab_size=128, layers=1)
 

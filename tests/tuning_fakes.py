@@ -8,10 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-from xsake.autotune.contest import Verdict
-from xsake.autotune.environment import Facts
-from xsake.autotune.isolation import Worker
-from xsake.autotune.problem import Part, Problem, StudyPlan
+from xsake.autotune.measure.contest import Verdict
+from xsake.autotune.measure.environment import Facts
+from xsake.autotune.measure.isolation import Worker
+from xsake.autotune.search.problem import Part, Problem, StudyPlan
 from xsake.autotune.workloads import Workload
 from xsake.tuning_db import Key
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any
 
-from xsake._buckets import density_bucket, half_octaves, nearest_power_of_two
+from xsake._ground.buckets import density_bucket, half_octaves, nearest_power_of_two
 
 REACH = 3.0  # octaves: an entry farther away is no better than the heuristic
 UNKNOWN_DENSITY = 0.5  # assumed for a mask of unknown density, if no entry was tuned for unknown densities

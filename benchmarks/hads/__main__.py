@@ -37,7 +37,7 @@ from benchmarks.hads.settings import BUDGETS, FIRST, LONG_METHODS, Settings
 from benchmarks.hads.stages import BY_DEFAULT, STAGES
 from benchmarks.hads.study import Study
 from xsake.model import load_pretrained
-from xsake.model.published import name_of
+from xsake.model.weights.published import name_of
 
 
 def main() -> None:

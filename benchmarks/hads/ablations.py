@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from benchmarks.hads.ranking import head_shares, scaled_count
 from benchmarks.hads.scores import mean_shares
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study import ranking
-from xsake.hads.study.layer import Blocks, Layer, Priority
-from xsake.hads.study.methods import METHODS, choose_by_gain, estimated_mass
-from xsake.hads.study.registry import Method
-from xsake.hads.study.scores import antidiagonal_shares, mean_logits
+from xsake.hads.study.methods import ranking
+from xsake.hads.study.methods.layer import Blocks, Layer, Priority
+from xsake.hads.study.methods.registry import Method
+from xsake.hads.study.methods.scores import antidiagonal_shares, mean_logits
+from xsake.hads.study.methods.shipped import METHODS, choose_by_gain, estimated_mass
 
 
 def rule_on_mean_pool(x: Layer) -> Blocks:

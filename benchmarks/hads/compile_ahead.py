@@ -20,8 +20,8 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile, profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
-from xsake.hads.study.layer import TokenMask
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.layer import TokenMask
+from xsake.hads.study.methods.mask import MethodMask
 
 CALIBRATION_PROGRAMS = ("observe", "forward", "touch", "likelihood", "cost", "fit")
 

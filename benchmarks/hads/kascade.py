@@ -22,13 +22,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.study.layer import Layer, Remembered
-from xsake.hads.study.ranking import ALWAYS, rank_in_row
-from xsake.hads.study.registry import keep_with_diagonal
+from xsake.hads.study.methods.layer import Layer, Remembered
+from xsake.hads.study.methods.ranking import ALWAYS, rank_in_row
+from xsake.hads.study.methods.registry import keep_with_diagonal
 
 ANCHORS = 5  # as in the published settings of models with 32 and 36 layers
 SHARE, LEAST_TOKENS = 0.1, 128  # of a row: its published setting, by which layers are compared
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     head: Int[Array | np.ndarray, "L K"]
 
     def save(self, path: Path) -> None:
-        with _atomic.replacing(path) as file:
+        with atomic.replacing(path) as file:
             np.savez(file, **self._asdict())
 
     @classmethod

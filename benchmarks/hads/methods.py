@@ -10,8 +10,8 @@ from benchmarks.hads.patterns import PATTERNS
 from benchmarks.hads.rivals import METHODS as _RIVALS
 from benchmarks.hads.v1 import METHODS as _V1
 from benchmarks.hads.x_heads import METHODS as _X_HEADS
-from xsake.hads.study.methods import GROUPS, METHODS
-from xsake.hads.study.registry import register, register_in_both_forms, register_rival
+from xsake.hads.study.methods.registry import register, register_in_both_forms, register_rival
+from xsake.hads.study.methods.shipped import GROUPS, METHODS
 
 for _rival in (*PATTERNS, *_RIVALS, *_X_HEADS):
     register_rival(_rival.__name__, _rival)

@@ -23,12 +23,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from benchmarks.hads.lines import Lines, first_of_last, keep_lines, pairs_of, recall
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.study.layer import Layer
 from xsake.hads.study.layerwise import attend, project
-from xsake.hads.study.ranking import rank_in_row
+from xsake.hads.study.methods.layer import Layer
+from xsake.hads.study.methods.ranking import rank_in_row
 
 LAST_QUERIES, FIRST = 64, 30
 # (A-shape, columns, diagonals): the candidates of the public search, as proportions.
@@ -48,7 +48,7 @@ class Patterns(NamedTuple):
     vertical: Float[Array | np.ndarray, "L H"]
 
     def save(self, path: Path) -> None:
-        with _atomic.replacing(path) as file:
+        with atomic.replacing(path) as file:
             np.savez(file, **self._asdict())
 
     @classmethod

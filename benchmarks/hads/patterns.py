@@ -9,8 +9,8 @@ from jax import Array
 from jaxtyping import Float
 
 from benchmarks.hads.ranking import head_shares
-from xsake.hads.study import ranking
-from xsake.hads.study.layer import Layer, Priority
+from xsake.hads.study.methods import ranking
+from xsake.hads.study.methods.layer import Layer, Priority
 
 
 def sliding_window(x: Layer) -> Priority:

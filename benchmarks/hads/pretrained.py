@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import xsake
-from xsake import _atomic
+from xsake._ground import atomic
 
 
 def attention_16(query: Array, key: Array, value: Array, **options: Any) -> Array:
@@ -31,7 +31,7 @@ def join(inputs: Path, work: Path) -> Path:
     path = work / pieces[0].stem
     work.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        with _atomic.replacing(path) as sink:
+        with atomic.replacing(path) as sink:
             for piece in pieces:
                 with piece.open("rb") as source:
                     shutil.copyfileobj(source, sink, 1 << 24)

@@ -1,4 +1,4 @@
-"""Priorities that divide a layer's blocks among its heads; priorities within a head: `xsake.hads.study.ranking`."""
+"""Priorities that divide a layer's blocks among its heads; priorities within a head: `study.methods.ranking`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads.study.layer import Layer, Priority
-from xsake.hads.study.ranking import rank_in_row
+from xsake.hads.study.methods.layer import Layer, Priority
+from xsake.hads.study.methods.ranking import rank_in_row
 
 
 def scaled_count(score: Priority, heads: Float[Array, "*B H"]) -> Priority:

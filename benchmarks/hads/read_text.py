@@ -13,7 +13,7 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import layerwise
-from xsake.hads.study.method_mask import MethodMask
+from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.texts import Text
 
 

@@ -2,7 +2,7 @@
 
 They are written from the papers' formulas, at HADS's block size, and are not the authors' code: a method that selects
 tokens selects blocks here, and its knob is set by the budget. Docstrings say what else differs. More of them, which
-come with xsake: `xsake.hads.study.methods`.
+come with xsake: `xsake.hads.study.methods.shipped`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from jax import Array
 
 from benchmarks.hads import scores
 from benchmarks.hads.ranking import pooled_mass, scaled_count
-from xsake.hads.study import ranking
-from xsake.hads.study.layer import Layer, Priority
+from xsake.hads.study.methods import ranking
+from xsake.hads.study.methods.layer import Layer, Priority
 
 
 def quest(x: Layer) -> Priority:

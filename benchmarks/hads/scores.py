@@ -15,7 +15,16 @@ from jaxtyping import Float
 from xsake.hads.calibration.block_statistics import block_sums
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import over_keys, pool
-from xsake.hads.study.scores import Blocks, Key, Query, causal_only, mean_logits, pooled_parts, products, row_by_row
+from xsake.hads.study.methods.scores import (
+    Blocks,
+    Key,
+    Query,
+    causal_only,
+    mean_logits,
+    pooled_parts,
+    products,
+    row_by_row,
+)
 
 
 def mean_shares(query: Query, key: Key, grid: CausalGrid) -> Blocks:

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hads.union_density import ORDERS
-from xsake.hads.mask.order import OrderName, shard_of_rows
+from xsake.hads.mask.lists.order import OrderName, shard_of_rows
 from xsake.hads.selection.cut import Cut
 from xsake.hads.selection.given import Given
 from xsake.hads.selection.program import chosen
-from xsake.hads.study.layer import Blocks, Layer
-from xsake.hads.study.registry import Method, register
+from xsake.hads.study.methods.layer import Blocks, Layer
+from xsake.hads.study.methods.registry import Method, register
 
 SHARDS = 8
 

@@ -15,7 +15,7 @@ from benchmarks.hads.study import Study
 from benchmarks.hads.tasks import NAMES as TASKS
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
 from benchmarks.hads.times import attention_times
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.calibrate import calibrate as calibrate_model
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.summary import retention, summarise
@@ -102,7 +102,7 @@ def screen(study: Study) -> None:
     if not study.stop():
         text = study.read(EVALUATION, 1)[0]
         seen = portrait(study.model, study.profile, text.tokens, s.budgets[0])._asdict()
-        with _atomic.replacing(study.out / f"portrait-{s}.npz") as file:
+        with atomic.replacing(study.out / f"portrait-{s}.npz") as file:
             np.savez_compressed(file, text=text.name, **seen)
 
 

@@ -21,7 +21,7 @@ from benchmarks.hads.programs import Programs
 from benchmarks.hads.settings import Settings
 from benchmarks.hads.summaries import extras
 from benchmarks.hads.table import lines_of
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
@@ -155,7 +155,7 @@ class Study:
         rows = summarise(self.records)
         found = {"environment": record.environment()} | as_json(self.about(), rows, retention(self.records))
         found |= extras(self.records)
-        _atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
+        atomic.write_text(self.out / f"summary-{self.settings}.json", json.dumps(found, indent=1) + "\n")
         if not quiet:
             print(*lines_of(rows), sep="\n", flush=True)
 
@@ -171,7 +171,7 @@ def _take_over(path: Path, folders: Sequence[Path]) -> None:
             shutil.copy(plain, path)
         elif compressed.exists():
             with lzma.open(compressed, "rt", encoding="utf-8") as file:
-                _atomic.write_text(path, file.read())
+                atomic.write_text(path, file.read())
 
 
 def _calibrated(path: Path) -> Path:

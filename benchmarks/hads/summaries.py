@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.hads.texts import EVALUATION
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.study.summary import as_json, layer_division, retention, summarise
 from xsake.hads.study.texts import load_texts
 
@@ -47,13 +47,13 @@ def main() -> None:
     if texts is not None:
         found = [one for length in LENGTHS for one in load_texts([texts], length=length, domains=EVALUATION)]
         rows = {f"{text.digest}\t{text.document}\n" for text in found}
-        _atomic.write_text(FOLDER / "documents.tsv", "".join(sorted(rows)))
+        atomic.write_text(FOLDER / "documents.tsv", "".join(sorted(rows)))
     for path in sorted(FOLDER.glob("summary-*.json")):
         which = path.stem.removeprefix("summary-")
         about, lines = recorded(which)
         found = {name: of for name, of in json.loads(path.read_text()).items() if name in ("environment", "earlier")}
         found |= as_json(about, summarise(lines), retention(lines)) | extras(lines)
-        _atomic.write_text(path, json.dumps(found, indent=1) + "\n")
+        atomic.write_text(path, json.dumps(found, indent=1) + "\n")
         print(path.name, len(lines), "lines")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.hads.study import Study
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.study import layerwise
-from xsake.hads.study.method_mask import MethodMask, causal_mask
+from xsake.hads.study.methods.mask import MethodMask, causal_mask
 from xsake.hads.study.texts import Text
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from xsake.hads.mask import patterns
-from xsake.hads.mask.order import OrderName, shard_of_rows
+from xsake.hads.mask.lists.order import OrderName, shard_of_rows
 
 MOST = 0.60
 SHARDS = (2, 4, 8)

@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 
 from benchmarks.hads.patterns import random_of_layer
 from benchmarks.hads.ranking import scaled_count
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.block_statistics import attention_rows, block_statistics, scan_rows
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, bucket_of
-from xsake.hads.study import ranking
-from xsake.hads.study.layer import Layer, Priority
 from xsake.hads.study.layerwise import attend, project
+from xsake.hads.study.methods import ranking
+from xsake.hads.study.methods.layer import Layer, Priority
 
 LEAST, MOST = 0.15, 0.85  # focused heads skip 80-90% of the blocks, broad heads 10-20%
 
@@ -42,7 +42,7 @@ class V1Profile(NamedTuple):
     distance_mass: Float[Array | np.ndarray, "L H buckets"]
 
     def save(self, path: Path) -> None:
-        with _atomic.replacing(path) as file:
+        with atomic.replacing(path) as file:
             np.savez(file, **self._asdict())
 
     @classmethod

@@ -17,11 +17,11 @@ from jax import Array
 
 from xsake.hads import HadsProfile, LayerWeights, PooledKeys
 from xsake.model import HadsBudget, KVCache
-from xsake.model.prefill import Prompt
-from xsake.model.sampling import Sampler
-from xsake.model.sparse_decode import StepRule, forward
-from xsake.model.transformer import Transformer
-from xsake.model.writer import Writer
+from xsake.model.generate.prefill import Prompt
+from xsake.model.generate.sampling import Sampler
+from xsake.model.generate.sparse_decode import StepRule, forward
+from xsake.model.network.transformer import Transformer
+from xsake.model.weights.writer import Writer
 
 
 class Divergence(NamedTuple):

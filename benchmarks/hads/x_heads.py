@@ -16,14 +16,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.study import ranking
-from xsake.hads.study.layer import Layer, Priority
 from xsake.hads.study.layerwise import attend, project
-from xsake.hads.study.scores import antidiagonal_shares
+from xsake.hads.study.methods import ranking
+from xsake.hads.study.methods.layer import Layer, Priority
+from xsake.hads.study.methods.scores import antidiagonal_shares
 
 STRIDE, COVERED = 8, 0.9
 MOST = 0.999  # a threshold of 1 would keep every block at any budget
@@ -35,7 +35,7 @@ class Thresholds(NamedTuple):
     share: Float[Array | np.ndarray, "L H"]
 
     def save(self, path: Path) -> None:
-        with _atomic.replacing(path) as file:
+        with atomic.replacing(path) as file:
             np.savez(file, **self._asdict())
 
     @classmethod

@@ -9,7 +9,7 @@ import json
 
 from benchmarks import record
 from benchmarks.report.words import table
-from xsake.autotune.report import FASTER, SAME
+from xsake.autotune.write.report import FASTER, SAME
 
 SOURCES = {"measured": "races on the device", "schedule": "cycles of the compiler's schedules"}
 

@@ -41,11 +41,11 @@ from benchmarks.ruler.run import run
 from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import NEEDLE, TASKS
 from benchmarks.ruler.way import Way, ways_of
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.records import Records
-from xsake.model.published import name_of
+from xsake.model.weights.published import name_of
 
 
 def main() -> None:
@@ -154,7 +154,7 @@ def _main(args: argparse.Namespace) -> None:
         )
     rows = summarise(records)
     found = {"environment": record.environment(), "about": about, "scores": as_json(rows)}
-    _atomic.write_text(summary, json.dumps(found, indent=1) + "\n")
+    atomic.write_text(summary, json.dumps(found, indent=1) + "\n")
     for table in tables(rows):
         console.print(table)
     console.print(f"{len(records)} answers are in {args.out}, scores in {summary}", soft_wrap=True)
@@ -193,7 +193,7 @@ def _load(name: str) -> tuple[Any, Any]:
     import jax.numpy as jnp
 
     from xsake.model import load_pretrained, open_model
-    from xsake.model.fetch import cache_folder
+    from xsake.model.weights.fetch import cache_folder
 
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     opened = open_model(name)

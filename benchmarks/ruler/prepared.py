@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.prompt import Made, Sample, tasks_named
 from benchmarks.ruler.question import Task
-from xsake import _atomic
+from xsake._ground import atomic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Prepared:
             "piece_sizes": np.array([len(piece) for piece in self.pieces], np.uint16),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _atomic.replacing(path) as file:
+        with atomic.replacing(path) as file:
             np.savez_compressed(file, **arrays)
 
     @classmethod
@@ -129,7 +129,7 @@ def _pieces(tokenizer: Any) -> list[bytes]:
 
 def main() -> None:
     from xsake.model import load_tokenizer
-    from xsake.model.published import name_of
+    from xsake.model.weights.published import name_of
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ruler.prepared",

@@ -21,7 +21,7 @@ from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.chunk import LayerWeights, keep_by_gain
 from xsake.hads.selection.keep import keep_largest
-from xsake.hads.study.layer import Blocks, Layer, Priority
+from xsake.hads.study.methods.layer import Blocks, Layer, Priority
 
 _RIVALS = (
     *("sink_window", "sliding_window", "longformer", "power"),

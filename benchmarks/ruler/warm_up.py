@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from benchmarks.ruler.way import Way, read
 from xsake.hads.profile.profile import HadsProfile
-from xsake.model.cache import KVCache
-from xsake.model.generation import write
-from xsake.model.prefill import Prompt
-from xsake.model.sampling import Sampler
+from xsake.model.generate.generation import write
+from xsake.model.generate.prefill import Prompt
+from xsake.model.generate.sampling import Sampler
+from xsake.model.network.cache import KVCache
 
 _AT_ONCE = 8
 

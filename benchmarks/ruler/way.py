@@ -10,11 +10,11 @@ import jax
 from benchmarks.ruler.masked_prefill import read_masked
 from benchmarks.ruler.prompt_layer import program_of
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.groups import expand
+from xsake.hads.study.methods.groups import expand
 from xsake.model import HadsBudget
-from xsake.model.generation import write
-from xsake.model.prefill import Prompt, read_prompts
-from xsake.model.sampling import Sampler
+from xsake.model.generate.generation import write
+from xsake.model.generate.prefill import Prompt, read_prompts
+from xsake.model.generate.sampling import Sampler
 
 
 class Way(NamedTuple):

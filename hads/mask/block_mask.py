@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from xsake._buckets import density_bucket, power_of_two_at_least
-from xsake._device import on_host, put_on_device
+from xsake._ground.buckets import density_bucket, power_of_two_at_least
+from xsake._ground.device import on_host, put_on_device
 from xsake.hads.mask import exported
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.bitmaps import unpack
 from xsake.hads.mask.grid import Grid, Window
-from xsake.hads.mask.lists import ArrayT, compress, finished, put, rows_of_slots
+from xsake.hads.mask.lists.rows import ArrayT, compress, finished, put, rows_of_slots
 
 if TYPE_CHECKING:
     from xsake.hads.mask.row_shards import RowShards
@@ -452,7 +452,7 @@ class BlockMask:
         >>> mask.shard_rows(4).blocks_walked().tolist(), mask.shard_rows(4, order="zigzag").blocks_walked().tolist()
         ([10, 26, 42, 58], [34, 34, 34, 34])
         """
-        from xsake.hads.mask.order import Order
+        from xsake.hads.mask.lists.order import Order
         from xsake.hads.mask.row_shards import RowShards
 
         return RowShards.of(self, Order.of(shards, order), capacity)

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from xsake import _atomic
-from xsake._device import on_host
+from xsake._ground import atomic
+from xsake._ground.device import on_host
 from xsake.hads.mask.block_mask import BlockMask
 
 FORMAT, VERSION = "xsake.BlockMask", 3
@@ -32,7 +32,7 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
         else:
             static[field.name] = value
     header = json.dumps({"format": FORMAT, "version": VERSION, "static": static})
-    with _atomic.replacing(path) as file:
+    with atomic.replacing(path) as file:
         np.savez_compressed(file, header=np.array(header), **arrays)
 
 

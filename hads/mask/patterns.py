@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._device import on_host
+from xsake._ground.device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid

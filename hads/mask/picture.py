@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xsake.hads.mask.lists import rows_of_slots
+from xsake.hads.mask.lists.rows import rows_of_slots
 
 if TYPE_CHECKING:
     from xsake.hads.mask.block_mask import BlockMask

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from xsake._device import on_host, put_on_device
+from xsake._ground.device import on_host, put_on_device
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists import rows_of_slots
-from xsake.hads.mask.order import Order
+from xsake.hads.mask.lists.compact import compact
+from xsake.hads.mask.lists.order import Order
+from xsake.hads.mask.lists.rows import rows_of_slots
 from xsake.hads.mask.with_bitmaps import with_bitmaps
 
 

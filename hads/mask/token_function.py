@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xsake._buckets import power_of_two_at_least
+from xsake._ground.buckets import power_of_two_at_least
 from xsake.hads.mask.bitmaps import distinct, pack, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists import ArrayT
+from xsake.hads.mask.lists.rows import ArrayT
 from xsake.hads.mask.with_bitmaps import with_bitmap_per_slot, with_bitmaps
 
 _AT_A_TIME = 2**20  # elements that a traced mask evaluates at a time

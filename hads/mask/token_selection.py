@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._buckets import power_of_two_at_least
-from xsake._device import on_host
+from xsake._ground.buckets import power_of_two_at_least
+from xsake._ground.device import on_host
 from xsake.hads.mask.bitmaps import distinct, words_of
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists import ArrayT
-from xsake.hads.mask.sorted_lists import sorted_lists
+from xsake.hads.mask.lists.chosen import sorted_lists
+from xsake.hads.mask.lists.rows import ArrayT
 from xsake.hads.mask.token_function import Known, mask_of_tokens
 from xsake.hads.mask.with_bitmaps import with_bitmap_per_block, with_bitmaps
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.hads.mask.lists import ArrayT, rows_of_slots
+from xsake.hads.mask.lists.rows import ArrayT, rows_of_slots
 
 
 def with_bitmaps(mask: BlockMask, bitmaps: ArrayT, number: ArrayT) -> BlockMask:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.profile import fingerprint
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
@@ -44,7 +44,7 @@ def save(profile: HadsProfile, path: str | os.PathLike) -> None:
     rows = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in (head | tables).items()]
     rows.append(' "heads": [\n  ' + ",\n  ".join(lines) + "\n ]")
     text = "{\n" + ",\n".join(rows) + "\n}\n"
-    _atomic.write_text(path, text)
+    atomic.write_text(path, text)
 
 
 def load(path: str | os.PathLike) -> HadsProfile:

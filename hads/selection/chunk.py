@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake._device import on_gpu
-from xsake._trace import jit_may_partition
+from xsake._ground.device import on_gpu
+from xsake._ground.trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.hads.mask.compact import compact
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists import finished
+from xsake.hads.mask.lists.compact import compact
+from xsake.hads.mask.lists.rows import finished
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.profile import HadsProfile
@@ -125,13 +125,14 @@ def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Ar
 
 
 def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
-    from xsake.hads.selection import triton_choose, triton_estimate
-    from xsake.hads.selection.triton_rows import Rows
+    from xsake.hads.selection.gpu import choose as gpu_choose
+    from xsake.hads.selection.gpu import estimate
+    from xsake.hads.selection.gpu.rows import Rows
 
     rows, weights = Rows(grid, first, given.lengths), given.weights
-    logits = triton_estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
+    logits = estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
     rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
-    choice = triton_choose.choose(logits, rows, count=given.counts[:, None], **rule)
+    choice = gpu_choose.choose(logits, rows, count=given.counts[:, None], **rule)
     return choice.finished_lists(grid, mask.num_allowed)
 
 

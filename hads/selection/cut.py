@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, UInt
 
-from xsake.hads.mask.order import OrderName, shard_of_rows
+from xsake.hads.mask.lists.order import OrderName, shard_of_rows
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.keep import row_counts
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.hads.mask.block_mask import BlockMask, density_bucket
-from xsake.hads.mask.order import OrderName
+from xsake.hads.mask.lists.order import OrderName
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import select

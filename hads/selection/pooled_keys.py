@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._device import on_gpu
-from xsake._trace import jit_may_partition
+from xsake._ground.device import on_gpu
+from xsake._ground.trace import jit_may_partition
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, variance
 from xsake.hads.selection.program import unsupported
@@ -75,7 +75,7 @@ class PooledKeys(NamedTuple):
 
 
 def _pool_last_by_kernel(block: int, number: int, features: Array, keys: Array, lengths: Array) -> Array:
-    from xsake.hads.selection.triton_last_blocks import pool_last_blocks
+    from xsake.hads.selection.gpu.last_blocks import pool_last_blocks
 
     return pool_last_blocks(features, keys, lengths, block=block, number=number)
 
@@ -93,8 +93,8 @@ def _pool_last_by_xla(block: int, number: int, features: Array, keys: Array, len
 
 
 def _pool_by_kernel(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
-    from xsake.hads.selection.triton_estimate import pool_keys
-    from xsake.hads.selection.triton_rows import Rows
+    from xsake.hads.selection.gpu.estimate import pool_keys
+    from xsake.hads.selection.gpu.rows import Rows
 
     return pool_keys(key, Rows(grid, first, lengths), into=features)
 

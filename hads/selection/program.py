@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake._device import on_gpu
-from xsake._trace import jit_may_partition
-from xsake.hads.mask.compact import compact
+from xsake._ground.device import on_gpu
+from xsake._ground.trace import jit_may_partition
+from xsake.hads.mask.lists.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.cut import TOGETHER, Cut
+from xsake.hads.selection.devices.partitioned import partitioned
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.partitioned import partitioned
 from xsake.hads.selection.pooled import pool
 
 _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
@@ -57,11 +57,12 @@ def _by_kernels_of_devices(grid: CausalGrid, heads: int, room: int | None, given
 
 
 def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
-    from xsake.hads.mask.triton_call import pad
-    from xsake.hads.selection import triton_choose, triton_estimate
-    from xsake.hads.selection.triton_rows import Rows
+    from xsake.hads.mask.lists.triton_call import pad
+    from xsake.hads.selection.gpu import choose as gpu_choose
+    from xsake.hads.selection.gpu import estimate as gpu_estimate
+    from xsake.hads.selection.gpu.rows import Rows
 
-    logits = triton_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
+    logits = gpu_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
     sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:
@@ -70,7 +71,7 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)
     rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
-    choice = triton_choose.choose(logits, Rows(grid), normalise=not of_masses, cut=cut, **rule)
+    choice = gpu_choose.choose(logits, Rows(grid), normalise=not of_masses, cut=cut, **rule)
     return choice.blocks(grid) if room is None else choice.lists(grid, room)
 
 

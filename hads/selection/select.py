@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.mask.block_mask import BlockMask, density_bucket
-from xsake.hads.mask.order import Order, OrderName
+from xsake.hads.mask.lists.order import Order, OrderName
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.cut import TOGETHER, Cut
-from xsake.hads.selection.explicit_axes import over_explicit_axes
+from xsake.hads.selection.devices.explicit_axes import over_explicit_axes
+from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.heads_of_shard import divides, heads_of_shard
 from xsake.hads.selection.program import chosen
 
 Mode = Literal["exact", "elastic", "static"]

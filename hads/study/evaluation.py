@@ -18,8 +18,8 @@ from xsake.hads.profile.fingerprint import shared
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
-from xsake.hads.study.method_mask import MethodMask
-from xsake.hads.study.methods import METHODS
+from xsake.hads.study.methods.mask import MethodMask
+from xsake.hads.study.methods.shipped import METHODS
 from xsake.hads.study.records import Records, key_of
 from xsake.hads.study.texts import Text
 

@@ -16,8 +16,8 @@ from jax import Array
 from jaxtyping import Float, Int, Num
 
 from xsake.hads.calibration.layerwise import Layers, run_block
-from xsake.hads.study.layer import Blocks, TokenMask
-from xsake.hads.study.method_mask import MethodMask, causal_mask
+from xsake.hads.study.methods.layer import Blocks, TokenMask
+from xsake.hads.study.methods.mask import MethodMask, causal_mask
 
 
 def run(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake import _atomic
+from xsake._ground import atomic
 
 KEY = ("sequence", "method", "budget", "layers")
 
@@ -52,7 +52,7 @@ class Records:
 
     def _rewrite(self) -> None:
         lines = [{"about": self.about}, *self._lines.values()]
-        _atomic.write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        atomic.write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xsake import _atomic
+from xsake._ground import atomic
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import pictures
 from xsake.hads.study.portrait import portrait
@@ -30,7 +30,7 @@ def write(
     kept = retention(records)
     for domain, method, budget, asked, share in kept:
         console.print(f"{domain}: {method} at {budget:.0%} keeps {share:.1%} of {asked} answers")
-    _atomic.write_text(folder / "summary.json", json.dumps(as_json(about, rows, kept), indent=1) + "\n")
+    atomic.write_text(folder / "summary.json", json.dumps(as_json(about, rows, kept), indent=1) + "\n")
     pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
     seen = portrait(model, profile, text.tokens, budget)

@@ -6,42 +6,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xsake import autotune, tuning_db
-    from xsake._op import attention
-    from xsake._registry import implementations
+    from xsake import autotune, compat, hads, model, tuning_db
+    from xsake._ground.trace import interpret
+    from xsake._op.attention import attention
+    from xsake._op.registry import implementations
     from xsake._selection.moba import moba_attention
     from xsake._selection.native_sparse import native_sparse_attention
     from xsake._selection.selected import selected_attention
-    from xsake._sharded import sharded_attention, unzigzag, zigzag
-    from xsake._trace import interpret
+    from xsake._sequence.sharded import sharded_attention, unzigzag, zigzag
     from xsake.hads.mask import patterns
     from xsake.hads.mask.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "BlockMask": "xsake.hads.mask.block_mask",
-    "attention": "xsake._op",
+_MODULES = {
     "autotune": "xsake.autotune",
-    "implementations": "xsake._registry",
-    "interpret": "xsake._trace",
+    "compat": "xsake.compat",
+    "hads": "xsake.hads",
+    "model": "xsake.model",
+    "patterns": "xsake.hads.mask.patterns",
+    "tuning_db": "xsake.tuning_db",
+}
+_NAMES = {
+    "BlockMask": "xsake.hads.mask.block_mask",
+    "attention": "xsake._op.attention",
+    "implementations": "xsake._op.registry",
+    "interpret": "xsake._ground.trace",
     "moba_attention": "xsake._selection.moba",
     "native_sparse_attention": "xsake._selection.native_sparse",
-    "patterns": "xsake.hads.mask.patterns",
     "selected_attention": "xsake._selection.selected",
-    "sharded_attention": "xsake._sharded",
-    "tuning_db": "xsake.tuning_db",
-    "unzigzag": "xsake._sharded",
-    "zigzag": "xsake._sharded",
+    "sharded_attention": "xsake._sequence.sharded",
+    "unzigzag": "xsake._sequence.sharded",
+    "zigzag": "xsake._sequence.sharded",
 }
 
 __all__ = [
     "BlockMask",
     "attention",
     "autotune",
+    "compat",
+    "hads",
     "implementations",
     "interpret",
     "moba_attention",
+    "model",
     "native_sparse_attention",
     "patterns",
     "selected_attention",
@@ -54,12 +62,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `import xsake` stays light."""
-    if name not in _PUBLIC:
+    if name in _MODULES:
+        value: Any = importlib.import_module(_MODULES[name])
+    elif name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    else:
         raise AttributeError(f"module 'xsake' has no attribute {name!r}")
-    module = importlib.import_module(_PUBLIC[name])
-    globals()[name] = value = module if _PUBLIC[name].endswith(f".{name}") else getattr(module, name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*globals(), *_MODULES, *_NAMES])

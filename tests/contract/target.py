@@ -38,9 +38,9 @@ class Target:
 
     def context(self) -> contextlib.AbstractContextManager:
         if self.fused:
-            from xsake.kernels_pallas_gpu import mosaic_fused_plan
+            from xsake.kernels_pallas_gpu.hopper.fused import plan
 
-            return mock.patch.object(mosaic_fused_plan, "WORTH_FUSING", 0)
+            return mock.patch.object(plan, "WORTH_FUSING", 0)
         if not self.interpret:
             return contextlib.nullcontext()
         import xsake
@@ -62,8 +62,8 @@ def _xla_configs(case: Any) -> tuple[Any, Any]:
 
 
 def _triton_configs(case: Any) -> tuple[Any, Any]:
-    from xsake.kernels_pallas_gpu.triton import Config
-    from xsake.kernels_pallas_gpu.triton_tiles import Tiling
+    from xsake.kernels_pallas_gpu.triton.backend import Config
+    from xsake.kernels_pallas_gpu.triton.tiles import Tiling
 
     def tiling(q: int, kv: int, stages: int) -> Tiling:
         return Tiling(q=q & -q, kv=kv & -kv, num_warps=4, num_stages=stages)
@@ -89,8 +89,8 @@ def _raw_triton_configs(case: Any) -> tuple[Any, Any]:
 
 
 def _mosaic_configs(case: Any) -> tuple[Any, Any]:
-    from xsake.kernels_pallas_gpu.mosaic import BackwardConfig, Config, ForwardConfig
-    from xsake.kernels_pallas_gpu.mosaic_fused_plan import FusedConfig
+    from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
+    from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
 
     fused = case.query.shape[-1] == 128 and case.block_kv % 128 == 0
     return (

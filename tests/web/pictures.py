@@ -20,8 +20,8 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
 
     from web.browser import CHROMIUM
-    from xsake.dashboard import showcase
-    from xsake.dashboard.serve import default_records, gather
+    from xsake.dashboard.serve.command import default_records, gather
+    from xsake.dashboard.show import showcase
 
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

@@ -16,7 +16,7 @@ from web import recorded
 from web.browser import DESK, PHONE, ROOT, Dashboard, Watched
 from web.pixels import kept_pixels
 from web.shown_numbers import same
-from xsake.dashboard import stored
+from xsake.dashboard.read import stored
 
 SIDE, BIG = 64, 512
 NASTY = "<img src=x onerror=alert(1)>"
@@ -57,7 +57,7 @@ def fill(dashboard: Dashboard) -> None:
 def open_study(dashboard: Dashboard) -> Any:
     import optuna
 
-    from xsake.autotune.storage import open_storage
+    from xsake.autotune.search.storage import open_storage
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     name = "cpu | attention forward on xla: float32, 4096 tokens | kernel 12 | space 34"

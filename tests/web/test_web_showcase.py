@@ -13,8 +13,9 @@ import pytest
 from web import recorded
 from web.browser import DESK, PHONE, ROOT, Watched
 from web.pixels import kept_pixels
-from xsake.dashboard import showcase, stored
-from xsake.dashboard.serve import gather
+from xsake.dashboard.read import stored
+from xsake.dashboard.serve.command import gather
+from xsake.dashboard.show import showcase
 
 SIDE = 64
 ROUTES = {

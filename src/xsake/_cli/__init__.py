@@ -35,10 +35,12 @@ def _demo(
 ) -> None:
     """Compare sparse attention, with a mask per head, to dense attention on this machine: the same numbers, and the
     time of each. Then compare a language model to itself with fewer blocks, chosen by HADS and by other methods."""
-    from xsake._cli import demo, demo_model, info
+    from xsake._cli import info
+    from xsake._cli.demo import command as demo_command
+    from xsake._cli.demo import model as demo_model
 
     info.show()
-    demo.show(length=length, heads=heads, head_dim=head_dim)
+    demo_command.show(length=length, heads=heads, head_dim=head_dim)
     if model:
         demo_model.show(out)
 

@@ -95,8 +95,8 @@ def autotune(
     )
     try:
         from xsake.autotune import command
-        from xsake.autotune.isolation import Failed
-        from xsake.autotune.tuner import Settings
+        from xsake.autotune.measure.isolation import Failed
+        from xsake.autotune.search.tuner import Settings
 
         written = command.run(
             workloads=workloads.split(",") if workloads else None,

@@ -31,7 +31,7 @@ def dashboard(
     Prints its address and opens nothing by itself. Ctrl-C ends it.
     """
     with plain_errors(extra="dashboard"):
-        from xsake.dashboard.serve import default_records, gather, serve
+        from xsake.dashboard.serve.command import default_records, gather, serve
 
         documents = gather(runs or [Path()], storages=storage or [], records=records or default_records())
         serve(
@@ -58,8 +58,8 @@ def showcase(
     Open index.html in a browser, or put the folder on any static host.
     """
     with plain_errors(extra="dashboard"):
-        from xsake.dashboard.serve import default_records, gather
-        from xsake.dashboard.showcase import MOST_BYTES, build
+        from xsake.dashboard.serve.command import default_records, gather
+        from xsake.dashboard.show.showcase import MOST_BYTES, build
 
         records = records or default_records()
         if records is None and not runs:

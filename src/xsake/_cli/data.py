@@ -29,8 +29,8 @@ def build(
 ) -> None:
     """Train a byte-level BPE tokenizer on text, and write the text as memory-mapped token files."""
     with plain_errors():
-        from xsake.model import data_build
-        from xsake.model.data_progress import part_of
+        from xsake.model.data import build as data_build
+        from xsake.model.data.progress import part_of
 
         try:
             built = data_build.build(

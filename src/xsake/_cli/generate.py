@@ -57,7 +57,7 @@ def generate(
     The time to the first token and the speed of writing are told on the standard error; a first run also compiles.
     """
     with plain_errors():
-        from xsake.model.model_file import open_model
+        from xsake.model.weights.model_file import open_model
 
         file = open_model(model)  # first: a model that cannot be loaded is refused at once
 
@@ -66,8 +66,8 @@ def generate(
 
         import xsake
         from xsake.model import load_pretrained, load_tokenizer, stream
-        from xsake.model.fetch import cache_folder
-        from xsake.model.sampling import Sampler
+        from xsake.model.generate.sampling import Sampler
+        from xsake.model.weights.fetch import cache_folder
 
         # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -113,7 +113,7 @@ def _budget(share: float, decode: float | None, profile: Path | None, model: str
     from xsake.hads.profile import file
     from xsake.hads.profile.profile import HadsProfile
     from xsake.model import HadsBudget
-    from xsake.model.published import name_of
+    from xsake.model.weights.published import name_of
 
     name = name_of(model)
     learned = file.shipped(name, length) if profile is None else HadsProfile.load(profile)

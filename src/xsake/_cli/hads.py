@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
-from xsake.model.published import name_of
+from xsake.model.weights.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
 Domains = Annotated[str | None, typer.Option(help="Only these domains, comma-separated.")]
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default bfloat16 on a GPU or TPU.")]
 
-# The names that `xsake.hads.study.methods` registers, written out: --help must not import that module.
+# The names that `xsake.hads.study.methods.shipped` registers, written out: --help must not import that module.
 METHODS = (
     "Groups: short, ours, rivals, forced, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
     "x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced (with HADS's forced "
@@ -95,7 +95,7 @@ def evaluate(
         from xsake.hads.profile.fingerprint import knows_runs
         from xsake.hads.profile.profile import HadsProfile
         from xsake.hads.study.evaluation import evaluate
-        from xsake.hads.study.groups import expand
+        from xsake.hads.study.methods.groups import expand
         from xsake.hads.study.records import Records
         from xsake.hads.study.result import write
         from xsake.hads.study.texts import load_texts

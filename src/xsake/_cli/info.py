@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from xsake import _registry, _tuned, tuning_db
-from xsake._arguments import build_call
+from xsake import tuning_db
+from xsake._op import registry, tuned
+from xsake._op.arguments import build_call
 
 
 def show(console: Console | None = None) -> None:
@@ -60,11 +61,11 @@ def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, str, str]
     chosen: list[tuple[str, str, str]] = []
 
     def trace(x: jax.Array) -> jax.Array:
-        names = _registry.candidates(None, jax.default_backend())
-        blocks = _registry.get(names[0]).default_blocks(4096, 4096, head_dim)
+        names = registry.candidates(None, jax.default_backend())
+        blocks = registry.get(names[0]).default_blocks(4096, 4096, head_dim)
         call = build_call(x, x, x, None, is_causal=True, default_blocks=blocks)
-        name = _registry.choose(names, call)
-        choice = _tuned.choose(name, call)
+        name = registry.choose(names, call)
+        choice = tuned.choose(name, call)
         origins = [f"{direction}: {found or 'heuristic'}" for direction, found in choice.found.items()]
         chosen.append((name, str(choice.config), "\n".join(origins)))
         return x

@@ -34,7 +34,7 @@ def fetch(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from xsake.model import fetch
+    from xsake.model.weights import fetch
 
     with plain_errors():
         model = fetch.published(name)
@@ -55,17 +55,17 @@ def info(
     model: Annotated[str, typer.Argument(help="A preset, a published model, or a GGUF or safetensors file.")],
 ) -> None:
     """A model's shape and size; for a file, also its contents. Weights are not loaded."""
-    from xsake.model.config import PRESETS
+    from xsake.model.network.config import PRESETS
 
     with plain_errors():
         if model in PRESETS:
             config, more = PRESETS[model], {}
         else:
-            from xsake.model.model_file import open_model
+            from xsake.model.weights.model_file import open_model
 
             file = open_model(model)
 
-            from xsake.model.pretrained import load_tokenizer
+            from xsake.model.weights.pretrained import load_tokenizer
 
             config, tokenizer = file.config, load_tokenizer(file)
             more = {

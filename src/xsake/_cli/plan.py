@@ -76,7 +76,7 @@ def plan(
 
         from rich.console import Console
 
-        from xsake import _atomic
+        from xsake._ground import atomic
         from xsake._plan.devices import find_device, override_links
         from xsake._plan.meshes import parse_mesh
         from xsake._plan.models import find_model
@@ -89,7 +89,7 @@ def plan(
         if json is not None:
             if not json.parent.is_dir():
                 raise ValueError(f"json={str(json)!r}: there is no folder {str(json.parent)!r}")
-            _atomic.check_writable(json)
+            atomic.check_writable(json)
         found = find_device(device)
         question = Question(
             config=find_model(model),
@@ -110,7 +110,7 @@ def plan(
         made = make_plan(question, None if mesh is None else parse_mesh(mesh))
         _show(made, model, top, Console())
         if json is not None:
-            _atomic.write_text(json, dumps({"model": model} | plan_values(made), indent=1) + "\n")
+            atomic.write_text(json, dumps({"model": model} | plan_values(made), indent=1) + "\n")
             typer.echo(f"all numbers: {json}")
 
 

@@ -62,11 +62,11 @@ def train(
     with plain_errors():
         import jax
 
-        from xsake.model.config import PRESETS
-        from xsake.model.distributed import initialize
-        from xsake.model.fetch import cache_folder
-        from xsake.model.train_config import TrainConfig
-        from xsake.model.train_loop import train
+        from xsake.model.network.config import PRESETS
+        from xsake.model.train.config import TrainConfig
+        from xsake.model.train.distributed import initialize
+        from xsake.model.train.loop import train
+        from xsake.model.weights.fetch import cache_folder
 
         if preset not in PRESETS:
             raise ValueError(f"{preset=} must be one of {', '.join(PRESETS)}")

@@ -90,7 +90,7 @@ def diff(old: _File, new: _File) -> None:
 @app.command()
 def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Databases to take entries from.")]) -> None:
     """Merge databases into one file. Of two entries for one key, a measured one stays, or else the later one."""
-    from xsake.autotune import writer
+    from xsake.autotune.write import writer
 
     for path in sources:
         database = _read(path)
@@ -107,14 +107,14 @@ def prune(
 ) -> None:
     """Drop entries whose kernels changed since they were tuned."""
     import xsake
-    from xsake import _tuned
-    from xsake.autotune import writer
+    from xsake._op import tuned
+    from xsake.autotune.write import writer
 
     database = _read(file)
 
     def fresh(entry: Entry) -> bool:
         name = entry.key.implementation
-        return name in xsake.implementations() and entry.about.get("kernel") == _tuned.kernel_hash(name)
+        return name in xsake.implementations() and entry.about.get("kernel") == tuned.kernel_hash(name)
 
     kept = sum(map(fresh, database.entries))
     if not dry_run:
@@ -166,14 +166,14 @@ def problems_of(path: Path) -> list[str]:
 
 def _config_problem(entry: Entry) -> str | None:
     """Why the backend would refuse the entry's configuration, or None."""
-    from xsake import _registry, _tuned
+    from xsake._op import registry, tuned
 
     try:
-        _registry.check_name(entry.key.implementation)
-        backend = _registry.get(entry.key.implementation)
-        if entry.key.direction not in _tuned.directions(backend):
-            return f"{entry.key}: {entry.key.implementation!r} has the directions {_tuned.directions(backend)}"
-        _tuned.make_part(backend, entry.key.direction, entry.config)
+        registry.check_name(entry.key.implementation)
+        backend = registry.get(entry.key.implementation)
+        if entry.key.direction not in tuned.directions(backend):
+            return f"{entry.key}: {entry.key.implementation!r} has the directions {tuned.directions(backend)}"
+        tuned.make_part(backend, entry.key.direction, entry.config)
     except ValueError as error:
         return f"{entry.key}: {error}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xsake._plan.exchanges import heads_per_piece, kv_bytes
 from xsake._plan.meshes import Mesh
 from xsake._plan.models import block_weights
-from xsake.model.config import ModelConfig
+from xsake.model.network.config import ModelConfig
 
 LOSS_CHUNK = 8192  # tokens whose logits exist at a time, as in `xsake.model.TrainConfig`
 USABLE = 0.9  # of a device's memory

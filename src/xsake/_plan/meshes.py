@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from xsake._plan.groups import Group
-from xsake.model.config import ModelConfig
+from xsake.model.network.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, order=True)

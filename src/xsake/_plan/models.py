@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from xsake.model.config import PRESETS, ModelConfig
-from xsake.model.fields import read_json
+from xsake.model.network.config import PRESETS, ModelConfig
+from xsake.model.network.fields import read_json
 
 # From the models' published configurations. Qwen's biases (0.01% of its parameters) are left out.
 PUBLISHED = {

@@ -6,7 +6,7 @@ import dataclasses
 
 from xsake._plan.devices import Device
 from xsake._plan.rates import recorded_blocks, shipped_points
-from xsake.model.config import ModelConfig
+from xsake.model.network.config import ModelConfig
 
 FSDP = ("all", "data", "none")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from xsake._arguments import check_inputs
+from xsake._op.arguments import check_inputs
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array]:

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake._device import compute_capability
-from xsake._trace import interpreting, vary, varying_axes
+from xsake._ground.device import compute_capability
+from xsake._ground.trace import interpreting, vary, varying_axes
 
 _SCORES_AT_A_TIME = 2**22  # numbers
 _MOST_COLUMNS = 32768  # blocks of which the GPU's kernel takes the best: a row must fit in the registers of 8 warps

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake._op import attention
+from xsake._op.attention import attention
 from xsake.hads.mask.block_mask import BlockMask
 
 _BLOCK = 64  # of the mask: queries, and compressed keys

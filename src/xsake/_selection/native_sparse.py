@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake._op import attention
+from xsake._op.attention import attention
 from xsake._selection.checks import check_arrays, check_gate, check_whole
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.compressed import compressed_attention

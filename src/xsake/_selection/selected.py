@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from xsake._op import attention
+from xsake._op.attention import attention
 from xsake._selection.checks import check_arrays, check_whole
 from xsake._selection.sequences import Sequences
 from xsake.hads.mask.block_mask import BlockMask

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake._device import on_host
-from xsake._trace import vary, varying_axes
+from xsake._ground.device import on_host
+from xsake._ground.trace import vary, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)

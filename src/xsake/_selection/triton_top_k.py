@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Int
 
-from xsake.hads.mask.triton_call import iota, triton_call
+from xsake.hads.mask.lists.triton_call import iota, triton_call
 
 _COLUMNS_PER_WARP = 1024  # 32 numbers in each thread
 _MOST_WARPS = 8

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float
 
-from xsake.hads.mask.triton_call import iota, triton_call
-from xsake.kernels_pallas_gpu.triton_tiles import dot
+from xsake.hads.mask.lists.triton_call import iota, triton_call
+from xsake.kernels_pallas_gpu.triton.tiles import dot
 
 _QUERIES, _BLOCKS = 64, 64  # of a tile
 _WARPS, _STAGES = 4, 2

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 import xsake
-from xsake._device import on_host, platform_of
+from xsake._ground.device import on_host, platform_of
 from xsake.compat.element_mask import as_elements, mask_of
 from xsake.compat.tiles import BwdParams, FwdParams, Tiles
 from xsake.hads.mask.band import Band

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xsake._device import on_host
+from xsake._ground.device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid

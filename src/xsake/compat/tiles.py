@@ -92,8 +92,8 @@ class Tiles:
 
             forward, backward = (Tiling(q=q, kv=kv, chunk=max(1, 2**18 // (q * kv))) for q, kv in pairs)
             return Config(forward=forward, backward=backward)
-        from xsake.kernels_pallas_gpu import triton
-        from xsake.kernels_pallas_gpu.triton_tiles import Tiling as GpuTiling
+        from xsake.kernels_pallas_gpu.triton import backend as triton
+        from xsake.kernels_pallas_gpu.triton.tiles import Tiling as GpuTiling
 
         def tiling(params: Any, pair: tuple[int, int]) -> GpuTiling:
             warps, stages = (getattr(params, name, None) for name in ("num_warps", "num_stages"))

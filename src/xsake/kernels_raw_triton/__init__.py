@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from xsake._backend import Call
-from xsake._device import compute_capability
-from xsake._few_queries import MOST_QUERIES
-from xsake._trace import interpreting
+from xsake.backend.contract import Call
+from xsake._ground.device import compute_capability
+from xsake._rewrites.few_queries import MOST_QUERIES
+from xsake._ground.trace import interpreting
 from xsake.kernels_raw_triton import versions
 from xsake.kernels_raw_triton.config import SHARED_MEMORY, Config, default_config, misfit, search_space
 from xsake.kernels_raw_triton.facts import Tiling

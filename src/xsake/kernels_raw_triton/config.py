@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from xsake._backend import Call
-from xsake._device import compute_capability
-from xsake._fields import check_fields
+from xsake.backend.contract import Call
+from xsake._ground.device import compute_capability
+from xsake._ground.fields import check_fields
 from xsake.kernels_raw_triton.facts import Tiling, pack_of, padded
 
 # Bytes per block of threads that opts in to them, by compute capability.

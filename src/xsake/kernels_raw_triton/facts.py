@@ -7,8 +7,8 @@ import math
 
 import jax.numpy as jnp
 
-from xsake._backend import Call
-from xsake._fields import check_fields, one_of, whole
+from xsake.backend.contract import Call
+from xsake._ground.fields import check_fields, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

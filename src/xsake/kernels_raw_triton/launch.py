@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from xsake._backend import Call
-from xsake._device import compute_capability
-from xsake._trace import interpreting
+from xsake.backend.contract import Call
+from xsake._ground.device import compute_capability
+from xsake._ground.trace import interpreting
 from xsake.kernels_raw_triton.config import Config
 from xsake.kernels_raw_triton.facts import Facts, Tiling
 

@@ -1,0 +1,65 @@
+"""What the worker process does for the tuner: compile, race and verify configurations on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from xsake._ground.device import target_gpu
+from xsake.autotune.measure import environment
+from xsake.autotune.measure.contest import COMPILERS, Contest, Verdict
+from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
+from xsake.autotune.search.problem import Part, Problem, StudyPlan
+
+
+class Bench:
+    """Holds one problem at a time: `open` the problem, then compile, race and verify its directions one by one."""
+
+    def __init__(self, *, round_seconds: float | None = None) -> None:
+        self._round_seconds = round_seconds or (0.1 if jax.default_backend() == "cpu" else 0.02)
+        self._contest: Contest | None = None
+        self._lowering: Lowering | None = None
+
+    def facts(self) -> environment.Facts:
+        return environment.facts()
+
+    def healthy(self) -> bool:
+        """Whether the device still answers. After some errors, every later call of this process fails."""
+        try:
+            return int(jnp.arange(3).sum()) == 3
+        except Exception:
+            return False
+
+    def close(self) -> None:
+        if self._lowering is not None:
+            self._lowering.close()
+
+    def open(self, problem: Problem) -> list[StudyPlan]:
+        self._contest = None  # free the memory of the previous problem first
+        self._lowering = self._lowering or _lowering()  # the children start while the data are made
+        self._contest = Contest(problem, self._round_seconds, self._lowering)
+        self._contest.prepare()
+        return self._contest.plans
+
+    @property
+    def contest(self) -> Contest:
+        if self._contest is None:
+            raise RuntimeError("open a problem first")
+        return self._contest
+
+    def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
+        return self.contest.compile(direction, parts)
+
+    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
+        return self.contest.race(direction, density, parts)
+
+    def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
+        return self.contest.verify(direction, density, part)
+
+
+def _lowering() -> Lowering | None:
+    """None where lowering is quick, as for a CPU, or where there are too few cores."""
+    gpu, children = target_gpu(), min(MOST_CHILDREN, COMPILERS)
+    return Lowering(gpu, children) if jax.default_backend() == "gpu" and gpu is not None and children > 1 else None

@@ -1,0 +1,1 @@
+"""What tuning leaves behind: entries, tables and plots."""

@@ -1,0 +1,80 @@
+"""The result of a study, and the database entry made from that result."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from xsake.autotune.measure.timing import Timing
+from xsake.autotune.search.problem import Part, StudyPlan
+from xsake.autotune.search.study import Tried
+from xsake.tuning_db import Entry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Times in the last race at one density: of the heuristic's configuration and of the tuned one."""
+
+    workload: str
+    density: float
+    default: Timing
+    tuned: Timing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """The result of one study. If `config` is None, no entry is written, and `failure` says why."""
+
+    plan: StudyPlan
+    tried: Sequence[Tried]
+    config: Part | None = None
+    measured: Sequence[Measured] = ()
+    errors: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        """Heuristic's time / tuned time, the geometric mean over the densities."""
+        return geometric_mean([m.default.median / m.tuned.median for m in self.measured])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(collections.Counter(t.state for t in self.tried))
+
+    def entry(self, *, seed: int, environment: str, conditions: dict[str, Any]) -> Entry:
+        assert self.config is not None
+        about = {
+            "source": "measured",
+            "kernel": self.plan.kernel,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "speedup": round(self.speedup, 4),
+            "measured": [
+                {
+                    "workload": m.workload,
+                    "density": round(m.density, 4),
+                    "default": _us(m.default),
+                    "tuned": _us(m.tuned),
+                }
+                for m in self.measured
+            ],
+            "trials": self.counts,
+            "values": sorted(round(t.value, 4) for t in self.tried if t.value is not None),
+            "seed": seed,
+            "errors": {name: {k: float(f"{v:.3g}") for k, v in e.items()} for name, e in self.errors.items()},
+            "environment": environment,
+            "conditions": conditions,
+        }
+        return Entry(self.plan.key, self.config, about)
+
+
+def _us(timing: Timing) -> dict[str, float]:
+    """Median and quartiles in microseconds, and the number of rounds."""
+    return {n: round(getattr(timing, n) * 1e6, 2) for n in ("median", "low", "high")} | {"rounds": timing.rounds}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,0 +1,1 @@
+"""Readers of what training, tuning and evaluation write."""

@@ -1,0 +1,1 @@
+"""The server: routes, guard, streams and the worker for users' texts."""

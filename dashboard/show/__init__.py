@@ -1,0 +1,1 @@
+"""Documents that pages show, and the static showcase."""

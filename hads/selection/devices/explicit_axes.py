@@ -1,0 +1,85 @@
+"""A function of query and key over explicit mesh axes: each device chooses for its sequences and heads.
+
+With explicit axes every operation must say how its result is sharded, so the function runs inside `jax.shard_map`, with
+the specs that the arrays' types carry. With automatic axes there is nothing to do: XLA partitions the program itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xsake.hads.selection.cut import Cut
+from xsake.hads.selection.devices.heads_of_shard import divides
+from xsake.hads.selection.given import Given
+
+_EXPLICIT = AxisType.Explicit
+
+
+def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, given: Given) -> Any:
+    """`make(cut, given)`, whose results are [batch, masks, ...]; over explicit axes by each shard of batch and heads.
+
+    `masks` is how many there are over all shards. Batch and heads stay sharded as they are in the query. What else is
+    sharded is gathered, with a warning. Without explicit axes this is `make` itself.
+    """
+    mesh = _explicit_mesh(given.query, given.key)
+    if mesh is None:
+        return make(cut, given)
+    batch, tokens, heads, features = (_names(entry) for entry in _spec(given.query))
+    if heads and cut.heads_axes:
+        raise ValueError(
+            f"heads are sharded over {cut.heads_axes} of the shard_map around this and over the explicit axes {heads}: "
+            "let the shard_map have all of them, or none"
+        )
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    shards = math.prod(sizes[name] for name in heads)
+    q_heads, kv_heads = given.query.shape[2], given.key.shape[2]
+    if not divides(q_heads, kv_heads, masks, shards):
+        features, heads, shards = (*features, *heads), (), 1
+    if gathered := (*tokens, *features):
+        warnings.warn(
+            f"hads.select gathers query and key over the mesh axes {', '.join(gathered)}: it keeps shardings of batch, "
+            f"and of heads if each shard has whole KV heads and masks; query is sharded as {_spec(given.query)}, with "
+            f"{q_heads} query heads, {kv_heads} KV heads and {masks} masks",
+            stacklevel=3,
+        )
+    specs = jax.tree.map(lambda x: P(*(None,) * x.ndim), given)._replace(
+        query=P(batch or None, None, heads or None, None),
+        key=P(batch or None, None, (heads or None) if kv_heads % shards == 0 else None, None),
+    )
+    return jax.shard_map(
+        partial(make, dataclasses.replace(cut, heads_axes=cut.heads_axes or heads)),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(batch or None, heads or None),
+        axis_names={name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is _EXPLICIT},
+    )(jax.tree.map(partial(_placed, mesh), given, specs))
+
+
+def _explicit_mesh(*arrays: Any) -> Any:
+    """The mesh of the first array whose mesh has explicit axes; None if there is no such array."""
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
+    return next((mesh for mesh in meshes if _EXPLICIT in mesh.axis_types), None)
+
+
+def _spec(array: Any) -> tuple[Any, ...]:
+    spec = jax.typeof(array).sharding.spec
+    return (*spec, *(None,) * (array.ndim - len(spec)))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _placed(mesh: Any, x: Any, spec: P) -> Any:
+    if [_names(entry) for entry in _spec(x)] == [_names(entry) for entry in spec]:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -1,0 +1,1 @@
+"""The choice of blocks for a few new tokens, from pooled keys alone."""

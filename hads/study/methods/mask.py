@@ -1,0 +1,104 @@
+"""MethodMask: any registered method as a model's mask function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.selection.select import check_inputs
+from xsake.hads.study.methods.layer import Blocks, Layer, Remembered, TokenMask
+from xsake.hads.study.methods.shipped import METHODS
+
+LAST_ROWS = ("own", "every", "none")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("profile", "counts", "with_forced", "knowledge"),
+    meta_fields=("program", "transpose", "last_rows"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodMask:
+    """A mask function for `Transformer(..., mask_fn=...)`: a method of `METHODS` that keeps `counts[layer]` blocks.
+
+    Counts are over a layer's query heads, as `hads.layer_counts` gives them. A pytree: new counts, another profile, new
+    knowledge, and forced blocks or none, do not recompile.
+
+    `last_rows` says who gives the last rows of blocks more weight, which helps answers that begin there:
+    - "own": each method as it is: HADS's rule does (`Rule.last_weight`), rivals do not.
+    - "every": a rival's last rows keep together as many blocks as HADS's last rows do, the best by its own priority.
+    - "none": HADS's rule does not, either.
+    """
+
+    program: Callable[[Layer], Blocks | TokenMask | Remembered]
+    profile: HadsProfile
+    counts: Any
+    with_forced: Any
+    knowledge: Any = None
+    transpose: bool = False
+    last_rows: str = "own"
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        profile: HadsProfile,
+        counts: Any,
+        *,
+        knowledge: Any = None,
+        transpose: bool = False,
+        last_rows: str = "own",
+    ) -> MethodMask:
+        if last_rows not in LAST_ROWS:
+            raise ValueError(f"{last_rows=} must be one of {', '.join(LAST_ROWS)}")
+        method = METHODS[name]
+        if last_rows == "none":
+            profile = dataclasses.replace(profile, rule=dataclasses.replace(profile.rule, last_weight=1.0))
+        return cls(
+            program=method.program,
+            profile=profile if method.adapt is None else method.adapt(profile),
+            counts=jnp.asarray(counts, jnp.int32),
+            with_forced=jnp.asarray(method.forced),
+            knowledge=knowledge,
+            transpose=transpose,
+            last_rows=last_rows,
+        )
+
+    def blocks(self, layer: Any, query: Array, key: Array) -> Blocks:
+        """The kept blocks, bool[B, H, n, n]. NotImplementedError for a method that needs more than a layer's blocks."""
+        kept, memory = self.choose(layer, query, key)
+        if isinstance(kept, TokenMask) or memory is not None:
+            what = "single tokens" if isinstance(kept, TokenMask) else "from what layers before it chose"
+            raise NotImplementedError(
+                f"this method chooses {what}, and has no block mask of its own: use layerwise.run"
+            )
+        return kept
+
+    def choose(self, layer: Any, query: Array, key: Array, memory: Any = None) -> tuple[Blocks | TokenMask, Any]:
+        """What a layer keeps, and what it leaves to the next layer; `memory` is what the layer before left."""
+        grid = check_inputs(query, key, self.profile, layer)
+        query, key = jax.lax.stop_gradient((query, key))
+        count = self.counts[layer]
+        x = Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge, memory=memory)
+        if self.last_rows == "every":
+            ours = cast(Array, METHODS["hads"].program(x)) & jnp.asarray(grid.last_rows())[None, None, :, None]
+            x = dataclasses.replace(x, last_count=ours.sum((1, 2, 3)))
+        kept = self.program(x)
+        return (kept.blocks, kept.memory) if isinstance(kept, Remembered) else (kept, None)
+
+    def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
+        return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1], self.transpose)
+
+
+def causal_mask(blocks: Blocks, block: int, length: int, transpose: bool = False) -> BlockMask:
+    return BlockMask.from_blocks(
+        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True, transpose=transpose
+    )

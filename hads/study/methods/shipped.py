@@ -1,0 +1,124 @@
+"""The methods that come with xsake: HADS, a fixed pattern, block-level versions of published methods, and oracles.
+
+These versions are ours: written from the papers' formulas, at HADS's block size. They are not the authors' code.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.program import Given, chosen, share_by_group
+from xsake.hads.study.methods import ranking, scores
+from xsake.hads.study.methods.layer import Blocks, Layer, Priority
+from xsake.hads.study.methods.registry import GROUPS, METHODS, Method, register, register_rival
+
+__all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass"]
+
+Mass = Float[Array, "B H n n"]
+
+
+def hads(x: Layer) -> Blocks:
+    """As `hads.select` chooses blocks, by kernels where there are kernels."""
+    weights = x.profile.estimator(x.number), x.profile.sensitivity[x.number], x.profile.burstiness[x.number]
+    given = Given(x.query, x.key, *weights, {"count": jnp.asarray(x.count, jnp.int32)})
+    return chosen(x.grid, x.query.shape[2], jax.tree.map(jnp.asarray, given))
+
+
+def hads_group(x: Layer) -> Blocks:
+    """HADS with one mask per KV head. The count is rounded down to a multiple of the query heads per KV head."""
+    omega, phi = _rule_of_heads(x)
+    kv_heads = x.key.shape[2]
+    group = x.query.shape[2] // kv_heads
+    mass, omega, phi = share_by_group(estimated_mass(x), omega, phi, kv_heads)
+    kept = choose(mass, x.grid, sensitivity=omega, burstiness=phi, count=x.count // group)
+    return jnp.repeat(kept, group, 1)
+
+
+def estimated_mass(x: Layer) -> Mass:
+    """HADS's estimate of every block's mass."""
+    return block_mass(pool(x.query, x.key, x.grid), x.profile.estimator(x.number), x.grid)
+
+
+def choose_by_gain(x: Layer, mass: Mass) -> Blocks:
+    """HADS's rule on any masses, estimated or true."""
+    omega, phi = _rule_of_heads(x)
+    return choose(mass, x.grid, sensitivity=omega, burstiness=phi, count=x.count)
+
+
+def _rule_of_heads(x: Layer) -> tuple[Array, Array]:
+    """The sensitivity and burstiness of the layer's heads."""
+    return jnp.asarray(x.profile.sensitivity)[x.number], jnp.asarray(x.profile.burstiness)[x.number]
+
+
+# -- rivals: each gives the priorities of a layer's blocks -------------------------------------------------------------
+
+
+def sink_window(x: Layer) -> Priority:
+    """StreamingLLM: the first block and the nearest blocks."""
+    return x.everywhere(ranking.first_columns(x.grid, 1) - x.grid.distance())
+
+
+def mean_top_k(x: Layer) -> Priority:
+    """Mean-pooled queries and keys: the diagonal block and a constant number of blocks per row (MoBA; MInference's
+    block-sparse heads)."""
+    score = scores.mean_logits(x.query, x.key, x.grid)
+    return ranking.constant_count(score) + x.everywhere(ranking.diagonal(x.grid))
+
+
+def x_attention_8(x: Layer) -> Priority:
+    """XAttention with stride 8: antidiagonal sums, a given share of them in every row; first and diagonal block on."""
+    return _x_attention(x, 8)
+
+
+def x_attention_16(x: Layer) -> Priority:
+    """XAttention with stride 16."""
+    return _x_attention(x, 16)
+
+
+def _x_attention(x: Layer, stride: int) -> Priority:
+    share = scores.antidiagonal_shares(x.query, x.key, x.grid, stride)
+    return x.everywhere(ranking.first_and_diagonal(x.grid)) + ranking.constant_share(share)
+
+
+def flash_prefill(x: Layer) -> Priority:
+    """FlashPrefill: blocks whose score comes within a factor of the row's highest; first and diagonal block on."""
+    peak = scores.strided_peaks(x.query, x.key, x.grid)
+    return x.everywhere(ranking.first_and_diagonal(x.grid)) + ranking.near_peak(peak)
+
+
+# -- oracles: each knows the true masses of the layer's own queries and keys -------------------------------------------
+
+
+def oracle_top_k(x: Layer) -> Blocks:
+    return x.keep(ranking.constant_count(_true_statistics(x).mass))
+
+
+def oracle_top_p(x: Layer) -> Blocks:
+    return x.keep(ranking.constant_share(_true_statistics(x).mass))
+
+
+def oracle_gain(x: Layer) -> Blocks:
+    """HADS's rule on true masses in place of estimated ones."""
+    return choose_by_gain(x, _true_statistics(x).share)
+
+
+def _true_statistics(x: Layer) -> BlockStatistics:
+    return block_statistics(x.query, x.key, block=x.grid.block)
+
+
+GROUPS["short"] = ["hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced"]
+register("hads", Method(hads), group="ours")
+register("hads_group", Method(hads_group), group="ours")
+for _rival in (sink_window, mean_top_k, x_attention_8, x_attention_16, flash_prefill):
+    register_rival(_rival.__name__, _rival)
+register("oracle_top_k", Method(oracle_top_k, forced=False), group="oracles")
+register("oracle_top_k+forced", Method(oracle_top_k), group="oracles")
+register("oracle_top_p+forced", Method(oracle_top_p), group="oracles")
+register("oracle_gain", Method(oracle_gain), group="oracles")

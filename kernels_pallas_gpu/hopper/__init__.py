@@ -1,0 +1,1 @@
+"""The Mosaic GPU backend: Hopper's tensor cores and copy engine."""

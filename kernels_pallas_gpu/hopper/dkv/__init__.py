@@ -1,0 +1,1 @@
+"""The dK/dV kernel."""

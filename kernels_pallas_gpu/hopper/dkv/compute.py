@@ -1,0 +1,172 @@
+"""A compute warpgroup of the Hopper dK/dV kernel: 64 keys against all queries that list them, a tile at a time.
+
+Four products per tile of queries, S and dP transposed (keys by queries), so that P and dS come in registers as the left
+operands of dV and dK.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu.hopper.dkv.cta import Cta, Streaming
+from xsake.kernels_pallas_gpu.hopper.dkv.plan import PAIR, PIECE
+from xsake.kernels_pallas_gpu.hopper.tile.backward import (
+    PART,
+    ROWS,
+    load_bias,
+    load_rows,
+    mma,
+    opaque,
+    over_columns,
+    read,
+    release,
+    run_where,
+    with_values,
+    with_zeros,
+)
+from xsake.kernels_pallas_gpu.hopper.tile.common import wgmma_full
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+
+
+class Column:
+    """An item: 64 keys and their values."""
+
+    def __init__(self, cta: Cta, item: Item) -> None:
+        self.cta, self.plan, self.item, self.scratch, self.barriers = cta, cta.plan, item, cta.scratch, cta.barriers
+        self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
+        self.place = item.place * cta.plan.compute_wgs + cta.wg
+        self.buffers = [x.at[cta.wg] for x in cta.scratch.simulated]
+        self.kv_rows: dict[str, Any] = {}
+
+    def run(self, done: Any) -> Any:
+        """`done`, here and elsewhere: tiles of the items before; returns that with this item's."""
+        cta, plan = self.cta, self.plan
+        rows = pl.ds(self.kv_start, ROWS)
+        if not plan.ahead:
+            cta.load_keys(self.batch, self.kv_start, self.kv_head, self.place)
+        self.kv_rows = load_rows(cta.given.kv_vectors, self.batch, rows)
+        plgpu.barrier_wait(self.barriers.resident.at[self.place])
+        if plan.ahead:
+            self.item.leave_the_last()
+
+        def accumulate(dk: Any, dv: Any) -> Any:
+            total = cta.walk(self.item, done, lambda streaming: Tile(self, streaming).run(dk, dv))
+            return *(read(acc, in_flight=0, interpret=plan.simulate) for acc in (dk, dv)), total
+
+        shapes = [(ROWS, plan.head_dim), (ROWS, plan.v_head_dim)]
+        dk, dv, total = with_zeros(accumulate, self.buffers[:2], shapes, interpret=plan.simulate)
+        self.store(dk, dv)
+        return total
+
+    def store(self, dk: Any, dv: Any) -> None:
+        plan, results = self.plan, self.cta.results
+        k_tile, v_tile = self.scratch.k.at[self.place], self.scratch.v.at[self.place]
+        k_tile[...] = (dk * plan.rule.scale).astype(plan.dtype)
+        v_tile[...] = dv.astype(plan.dtype)
+        plgpu.commit_smem()
+        b, kv_head, kv_start, exists = self.cta.keys(self.item)  # again: they need not live through the loops
+        parts = self.cta.work.parts
+        if parts > 1:
+            piece = self.item(PIECE)
+            exists &= piece < 0
+
+            @when(piece >= 0)
+            def _store_part() -> None:
+                at = self.item(PAIR), lax.div(piece, parts), lax.rem(piece, parts), pl.ds(self.cta.wg * ROWS, ROWS)
+                results.dk_parts.at[at][...] = dk * plan.rule.scale
+                results.dv_parts.at[at][...] = dv
+
+        @when(exists)
+        def _store() -> None:
+            rows = pl.ds(kv_start, ROWS)
+            plgpu.copy_smem_to_gmem(k_tile, results.dk.at[b, rows, kv_head])
+            plgpu.copy_smem_to_gmem(v_tile, results.dv.at[b, rows, kv_head])
+
+
+class Tile:
+    """A tile of queries of one head against the warpgroup's keys, in parts of `width` queries."""
+
+    def __init__(self, column: Column, streaming: Streaming) -> None:
+        self.column, self.cta, self.plan = column, column.cta, column.plan
+        self.scratch, self.barriers, self.streaming = column.scratch, column.barriers, streaming
+        self.ring, self.simulate, self.masked = column.cta.ring, column.plan.simulate, streaming.masked
+        self.slot, self.inner = column.cta.slots(streaming.n)
+        self.q_start = streaming.start_of(streaming.n) if self.plan.has_bias else 0
+        plan = self.plan
+        self.width = PART if plan.one_copy or self.masked or not plan.rule.folds_lse else plan.tile
+
+    def run(self, dk: Any, dv: Any) -> None:
+        plan, ring, q_slot, do_slot = self.plan, self.ring, self.slot, self.inner
+        do_free = self.barriers.do_free.at[ring, do_slot]
+        plgpu.barrier_wait(self.barriers.q_ready.at[ring, q_slot])
+        plgpu.barrier_wait(self.barriers.do_ready.at[ring, do_slot])
+        for part in range(plan.tile // self.width):
+            near = None
+            if plan.one_copy and plan.skips:
+                attended = functools.partial(self.attended, part)
+                near = lax.fori_loop(0, as_number(self.masked), attended, jnp.bool_(True))
+                when(~near)(lambda: release(do_free, interpret=self.simulate))
+            elif plan.skips and self.masked:
+                near = self.attended(part)
+            bits = self.streaming.bits
+            run_where(
+                functools.partial(self.multiply, dk, dv, part), near, None if bits is None else bits.any(part * PART)
+            )
+        if not plan.one_copy and self.masked:
+            release(do_free, interpret=self.simulate)
+        release(self.barriers.q_free.at[ring, q_slot], interpret=self.simulate)
+
+    def attended(self, part: int, *_: Any) -> Any:
+        first = self.cta.q_vectors["index"][self.ring, self.slot, part * self.width]
+        return self.plan.rule.may_attend(first, self.column.kv_start, self.plan.packing.queries, ROWS)
+
+    def multiply(self, dk: Any, dv: Any, part: int) -> None:
+        scratch, queries = self.scratch, pl.ds(part * self.width, self.width)
+        s = wgmma_full((ROWS, self.width), 0.0)
+        if self.plan.rule.folds_lse:
+            s = over_columns(scratch.statistic.at[self.ring, self.slot, queries])
+        dp = over_columns(scratch.delta.at[self.ring, self.inner, queries])
+        buffers = [x.at[:, pl.ds(0, self.width)] for x in self.column.buffers[2:]]
+        products = functools.partial(self.products, dk, dv, part)
+        with_values(products, buffers, [s, dp], interpret=self.simulate)
+
+    def products(self, dk: Any, dv: Any, part: int, s_acc: Any, dp_acc: Any) -> None:
+        plan, scratch, column, width = self.plan, self.scratch, self.column, self.width
+        rule, masked, simulate = plan.rule, self.masked, self.simulate
+        queries, start = pl.ds(part * width, width), self.q_start + part * width
+        q_tile, do_tile = scratch.q.at[self.ring, self.slot, queries], scratch.do.at[self.ring, self.inner, queries]
+        # S and dP, transposed: keys by queries
+        own = opaque(column.place, interpret=simulate)
+        mma(s_acc, scratch.k.at[own], q_tile, transpose_b=True, interpret=simulate)
+        mma(dp_acc, scratch.v.at[own], do_tile, transpose_b=True, interpret=simulate)
+        s = read(s_acc, in_flight=1, interpret=simulate)
+        # P, while dP is computed
+        mask = functools.partial(
+            self.cta.element_mask, self.slot, queries, column.kv_start, column.kv_rows, self.streaming.bits, part
+        )
+        if plan.one_copy:
+            s = lax.fori_loop(0, as_number(masked), lambda _, s: jnp.where(mask(), s, -jnp.inf), s)
+        p, weight = rule.probabilities(
+            s,
+            None if rule.folds_lse else over_columns(scratch.statistic.at[self.ring, self.slot, queries]),
+            self.bias(start) if plan.has_bias else None,
+            None if plan.one_copy or not masked else mask(),
+        )
+        # dV, while dS is computed
+        mma(dv, p.astype(plan.dtype), do_tile, interpret=simulate)
+        ds = weight * read(dp_acc, in_flight=1, interpret=simulate)
+        # dK
+        mma(dk, ds.astype(plan.dtype), q_tile, interpret=simulate)
+        if plan.one_copy or (not masked and (part + 1) * width == plan.tile):
+            if not simulate:
+                plgpu.wgmma_wait(1)
+            release(self.barriers.do_free.at[self.ring, self.inner], interpret=simulate)
+
+    def bias(self, start: Any) -> Any:
+        column, shape = self.column, (ROWS, self.width)
+        return load_bias(self.cta.given.bias, column.batch, self.streaming.head, column.kv_start, start, shape)

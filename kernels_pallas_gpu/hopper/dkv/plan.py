@@ -1,0 +1,206 @@
+"""How the Hopper dK/dV kernel cuts a call into columns of keys, and a CTA's shared memory."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.hopper.tile.backward import (
+    PART,
+    ROWS,
+    ColumnPlan,
+    WorkGrid,
+    early_ranks,
+    int_vectors,
+    longest_share,
+)
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
+
+# Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
+# resident key (below 0: there is none) and the mask column.
+PAIR, PIECE, START, COLUMN = range(4)
+FIELDS_OF_RING = 2
+MOST_PARTS = 8
+
+
+class Scratch(NamedTuple):
+    """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
+
+    k: Any
+    v: Any
+    q: Any
+    statistic: Any
+    do: Any
+    delta: Any
+    q_vectors: Any
+    simulated: list[Any]
+
+
+class Barriers(NamedTuple):
+    resident: Any
+    q_ready: Any
+    do_ready: Any
+    q_free: Any
+    do_free: Any
+
+
+class HandOver(NamedTuple):
+    """Where two warpgroups share keys: P, on its way from one to the other, and `finished`, once both have read all."""
+
+    p: Any = None
+    p_ready: Any = None
+    p_free: Any = None
+    finished: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(ColumnPlan):
+    """All that is known while tracing. Packed heads count as one. `q_vectors`: names of the operands with one number
+    per query; `has_bits`: whether the mask has bitmaps. `parts`: items that share an early column, each with some of
+    the group's heads.
+    """
+
+    packing: Packing
+    has_bits: bool
+    q_vectors: tuple[str, ...]
+    parts: int
+    config: BackwardConfig
+
+    @classmethod
+    def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "Plan":
+        fields = cls.of_call(call)
+        by_position, block_q = fields["rule"].by_position, call.mask.block_q
+        if packing.rows % config.tile:
+            raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
+        has_numbers = dict(
+            position=by_position and call.q_positions is not None,
+            segment=call.q_segments is not None,
+            index=by_position and call.q_positions is None,
+        )
+        plan = cls(
+            **fields | {"num_q_heads": call.q_heads // packing.group},
+            packing=packing,
+            has_bits=call.mask.bitmaps is not None,
+            q_vectors=tuple(name for name, there in has_numbers.items() if there),
+            parts=_parts(call, packing, config),
+            config=config,
+            interpret=interpret,
+        )
+        if plan.split and (config.compute_wgs != 2 or config.tile != ROWS or config.resident_stages == 2):
+            dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
+            raise ValueError(f"{dims} need compute_wgs=2, tile={ROWS} and resident_stages=1, got {config}")
+        return plan
+
+    @property
+    def tile(self) -> int:
+        return self.config.tile
+
+    @property
+    def compute_wgs(self) -> int:
+        return self.config.compute_wgs
+
+    @property
+    def split(self) -> bool:
+        """Where the accumulators of dK and dV do not fit in the registers of one warpgroup, two share 64 keys."""
+        return self.config.splits(self.head_dim, self.v_head_dim)
+
+    @property
+    def skips(self) -> bool:
+        """Whether 64 queries that the band keeps from all keys are told by their indices."""
+        return "index" in self.q_vectors
+
+    @property
+    def one_copy(self) -> bool:
+        """Whether full and masked tiles share their code, because every copy takes time to compile."""
+        tests = self.rule.by_position or "segment" in self.q_vectors
+        return tests and self.rule.folds_lse and not self.has_bits and self.tile == PART and not self.split
+
+    # -- which column --------------------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> WorkGrid:
+        streamed_bytes = self.packing.group * self.group * self.q_len * (self.head_dim + self.v_head_dim) * 2
+        cut = dict(early=early_ranks(self.pairs), parts=self.parts)
+        return WorkGrid.make(self.pairs, self.kv_len, self.block_kv, self._tile_wgs, streamed_bytes, **cut)
+
+    @property
+    def turns(self) -> Turns:
+        work = self.work
+        return Turns(
+            items=work.items,
+            fields=START + FIELDS_OF_RING * work.rings,
+            ahead=self.ahead,
+            compute_wgs=self.compute_wgs,
+            interpret=self.simulate,
+        )
+
+    # -- shared memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def _tile_wgs(self) -> int:
+        """Warpgroups that hold keys of their own."""
+        return 1 if self.split else self.compute_wgs
+
+    @property
+    def ahead(self) -> bool:
+        return self.config.loads_ahead(
+            "dkv", self.block_kv, self.head_dim, self.v_head_dim, vectors=len(self.q_vectors)
+        )
+
+    @property
+    def _rings(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of Q and of dO: (rings, stages)."""
+        rings = self.work.rings
+        return (rings, self.config.stages), (rings, self.config.inner_stages)
+
+    def scratch(self) -> Scratch:
+        (outer, inner), tile = self._rings, self.tile
+        residents = (1 + self.ahead) * self._tile_wgs, ROWS
+        accumulators = (ROWS, self.head_dim), (ROWS, self.v_head_dim), (ROWS, tile), (ROWS, tile)
+        return Scratch(
+            k=swizzled((*residents, self.head_dim), self.dtype),
+            v=swizzled((*residents, self.v_head_dim), self.dtype),
+            q=swizzled((*outer, tile, self.head_dim), self.dtype),
+            statistic=plgpu.SMEM((*outer, tile), jnp.float32),
+            do=swizzled((*inner, tile, self.v_head_dim), self.dtype),
+            delta=plgpu.SMEM((*inner, tile), jnp.float32),
+            q_vectors=int_vectors(len(self.q_vectors), outer, tile),
+            simulated=[plgpu.SMEM((self.compute_wgs, *s), jnp.float32) for s in accumulators if self.simulate],
+        )
+
+    def barriers(self) -> Barriers:
+        (outer, inner), pieces = self._rings, self.packing.pieces(self.tile)
+        readers = self.compute_wgs // self.work.rings
+        return Barriers(
+            resident=plgpu.Barrier(
+                num_arrivals=1 if self.split else 2, num_barriers=(1 + self.ahead) * self.compute_wgs
+            ),
+            q_ready=plgpu.Barrier(num_arrivals=pieces + 1 + len(self.q_vectors), num_barriers=outer),
+            do_ready=plgpu.Barrier(num_arrivals=pieces + 1, num_barriers=inner),
+            q_free=plgpu.Barrier(num_arrivals=readers, num_barriers=outer),
+            do_free=plgpu.Barrier(num_arrivals=readers, num_barriers=inner),
+        )
+
+    def hand_over(self) -> HandOver:
+        if not self.split:
+            return HandOver()
+        transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+        return HandOver(
+            p=plgpu.SMEM((ROWS, self.tile), jnp.float32, transforms=transforms),
+            p_ready=plgpu.Barrier(),
+            p_free=plgpu.Barrier(),
+            finished=plgpu.Barrier(num_arrivals=2),
+        )
+
+
+def _parts(call: Call, packing: Packing, config: BackwardConfig) -> int:
+    """1, or more where a column that every query lists may take longer than all other work of an SM."""
+    if packing.group > 1 or config.splits(call.head_dim, call.value_dim) or longest_share(call) <= 1:
+        return 1
+    group = call.q_heads // call.kv_heads
+    return max(parts for parts in range(1, MOST_PARTS + 1) if group % parts == 0)

@@ -1,0 +1,148 @@
+"""Two compute warpgroups of the Hopper dK/dV kernel that share 64 keys, whose accumulators one could not hold.
+
+The first computes P and dV, the second dP and dK; P goes from the first to the second through shared memory.
+"""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu.hopper.dkv.cta import Cta, Streaming
+from xsake.kernels_pallas_gpu.hopper.tile.backward import (
+    ROWS,
+    WGMMA,
+    load_bias,
+    load_rows,
+    mma,
+    over_columns,
+    read,
+    release,
+    with_values,
+    with_zeros,
+)
+from xsake.kernels_pallas_gpu.hopper.tile.common import wgmma_full
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+
+
+class Values:
+    """An item of the first warpgroup."""
+
+    def __init__(self, cta: Cta, item: Item) -> None:
+        self.cta, self.plan, self.item, self.simulate = cta, cta.plan, item, cta.plan.simulate
+        self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
+        self.buffers = [x.at[0] for x in cta.scratch.simulated]
+        self.kv_rows: dict[str, Any] = {}
+
+    def run(self, done: Any) -> Any:
+        cta, hand_over = self.cta, self.cta.hand_over
+        rows, resident = pl.ds(self.kv_start, ROWS), cta.barriers.resident.at[0]
+        plgpu.copy_gmem_to_smem(cta.given.k.at[self.batch, rows, self.kv_head], cta.scratch.k.at[0], resident)
+        self.kv_rows = load_rows(cta.given.kv_vectors, self.batch, rows)
+        plgpu.barrier_wait(resident)
+
+        def accumulate(dv: Any) -> Any:
+            total = cta.walk(self.item, done, lambda streaming: self.step(streaming, dv, done))
+            when(total > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
+            return read(dv, in_flight=0, interpret=self.simulate), total
+
+        shapes = [(ROWS, self.plan.v_head_dim)]
+        dv, total = with_zeros(accumulate, self.buffers[1:2], shapes, interpret=self.simulate)
+        _store_when_both_finished(cta, dv, cta.scratch.v.at[0], cta.results.dv.at[self.batch, rows, self.kv_head])
+        return total
+
+    def step(self, streaming: Streaming, dv: Any, done: Any) -> None:
+        cta, plan, barriers, hand_over = self.cta, self.plan, self.cta.barriers, self.cta.hand_over
+        ring, rule, tile, (slot, inner) = cta.ring, plan.rule, plan.tile, cta.slots(streaming.n)
+        q_tile, do_tile = cta.scratch.q.at[ring, slot], cta.scratch.do.at[ring, inner]
+        start = streaming.start_of(streaming.n) if plan.has_bias else 0
+        plgpu.barrier_wait(barriers.q_ready.at[ring, slot])
+
+        def statistic() -> Any:
+            return over_columns(cta.scratch.statistic.at[ring, slot])
+
+        def bias() -> Any:
+            at = self.batch, streaming.head, self.kv_start, start
+            return load_bias(cta.given.bias, *at, (ROWS, tile))
+
+        def mask() -> Any:
+            return cta.element_mask(slot, pl.ds(0, tile), self.kv_start, self.kv_rows, streaming.bits, 0)
+
+        def products(s_acc: Any) -> None:
+            mma(s_acc, cta.scratch.k.at[0], q_tile, transpose_b=True, interpret=self.simulate)
+            p, weight = rule.probabilities(
+                read(s_acc, in_flight=0, interpret=self.simulate),
+                None if rule.folds_lse else statistic(),
+                bias() if plan.has_bias else None,
+                mask() if streaming.masked else None,
+            )
+            release(barriers.q_free.at[ring, slot], interpret=self.simulate)
+            when(streaming.n > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
+            hand_over.p[...] = weight
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(hand_over.p_ready)
+            plgpu.barrier_wait(barriers.do_ready.at[ring, inner])
+            mma(dv, p.astype(plan.dtype), do_tile, interpret=self.simulate)
+
+        s = statistic() if rule.folds_lse else wgmma_full((ROWS, tile), 0.0)
+        with_values(products, self.buffers[2:3], [s], interpret=self.simulate)
+        release(barriers.do_free.at[ring, inner], interpret=self.simulate)
+
+
+class Keys:
+    """An item of the second warpgroup."""
+
+    def __init__(self, cta: Cta, item: Item) -> None:
+        self.cta, self.plan, self.item, self.simulate = cta, cta.plan, item, cta.plan.simulate
+        self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
+        self.buffers = [x.at[1] for x in cta.scratch.simulated]
+
+    def run(self, done: Any) -> Any:
+        cta, rows, resident = self.cta, pl.ds(self.kv_start, ROWS), self.cta.barriers.resident.at[1]
+        plgpu.copy_gmem_to_smem(cta.given.v.at[self.batch, rows, self.kv_head], cta.scratch.v.at[0], resident)
+        plgpu.barrier_wait(resident)
+
+        def accumulate(dk: Any) -> Any:
+            total = cta.walk(self.item, done, lambda streaming: self.step(streaming, dk))
+            return read(dk, in_flight=0, interpret=self.simulate), total
+
+        shapes = [(ROWS, self.plan.head_dim)]
+        dk, total = with_zeros(accumulate, self.buffers[:1], shapes, interpret=self.simulate)
+        out = cta.results.dk.at[self.batch, rows, self.kv_head]
+        _store_when_both_finished(cta, dk * self.plan.rule.scale, cta.scratch.k.at[0], out)
+        return total
+
+    def step(self, streaming: Streaming, dk: Any) -> None:
+        cta, plan, barriers, hand_over = self.cta, self.plan, self.cta.barriers, self.cta.hand_over
+        ring, (slot, inner) = cta.ring, cta.slots(streaming.n)
+        q_tile, do_tile = cta.scratch.q.at[ring, slot], cta.scratch.do.at[ring, inner]
+        plgpu.barrier_wait(barriers.do_ready.at[ring, inner])
+
+        def products(dp_acc: Any) -> None:
+            mma(dp_acc, cta.scratch.v.at[0], do_tile, transpose_b=True, interpret=self.simulate)
+            plgpu.barrier_wait(hand_over.p_ready)
+            p = plgpu.load(hand_over.p, layout=WGMMA)
+            release(hand_over.p_free, interpret=self.simulate)
+            ds = p * read(dp_acc, in_flight=0, interpret=self.simulate)
+            release(barriers.do_free.at[ring, inner], interpret=self.simulate)
+            plgpu.barrier_wait(barriers.q_ready.at[ring, slot])
+            mma(dk, ds.astype(plan.dtype), q_tile, interpret=self.simulate)
+
+        dp = over_columns(cta.scratch.delta.at[ring, inner])
+        with_values(products, self.buffers[3:4], [dp], interpret=self.simulate)
+        release(barriers.q_free.at[ring, slot], interpret=self.simulate)
+
+
+def _store_when_both_finished(cta: Cta, x: Any, tile: Any, out: Any) -> None:
+    """Writes x by way of a tile that the other warpgroup may still read."""
+    finished = cta.hand_over.finished
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
+    tile[...] = x.astype(cta.plan.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, out)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    # The other loads its next keys or values to where this one's results were.
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)

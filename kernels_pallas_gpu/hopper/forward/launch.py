@@ -1,0 +1,209 @@
+"""The forward kernel for Hopper: (out, lse) from compressed block lists.
+
+A CTA has three warpgroups. Two compute 64 query rows each (`forward.compute`); one reads the block lists and
+loads K and V (`forward.memory`). The CTA walks its share of query tiles, the longest first, and loads the next
+tile while it finishes the current one.
+
+The two compute warpgroups share K and V (`Pairing`): they take neighbouring rows of one mask row, two query heads of
+one group that share a block list, or two neighbouring mask rows whose lists are merged. Otherwise each has its own
+list, ring and memory warpgroup.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.hads.mask.band import Band
+from xsake.kernels_pallas_gpu.hopper.forward import pages
+from xsake.kernels_pallas_gpu.hopper.forward.compute import ComputeWarpgroup
+from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta
+from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
+from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
+from xsake.kernels_pallas_gpu.hopper.tile import common
+from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
+from xsake.kernels_pallas_gpu.hopper.tile.common import ElementRule, RowLists
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.lists.merge import merged_rows
+from xsake.kernels_pallas_gpu.lists.row_pairs import row_pairs
+from xsake.kernels_pallas_gpu.lists.work_order import room_for_parts, work_order
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lists: RowLists,
+    *,
+    block_q: int,
+    block_kv: int,
+    scale: float,
+    band: Band,
+    soft_cap: float | None = None,
+    full_is_exact: bool = True,
+    q_segments: jax.Array | None = None,
+    kv_segments: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    bits: Bits | None = None,
+    sink_lse: jax.Array | None = None,
+    page_table: jax.Array | None = None,
+    pairing: Pairing,
+    config: ForwardConfig,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included).
+
+    With a page table, k and v are [pages, page, K, D].
+    """
+    batch_size, q_len, num_q_heads, head_dim = q.shape
+    num_pages, kv_len, num_kv_heads, v_head_dim = v.shape
+    page = None
+    if page_table is not None:
+        page, kv_len = kv_len, kv_len * page_table.shape[1]
+    packing = Packing.required(block_q, lists, num_q_heads, num_kv_heads, bias)
+    heads = num_q_heads // packing.group
+    has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
+    given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
+    pairing = config.pairing(pairing)
+    plan = Plan(
+        batch_size=batch_size,
+        q_len=packing.length(q_len),
+        kv_len=kv_len,
+        num_q_heads=heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=q.dtype,
+        packing=packing,
+        block_kv=block_kv,
+        scale=scale,
+        soft_cap=soft_cap,
+        full_is_exact=full_is_exact,
+        has_bias=bias is not None,
+        has_sinks=sink_lse is not None,
+        has_bits=bits is not None,
+        has_row_bits=bits is not None and bits.words is None,
+        q_vectors=tuple(f"q_{name}" for name in given),
+        kv_vectors=tuple(f"kv_{name}" for name in given),
+        page=page,
+        own_lists=lists.indices.shape[:2] == (batch_size, heads),
+        pairing=pairing,
+        rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
+        config=config,
+        interpret=interpret,
+    )
+    # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
+    if page is None:
+        k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+    else:
+        k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (k, v))
+    q = q if q_len < 8 and packing.group == 1 else common.pad_to(q, packing.whole, 1)
+
+    # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
+    options: dict[str, jax.Array] = {}
+    if q_segments is not None:
+        options["q_segments"] = packing.of_tokens(common.pad_to(q_segments, block_q))
+        options["kv_segments"] = common.pad_to(kv_segments, plan.tile_kv)
+    if has_positions:
+        if q_positions is None:
+            q_positions = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32), (batch_size, q_len))
+        if kv_positions is None:
+            kv_positions = jnp.broadcast_to(jnp.arange(kv_len, dtype=jnp.int32), (batch_size, kv_len))
+        options["q_positions"] = packing.of_tokens(common.pad_to(q_positions, block_q))
+        options["kv_positions"] = common.pad_to(kv_positions, plan.tile_kv)
+    if bias is not None:
+        if bias.shape[2] > 1:
+            bias = common.pad_to(bias, block_q, 2)
+        if bias.shape[3] > 1:
+            bias = common.pad_to(bias, block_kv, 3)
+        options["bias"] = bias
+    if bits is not None:
+        options |= {name: x for name, x in bits._asdict().items() if x is not None}
+    if sink_lse is not None:
+        sink_lse = sink_lse.astype(jnp.float32)[..., None]
+        of_rows = jnp.broadcast_to(sink_lse, (*sink_lse.shape[:2], block_q if packing.group > 1 else 1))
+        options["sink_lse"] = packing.of_heads(of_rows)
+
+    if page is not None:
+        options["places"] = pages.places(
+            page_table,
+            kv_segments,
+            num_pages=num_pages,
+            page=page,
+            unit=plan.unit,
+            num_runs=pl.cdiv(kv_len, block_kv) * plan.units_per_block,
+        )
+
+    if plan.by_length:
+        order = work_order(lists.row_ptr, section=plan.head_group, workers=plan.num_workers, cut=plan.cuts_rows)
+        options |= order._asdict()
+
+    if pairing is Pairing.UNION:
+        pairs = row_pairs(*lists[:3])
+        lists = RowLists(pairs.indices, pairs.begins, pairs.num_both, pairs.order)
+        options |= dict(num_entries=pairs.num_entries, by_turns=pairs.by_turns)
+
+    list_operands = [x for x in lists if x is not None]
+    counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
+
+    def entry(*refs: Any) -> None:
+        pl.run_scoped(
+            lambda scratch, barriers: _share_the_work(
+                Cta(plan, refs, len(list_operands), tuple(options), scratch, barriers)
+            ),
+            plan.scratch(),
+            plan.barriers(),
+            collective_axes="wg",
+        )
+
+    shapes = [
+        jax.ShapeDtypeStruct((*q.shape[:3], v_head_dim), q.dtype),
+        jax.ShapeDtypeStruct((batch_size, heads, plan.num_rows * plan.row_size), jnp.float32),
+    ]
+    if plan.cuts_rows:
+        room = room_for_parts(plan.num_workers)
+        shapes.append(jax.ShapeDtypeStruct((room, plan.block_q, v_head_dim), q.dtype))
+        shapes.append(jax.ShapeDtypeStruct((room, plan.block_q), jnp.float32))
+
+    out, lse, *parts = plgpu.kernel(
+        entry,
+        out_type=tuple(shapes),
+        grid=(plan.num_ctas,),
+        grid_names=("cta",),
+        num_threads=plan.compute_wgs + plan.workers_per_cta,
+        thread_name="wg",
+        # Row reductions stay inside a warp, so that no scratch for reductions across warps is needed. Nor are automatic
+        # barriers: where a warpgroup both writes and reads a note by ordinary accesses (a ticket), there is a barrier.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret or None,
+    )(q, k, v, *list_operands, *options.values(), *counter)
+    if plan.cuts_rows:
+        out, lse = merged_rows(order, out, lse, *parts)
+    return out[:, :q_len], packing.to_heads(lse)[:, :, :q_len]
+
+
+def _share_the_work(cta: Cta) -> None:
+    plan = cta.plan
+
+    @when(cta.wg < plan.compute_wgs)
+    def _compute() -> None:
+        if plan.pairing is not Pairing.ALONE:
+            plgpu.set_max_registers(plan.registers[0], action="increase")
+        ComputeWarpgroup(cta).run()
+
+    @when(cta.wg >= plan.compute_wgs)
+    def _memory() -> None:
+        if plan.pairing is not Pairing.ALONE:
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
+        MemoryWarpgroup(cta).run()

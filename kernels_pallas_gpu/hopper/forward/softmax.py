@@ -1,0 +1,100 @@
+"""The online softmax of the Hopper forward: the weights of a tile of keys, and the sums over all tiles so far.
+
+A softmax takes as long as its instructions take to issue, and it keeps the tensor core waiting. Looking for the maximum
+of a row is a fifth of them. Any number near the maximum serves as well, because float32 and the 16-bit weights are as
+exact for sums that are thousands of times as large. So a tile is first weighed by the maximum of the tiles before it;
+if the sum of a row is large, some logit is far above that, and the tile is weighed again.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS
+from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
+from xsake.kernels_pallas_gpu.hopper.tile import common
+from xsake.kernels_pallas_gpu.hopper.tile.common import LOWEST
+
+# Columns after which an accumulator's layout repeats: a thread holds all of a row's columns c, c + 8, c + 16, ...
+LANE_COLUMNS = 8
+# A row's maximum stays until a logit exceeds it by this, in powers of two: so the output is seldom rescaled.
+RISE = 8.0
+# Of a row's sum over one tile, or of a lane's part of it. No weight is larger than that, and float16 can hold it.
+LARGE = 2.0**15
+
+
+class Sums(NamedTuple):
+    """Of 64 rows: sum of weighted values, maximum of the logits or up to 15 powers of two less, and sum of weights. The
+    last is kept by lane where `Plan.lane_sums`.
+    """
+
+    out: Any
+    maximum: Any
+    total: Any
+
+
+class Softmax:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def nothing(self) -> Sums:
+        """Before the first key."""
+        out = common.wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0)
+        return Sums(out, common.wgmma_full((WG_ROWS,), LOWEST), self._no_total())
+
+    def weigh(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
+        """The sums with the tile's logits in the maximum and its weights in the total, and the weights.
+
+        The tile's values are not in the output yet.
+        """
+        largest = self._largest(sums, logits)
+        return self._weigh_by(jnp.where(largest > sums.maximum + RISE, largest, sums.maximum), sums, logits)
+
+    def weigh_by_old_maximum(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
+        """As `weigh`, but the maximum is only looked for where the sum of some row of the warp is large.
+
+        Rows with small sums then keep their maximum: no row's result depends on the rows beside it.
+        """
+        weights = self._weights(logits, sums.maximum)
+        of_tile = self._added(self._no_total(), weights)
+        large = common.exceeds_in_warp(of_tile, LARGE, interpret=bool(self.plan.interpret))
+        # Without this the compiler would round the weights after the loop, and until then keep them beside the logits.
+        weights = lax.optimization_barrier(weights.astype(self.plan.dtype))
+        found = sums._replace(total=sums.total + of_tile), weights
+
+        def weigh_again(_: Any, __: Any) -> tuple[Sums, Any]:
+            of_rows = of_tile.max(axis=1) if self.plan.lane_sums else of_tile
+            return self._weigh_by(jnp.where(of_rows > LARGE, self._largest(sums, logits), sums.maximum), sums, logits)
+
+        return lax.fori_loop(0, large, weigh_again, found)
+
+    def total_of_rows(self, sums: Sums) -> Sums:
+        return sums._replace(total=sums.total.sum(axis=1)) if self.plan.lane_sums else sums
+
+    def _largest(self, sums: Sums, logits: Any) -> Any:
+        return jnp.maximum(sums.maximum, logits.max(axis=1) * jnp.float32(self.plan.to_log2))
+
+    def _weigh_by(self, maximum: Any, sums: Sums, logits: Any) -> tuple[Sums, Any]:
+        factor = jnp.exp2(sums.maximum - maximum)
+        weights = self._weights(logits, maximum)
+
+        def rescale(_: Any, of_sums: Any) -> Any:
+            out, total = of_sums
+            of_rows = common.per_row(factor, total.shape) if self.plan.lane_sums else factor
+            return out * common.per_row(factor, out.shape), total * of_rows
+
+        moved = common.differs_in_warp(factor, interpret=bool(self.plan.interpret))
+        out, total = lax.fori_loop(0, moved, rescale, (sums.out, sums.total))
+        return Sums(out, maximum, self._added(total, weights)), weights.astype(self.plan.dtype)
+
+    def _weights(self, logits: Any, maximum: Any) -> Any:
+        return jnp.exp2(logits * jnp.float32(self.plan.to_log2) - common.per_row(maximum, logits.shape))
+
+    def _no_total(self) -> Any:
+        return common.wgmma_full((WG_ROWS, LANE_COLUMNS) if self.plan.lane_sums else (WG_ROWS,), 0.0)
+
+    def _added(self, total: Any, weights: Any) -> Any:
+        if self.plan.lane_sums:
+            return common.add_columns(total, weights, interpret=bool(self.plan.interpret))
+        return total + weights.sum(axis=1)

@@ -1,0 +1,1 @@
+"""The fused backward: dQ, dK and dV in one kernel."""

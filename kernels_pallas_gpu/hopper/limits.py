@@ -1,0 +1,23 @@
+"""What NVIDIA GPUs give to a kernel."""
+
+from xsake._ground.device import core_count
+
+# Bytes of shared memory per block of threads that opts in to them, by compute capability.
+SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.7": 166912, "8.9": 101376, "9.0": 232448, "10.0": 232448}
+REGISTERS_PER_THREAD = 255  # at most, of 32 bits
+
+
+def shared_memory(capability: str) -> int:
+    """Bytes per block of threads; for a capability that is not in the table, the smallest number of the table."""
+    return SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
+
+
+# Hopper: H100 and H200, of compute capability 9.0.
+HOPPER_SHARED_MEMORY = SHARED_MEMORY["9.0"]
+HOPPER_SMS = 132  # of an H100 SXM and an H200; an H100 PCIe has 114, an H20 has 78
+HOPPER_L2_BYTES = 50 << 20
+
+
+def hopper_sms() -> int:
+    """Streaming multiprocessors of the GPU that is here; ahead of time, where none is, those of an H200."""
+    return core_count() or HOPPER_SMS

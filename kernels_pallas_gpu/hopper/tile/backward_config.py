@@ -1,0 +1,153 @@
+"""How the dQ and dK/dV kernels for Hopper are tiled: the configurations that fit, and which is the default."""
+
+import dataclasses
+
+from jax.experimental import pallas as pl
+
+from xsake._ground.fields import check_fields, one_of, whole
+from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY
+
+ROWS = 64  # resident rows per compute warpgroup: the M of a wgmma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """How the dQ or the dK/dV kernel is tiled.
+
+    Args:
+      tile: width of a streamed tile (keys for dQ, queries for dK/dV).
+      stages: depth of the ring that is read first and last in a step (K for dQ, Q for dK/dV).
+      inner_stages: depth of the other ring (V for dQ, dO for dK/dV).
+      compute_wgs: compute warpgroups per CTA. Where a mask block is narrower than the rows of all warpgroups together,
+        each warpgroup walks its own list.
+      split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: split where the accumulators
+        of both do not fit in one warpgroup.
+      gather: dK/dV only: read only the queries that chose a block of keys, where the mask has a bit per query; both
+        warpgroups then share one ring. None: wherever `gathered.kernel` knows the call.
+      resident_stages: 2 loads the resident rows of the next item ahead; None does so where shared memory has room.
+      compute_registers, memory_registers: registers per thread of a compute and of a memory warpgroup.
+    """
+
+    tile: int = one_of(64, 128, default=64)
+    stages: int = whole(1, 32, default=2)
+    inner_stages: int = whole(1, 32, default=2)
+    compute_wgs: int = one_of(1, 2, default=2)
+    split: bool | None = one_of(None, False, True, default=None)
+    gather: bool | None = one_of(None, False, True, default=None, before=None)
+    resident_stages: int | None = one_of(None, 1, 2, default=None, before=None)
+    # setmaxnreg takes multiples of 8 from 24 to 256.
+    compute_registers: int = whole(24, 256, multiple_of=8, default=240)
+    memory_registers: int = whole(24, 256, multiple_of=8, default=24)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        # A CTA of three warpgroups starts with 168 registers per thread. If the compute warpgroups asked for more than
+        # the memory warpgroup gives back, they would wait for ever.
+        registers, most = self.compute_wgs * self.compute_registers + self.memory_registers, 3 * 168
+        if registers > most:
+            raise ValueError(f"compute_wgs * compute_registers + memory_registers = {registers} must be at most {most}")
+
+    def splits(self, d: int, dv: int) -> bool:
+        return d + dv > 256 if self.split is None else self.split
+
+    def loads_ahead(self, kernel: str, resident_block: int, d: int, dv: int, vectors: int) -> bool:
+        """Whether there are two stages of resident rows; the arguments are those of `smem_bytes`."""
+        if self.resident_stages is not None:
+            return self.resident_stages == 2
+        if kernel == "dkv" and self.splits(d, dv):
+            return False
+        two = dataclasses.replace(self, resident_stages=2)
+        return smem_bytes(kernel, two, resident_block, d, dv, vectors) <= HOPPER_SHARED_MEMORY
+
+
+def smem_bytes(kernel: str, config: BackwardConfig, resident_block: int, d: int, dv: int, vectors: int) -> int:
+    """Bytes of shared memory of the kernel "dq" or "dkv", whose streamed tiles bring so many int32 `vectors`.
+
+    Every buffer begins at a multiple of 1024 bytes. The last terms: notes of `tile.turns`, and barriers.
+    """
+    split = kernel == "dkv" and config.splits(d, dv)
+    tile_wgs = 1 if split else config.compute_wgs
+    rings = tile_wgs if resident_block % (ROWS * tile_wgs) else 1
+    outer, inner = rings * config.stages * config.tile, rings * config.inner_stages * config.tile
+    numbers = [vectors * outer, *((outer, inner) if kernel == "dkv" else ()), ROWS * config.tile * split]
+    residents = (config.resident_stages or 1) * tile_wgs * ROWS
+    tiles = 2 * (residents * (d + dv) + outer * d + inner * dv)
+    return tiles + sum(pl.cdiv(4 * n, 1024) * 1024 for n in numbers) + 1024 + 1024
+
+
+def default_dq_config(d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool) -> BackwardConfig:
+    """`one_stage`, here and below: of resident rows, at most."""
+    wide = 128 if block_kv % 128 == 0 and max(d, dv) <= 128 else 64
+    return first_fit(
+        "dq",
+        (block_q, d, dv, vectors),
+        [
+            dict(tile=wide, stages=2, inner_stages=2, resident_stages=2),
+            dict(tile=wide, stages=2, inner_stages=1, resident_stages=2),
+            dict(tile=wide, stages=2, inner_stages=2),
+            dict(tile=64, stages=3, inner_stages=3),
+            dict(tile=64, stages=2, inner_stages=2),
+            dict(tile=64, stages=2, inner_stages=1),
+            dict(tile=64, stages=2, inner_stages=2, compute_wgs=1),
+            dict(tile=64, stages=1, inner_stages=1, compute_wgs=1),
+        ],
+        one_stage=one_stage,
+    )
+
+
+def default_dkv_config(
+    d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool
+) -> BackwardConfig:
+    wide = 128 if block_q % 128 == 0 and max(d, dv) <= 64 else 64
+    return first_fit(
+        "dkv",
+        (block_kv, d, dv, vectors),
+        [
+            dict(tile=wide, stages=4, inner_stages=4, resident_stages=2),
+            dict(tile=wide, stages=3, inner_stages=2, resident_stages=2),
+            dict(tile=wide, stages=4, inner_stages=4),
+            dict(tile=wide, stages=3, inner_stages=3),
+            dict(tile=64, stages=2, inner_stages=2),
+            dict(tile=64, stages=1, inner_stages=1),
+        ],
+        one_stage=one_stage or BackwardConfig().splits(d, dv),
+    )
+
+
+def search_space(
+    kernel: str, d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool
+) -> list[BackwardConfig]:
+    """Configurations of the kernel "dq" or "dkv" that fit, the default first."""
+    of_dq = kernel == "dq"
+    resident, streamed = (block_q, block_kv) if of_dq else (block_kv, block_q)
+    heuristic = default_dq_config if of_dq else default_dkv_config
+    default = heuristic(d, dv, block_q, block_kv, vectors, one_stage=one_stage)
+    found = {default: None, dataclasses.replace(default, resident_stages=1): None}
+    for tile in (64, 128):
+        for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
+            config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages, resident_stages=1)
+            # Float32 registers per thread that the accumulators take; beyond 192 they spill.
+            accumulators = (d if of_dq else d + dv) // 2 + tile
+            need = smem_bytes(kernel, config, resident, d, dv, vectors)
+            fits = streamed % tile == 0 and need <= HOPPER_SHARED_MEMORY
+            split = not of_dq and config.splits(d, dv)
+            if fits and (tile == ROWS or (accumulators <= 192 and not split)):
+                two = dataclasses.replace(config, resident_stages=2)
+                room = smem_bytes(kernel, two, resident, d, dv, vectors) <= HOPPER_SHARED_MEMORY
+                found[two if room and not split and not one_stage else config] = None
+    return list(found)
+
+
+def first_fit(
+    kernel: str, of_call: tuple[int, int, int, int], candidates: list[dict[str, int]], *, one_stage: bool
+) -> BackwardConfig:
+    """`of_call`: what `smem_bytes` takes after the configuration."""
+    for candidate in candidates:
+        config = BackwardConfig(**{"resident_stages": 1, **candidate})
+        fits = smem_bytes(kernel, config, *of_call) <= HOPPER_SHARED_MEMORY
+        if fits and not (one_stage and config.resident_stages == 2):
+            return config
+    dims = f"head dims {of_call[1]} and {of_call[2]}"
+    raise NotImplementedError(
+        f"{dims} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
+    )

@@ -1,0 +1,1 @@
+"""Small programs over a mask's lists."""

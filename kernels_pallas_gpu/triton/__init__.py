@@ -1,0 +1,6 @@
+"""The Pallas-Triton backend, for GPUs older than Hopper."""
+
+from xsake.kernels_pallas_gpu.triton.backend import Config
+from xsake.kernels_pallas_gpu.triton.tiles import Tiling
+
+__all__ = ["Config", "Tiling"]

@@ -1,0 +1,1 @@
+"""Token files for training."""

@@ -1,0 +1,1 @@
+"""Reading prompts and writing continuations."""

@@ -1,0 +1,206 @@
+"""Tokens that follow a prompt: the prompt is read, sparsely if masks or HADS say so, then one forward per token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xsake.model.generate.hads_budget import HadsBudget
+from xsake.model.generate.prefill import Prompt, check_reading, read_prompts
+from xsake.model.generate.sampling import Sampler
+from xsake.model.generate.sparse_decode import StepRule
+from xsake.model.network.attend import MaskFn
+from xsake.model.network.cache import KVCache
+from xsake.model.network.fields import Whole, check
+from xsake.model.network.sharding import check_generation, shard_model
+from xsake.model.network.transformer import Transformer
+from xsake.model.weights.writer import Writer
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    stop: Collection[int] = (),
+    seed: int = 0,
+    mask_fn: MaskFn | None = None,
+    hads: HadsBudget | None = None,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+) -> list[list[int]]:
+    """Continues prompts of any lengths; returns the new tokens of each prompt, up to and without a stop token.
+
+    Args:
+      model: the cache and the arithmetic have the model's `dtype`.
+      prompts: token numbers; none may be empty.
+      max_new_tokens: the longest prompt and its new tokens must fit the model's context.
+      sampler: greedy by default.
+      stop: tokens that end a sequence.
+      seed: for a sampler that draws.
+      mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
+      hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
+      chunk: read this many tokens of the prompt at a time, a multiple of the profile's block (without HADS, of 64): the
+        memory of a forward follows the chunk. Not together with `mask_fn`.
+      mesh: of `xsake.model.sharding.make_mesh`: prompts are split over its axis "data", weights and cache over its axis
+        "model". The tokens are those of one device. A model from `shard_model` is not copied anew.
+
+    Prompt and cache are padded to multiples of 64 tokens, which changes no result, so that prompts of other lengths
+    rarely compile anew. With a `mask_fn` the prompt is not padded.
+
+    >>> from flax import nnx
+    >>> from xsake.model import PRESETS, Transformer, generate
+    >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
+    >>> [len(new) for new in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+    [5, 5]
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    options: dict[str, Any] = dict(sampler=sampler, seed=seed, mask_fn=mask_fn, hads=hads, chunk=chunk, mesh=mesh)
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
+        for row, token in enumerate(tokens.tolist()):
+            done[row] = done[row] or token in stop
+            if not done[row]:
+                new[row].append(token)
+        if all(done):
+            break
+    return new
+
+
+def stream(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    mask_fn: MaskFn | None = None,
+    hads: HadsBudget | None = None,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+) -> Iterator[np.ndarray]:
+    """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not prompts or min(lengths) == 0:
+        raise ValueError("prompts must not be empty: a model continues at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    check("seed", seed, Whole(0, 2**32 - 1))
+    if max(lengths) + max_new_tokens > model.config.context:
+        raise ValueError(
+            f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of "
+            f"{model.config.context}"
+        )
+    if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
+        raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
+    if mesh is not None:
+        check_generation(mesh, len(prompts))
+        model = shard_model(model, mesh)
+    context = model.config.context
+    capacity = _round_up(max(lengths) + max_new_tokens, context)
+    keys = jax.random.split(jax.random.key(seed), max_new_tokens)
+    if mask_fn is None:
+        check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+        step = None
+        if hads is not None and hads.decode is not None:
+            hads.check(model.config, max(lengths) + max_new_tokens)
+            step = StepRule.of(hads, shortest=min(lengths), capacity=capacity)
+        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step, mesh)
+    if hads is not None or chunk is not None:
+        raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+    padded = np.zeros((len(prompts), max(lengths)), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return _steps(
+        model,
+        padded,
+        np.array(lengths, np.int32),
+        capacity,
+        keys,
+        sampler or Sampler(),
+        mask_fn,
+        mesh,
+    )
+
+
+def _round_up(length: int, most: int) -> int:
+    return min(-(-length // 64) * 64, most)
+
+
+def _steps(
+    model: Transformer,
+    padded: np.ndarray,
+    lengths: np.ndarray,
+    capacity: int,
+    keys: Array,
+    sampler: Sampler,
+    mask_fn: MaskFn,
+    mesh: Mesh | None,
+) -> Iterator[np.ndarray]:
+    if mesh is not None:
+        padded, lengths = jax.device_put((padded, lengths), NamedSharding(mesh, PartitionSpec("data")))
+    if jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
+        mask_fn = jax.tree_util.Partial(mask_fn)
+    weights, tree = jax.tree.flatten(model)
+    tokens, cache = _prefill(tree, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
+    yield np.asarray(tokens)
+    yield from Writer(model, cache, sampler).follow(tokens, keys[1:])
+
+
+def _steps_of_chunks(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    keys: Array,
+    sampler: Sampler,
+    hads: HadsBudget | None,
+    chunk: int | None,
+    step: StepRule | None,
+    mesh: Mesh | None,
+) -> Iterator[np.ndarray]:
+    read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
+    sparse: dict[str, Any] = {}
+    if hads is not None and step is not None:
+        sparse = dict(step=step, pooled=read.pooled, learned=hads.learned)
+    yield from _write(Writer(model, read.cache, sampler, **sparse), read.last, keys)
+
+
+def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampler: Sampler) -> Iterator[np.ndarray]:
+    """The tokens that follow prompts that are read, i32[B] per key; each attends to all tokens before it.
+
+    The cache of `read` is used up.
+    """
+    return _write(Writer(model, read.cache, sampler), read.last, keys)
+
+
+def _write(writer: Writer, last: Array, keys: Array | Sequence[Array]) -> Iterator[np.ndarray]:
+    tokens = writer.first(last, keys[0])
+    yield np.asarray(tokens)
+    yield from writer.follow(tokens, keys[1:])
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(
+    tree: Any,
+    sampler: Sampler,
+    capacity: int,
+    weights: list[Array],
+    padded: Array,
+    lengths: Array,
+    key: Array,
+    mask_fn: Any,
+) -> tuple[Array, KVCache]:
+    model: Transformer = jax.tree.unflatten(tree, weights)
+    cache = KVCache.empty(model.config, batch=len(padded), capacity=capacity, dtype=model.dtype)
+    states, cache = model.hidden(padded, cache=cache, mask_fn=mask_fn)
+    last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
+    return sampler(model.logits(last)[:, 0], key), dataclasses.replace(cache, length=lengths)

@@ -1,0 +1,164 @@
+"""The shape of a model, checked when it is made; its number of parameters and its FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from xsake.model.network.fields import Flag, Kind, Maybe, Number, Whole, check_all
+
+FIELDS: dict[str, Kind] = {
+    "vocab_size": Whole(),
+    "layers": Whole(most=1024),  # each takes tens of milliseconds to build
+    "width": Whole(),
+    "q_heads": Whole(),
+    "kv_heads": Whole(),
+    "head_dim": Whole(),
+    "mlp_width": Whole(),
+    "context": Whole(),
+    "rope_base": Number(above=0),
+    "norm_eps": Number(above=0),
+    "tied": Flag(),
+    "qkv_bias": Flag(),
+    "qk_norm": Flag(),
+    "window": Maybe(Whole()),
+    "window_from": Whole(0),
+    "rope_factor": Number(least=1),
+    "rope_low": Number(above=0),
+    "rope_high": Number(above=0),
+    "rope_context": Whole(),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-style decoder: RMSNorm, rotary positions, grouped heads, SwiGLU, tied or untied embeddings.
+
+    The defaults are plain Llama; `xsake.model.network.families` has what Llama 3, Qwen and Mistral change.
+
+    Args:
+      vocab_size: rows of the embedding.
+      layers: transformer blocks.
+      width: size of the residual stream.
+      q_heads: query heads; a multiple of `kv_heads`.
+      kv_heads: heads of keys and values.
+      head_dim: size of a head; even. `q_heads * head_dim` need not be `width`.
+      mlp_width: the inner size of SwiGLU.
+      context: the longest sequence that is accepted.
+      rope_base: base of the rotary positions.
+      norm_eps: epsilon of RMSNorm.
+      tied: whether the embedding is also the output projection.
+      qkv_bias: whether the projections to queries, keys and values add a bias (Qwen2).
+      qk_norm: whether queries and keys are normalised per head before they are turned (Qwen3).
+      window: a token sees itself and the `window - 1` tokens before it, in layers from `window_from` on (Mistral); None
+        for no limit.
+      window_from: the first layer with a window.
+      rope_factor: slow rotary frequencies are divided by this, and fast ones are not (Llama 3); 1 scales nothing.
+      rope_low, rope_high, rope_context: a frequency is slow if it turns less than `rope_low` times in `rope_context`
+        tokens, and fast if it turns more than `rope_high` times. Those between are divided in part.
+
+    >>> config = PRESETS["tiny"]
+    >>> dataclasses.replace(config, layers=4).param_count() > config.param_count()
+    True
+    """
+
+    vocab_size: int
+    layers: int
+    width: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    context: int
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    window_from: int = 0
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_context: int = 8192
+
+    def __post_init__(self) -> None:
+        check_all(self, FIELDS)
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of features")
+        if self.rope_low >= self.rope_high:
+            raise ValueError(f"rope_low={self.rope_low} must be below rope_high={self.rope_high}")
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of one layer, None for no limit."""
+        return self.window if layer >= self.window_from else None
+
+    def param_count(self) -> int:
+        """Every parameter, a tied embedding counted once."""
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.width
+        norms = (2 * self.layers + 1) * self.width
+        biases = (self.q_heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return embeddings + self.layers * (self._block_weights + biases + head_norms) + norms
+
+    def flops_per_token(self, length: int, attention_density: float = 1.0) -> float:
+        """FLOPs of a training step per token of a sequence of `length`: the numerator of MFU.
+
+        Only matrix products count: forward, and backward as twice the forward. Products that rematerialisation repeats
+        do not count. Of attention, only active work counts: causal, with `attention_density` of the blocks.
+        """
+        if length < 1:
+            raise ValueError(f"{length=} must be at least 1")
+        if not 0 <= attention_density <= 1:
+            raise ValueError(f"{attention_density=} must be between 0 and 1")
+        weights = self.layers * self._block_weights + self.vocab_size * self.width
+        keys_seen = attention_density * (length + 1) / 2
+        attention = self.layers * 2 * self.q_heads * self.head_dim * keys_seen
+        return 3 * 2 * (weights + attention)
+
+    @property
+    def _block_weights(self) -> int:
+        attention = 2 * self.width * self.head_dim * (self.q_heads + self.kv_heads)
+        return attention + 3 * self.width * self.mlp_width
+
+
+PRESETS = {
+    "tiny": ModelConfig(
+        vocab_size=512, layers=2, width=64, q_heads=4, kv_heads=2, head_dim=16, mlp_width=192, context=512
+    ),
+    "small": ModelConfig(
+        vocab_size=16384,
+        layers=12,
+        width=512,
+        q_heads=8,
+        kv_heads=4,
+        head_dim=64,
+        mlp_width=1792,
+        context=8192,
+        rope_base=500_000.0,
+    ),
+    # As large as GPT-2 small (124M), but Llama-style like the others: not GPT-2's architecture, nor its weights.
+    "gpt2-124m": ModelConfig(
+        vocab_size=50304,  # GPT-2's 50257, rounded up to a multiple of 64
+        layers=12,
+        width=768,
+        q_heads=12,
+        kv_heads=12,
+        head_dim=64,
+        mlp_width=2048,
+        context=8192,
+        rope_base=500_000.0,
+    ),
+    "smollm2-135m": ModelConfig(
+        vocab_size=49152,
+        layers=30,
+        width=576,
+        q_heads=9,
+        kv_heads=3,
+        head_dim=64,
+        mlp_width=1536,
+        context=8192,
+        rope_base=100_000.0,
+    ),
+}

@@ -1,0 +1,57 @@
+"""The tokenizer inside a GGUF file: byte-level BPE by its merges, or SentencePiece by its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xsake.model.text import sentencepiece, tokenizer
+from xsake.model.text.tokenizer import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
+
+
+def read_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
+    """The tokenizer of the file at `path`; `get(field, *default)` gives the file's fields, checked."""
+    kind = get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise NotImplementedError(
+            f"{path} has a tokenizer of kind {kind!r}; byte-level BPE ('gpt2') and SentencePiece ('llama') are "
+            "read. Use the model's safetensors folder, with its tokenizer.json"
+        )
+    tokens, kinds = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{path} has {len(tokens)} tokens, but {len(kinds)} types of tokens")
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    common: dict[str, Any] = dict(
+        tokens=tokens,
+        special=special,
+        bos=_token(get, "tokenizer.ggml.bos_token_id", tokens, None),
+        eos=_token(get, "tokenizer.ggml.eos_token_id", tokens),
+        template=get("tokenizer.chat_template", None),
+    )
+    if kind == "gpt2":
+        return tokenizer.byte_level_bpe(
+            merges=get("tokenizer.ggml.merges"),
+            split=get("tokenizer.ggml.pre", "gpt-2"),
+            add_bos=get("tokenizer.ggml.add_bos_token", False),
+            **common,
+        )
+    scores = get("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"{path} has {len(tokens)} tokens, but {len(scores)} scores")
+    return sentencepiece.by_scores(
+        scores=scores,
+        unknown=_token(get, "tokenizer.ggml.unknown_token_id", tokens, None),
+        add_bos=get("tokenizer.ggml.add_bos_token", True),
+        add_space=get("tokenizer.ggml.add_space_prefix", True),
+        **common,
+    )
+
+
+def _token(get: Callable[..., Any], name: str, tokens: list[str], *default: Any) -> Any:
+    number = get(name, *default)
+    if number is not None and number >= len(tokens):
+        raise ValueError(f"{name}={number} must be below the number of tokens, {len(tokens)}")
+    return None if number is None else tokens[number]

@@ -1,0 +1,67 @@
+"""SentencePiece's tokenizers, made from tokens and their scores: text is merged into the pieces of highest score."""
+
+from __future__ import annotations
+
+import itertools
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from xsake.model.text.tokenizer import Tokenizer, add_beginning
+from xsake.model.text.tokenizer_file import plain_tokenizer_errors
+
+_SPACE = "▁"  # stands for a space in a token
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # what no token spells is written byte by byte
+_LONGEST = 512  # characters of a token that is merged from others
+
+
+def by_scores(
+    *,
+    tokens: list[str],
+    scores: list[float],
+    special: list[str],
+    unknown: str | None,
+    bos: str | None,
+    eos: str,
+    add_bos: bool,
+    add_space: bool,
+    template: str | None,
+) -> Tokenizer:
+    """A tokenizer that merges, in every text, the two neighbours whose joint token has the highest score.
+
+    `add_space` puts a space before a text, as Llama 2 and Mistral expect.
+    """
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    with plain_tokenizer_errors("no tokenizer can be made of its tokens and scores"):
+        model = models.BPE(
+            vocabulary,
+            _merges(vocabulary, scores, never=frozenset(special)),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=all(token in vocabulary for token in _BYTES),
+        )
+        core = tokenizers.Tokenizer(model)
+        steps = [normalizers.Replace(" ", _SPACE)]
+        core.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *steps] if add_space else steps)  # type: ignore[assignment]
+        pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        core.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)] if add_space else pieces)  # type: ignore[assignment]
+        core.add_special_tokens([token for token in special if token])
+        if add_bos:
+            add_beginning(core, bos, vocabulary)
+    return Tokenizer(core=core, eos=eos, bos=bos, template=template)
+
+
+def _merges(vocabulary: dict[str, int], scores: list[float], *, never: frozenset[str]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the tokens of highest score first.
+
+    A token's ways come in the order of their parts' numbers, as in Hugging Face's conversion.
+    """
+    ways = []
+    for token, number in vocabulary.items():
+        if not 2 <= len(token) <= _LONGEST or token in never:
+            continue
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        known = [(a, b) for a, b in halves if a in vocabulary and b in vocabulary]
+        ways.append((scores[number], sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))))
+    ways.sort(key=lambda way: way[0], reverse=True)
+    return list(itertools.chain.from_iterable(pairs for _, pairs in ways))

@@ -1,0 +1,1 @@
+"""The trainer: steps, checkpoints, and runs that resume."""

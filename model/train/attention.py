@@ -1,0 +1,113 @@
+"""What `--attention` means: which function attends, and with which mask.
+
+A mask function is a callable that is also a pytree, so that it is an argument of the compiled step: a recalibration
+changes its arrays without compiling anew, and a checkpoint can hold them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+import xsake
+from xsake import BlockMask, patterns
+from xsake._ground.device import compute_capability
+from xsake.hads.mask.row_shards import RowShards
+from xsake.model.network.attend import MaskFn
+from xsake.model.train.config import TrainConfig
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("mask",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class FixedMask:
+    """One mask for every layer, of the whole sequence or, as `shard_rows` gives it, cut already."""
+
+    mask: BlockMask | RowShards
+
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask | RowShards:
+        return self.mask
+
+
+def _sink_window(length: int, block: int, size: int) -> BlockMask:
+    return patterns.sink_window(length, length, sink=block, window=size * block, block_q=block, block_kv=block)
+
+
+def _sliding_window(length: int, block: int, size: int) -> BlockMask:
+    return patterns.sink_window(length, length, sink=0, window=size * block, block_q=block, block_kv=block)
+
+
+def _big_bird(length: int, block: int, size: int) -> BlockMask:
+    sizes: dict[str, Any] = dict(block_q=block, block_kv=block, window=block, num_global=block)
+    return patterns.big_bird(length, length, num_random_blocks=size, seed=0, **sizes)
+
+
+# Masks grow denser with `size`, which runs from 0 to the number of blocks per row.
+_FAMILIES: dict[str, Callable[[int, int, int], BlockMask]] = {
+    "sink_window": _sink_window,
+    "sliding_window": _sliding_window,
+    "big_bird": _big_bird,
+}
+ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)
+
+
+def fixed_pattern(name: str, *, length: int, block: int, density: float) -> BlockMask:
+    """Of the masks of pattern `name`, the one whose share of active causal blocks is nearest to `density`.
+
+    >>> float(fixed_pattern("sink_window", length=1024, block=64, density=0.43).density().round(2))
+    0.43
+    """
+    if name == "random":
+        return patterns.random(length, length, density=density, seed=0, block_q=block, block_kv=block, is_causal=True)
+    make = partial(_FAMILIES[name], length, block)
+    sizes = range(-(-length // block) + 1)
+    above = min(bisect.bisect_left(sizes, density, key=lambda size: float(make(size).density())), len(sizes) - 1)
+    nearest = (make(size) for size in sizes[max(above - 1, 0) : above + 1])
+    return min(nearest, key=lambda mask: abs(float(mask.density()) - density))
+
+
+def _cudnn(*arrays: Array, **options: Any) -> Array:
+    return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **options)
+
+
+def check_cudnn(config: TrainConfig) -> None:
+    """Raise ValueError if cuDNN cannot compute the attention of this configuration here."""
+    if compute_capability() is None:
+        raise ValueError(
+            f'attention="cudnn" needs an NVIDIA GPU, and JAX runs on {jax.default_backend()} here: use "dense"'
+        )
+    if config.dtype != "bfloat16":
+        raise ValueError(f'attention="cudnn" needs dtype="bfloat16", not {config.dtype!r}: use "dense"')
+
+
+def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:
+    """HADS at the configuration's density. ValueError if the blocks that are always on leave none to choose."""
+    from xsake.hads.calibration.recalibration import recalibration
+    from xsake.hads.profile.budgets import uniform_counts
+    from xsake.hads.profile.causal_grid import CausalGrid
+
+    grid = CausalGrid(config.length, config.block)
+    grid.check_choice('attention="hads": sequences')
+    uniform_counts(1, 1, config.density, grid)
+    if jax.process_count() > 1:
+        raise ValueError('attention="hads" calibrates within one process: give the trainer a recalibrate callback')
+    return recalibration(config.density, block=config.block)
+
+
+def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None, float]:
+    """(attention_fn, mask_fn, density) of a configuration; "hads" gets its mask function from recalibration."""
+    if config.attention not in ATTENTION:
+        raise ValueError(f"attention={config.attention!r} must be one of {', '.join(ATTENTION)}")
+    if config.attention in ("dense", "cudnn") and config.density != 1:
+        raise ValueError(f"attention={config.attention!r} is dense: density={config.density} must be 1")
+    if config.attention == "cudnn":
+        return _cudnn, None, 1.0
+    if config.attention in ("dense", "hads"):
+        return xsake.attention, None, config.density
+    mask = fixed_pattern(config.attention, length=config.length, block=config.block, density=config.density)
+    return xsake.attention, FixedMask(mask), float(mask.density())

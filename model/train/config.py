@@ -1,0 +1,104 @@
+"""Everything that decides the numbers of a training run. Two runs of equal configurations give equal losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from xsake.model.network.config import ModelConfig
+from xsake.model.network.fields import Flag, Kind, Number, OneOf, Text, Whole, check_all
+
+FIELDS: dict[str, Kind] = {
+    "length": Whole(),
+    "batch": Whole(),
+    "steps": Whole(),
+    "microbatches": Whole(),
+    "learning_rate": Number(above=0),
+    "warmup": Whole(0),
+    "final_fraction": Number(least=0, most=1),
+    "weight_decay": Number(least=0),
+    "beta1": Number(least=0, below=1),
+    "beta2": Number(least=0, below=1),
+    "clip": Number(above=0),
+    "attention": Text(),
+    "density": Number(above=0, most=1),
+    "block": Whole(),
+    "recalibrate_every": Whole(0),
+    "dtype": OneOf(("bfloat16", "float32")),
+    "remat": Flag(),
+    "loss_chunk": Whole(),
+    "seed": Whole(0, 2**32 - 1),  # jax.random.key would quietly drop higher bits
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A model and how it is trained.
+
+    Args:
+      model: its shape.
+      length: tokens per sequence, at most the model's context.
+      batch: sequences per step.
+      microbatches: parts of a step's batch, computed one after the other, whose gradients are averaged.
+      steps: number of steps; the learning rate falls until the last.
+      learning_rate: the highest learning rate, reached after `warmup` steps.
+      warmup: steps over which the learning rate rises linearly.
+      final_fraction: share of the learning rate that is left at the last step, after falling as a cosine.
+      weight_decay: of AdamW, on matrices only.
+      beta1, beta2: of AdamW.
+      clip: the largest norm of the gradients of all parameters; larger gradients are scaled down to it.
+      attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.train.attention`.
+      density: the share of active blocks; a pattern takes the nearest density that it can have.
+      block: tokens per block.
+      recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
+      dtype: of activations and matrix products; weights and optimiser are float32.
+      remat: keep only the states between transformer blocks for the backward pass; compute the rest again.
+      loss_chunk: tokens per device whose logits exist at the same time.
+      seed: of the initial weights and of the order of the data. All randomness is a function of seed and step, so that
+        a checkpoint needs no state of a random generator.
+    """
+
+    model: ModelConfig
+    length: int
+    batch: int
+    steps: int
+    microbatches: int = 1
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    final_fraction: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    attention: str = "dense"
+    density: float = 1.0
+    block: int = 128
+    recalibrate_every: int = 0
+    dtype: str = "bfloat16"
+    remat: bool = False
+    loss_chunk: int = 8192
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_all(self, FIELDS)
+        if self.length > self.model.context:
+            raise ValueError(f"length={self.length} is beyond the model's context of {self.model.context} tokens")
+        if self.batch % self.microbatches:
+            raise ValueError(f"batch={self.batch} must be divisible by microbatches={self.microbatches}")
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup={self.warmup} must be at most steps={self.steps}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.length
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+        """ValueError for what is not a training configuration of this version."""
+        try:
+            return cls(**values | {"model": ModelConfig(**values["model"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a training configuration that this xsake knows: {error}") from error

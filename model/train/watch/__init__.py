@@ -1,0 +1,1 @@
+"""How a run is followed: events, progress, trackers."""

@@ -1,0 +1,1 @@
+"""Weights in files: GGUF, safetensors, and published models."""

@@ -1,0 +1,81 @@
+"""The study in a minute or two: SmolLM2 reads a page with HADS and with three rivals, at equal numbers of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from xsake._cli.demo import prompt
+from xsake.hads.profile import file
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.evaluation import evaluate
+from xsake.hads.study.methods.shipped import GROUPS
+from xsake.hads.study.records import Records
+from xsake.hads.study.result import write
+from xsake.hads.study.texts import Text
+
+MODEL = "smollm2"
+BUDGETS = (0.25, 0.43)
+LENGTH = 2048
+
+
+def show(folder: Path, console: Console | None = None) -> bool:
+    """Print the table, and leave records, summary and pictures in `folder`.
+
+    The model is fetched if it is missing. If it cannot be fetched or loaded, print why and return False.
+    """
+    console = console or Console()
+    console.print(f"\n[bold]SmolLM2-135M reads {LENGTH} tokens: as itself, and with fewer blocks[/bold]")
+    try:
+        from xsake.model import load_pretrained, load_tokenizer, open_model
+        from xsake.model.weights import fetch
+
+        with console.status("fetching the model (93 MB, once)"):
+            fetch.fetch(MODEL)
+        with console.status("loading"):
+            weights = open_model(MODEL)
+            dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+            model, tokenizer = load_pretrained(weights, dtype=dtype, param_dtype=dtype), load_tokenizer(weights)
+    except ModuleNotFoundError as error:
+        console.print(f"left out: {error.name} is not installed; models need it: pip install 'xsake\\[model]'")
+        return False
+    except (OSError, ValueError) as error:
+        console.print(f"left out: {error}", markup=False)
+        return False
+    text = Text("reference/0", "reference", page(tokenizer.encode))
+    compare(model, text, file.shipped(MODEL, LENGTH), folder, console)
+    console.print("\n[bold]How soon the first token comes[/bold]")
+    prompt.show(model, tokenizer.encode, console)
+    return True
+
+
+def page(encode: Callable[[str], list[int]]) -> np.ndarray:
+    """The beginning of Python's language reference, which comes with Python."""
+    from pydoc_data.topics import topics
+
+    return np.asarray(encode("\n\n".join(topics[name] for name in sorted(topics)))[:LENGTH], np.int32)
+
+
+def compare(model: Any, text: Text, profile: HadsProfile, folder: Path, console: Console) -> None:
+    path = folder / "records.jsonl"
+    path.unlink(missing_ok=True)
+    dtype = jnp.dtype(model.dtype).name
+    about = {"model": profile.model, "length": len(text.tokens), "block": profile.block, "dtype": dtype}
+    records = Records(path, about)
+    with console.status("") as status:
+        evaluate(
+            model,
+            profile,
+            [text],
+            methods=GROUPS["short"],
+            budgets=BUDGETS,
+            records=records,
+            progress=lambda what, done, of: status.update(what),
+        )
+    write(records, folder, model=model, profile=profile, text=text, console=console)

@@ -1,0 +1,1 @@
+"""Leaves that every room may use: tracing, devices, files, checked fields."""

@@ -1,0 +1,1 @@
+"""The attention operation: arguments are checked, a backend and a configuration chosen, the call run."""

@@ -1,0 +1,146 @@
+"""Attention to keys and values in pages: `xsake.attention(..., page_table=...)`, forward only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.custom_batching import custom_vmap
+
+from xsake._ground.device import on_host, platform_of
+from xsake._ground.trace import vary, varying_axes
+from xsake._op import registry
+from xsake._op.arguments import build_call, check_inputs
+from xsake._op.fold import fold_call, unfold
+from xsake._op.run import Plan
+from xsake.backend.contract import Call
+from xsake.hads.mask.block_mask import BlockMask
+
+_LEAST_BLOCK = 64  # a block of a dense call lies in one page where pages are so long; shorter ones make long lists
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: BlockMask | None,
+    page_table: Any,
+    *,
+    implementation: str | None,
+    config: Any,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """(output, lse [B, T, H]); the options are the arguments of `xsake.attention` that describe the call."""
+    query, key, value = _forward_only(tuple(jnp.asarray(x) for x in (query, key, value)))
+    table = _check(query, key, value, page_table)
+    wrong = _wrong_pages(table, key.shape, options["key_value_seq_lengths"])
+    names = registry.candidates(implementation, platform_of(query))
+    page = key.shape[1]
+    block_q, block_kv = registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * page, query.shape[3])
+    blocks = block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
+    call = build_call(query, key, value, mask, page_table=table, default_blocks=blocks, **options)
+    if mask is None and options["key_value_seq_lengths"] is not None:
+        call = _without_blocks_past_the_end(call)
+    plan = Plan.of(names, call, config)
+    out, lse = _mappable(plan)(vary(call, varying_axes(call)))
+    lse = plan.contract_lse(lse)
+    if call.q_segments is not None:
+        out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
+    if wrong is not None:
+        out, lse = (jnp.where(wrong.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x) for x in (out, lse))
+    return out, lse.swapaxes(1, 2)
+
+
+@cache
+def _mappable(plan: Plan) -> Callable:
+    run = custom_vmap(plan.forward)
+
+    @run.def_vmap
+    def _(size: int, mapped: list, call: Call) -> tuple:
+        out, lse = run(fold_call(size, call, mapped[0]))
+        return (unfold(size, out), unfold(size, lse)), (True, True)
+
+    return jax.jit(run, inline=True)
+
+
+def _without_blocks_past_the_end(call: Call) -> Call:
+    """Lists per sequence, without the blocks that hold padding alone: a cache has room for more than it holds.
+
+    Where the rule is of indices, its lists stay as they are: they are short already.
+    """
+    mask, segments = call.mask, call.kv_segments
+    if mask.band != (None, None):
+        return call
+    assert segments is not None
+    padded = jnp.pad(segments, ((0, 0), (0, -call.kv_len % mask.block_kv)), constant_values=-1)
+    holds = (padded >= 0).reshape(call.batch, mask.num_kv_blocks, mask.block_kv).any(-1)
+    last = jnp.where(holds, jnp.arange(1, mask.num_kv_blocks + 1, dtype=jnp.int32)[None], 0).max(1)
+    rows = mask.num_q_blocks
+    slot = jnp.arange(rows * mask.num_kv_blocks, dtype=jnp.int32)[None] % jnp.maximum(last, 1)[:, None]
+    lists = dataclasses.replace(
+        mask,
+        kv_indices=slot[:, None],
+        kv_row_ptr=(last[:, None] * jnp.arange(rows + 1, dtype=jnp.int32)[None])[:, None],
+        kv_num_full=jnp.zeros((call.batch, 1, rows), jnp.int32),  # where there are segments, every block is tested
+        q_indices=None,
+        q_row_ptr=None,
+        q_num_full=None,
+        row_order=None,
+        col_order=None,
+    )
+    return dataclasses.replace(call, mask=lists)
+
+
+def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"with page_table, {name} must be [pages, page, heads, head_dim]; got shape {x.shape}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"key and value must have the same pages and heads; got shapes {key.shape} and {value.shape}")
+    table = jnp.asarray(page_table)
+    if not jnp.issubdtype(table.dtype, jnp.integer):
+        raise TypeError(f"page_table must be integers, got dtype {table.dtype}")
+    if table.ndim != 2 or table.shape[0] != query.shape[0] or table.shape[1] < 1:
+        raise ValueError(
+            f"page_table must be [batch, pages per sequence] with batch={query.shape[0]}; got shape {table.shape}"
+        )
+    # What remains is as without pages.
+    tokens = table.shape[0], table.shape[1] * key.shape[1]
+    check_inputs(query, *(jax.ShapeDtypeStruct((*tokens, *x.shape[2:]), x.dtype) for x in (key, value)))
+    return table.astype(jnp.int32)
+
+
+def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | None:
+    """bool[B]: a page that the sequence needs does not exist. ValueError where that is known, None where none is."""
+    count, size = pages[:2]
+    first = np.arange(table.shape[1]) * size
+    needed = first[None] < (np.array([[2**31 - 1]]) if lengths is None else jnp.asarray(lengths)[:, None])
+    wrong = needed & ((table < 0) | (table >= count))
+    if isinstance(wrong, jax.core.Tracer):
+        return wrong.any(1)
+    if (found := np.argwhere(on_host(wrong))).size:
+        sequence, place = found[0].tolist()
+        raise ValueError(
+            f"page_table[{sequence}, {place}]={on_host(table)[sequence, place]} must be a page from 0 to {count - 1}, "
+            f"the pages of key and value; only entries at or past key_value_seq_lengths may be anything"
+        )
+    return None
+
+
+@jax.custom_jvp
+def _forward_only(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return arrays
+
+
+@_forward_only.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "attention with page_table is forward only: for gradients, give key and value as [B, S, K, D]"
+    )

@@ -1,0 +1,266 @@
+"""One call on many devices: batch and heads are cut where the arrays are, and every device runs its part.
+
+Explicit mesh axes are part of the arrays' types, so the parts are known while tracing and `jax.shard_map` runs them.
+Auto axes are known only to the compiler, which asks through `custom_partitioning`. Both need the same three things:
+what each dimension of an array stands for, which mesh axes cut batch and heads, and what a device does with its part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xsake.backend.contract import Call
+from xsake.hads.mask.block_mask import BlockMask
+
+Axes = tuple[str, ...]
+# What a dimension stands for: "b" the batch, "h" query heads, "k" K/V heads where they are fewer, "t" and "s" tokens,
+# "d" and "e" channels, None what is never cut: a size of 1, or lists of blocks.
+Dims = tuple[str | None, ...]
+
+# Nothing here outlives the process, so that no promise of stable kernels is needed.
+_KERNELS = [
+    export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+]
+
+
+class Cut(NamedTuple):
+    """The mesh axes that cut the batch and the heads, and whether the K/V heads are cut with the query heads."""
+
+    batch: Axes
+    heads: Axes
+    kv_heads: bool
+
+    def axes(self, dim: str | None) -> Axes:
+        if dim == "b":
+            return self.batch
+        return self.heads if dim == "h" or (dim == "k" and self.kv_heads) else ()
+
+    def spec(self, dims: Dims) -> PartitionSpec:
+        return PartitionSpec(*(self.axes(dim) or None for dim in dims))
+
+    def missing(self, dims: Dims) -> Axes:
+        """Axes that cut the call, but not an array of these dimensions: every device has a sum of its own for it."""
+        used = {name for dim in dims for name in self.axes(dim)}
+        return tuple(name for name in self.batch + self.heads if name not in used)
+
+
+def call_dims(call: Call) -> Call:
+    """The tree of a call with `Dims` at every array, from how `Call` declares its fields."""
+
+    def dims(field: dataclasses.Field, x: Array) -> Dims:
+        declared = field.metadata.get("dims", "b").split()
+        names: list[str | None] = [_heads(call, call.kv_heads) if name == "k" else name for name in declared]
+        if call.page_table is not None and field.name in ("key", "value"):
+            names[:2] = [None, None]  # every device has all pages
+        return _named(x, names)
+
+    def of(field: dataclasses.Field) -> Any:
+        value = getattr(call, field.name)
+        if isinstance(value, BlockMask):
+            return jax.tree.map(lambda x: _named(x, ["b", _heads(call, value.heads)]), value)
+        return jax.tree.map(lambda x: dims(field, x), value)
+
+    return dataclasses.replace(call, **{field.name: of(field) for field in call.array_fields()})
+
+
+def _heads(call: Call, heads: int) -> str:
+    return "h" if heads == call.q_heads else "k"
+
+
+def _named(x: Array, names: list[str | None]) -> Dims:
+    """The names for the sizes of an array, None for what has none."""
+    padded = (*names, *(None,) * (x.ndim - len(names)))
+    return tuple(None if size == 1 else name for size, name in zip(x.shape, padded, strict=True))
+
+
+def over_mesh(
+    run: Callable, given: tuple, given_dims: tuple, result_dims: tuple, result_specs: tuple, *, by_compiler: bool
+) -> tuple:
+    """`run(*given)`, a tuple of arrays, with each device computing its part. The first of `given` is the `Call`.
+
+    `run` is also called with parts: a call with a part of the batch and of the heads. A result that lacks a dimension
+    over which the call is cut is a sum over the devices. `result_specs` is how results lie on explicit axes. Without
+    `by_compiler`, arrays on auto axes are left to XLA, which gathers what it cannot cut.
+    """
+    call: Call = given[0]
+    mesh = jax.typeof(call.query).sharding.mesh
+    operation = _Operation(run, call.q_heads, call.kv_heads, given_dims, result_dims)
+    if mesh.explicit_axes:
+        results = operation.by_shard_map(mesh, given)
+        return tuple(_placed(mesh, x, spec) for x, spec in zip(results, result_specs, strict=True))
+    # Inside the caller's own shard_map, or with one device, there is nothing to cut.
+    if mesh.manual_axes or jax.device_count() == 1 or not isinstance(call.batch, int) or not by_compiler:
+        return run(*given)
+    return operation.by_compiler(given)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    run: Callable
+    q_heads: int
+    kv_heads: int
+    given_dims: tuple
+    result_dims: tuple
+
+    def by_shard_map(self, mesh: Any, given: tuple) -> tuple:
+        dims, values = flat_dims(self.given_dims), jax.tree.leaves(given)
+        specs = [explicit_spec(x) for x in values]
+        cut = self.cut(mesh.shape, dims, specs)
+        want = [cut.spec(d) for d in dims]
+        placed = [_placed(mesh, x, spec) for x, spec in zip(values, want, strict=True)]
+        tree = jax.tree.structure(given)
+
+        def local(*parts: Array) -> tuple:
+            return self.part(cut, jax.tree.unflatten(tree, parts))
+
+        out_specs = tuple(cut.spec(d) for d in self.result_dims)
+        names = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(want), out_specs=out_specs, axis_names=names)(*placed)
+
+    def by_compiler(self, given: tuple) -> tuple:
+        from jax.experimental.custom_partitioning import custom_partitioning
+
+        values, tree = jax.tree.flatten(given)
+
+        def whole(*parts: Array) -> tuple:
+            return self.run(*jax.tree.unflatten(tree, parts))
+
+        # custom_partitioning takes no function that holds constants: they become arguments, which a part leaves unused.
+        traced = jax.make_jaxpr(whole)(*values)
+        if traced.effects:
+            return dataclasses.replace(self, run=_without_effects(self.run)).by_compiler(given)
+        constants = [jnp.asarray(x) for x in traced.consts]
+        dims = flat_dims(self.given_dims) + [(None,) * x.ndim for x in constants]
+
+        def partition(mesh: Any, args: tuple, results: Any) -> tuple:
+            cut = self.cut(mesh.shape, dims, [x.sharding.spec for x in args])
+
+            def local(*parts: Array) -> tuple:
+                return self.part(cut, jax.tree.unflatten(tree, parts[: len(values)]))
+
+            def place(d: Dims) -> NamedSharding:
+                return NamedSharding(mesh, cut.spec(d))
+
+            return mesh, local, tuple(map(place, self.result_dims)), tuple(map(place, dims))
+
+        def unpartitioned(*args: Array) -> tuple:
+            return tuple(jax.core.eval_jaxpr(traced.jaxpr, args[len(values) :], *args[: len(values)]))
+
+        operation = custom_partitioning(unpartitioned)
+        operation.def_partition(partition, sharding_rule=self.rule(dims))
+        return operation(*values, *constants)
+
+    def rule(self, dims: list[Dims]) -> str:
+        """Shardy's: equal names are cut alike. Were "h" made of "k" and a group, it would cut a mesh axis in two."""
+        number = iter(range(1000))
+
+        def side(arrays: Iterable[Dims]) -> str:
+            return ", ".join(" ".join(f"u{next(number)}" if dim is None else dim for dim in array) for array in arrays)
+
+        return f"{side(dims)} -> {side(self.result_dims)}"
+
+    def cut(self, sizes: Any, dims: list[Dims], specs: list) -> Cut:
+        """From how the arrays lie: the first one that is cut along batch or heads decides."""
+        found: dict[str, Axes] = {}
+        for d, spec in zip(dims, specs, strict=True):
+            for dim, axes in zip(d, spec, strict=False):
+                axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+                if axes and dim is not None:
+                    found.setdefault("h" if dim == "k" else dim, axes)
+        lost: list[str] = [name for name in ("t", "s", "d", "e") if name in found]
+        batch, heads = found.get("b", ()), found.get("h", ())
+        heads = tuple(name for name in heads if name not in batch)
+        count = _product(sizes, heads)
+        aligned = self.q_heads % count == 0 and (
+            self.kv_heads % count == 0 or (self.q_heads // self.kv_heads) % (self.q_heads // count) == 0
+        )
+        if not aligned:
+            heads = ()
+            lost.append("h")
+        _warn(lost)
+        return Cut(batch, heads, bool(heads) and self.kv_heads % count == 0)
+
+    def part(self, cut: Cut, given: tuple) -> tuple:
+        """What one device does. Where K/V heads are not cut but query heads are, it takes the one K/V head it needs."""
+        dims = flat_dims(self.given_dims)
+        own: Array | None = None
+        if cut.heads and not cut.kv_heads and self.kv_heads > 1:
+            own = jax.lax.axis_index(cut.heads) * given[0].q_heads * self.kv_heads // self.q_heads
+            taken = [_take(x, d, own) for x, d in zip(jax.tree.leaves(given), dims, strict=True)]
+            given = jax.tree.unflatten(jax.tree.structure(given), taken)
+        results = self.run(*given)
+        return tuple(self._summed(cut, x, d, own) for x, d in zip(results, self.result_dims, strict=True))
+
+    def _summed(self, cut: Cut, x: Array, dims: Dims, own: Array | None) -> Array:
+        missing = cut.missing(dims)
+        if not missing:
+            return x
+        total = x.astype(np.promote_types(x.dtype, jnp.float32))
+        if own is not None and "k" in dims:
+            axis = dims.index("k")
+            zeros = jnp.zeros((*x.shape[:axis], self.kv_heads, *x.shape[axis + 1 :]), total.dtype)
+            total = jax.lax.dynamic_update_slice_in_dim(zeros, total, own, axis)
+        return jax.lax.psum(total, missing).astype(x.dtype)
+
+
+def _without_effects(run: Callable) -> Callable:
+    """`run`, lowered while it is traced. Kernels that write to refs, as those of Mosaic GPU do, have effects, which
+    custom_partitioning refuses.
+    """
+
+    def exported(*given: Any) -> tuple:
+        values, tree = jax.tree.flatten(given)
+        lowered = export.export(
+            jax.jit(lambda *x: run(*jax.tree.unflatten(tree, x))), platforms=("cuda",), disabled_checks=_KERNELS
+        )(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values))
+        return tuple(lowered.call(*values))
+
+    return exported
+
+
+def explicit_spec(x: Array) -> PartitionSpec:
+    """How an array lies on explicit mesh axes, an entry for every dimension."""
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def _placed(mesh: Any, x: Array, spec: PartitionSpec) -> Array:
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _take(x: Array, dims: Dims, own: Array) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, own, 1, dims.index("k")) if "k" in dims else x
+
+
+def flat_dims(tree: Any) -> list[Dims]:
+    def is_dims(x: Any) -> bool:
+        return isinstance(x, tuple) and bool(x) and all(dim is None or isinstance(dim, str) for dim in x)
+
+    return jax.tree.leaves(tree, is_leaf=is_dims)
+
+
+def _product(sizes: Any, axes: Axes) -> int:
+    count = 1
+    for name in axes:
+        count *= sizes[name]
+    return count
+
+
+def _warn(lost: list[str]) -> None:
+    what = {"t": "the sequence of queries", "s": "the sequence of keys", "d": "head_dim", "e": "head_dim", "h": "heads"}
+    for name in lost:
+        remedy = (
+            "xsake.sharded_attention keeps a sequence cut"
+            if name in "ts"
+            else "cut batch and heads instead, by a number that divides the K/V heads or a multiple of it"
+        )
+        warnings.warn(f"xsake.attention gathers arrays that are sharded along {what[name]}: {remedy}", stacklevel=2)

@@ -1,0 +1,413 @@
+"""Attention over a sequence that is cut over devices: `sharded_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xsake._ground.device import platform_of
+from xsake._ground.trace import interpret, interpreting
+from xsake._op import registry
+from xsake._op.arguments import build_call, check_bias, check_inputs
+from xsake._op.run import Plan
+from xsake._sequence.exchange import EXCHANGES, Route, Shard
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.lists.order import Order
+from xsake.hads.mask.row_shards import RowShards
+
+Axes = str | tuple[str, ...] | None
+
+
+def sharded_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: BlockMask | RowShards | None = None,
+    *,
+    sequence: str | tuple[str, ...],
+    batch: Axes = None,
+    heads: Axes = None,
+    mesh: Any = None,
+    exchange: str = "auto",
+    order: str = "contiguous",
+    capacity: int | None = None,
+    bias: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Any:
+    """`xsake.attention` for sequences that are cut over the devices of a mesh, so that none needs to fit one device.
+
+    Arrays and arguments are those of `xsake.attention`, and so are the results, to rounding. Each device keeps its
+    queries; keys and values travel.
+
+    Args:
+      query, key, value: whole arrays, as `jax.jit` sees them. Inside a `jax.shard_map` that has the axes of `sequence`,
+        this device's part of each, with the same part of `segment_ids`, `positions` and, along its queries, of `bias`.
+      mask: a `BlockMask` of the whole sequence or, cut already, what its `shard_rows` gives; inside a `jax.shard_map`
+        the latter.
+      sequence, batch, heads: the mesh axes, a name or several, that cut the tokens, the batch and the heads.
+      mesh: None for the mesh of the arrays or the current one (`jax.set_mesh`).
+      exchange: "gather" gathers keys and values a few heads at a time; "ring" passes them from device to device while
+        it computes, and holds no more than two shards of them; "sparse" sends only blocks that some row of the
+        receiving device lists, and takes no masks with bitmaps; "auto" is "gather".
+      order: how the tokens lie on the devices. "contiguous", or "zigzag" (`xsake.zigzag` brings tokens into it), with
+        which all devices have as much to do under a causal rule. Everything that has tokens (`segment_ids`,
+        `positions`, `bias`, the output) lies in that order; masks and lengths speak of the sequence itself.
+      capacity: for "sparse", the blocks that a device may need of another for one K/V head; None for the need of the
+        mask, if the mask is concrete. A head that needs more is NaN.
+
+    Returns:
+      [B, T, H, Dv] in the query's dtype, cut like the query, or (output, lse).
+    """
+    check_inputs(query, key, value)
+    if exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"{exchange=} must be 'auto', {', '.join(map(repr, EXCHANGES[:-1]))} or {EXCHANGES[-1]!r}")
+    options = Options(
+        sequence=sequence,
+        batch=batch,
+        heads=heads,
+        exchange="gather" if exchange == "auto" else exchange,
+        capacity=capacity,
+        scale=scale,
+        is_causal=bool(is_causal),
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        deterministic=deterministic,
+        implementation=implementation,
+        config=config,
+        interpret=interpreting(),
+    )
+    arrays = dict(query=query, key=key, value=value, bias=bias, sinks=sinks)
+    arrays |= dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
+    for name, given in (("segments", segment_ids), ("positions", positions)):
+        pair = given if isinstance(given, (tuple, list)) else (given, given)
+        if len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
+            raise ValueError(f"{name} must be one array or a (query, key) pair; got {len(pair)} entries")
+        arrays |= {f"q_{name}": pair[0], f"kv_{name}": pair[1]}
+    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    inside = jax.typeof(arrays["query"]).sharding.mesh
+    names = _names(sequence)
+    if set(names) <= set(inside.manual_axes):
+        shards = math.prod(inside.shape[name] for name in names)
+        if not isinstance(mask, RowShards):
+            raise TypeError(
+                f"inside jax.shard_map, mask must be this shard's part of mask.shard_rows({shards}, order={order!r}), "
+                f"given with its partition_spec; got {type(mask).__name__}"
+            )
+        _check_shards(mask, Order.of(shards, order))
+        options = _with_capacity(options, mask, key.shape[2])
+        out, lse = _local(options, arrays | {"mask": mask})
+    else:
+        out, lse = _over(_mesh(mesh, inside, options), options, arrays, mask, order)
+    return (out, lse) if return_lse else out
+
+
+def zigzag(x: Any, shards: int, *, axis: int = 1) -> Array:
+    """Tokens along `axis` in the order in which "zigzag" lays them on `shards` devices: 2n pieces, i beside 2n-1-i."""
+    return _reordered(x, shards, axis, back=False)
+
+
+def unzigzag(x: Any, shards: int, *, axis: int = 1) -> Array:
+    """The inverse of `zigzag`: tokens in the order of the sequence."""
+    return _reordered(x, shards, axis, back=True)
+
+
+def _reordered(x: Any, shards: int, axis: int, *, back: bool) -> Array:
+    x = jnp.asarray(x)
+    order = Order.of(shards, "zigzag")
+    length = x.shape[axis]
+    if length % order.pieces:
+        raise ValueError(
+            f"{length} tokens do not divide into {order.pieces} pieces for {shards} shards: pad them first"
+        )
+    pieces = order.places(order.pieces) if back else order.blocks(order.pieces).reshape(-1)
+    axis = axis % x.ndim
+    split = x.reshape(*x.shape[:axis], order.pieces, length // order.pieces, *x.shape[axis + 1 :])
+    return jnp.take(split, np.asarray(pieces), axis=axis).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is decided while tracing."""
+
+    sequence: str | tuple[str, ...]
+    batch: Axes = None
+    heads: Axes = None
+    exchange: str = "gather"
+    capacity: int | None = None
+    scale: float | None = None
+    is_causal: bool = False
+    local_window_size: Any = None
+    logits_soft_cap: float | None = None
+    deterministic: bool = True
+    implementation: str | None = None
+    config: Any = None
+    interpret: bool = False
+
+    def specs(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """How the arrays lie on the mesh: a dimension of size 1 is shared by all."""
+        dims: dict[str, tuple[Axes, ...]] = {}
+        dims |= dict.fromkeys(("query", "key", "value"), (self.batch, self.sequence, self.heads, None))
+        dims |= dict.fromkeys(("q_segments", "kv_segments", "q_positions", "kv_positions"), (self.batch, self.sequence))
+        dims |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), (self.batch,))
+        dims |= dict(bias=(self.batch, self.heads, self.sequence, None), sinks=(self.heads, None))
+
+        def spec(name: str, x: Any) -> Any:
+            if name == "mask":
+                return x.partition_spec(self.sequence, self.batch, self.heads)
+            return PartitionSpec(
+                *(None if size == 1 else axes for size, axes in zip(x.shape, dims[name], strict=False))
+            )
+
+        return {name: spec(name, x) for name, x in arrays.items()}
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _mesh(given: Any, of_arrays: Any, options: Options) -> Any:
+    candidates = (given, of_arrays, jax.sharding.get_abstract_mesh())
+    mesh = next((m for m in candidates if m is not None and not m.empty), None)
+    wanted = [name for axes in (options.batch, options.sequence, options.heads) for name in _names(axes)]
+    if mesh is None:
+        raise ValueError("no mesh: pass mesh=, or set one with jax.set_mesh")
+    unknown = [name for name in wanted if name not in mesh.axis_names]
+    if unknown or not _names(options.sequence) or len(set(wanted)) < len(wanted):
+        raise ValueError(
+            f"batch={options.batch!r}, sequence={options.sequence!r} and heads={options.heads!r} must be different "
+            f"axes of the mesh, which has {', '.join(map(repr, mesh.axis_names))}"
+        )
+    return mesh
+
+
+def _over(mesh: Any, options: Options, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
+    size = {
+        name: math.prod(mesh.shape[a] for a in _names(getattr(options, name)))
+        for name in ("batch", "heads", "sequence")
+    }
+    query, key = arrays["query"], arrays["key"]
+    for name, given, axis in (("query", query, 2), ("key", key, 2), ("query", query, 0)):
+        what = "heads" if axis == 2 else "batch"
+        if given.shape[axis] % size[what]:
+            raise ValueError(
+                f"{name} has {what} {given.shape[axis]}, which {what}={getattr(options, what)!r} cannot cut into "
+                f"{size[what]} equal parts"
+            )
+    order = Order.of(size["sequence"], order_name)
+    lengths = (query.shape[1], key.shape[1])
+    if mask is None:
+        mask = _dense(lengths, order, options, arrays["q_positions"] is None)
+    if isinstance(mask, BlockMask):
+        if (mask.q_len, mask.kv_len) != lengths:
+            raise ValueError(f"mask is for {mask.q_len} queries x {mask.kv_len} keys, and the arrays have {lengths}")
+        mask = mask.shard_rows(order.shards, order=order.name)
+    elif not isinstance(mask, RowShards):
+        raise TypeError(f"mask must be a BlockMask, what its shard_rows gives, or None; got {type(mask).__name__}")
+    _check_shards(mask, order)
+    padded = (mask.rows * mask.grid.block_q * order.shards, mask.columns * mask.grid.block_kv * order.shards)
+    if padded != lengths and order.name == "zigzag":
+        raise ValueError(
+            f"{lengths[0]} queries and {lengths[1]} keys are not {order.pieces} pieces of whole blocks "
+            f"({mask.grid.block_q} x {mask.grid.block_kv}): pad them to {padded[0]} and {padded[1]}, with "
+            f"key_value_seq_lengths, before they are laid in zigzag"
+        )
+    options = _with_capacity(options, mask, key.shape[2])
+    arrays = _pad(arrays, lengths, padded)
+    out, lse = _program(mesh, options)({k: v for k, v in arrays.items() if v is not None} | {"mask": mask})
+    return out[:, : lengths[0]], lse[:, : lengths[0]]
+
+
+def _dense(lengths: tuple[int, int], order: Order, options: Options, by_index: bool) -> BlockMask:
+    """All blocks that the rule allows, in blocks small enough that every shard has some, whole ones in zigzag."""
+    block = 128
+    whole = order.name == "zigzag"
+    while block > 16 and any(n < block * order.pieces or (whole and n % (block * order.pieces)) for n in lengths):
+        block //= 2
+    return BlockMask.full(
+        *lengths,
+        block_q=block,
+        block_kv=block,
+        is_causal=options.is_causal and by_index,
+        local_window_size=options.local_window_size if by_index else None,
+    )
+
+
+def _with_capacity(options: Options, mask: RowShards, kv_heads: int) -> Options:
+    if options.exchange != "sparse":
+        if options.capacity is not None:
+            raise ValueError(f"capacity={options.capacity} is of exchange='sparse', not of {options.exchange!r}")
+        return options
+    if mask.bitmaps is not None:
+        raise NotImplementedError("exchange='sparse' takes no mask with bitmaps: use exchange='gather' or 'ring'")
+    capacity = options.capacity
+    if capacity is None:
+        if isinstance(mask.kv_row_ptr, jax.core.Tracer):
+            raise ValueError(
+                "exchange='sparse' needs capacity= here: the mask is made under jit, so its need is unknown"
+            )
+        capacity = max(1, mask.most_to_send(kv_heads))
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+        raise ValueError(f"{capacity=} must be an int of at least 1")
+    return dataclasses.replace(options, capacity=min(capacity, mask.columns))
+
+
+def _check_shards(mask: RowShards, order: Order) -> None:
+    if mask.order != order:
+        raise ValueError(
+            f"mask was cut for {mask.order.shards} shards in {mask.order.name!r} order; here are {order.shards}, and "
+            f"order={order.name!r}"
+        )
+
+
+def _pad(arrays: dict, lengths: tuple[int, int], padded: tuple[int, int]) -> dict:
+    if padded == lengths:
+        return arrays
+    axes = dict(query={1: 0}, key={1: 1}, value={1: 1}, bias={2: 0, 3: 1})
+    axes |= dict(q_segments={1: 0}, kv_segments={1: 1}, q_positions={1: 0}, kv_positions={1: 1})
+
+    def pad(name: str, x: Any) -> Any:
+        if x is None:
+            return None
+        more = [0] * x.ndim
+        for axis, side in axes.get(name, {}).items():
+            if x.shape[axis] > 1 or lengths[side] == 1:
+                more[axis] = padded[side] - lengths[side]
+        return jnp.pad(x, [(0, n) for n in more])
+
+    return {name: pad(name, x) for name, x in arrays.items()}
+
+
+@cache
+def _program(mesh: Any, options: Options) -> Any:
+    """Compiled once per signature, outside `jax.jit` too."""
+
+    @jax.jit
+    def run(arrays: dict) -> tuple[Array, Array]:
+        specs = options.specs(arrays)
+        if mesh.explicit_axes:
+            arrays = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
+        results = (
+            PartitionSpec(options.batch, options.sequence, options.heads, None),
+            PartitionSpec(options.batch, options.sequence, options.heads),
+        )
+        with interpret(options.interpret):
+            return jax.shard_map(
+                lambda arrays: _local(options, arrays), mesh=mesh, in_specs=(specs,), out_specs=results
+            )(arrays)
+
+    return run
+
+
+def _local(options: Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
+    """On one device: from its part of the arrays to its part of the output and of the lse, [B, T, H]."""
+    shard, plan = shard_of(options, arrays, jax.lax.axis_index(options.sequence))
+    shards = shard.rows.order.shards
+    out, lse = Route(plan, options.exchange, options.sequence, shards, options.capacity or 0).forward(shard)
+    if shard.call.q_segments is not None:
+        out = jnp.where((shard.call.q_segments >= 0)[:, :, None, None], out, 0)  # also drops the cotangent of padding
+    return out, lse.swapaxes(1, 2)
+
+
+def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shard, Plan]:
+    """What shard number `own` holds, and what runs its calls."""
+    query, key, value, rows = (arrays[name] for name in ("query", "key", "value", "mask"))
+    sizes = (query.shape[1], key.shape[1])
+    order, grid = rows.order, rows.grid
+    expected = (rows.rows * grid.block_q, rows.columns * grid.block_kv)
+    if sizes != expected:
+        raise ValueError(f"mask has {expected[0]} queries and {expected[1]} keys per shard; query and key have {sizes}")
+    every = jnp.arange(sizes[1] * order.shards, dtype=jnp.int32)
+    number = (
+        order.number(own, sizes[0], jnp.arange(sizes[0], dtype=jnp.int32)),
+        order.number(own, sizes[1], jnp.arange(sizes[1], dtype=jnp.int32)),
+    )
+    all_numbers = order.number(every // sizes[1], sizes[1], every % sizes[1])
+    segments = _segments(arrays, number, (grid.q_len, grid.kv_len), (sizes[0] * order.shards, len(every)))
+    band = grid.band & Band.of(options.is_causal, options.local_window_size)
+    positions = (arrays.get("q_positions"), arrays.get("kv_positions"))
+    by_index = positions[0] is None
+    if by_index and band != Band():
+        positions = tuple(x[None] for x in number)
+    _, own_blocks = rows.hops(own, transpose=False, first=1)[0]
+    call = build_call(
+        query,
+        key,
+        value,
+        dataclasses.replace(own_blocks, complete=True),
+        scale=options.scale,
+        is_causal=options.is_causal,
+        local_window_size=options.local_window_size,
+        segment_ids=segments,
+        positions=None if positions[0] is None else positions,
+        sinks=arrays.get("sinks"),
+        logits_soft_cap=options.logits_soft_cap,
+        deterministic=options.deterministic,
+        default_blocks=(grid.block_q, grid.block_kv),
+    )
+    given = any(arrays.get(name) is not None for name in ("q_segments", "query_seq_lengths", "key_value_seq_lengths"))
+    exact = by_index and not given and grid.band.implies(band)
+    sink_lse = _poisoned(rows, call.sink_lse, call.q_heads)
+    call = dataclasses.replace(call, band=band, full_is_known=exact, sink_lse=sink_lse)
+    bias = arrays.get("bias")
+    if bias is not None:
+        bias = check_bias(bias, (query.shape[0], query.shape[2], sizes[0], len(every)))
+
+    def everywhere(x: Array) -> Array:
+        return jax.lax.all_gather(x, options.sequence, axis=1, tiled=True)
+
+    kv_segments = None if call.kv_segments is None else everywhere(call.kv_segments)
+    kv_positions = None
+    if call.kv_positions is not None:
+        numbers = jnp.broadcast_to(all_numbers[None], (query.shape[0], len(every)))
+        kv_positions = numbers if by_index else everywhere(call.kv_positions)
+    by_blocks = exact and band == Band(None, 0) and call.q_segments is None and sizes[0] == sizes[1]
+    shard = Shard(
+        call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions, by_blocks=by_blocks
+    )
+    names = registry.candidates(options.implementation, platform_of(query))
+    return shard, Plan.of(names, dataclasses.replace(call, bias=None), options.config)
+
+
+def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tuple[Array, Array] | None:
+    """Ids of this device's queries and keys: -1 for what is padding, by its id, by a length or since it was added."""
+    sides = (("q_segments", "query_seq_lengths"), ("kv_segments", "key_value_seq_lengths"))
+    if lengths == padded and all(arrays.get(name) is None for side in sides for name in side):
+        return None
+
+    def merge(side: tuple[str, str], number: Array, length: int) -> Array:
+        ids, lengths = (arrays.get(name) for name in side)
+        inside = number[None] < (length if lengths is None else jnp.minimum(lengths[:, None], length))
+        ids = jnp.zeros((1, 1), jnp.int32) if ids is None else ids
+        return jnp.where(inside & (ids >= 0), ids, -1)
+
+    q, kv = (merge(*given) for given in zip(sides, number, lengths, strict=True))
+    return q, kv
+
+
+def _poisoned(rows: RowShards, sink_lse: Array | None, heads: int) -> Array | None:
+    """`sink_lse`, with NaN for heads whose lists lack blocks."""
+    if rows.complete:
+        return sink_lse
+    lost = jnp.repeat(rows.overflowed(), heads // rows.heads, axis=1)
+    return jnp.where(lost, math.nan, -math.inf if sink_lse is None else sink_lse).astype(jnp.float32)

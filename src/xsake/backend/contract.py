@@ -1,0 +1,251 @@
+"""What a backend gets (`Call`) and what a backend provides (`Backend`).
+
+A backend is a module with the names of `Backend`. CONTRIBUTING.md walks through a new backend: a folder with such a
+module, its name in `_op/registry.py` and in the shared test suite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.backend.delta import DeltaParts
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.block_mask import BlockMask
+
+# How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
+_STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
+_PERMISSION = _STATIC | {"permission": True}  # it allows a backend something and asks for nothing
+_SHARED = {"shared_batch": True}  # the field's batch may be 1 where the query's is not
+
+
+def _dims(names: str) -> dict[str, str]:
+    """What an array's dimensions stand for: batch, tokens (t, s), heads (h), K/V heads (k) and channels (d, e)."""
+    return {"dims": names}
+
+
+_SEGMENTS = {"argument": "segment_ids"}
+_POSITIONS = {"argument": "positions"}
+_UNBOUNDED = Band()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One attention call after validation, with every convenience of the public signature resolved.
+
+    - `mask` always exists. The list of query head h is that of mask head `h * mask.heads // H`.
+    - `band` is the mask's rule and the call's together, on positions where given, on indices otherwise.
+    - Lengths and padding are segment ids: a query attends a key iff their ids are equal; ids of padding never are.
+    - `sink_lse` is the logsumexp of a head's sinks: one more logit in every row, with a value of 0. It is NaN for a
+      head whose mask overflowed, so that NaN reaches every output.
+    - Without `deterministic`, a backend may add up in an order that differs from run to run.
+    - Where `mask.bitmaps` is not None, an element of a listed block attends only if its bit is set. All bits of a full
+      block are.
+    - With `page_table`, key and value are [pages, page, K, D], and page `page_table[b, i]` holds tokens i * page to
+      (i + 1) * page of sequence b. Padding may hold NaN, and where a whole page would be padding, its entry may be
+      anything. There is no backward.
+    - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
+
+    A field with a default is optional: a call that gives it another value goes only to backends that name the field in
+    `HONOURS`, unless the field is a permission. vmap, trees, the registry and meshes read these declarations.
+    `argument` is the public name of a field.
+    """
+
+    query: Float[Array, "B T H D"] = dataclasses.field(metadata=_dims("b t h d"))
+    key: Float[Array, "B S K D"] = dataclasses.field(metadata=_dims("b s k d"))
+    value: Float[Array, "B S K Dv"] = dataclasses.field(metadata=_dims("b s k e"))
+    mask: BlockMask = dataclasses.field(metadata=_SHARED)
+    scale: float = dataclasses.field(metadata=_STATIC)
+    bias: Float[Array, "Bb Hb Tb Sb"] | None = dataclasses.field(default=None, metadata=_SHARED | _dims("b h t s"))
+    q_segments: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata=_SEGMENTS | _dims("b t"))
+    kv_segments: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata=_SEGMENTS | _dims("b s"))
+    q_positions: Int[Array, "B T"] | None = dataclasses.field(default=None, metadata=_POSITIONS | _dims("b t"))
+    kv_positions: Int[Array, "B S"] | None = dataclasses.field(default=None, metadata=_POSITIONS | _dims("b s"))
+    sink_lse: Float[Array, "Bs H"] | None = dataclasses.field(
+        default=None, metadata=_SHARED | _dims("b h") | {"argument": "sinks"}
+    )
+    band: Band = dataclasses.field(
+        default=_UNBOUNDED, metadata=_STATIC | {"argument": "is_causal and local_window_size"}
+    )
+    deterministic: bool = dataclasses.field(default=True, metadata=_PERMISSION)
+    full_is_known: bool = dataclasses.field(default=False, metadata=_PERMISSION)
+    soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
+    page_table: Int[Array, "B n"] | None = dataclasses.field(default=None, metadata=_dims("b"))
+
+    @classmethod
+    def array_fields(cls) -> list[dataclasses.Field]:
+        return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
+
+    def uses(self) -> dict[str, str]:
+        """The optional fields that this call uses, and their public names; also "symbolic_batch" of `jax.export`, and
+        "bitmaps" of the mask.
+        """
+        used = {} if isinstance(self.batch, int) else {"symbolic_batch": "a symbolic batch size"}
+        if self.mask.bitmaps is not None:
+            used["bitmaps"] = "a mask with bitmaps (which elements of a block attend)"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            neutral = value is field.default or (field.metadata.get("static") and value == field.default)
+            asked_for = field.default is not dataclasses.MISSING and "permission" not in field.metadata
+            if asked_for and not neutral:
+                used[field.name] = field.metadata.get("argument", field.name)
+        return used
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def kv_reach(self) -> int:
+        """How many keys, from the first on, the mask's rule leaves to its queries: lists name no block past these."""
+        right = self.mask.band.right
+        return self.kv_len if right is None else min(self.kv_len, self.q_len + right)
+
+    def within_reach(self) -> Call:
+        """The call without the blocks of keys past `kv_reach`: for a forward that copies all keys that it is given.
+
+        A chunk of a prompt attends to a cache of which most may be empty still.
+        """
+        block = self.mask.block_kv
+        # At least two blocks: a configuration that was chosen for several blocks may not suit a single one.
+        end = max(-(-self.kv_reach // block), 2) * block
+        if end >= self.kv_len or self.page_table is not None:
+            return self
+        return dataclasses.replace(
+            self,
+            key=self.key[:, :end],
+            value=self.value[:, :end],
+            mask=dataclasses.replace(
+                self.mask, kv_len=end, q_indices=None, q_row_ptr=None, q_num_full=None, col_order=None, q_bitmap=None
+            ),
+            bias=None if self.bias is None else self.bias[..., :end],
+            kv_segments=None if self.kv_segments is None else self.kv_segments[:, :end],
+            kv_positions=None if self.kv_positions is None else self.kv_positions[:, :end],
+        )
+
+    @property
+    def page(self) -> int | None:
+        """Tokens per page, where keys and values lie in pages."""
+        return None if self.page_table is None else self.key.shape[1]
+
+    @property
+    def q_heads(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    def in_rows(self, query: Array, mask: BlockMask, of_tokens: Callable[[Array], Array]) -> Call:
+        """The call with queries of several heads in the rows of one; `of_tokens` takes a number per query to the rows.
+
+        Sinks are left out: they belong to heads. Where there is a band, rows are told apart by positions, and the
+        mask's own rule, which is of indices, says no more.
+        """
+        positions = self.q_positions
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(self.q_len, dtype=jnp.int32), self.query.shape[:2])
+        return dataclasses.replace(
+            self,
+            query=query,
+            mask=dataclasses.replace(mask, is_causal=False, local_window_size=None),
+            q_segments=None if self.q_segments is None else of_tokens(self.q_segments),
+            q_positions=None if self.band == Band() else of_tokens(positions),
+            sink_lse=None,
+            full_is_known=self.full_is_exact,
+        )
+
+    @property
+    def full_is_exact(self) -> bool:
+        """Whether full blocks need no element test, since the call excludes nothing that the mask's rule allows."""
+        by_index = self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
+        return self.full_is_known or by_index
+
+
+def shapes_of(change: Callable[[Call], Call], call: Call) -> Call:
+    """The shapes of a changed call: a configuration is chosen before anything is computed, wherever the arrays lie."""
+    return jax.eval_shape(change, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call))
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The names of a backend module.
+
+    `Config` is a frozen keyword-only dataclass with one field per direction that is tuned by itself (such as
+    forward, dq and dkv). Each field holds such a dataclass too. Both validate themselves. Where one direction's kernel
+    replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
+
+    `HONOURS` names the optional fields of `Call` that the backend honours, "symbolic_batch" if the batch may be a
+    dimension variable of `jax.export`, "bitmaps" if the mask may have them, and "delta_parts" if `backward` takes
+    `DeltaParts`. The registry refuses a call that uses another field, so that a field added to `Call` later is never
+    ignored.
+    """
+
+    Config: type
+    HONOURS: frozenset[str]
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run in this process, or None."""
+
+    def unsupported(self, call: Call) -> str | None:
+        """Why this backend cannot serve such shapes or dtypes, naming the argument, or None.
+
+        The call uses no optional field that is not in `HONOURS`.
+        """
+
+    def default_blocks(self, q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
+        """(block_q, block_kv) of the mask that is made when the caller gives none."""
+
+    def default_config(self, call: Call) -> Any:
+        """A configuration that always works, from shapes alone."""
+
+    def search_space(self, call: Call) -> Sequence[Any]:
+        """Configurations worth measuring, the default among them; configurations that cannot fit are left out.
+
+        Directions may be varied one at a time: a tuner collects each direction's values and tunes that direction alone.
+        """
+
+    def misfit(self, call: Call, config: Any) -> str | None:
+        """Why a configuration that was made for another call cannot serve this call, or None."""
+
+    def forward(self, call: Call, config: Any) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+        """Output, in the query's dtype or a wider one, and natural-log lse (float32, sink included)."""
+
+    def backward(
+        self,
+        call: Call,
+        config: Any,
+        lse: Float[Array, "B H T"],
+        delta: Float[Array, "B H T"] | DeltaParts,
+        d_out: Float[Array, "B T H Dv"],
+        *,
+        with_bias: bool,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse, and 0 for a
+        row that attends nothing.
+
+        If the gradient of the bias is None, the operation computes that gradient by the XLA backend.
+        """
