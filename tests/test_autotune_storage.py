@@ -23,9 +23,9 @@ _TUNE = """
 import sys, pathlib
 sys.path.insert(0, {tests!r})
 import tuning_fakes
-from xsake.autotune.isolation import Here
-from xsake.autotune.storage import open_storage
-from xsake.autotune.tuner import Settings, Tuner
+from xsake.autotune.measure.isolation import Here
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.tuner import Settings, Tuner
 
 class Quiet:
     def doing(self, what, share): ...

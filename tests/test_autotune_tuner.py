@@ -393,8 +393,7 @@ def test_a_hanging_worker_ends_with_its_parent_and_its_own_worker_too(tmp_path):
 import sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import tuning_fakes
-from xsake.autotune import pace, tuner
-from xsake.autotune.isolation import Worker
+from xsake.autotune.measure.isolation import Worker
 if __name__ == "__main__":
     worker = Worker(tuning_fakes.WithWorker)
     print(worker._process.pid, worker.call("child", limit=60.0), flush=True)
