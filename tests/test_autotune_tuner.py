@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 import tuning_fakes
 from tuning_fakes import PROBLEM, part
@@ -22,6 +23,8 @@ from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.study import Study
 from xsake.autotune.search.tuner import Settings, Tuner
 from xsake.autotune.write.progress import line
+from xsake.dashboard.read.study_reader import studies_of
+from xsake.dashboard.show.tuning_documents import Tuning
 from xsake.tuning_db import Database
 
 
@@ -107,11 +110,51 @@ def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
     assert not done.path.exists()
 
 
+def test_optuna_has_one_parameter_the_configuration(tmp_path):
+    tune(tuning_fakes.Troubled, tmp_path, problems=[_one_density()], trials=3)
+    (trials,) = [trials for _, trials in studies_of(tmp_path / "studies.journal")]
+    assert [t.params["configuration"] for t in trials[:1]] == ['tile=4, how="well"']
+    assert all(list(t.params) == ["configuration"] for t in trials)
+    assert {len(t.distributions["configuration"].choices) for t in trials} == {len(tuning_fakes.Troubled.parts)}
+
+
 def test_a_second_run_resumes(tmp_path):
     first = tune(tuning_fakes.Hands, tmp_path, trials=2)
     second = tune(tuning_fakes.Hands, tmp_path)
     assert [len(r.tried) for r in second.results] == [5, 5]
     assert [t.part for t in second.results[0].tried[:2]] == [t.part for t in first.results[0].tried]
+
+
+def test_a_study_with_a_parameter_per_field_goes_on(tmp_path):
+    """Such studies were stored before; they also hold draws that were in no list. The dashboard shows all of them."""
+    journal = tmp_path / "studies.journal"
+    plan = tuning_fakes.Hands().open(_one_density())[0]
+    name = Study(open_storage(tmp_path / "other.journal"), "Fake 9000", plan, 0).name
+    old = optuna.create_study(storage=open_storage(journal), study_name=name)
+    tiles = optuna.distributions.CategoricalDistribution([4, 8, 2, 3, 5])
+    complete, pruned = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+    for tile, state, value, attributes in (
+        (4, complete, 1.0, {"end": "complete"}),
+        (3, complete, 0.75, {"end": "complete"}),
+        (8, pruned, None, {"end": "slower", "reason": "2.00 of the heuristic's time after 1 rounds"}),
+        (3, pruned, None, {"reason": "tried already"}),
+    ):
+        part_of = {"part": part(tile)} if "end" in attributes else {}
+        old.add_trial(
+            optuna.trial.create_trial(
+                state=state,
+                value=value,
+                params={"tile": tile},
+                distributions={"tile": tiles},
+                user_attrs=part_of | attributes,
+            )
+        )
+    old.enqueue_trial({"tile": 5})
+    (result,) = tune(tuning_fakes.Hands, tmp_path, problems=[_one_density()]).results
+    assert [t.part["tile"] for t in result.tried[:3]] == [4, 3, 8] and result.config == part(2)
+    assert sorted(t.part["tile"] for t in result.tried[3:]) == [2, 5], "only what was left"
+    (shown,) = Tuning([journal], {}).overview()["studies"]
+    assert (shown["trials"], shown["best_config"]) == (5, part(2))
 
 
 @pytest.fixture

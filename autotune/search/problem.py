@@ -59,6 +59,11 @@ class StudyPlan:
     parts: tuple[Part, ...]
     kernel: str
 
+    @property
+    def fields(self) -> list[str]:
+        """The fields of a configuration that differ among `parts`."""
+        return [name for name in self.default if len({json.dumps(part[name]) for part in self.parts}) > 1]
+
 
 def label(part: Part) -> str:
     return json.dumps(part, sort_keys=True)

@@ -1,4 +1,4 @@
-"""One Optuna study: which configurations of a direction were tried, how fast they were, what to try next.
+"""One Optuna study: which configurations of a direction were tried, how fast they were, and which to try next.
 
 A trial's value = its time / the heuristic's time, so that trials of two machines of one kind can be compared.
 """
@@ -6,17 +6,40 @@ A trial's value = its time / the heuristic's time, so that trials of two machine
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
+import random
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import optuna
 from optuna.trial import TrialState
 
 from xsake.autotune.search.problem import Part, StudyPlan, label
-from xsake.autotune.search.space import Space
 
 CLEARLY = 1.1  # a trial that takes more than this times the best one's time is stopped early
-_DRAWS = 20  # draws of the sampler, before the first untried configuration is taken instead
+PARAMETER = "configuration"  # Optuna's only parameter: the varying fields of a configuration, as text
+
+
+class Untried(optuna.samplers.BaseSampler):
+    """Draws one of the `untried` configurations, each with the same probability.
+
+    A sampler that learns from trials, such as TPE, would draw the fastest configuration of a list again and again.
+    """
+
+    def __init__(self, seed: int, untried: Callable[[], list[str]]):
+        self._random, self._untried = random.Random(seed), untried
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, study: optuna.Study, trial: Any, search_space: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: optuna.Study, trial: Any, param_name: str, param_distribution: Any) -> str:
+        return self._random.choice(self._untried() or param_distribution.choices)
 
 
 class ClearlySlower(optuna.pruners.BasePruner):
@@ -47,19 +70,31 @@ class Tried:
 
 
 class Study:
+    """The study of a plan, continued if the storage has it.
+
+    Its results are read from the trials' attributes, so that studies whose parameters were the configuration's fields,
+    as they were stored before, continue too.
+    """
+
     def __init__(self, storage: optuna.storages.BaseStorage, device_kind: str, plan: StudyPlan, seed: int):
-        self.plan, self.space = plan, Space(plan.parts)
-        # Changed kernels or a changed space start a new study.
-        self.name = f"{device_kind} | {plan.key} | kernel {plan.kernel} | space {self.space.hash}"
+        self.plan = plan
+        labels = "".join(sorted(map(label, plan.parts)))
+        # Changed kernels or a changed list of configurations start a new study.
+        space = hashlib.sha256(labels.encode()).hexdigest()[:8]
+        self.name = f"{device_kind} | {plan.key} | kernel {plan.kernel} | space {space}"
+        self._choices = {self._choice(part): part for part in sorted(plan.parts, key=label)}
         self._study = optuna.create_study(
             storage=storage,
             study_name=self.name,
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
+            sampler=Untried(seed, lambda: list(map(self._choice, self.untried))),
             pruner=ClearlySlower(),
             load_if_exists=True,
         )
         self._bury_the_dead()
         self.enqueue(plan.default)
+
+    def _choice(self, part: Part) -> str:
+        return ", ".join(f"{name}={json.dumps(part[name])}" for name in self.plan.fields)
 
     def _bury_the_dead(self) -> None:
         """End the trials of processes of this host that were killed: their configurations are tried again."""
@@ -72,8 +107,8 @@ class Study:
 
     @property
     def tried(self) -> list[Tried]:
-        """Every trial that ended with a result. Left out: infeasible draws, abandoned trials, and complete trials whose
-        process was killed before the time was stored.
+        """Every trial that ended with a result. Left out: abandoned trials, and complete trials whose process was
+        killed before the time was stored.
         """
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         return [
@@ -89,41 +124,31 @@ class Study:
 
     @property
     def untried(self) -> list[Part]:
-        known = {label(t.part) for t in self.tried} | {label(p) for p in self._in_work()}
-        return [part for name, part in self.space.parts.items() if name not in known]
-
-    def _in_work(self) -> list[Part]:
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return [t.user_attrs["part"] for t in trials if "part" in t.user_attrs]
+        """Configurations that no process has tried or is trying."""
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        known = [t.part for t in self.tried] + [t.user_attrs["part"] for t in running if "part" in t.user_attrs]
+        labels = set(map(label, known))
+        return [part for part in self.plan.parts if label(part) not in labels]
 
     # -- what to try -----------------------------------------------------------------------------------------------
 
     def enqueue(self, part: Part) -> None:
         """Try this configuration before the sampler's choices, unless it was tried or is queued already."""
         if part in self.untried:
-            self._study.enqueue_trial(self.space.parameters(part), skip_if_exists=True)
+            self._study.enqueue_trial({PARAMETER: self._choice(part)}, skip_if_exists=True)
 
     def ask(self) -> Candidate | None:
-        """The next feasible configuration that no process has tried; None if none is left."""
-        for _ in range(_DRAWS):
-            untried = self.untried
-            if not untried:
-                return None
-            if candidate := self._draw(untried):
+        """The next configuration that no process has tried; None if none is left."""
+        while untried := self.untried:
+            trial = self._study.ask()
+            part = self._choices[trial.suggest_categorical(PARAMETER, list(self._choices))]
+            candidate = Candidate(trial, part)
+            if part in untried:
+                trial.set_user_attr("part", part)
+                trial.set_user_attr("by", f"{socket.gethostname()}:{os.getpid()}")
                 return candidate
-        self._study.enqueue_trial(self.space.parameters(untried[0]))
-        return self._draw(untried)
-
-    def _draw(self, untried: list[Part]) -> Candidate | None:
-        trial = self._study.ask()
-        part = self.space.suggest(trial)
-        if part not in untried:
-            trial.set_user_attr("reason", "tried already" if part in self.space else "infeasible")
-            self._study.tell(trial, state=TrialState.PRUNED)
-            return None
-        trial.set_user_attr("part", part)
-        trial.set_user_attr("by", f"{socket.gethostname()}:{os.getpid()}")
-        return Candidate(trial, part)
+            self.abandon(candidate)  # two processes queued it
+        return None
 
     # -- how it ended ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from xsake.autotune.search.space import Space
 from xsake.autotune.write.result import Result
 
 
@@ -23,7 +22,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
 
 
 def _draw(name: str, group: Sequence[Result], path: Path) -> Path | None:
-    fields = list(dict.fromkeys(field for r in group for field in Space(r.plan.parts).choices))
+    fields = list(dict.fromkeys(field for r in group for field in r.plan.fields))
     if not fields:
         return None
     figure = Figure(figsize=(2.6 * len(fields) + 1, 3), layout="constrained")

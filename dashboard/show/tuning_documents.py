@@ -166,7 +166,7 @@ def _state(trial: Any) -> str:
         return "abandoned" if end == "complete" and trial.value is None else end
     if state == "COMPLETE":
         return "complete"
-    if state == "PRUNED":
+    if state == "PRUNED":  # a draw that was in no list, or was tried: in studies with a parameter per field
         return "infeasible" if trial.user_attrs.get("reason") in ("tried already", "infeasible") else "slower"
     return "abandoned"
 
