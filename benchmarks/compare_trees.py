@@ -7,7 +7,7 @@
     python -m benchmarks.compare_trees --only gpt4k_d64 --length 256 --seconds 0.01       a small run, anywhere
 
 Each checkout has a process of its own, in which everything is compiled before the first race. Calls and masks are those
-of `gpu_peers.py`, and so are the turns: in random order, with equal pauses. The ratio is how many times as fast this
+of `gpu/peers.py`, and so are the turns: in random order, with equal pauses. The ratio is how many times as fast this
 checkout is: of every round the ratio of the two turns, of these the median, and in brackets the quartiles. A ratio
 whose quartiles lie around 1 says nothing. `results`: whether both compute the same bits; if not, the largest distance
 over the norm of any result.
@@ -31,9 +31,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkouts, record
-from benchmarks.gpu_attention import DIRECTIONS
-from benchmarks.gpu_peers import CALLS, PAUSE
+from benchmarks import record
+from benchmarks.gpu.attention import DIRECTIONS
+from benchmarks.gpu.peers import CALLS, PAUSE
+from benchmarks.harness import checkouts
 from xsake.autotune.measure.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
@@ -42,10 +43,10 @@ THIS, OTHER = "this", "other"
 
 
 class Runner:
-    """The process of one checkout: `tree_runner.py`."""
+    """The process of one checkout: `harness/tree_runner.py`."""
 
     def __init__(self, root: Path, options: Sequence[str]):
-        command = [sys.executable, "-m", "benchmarks.tree_runner", *options]
+        command = [sys.executable, "-m", "benchmarks.harness.tree_runner", *options]
         pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._root = root
         self._process = subprocess.Popen(command, cwd=record.ROOT, env=checkouts.environment(root), **pipes)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import xsake
 from benchmarks import record
-from benchmarks.interference import contention, disturbance
+from benchmarks.harness.interference import contention, disturbance
 from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 

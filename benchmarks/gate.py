@@ -6,7 +6,7 @@
 A machine's own speed is in both times, and cancels. `make bench` runs the same gates under pytest.
 
 A case ends in one of three ways: it is as fast as recorded, it is slower, or the machine is busy and there is no
-verdict (benchmarks/interference.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
+verdict (benchmarks/harness/interference.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import Array
 
 import xsake
 from benchmarks import record
-from benchmarks.interference import Busy, Slower, contention, disturbance, judge
+from benchmarks.harness.interference import Busy, Slower, contention, disturbance, judge
 from xsake import tuning_db
 from xsake.autotune.measure.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload

@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     )
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
+        "command": " ".join(map(_shown, sys.argv)),
         "commit": _commit(),
         "device": device.device_kind if device.platform != "cpu" else _cpu_name(),
         "platform": device.platform,
@@ -70,6 +70,14 @@ def find(name: str) -> dict[str, Any] | None:
 def load_all(prefix: str) -> dict[str, dict[str, Any]]:
     """The runs whose names begin like this, by their names."""
     return {path.stem: load(path.stem) for path in sorted(RESULTS.glob(f"{prefix}*.json"))}
+
+
+def _shown(word: str) -> str:
+    """A word of a command without the folders of this machine: a script by its path in the checkout."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _commit() -> str:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks.cpu_attention import DIRECTIONS, comparison, compiled, sparse
-from benchmarks.interference import Busy, judge
+from benchmarks.harness.interference import Busy, judge
 from xsake.autotune.workloads import WORKLOADS
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine gives no verdict, and takes its time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import gate
-from benchmarks.interference import Busy, Slower
+from benchmarks.harness.interference import Busy, Slower
 
 KNOWN = gate.recorded()
 pytestmark = [

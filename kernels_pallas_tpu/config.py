@@ -161,7 +161,7 @@ def _tiling(own: int, entry: int, entries: int, *, wide: int, narrow: int = 512,
 def default_config(call: Call) -> Config:
     """Steps of 512 queries (1024 where the mask's blocks are that long) and chunks of about 512 x 1024 logits.
 
-    Cycles per 512 x 512 logits in the inner loop, from benchmarks/tpu_schedule.py (v5e, head_dim 128):
+    Cycles per 512 x 512 logits in the inner loop, from benchmarks/tpu/schedule.py (v5e, head_dim 128):
 
         entries of 512 per chunk     forward   dQ     dK/dV
         1                            1259      1735   2247

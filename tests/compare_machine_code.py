@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkouts
+from benchmarks.harness import checkouts
 from benchmarks.record import ROOT
 
 MOST_TOLD = 6  # kinds of instructions that come or go

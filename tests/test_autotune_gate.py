@@ -10,8 +10,9 @@ import time
 import jax
 import pytest
 
-from benchmarks import gate, interference
-from benchmarks.interference import Busy, Contention, Slower, contention, disturbance, judge
+from benchmarks import gate
+from benchmarks.harness import interference
+from benchmarks.harness.interference import Busy, Contention, Slower, contention, disturbance, judge
 from xsake.autotune.measure.timing import Timing
 from xsake.autotune.workloads import Workload
 

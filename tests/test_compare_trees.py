@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checkouts, compare_trees, tree_runner
+from benchmarks import compare_trees
+from benchmarks.harness import checkouts, tree_runner
 from benchmarks.record import ROOT
 from tests import compare_machine_code as code
 

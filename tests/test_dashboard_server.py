@@ -81,7 +81,7 @@ def test_what_was_not_recorded_is_not_run(tmp_path):
     names = {re.sub(r"(?<=gates|peers|ruler|locks)_.*|-.*", "", one.id) for one in catalogue(RESULTS)}
     assert names <= {one["id"] for one in listed}
     one = benchmark_documents.benchmark(tmp_path / "results", "gpu_attention")
-    assert one["tables"] == [] and one["command"] == "python -m benchmarks.gpu_attention --record"
+    assert one["tables"] == [] and one["command"] == "python -m benchmarks.gpu.attention --record"
     assert benchmark_documents.overview(None) == {"benchmarks": []}
 
 

@@ -7,13 +7,13 @@ import time
 import pytest
 from rich.console import Console
 
-from benchmarks import gpu_all
-from benchmarks.gpu_all import Job
+from benchmarks.gpu import all as gpu_all
+from benchmarks.gpu.all import Job
 
 # A benchmark that takes turns: says when it has compiled, and when it begins and ends its races.
 TURNS = """
 import pathlib, sys, time
-from benchmarks import turns
+from benchmarks.harness import turns
 def say(what): open({log!r}, "a").write({name!r} + " " + what + "\\n")
 time.sleep({compiles}); say("compiled"); turns.begin(); say("races"); time.sleep(0.3); say("ends")
 """
@@ -57,10 +57,10 @@ def test_nothing_goes_on_after_the_time_is_over(tmp_path):
 
 
 def test_an_unknown_benchmark_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["gpu_all", "--out", str(tmp_path), "--give", "gpu_pears=--rounds 3"])
+    monkeypatch.setattr("sys.argv", ["gpu_all", "--out", str(tmp_path), "--give", "pears=--rounds 3"])
     with pytest.raises(SystemExit):
         gpu_all.main()
-    assert "no such benchmark: gpu_pears; there are gpu_peers, " in capsys.readouterr().err
+    assert "no such benchmark: pears; there are peers, " in capsys.readouterr().err
 
 
 RECORDS = """
@@ -86,8 +86,8 @@ def test_the_records_of_parts_are_joined(tmp_path):
 
 
 def test_a_benchmark_has_parts_unless_its_options_say_which(tmp_path):
-    parts = gpu_all.jobs_of("gpu_selection", "--peers ejkernel", tmp_path, tmp_path / "logs")
-    assert [part.name for part in parts] == [f"gpu_selection-{n}" for n in (65536, 32768, 8192)]
+    parts = gpu_all.jobs_of("selection", "--peers ejkernel", tmp_path, tmp_path / "logs")
+    assert [part.name for part in parts] == [f"selection-{n}" for n in (65536, 32768, 8192)]
     assert parts[0].command[-4:] == ["--tokens", "65536", "--peers", "ejkernel"]
-    (whole,) = gpu_all.jobs_of("gpu_selection", "--tokens 4096", tmp_path, tmp_path / "logs")
-    assert whole.name == "gpu_selection" and whole.out is None
+    (whole,) = gpu_all.jobs_of("selection", "--tokens 4096", tmp_path, tmp_path / "logs")
+    assert whole.name == "selection" and whole.out is None

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checked_peer, gpu_packing, gpu_peers, gpu_prompt, gpu_sanitize, gpu_selection, hads_masks
+from benchmarks.gpu import hads_masks
+from benchmarks.gpu import packing as gpu_packing
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import prompt as gpu_prompt
+from benchmarks.gpu import sanitize as gpu_sanitize
+from benchmarks.gpu import selection as gpu_selection
+from benchmarks.harness import contestant as checked_peer
 from benchmarks.report import packing, peer_aims, selection_peers
 
 X = jnp.arange(1.0, 5.0)

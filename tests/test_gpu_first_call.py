@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_first_call import measure
+from benchmarks.gpu.first_call import measure
 
 
 def test_every_kind_of_call_is_measured_at_every_length():

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu_generate` on a tiny model: what is recorded, and what the report makes of it."""
+"""`benchmarks.gpu.generate` on a tiny model: what is recorded, and what the report makes of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tiny_model import build
 
-from benchmarks import gpu_generate, record
+from benchmarks import record
+from benchmarks.gpu import generate as gpu_generate
 from benchmarks.report import generate
 from xsake.dashboard.show.benchmark_plots import plots
 

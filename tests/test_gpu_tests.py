@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_tests
+from benchmarks.gpu import tests as gpu_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {"commit": "abc", "device": "H200", "python": "3.12.0", "versions": {"jax": "0.11.2"}, "platform": "gpu"}
@@ -31,7 +31,7 @@ def test(name, request):
 """
 SCRIPT = """
 import json, sys
-from benchmarks import gpu_tests
+from benchmarks.gpu import tests as gpu_tests
 gpu_tests._environment = lambda arguments: json.loads(sys.argv[1])
 sys.exit(gpu_tests.main(sys.argv[2:]))
 """

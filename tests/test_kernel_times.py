@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernel_times import MOST, kernel_times, summed
+from benchmarks.harness.kernel_times import MOST, kernel_times, summed
 
 GPU, HOST = 1, 2
 NAMES = [

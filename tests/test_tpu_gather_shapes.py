@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from benchmarks import tpu_gather_shapes as shapes
+from benchmarks.tpu import gather_shapes as shapes
 
 
 def test_it_is_attention():

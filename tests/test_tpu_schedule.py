@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import tpu_schedule
+from benchmarks.tpu import schedule as tpu_schedule
 
 # A step of 9 bundles with two loops: the first has 3 bundles, 2 of them in the region of its products, the second 2.
 BUNDLES = """

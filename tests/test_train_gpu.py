@@ -1,4 +1,4 @@
-"""`benchmarks.train_gpu` on a tiny model: what is raced and recorded, what stays, and what readers make of it."""
+"""`benchmarks.train.gpu` on a tiny model: what is raced and recorded, what stays, and what readers make of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from training import MODEL
 
-from benchmarks import plan_rates, record, train_gpu
+from benchmarks import plan_rates, record
 from benchmarks.report import model as report
+from benchmarks.train import gpu as train_gpu
 from xsake.dashboard.show.benchmark_plots import plots
 from xsake.model.train.trainer import Trainer
 

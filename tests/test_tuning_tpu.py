@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.tpu_schedule import GRID_STEP, TILE, cycles
+from benchmarks.tpu.schedule import GRID_STEP, TILE, cycles
 
 TILING = {"own": 512, "entry": 512, "wide": 2, "narrow": 1, "compute": 512, "fold": 1, "mixed": False}
 

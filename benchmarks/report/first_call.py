@@ -1,4 +1,4 @@
-"""What a first call costs, from a recorded run of `python -m benchmarks.gpu_first_call`."""
+"""What a first call costs, from a recorded run of `python -m benchmarks.gpu.first_call`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import record
-from benchmarks.gpu_packing import BLOCK_Q, PRODUCTS
+from benchmarks.gpu.packing import BLOCK_Q, PRODUCTS
 from benchmarks.report.words import source, table
 
 AIM = 0.9  # of the throughput of blocks that need no packing

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import record
-from benchmarks.gpu_selection import DIM
+from benchmarks.gpu.selection import DIM
 from benchmarks.report import selection_peers
 from benchmarks.report.words import source, table
 

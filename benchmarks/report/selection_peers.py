@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu_selection import DIRECTIONS, EJKERNEL, MENDED, RAW_TRITON
+from benchmarks.gpu.selection import DIRECTIONS, EJKERNEL, MENDED, RAW_TRITON
 from benchmarks.report.words import table
 
 NAMES = {RAW_TRITON: "raw Triton", EJKERNEL: "ejkernel", MENDED: "ejkernel with a mended backward"}

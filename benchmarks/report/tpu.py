@@ -43,7 +43,7 @@ def tpu_schedule() -> str:
 
 
 def tpu_gather_shapes() -> str:
-    """`walk` against `specs` with the chunk that suits it best, at blocks of 128 (benchmarks/tpu_gather_shapes.py)."""
+    """`walk` against `specs` with the chunk that suits it best, at blocks of 128 (benchmarks/tpu/gather_shapes.py)."""
     run = record.load("tpu_gather_shapes")
     e, long = run["environment"], run["results"]["longest"][0]
     rows = [r for r in run["results"]["shapes"] if r["block"] == 128]

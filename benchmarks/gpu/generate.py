@@ -1,0 +1,281 @@
+"""Writing after 32768 tokens, the whole model: tokens per second, dense and with HADS, and what HADS does to quality.
+
+    python -m benchmarks.gpu.generate                     times of Qwen2.5-1.5B with random weights, print
+    python -m benchmarks.gpu.generate --record            also write benchmarks/results/gpu_generate.json
+    python -m benchmarks.gpu.generate --out DIR           write the run to DIR
+    python -m benchmarks.gpu.generate --model FILE.gguf --texts texts.npz --profile FILE --record
+                                                          quality: benchmarks/results/gpu_generate_quality.json
+    python -m benchmarks.gpu.generate --preset tiny --budgets 0.5 --new-tokens 8      a small run, anywhere
+
+Times: a turn writes `--new-tokens` tokens per sequence as `xsake generate` does, each handed to the host, into a cache
+whose last slots they fill. Keys and values in the cache are random: they do not change the time, since a budget fixes
+how many blocks are read. Batches whose cache does not fit the device are left out, and named.
+
+Quality: a text is read densely up to its last `--new-tokens` tokens; dense attention goes on greedily for as many. HADS
+is fed the same tokens. KL(dense || HADS) in nats, in float32, and whether the likeliest token is the same, after each.
+`--texts` is a file of `benchmarks.hads.texts`; none of its texts may have calibrated the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.gpu.prompt import MODELS, make, profile_of
+from benchmarks.hads.texts import EVALUATION
+from benchmarks.hads.written import Divergence, divergences, pool
+from benchmarks.harness import turns
+from benchmarks.harness.kernel_times import kernel_times
+from xsake.autotune.measure.timing import race
+from xsake.hads import HadsProfile
+from xsake.hads.profile import file as profile_file
+from xsake.hads.profile.fingerprint import shared
+from xsake.hads.study.evaluation import MOST_SHARED
+from xsake.hads.study.texts import Text, load_texts
+from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer, load_pretrained
+from xsake.model.generate.prefill import read_prompts
+from xsake.model.generate.sampling import Sampler
+from xsake.model.generate.sparse_decode import StepRule
+from xsake.model.weights.published import name_of
+from xsake.model.weights.writer import Writer
+
+Row = dict[str, Any]
+
+
+class Turns:
+    """Writers that take turns with one cache: a second one would not fit the device at large batches."""
+
+    def __init__(self, model: Transformer, batch: int, length: int, new: int):
+        self.model, self.start = model, length - new
+        self.cache = random_cache(model.config, batch, length, model.dtype)
+        self.tokens = jnp.zeros(batch, jnp.int32)
+        self.keys = list(jax.random.split(jax.random.key(0), new))
+
+    def writer(self, profile: HadsProfile, budget: float | None) -> Writer:
+        if budget is None:
+            return Writer(self.model, self.cache, Sampler())
+        hads = HadsBudget(profile, 1.0, budget)
+        step = StepRule.of(hads, shortest=self.start, capacity=self.cache.capacity)
+        pooled = pool(self.begun(), profile.block)
+        return Writer(self.model, self.cache, Sampler(), step=step, pooled=pooled, learned=hads.learned)
+
+    def begun(self) -> KVCache:
+        """The cache as it is before every turn."""
+        return dataclasses.replace(self.cache, length=jnp.full(len(self.tokens), self.start, jnp.int32))
+
+    def take(self, writer: Writer) -> np.ndarray:
+        """The tokens of a turn, i32[new, B]."""
+        writer.cache = self.begun()
+        written = list(writer.follow(self.tokens, self.keys))
+        self.cache = writer.cache
+        return np.stack(written)
+
+
+def random_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
+    shape = (batch, capacity, config.kv_heads, config.head_dim)
+    normal = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    seeds: Sequence[Array] = list(jax.random.split(jax.random.key(1), 2 * config.layers))
+    keys, values = (tuple(normal(seed) for seed in seeds[part::2]) for part in range(2))
+    return KVCache(keys=keys, values=values, length=jnp.zeros(batch, jnp.int32), filled=True)
+
+
+def bytes_of(model: Transformer, batch: int, length: int) -> dict[str, int]:
+    """What a dense step must read."""
+    config, size = model.config, np.dtype(model.dtype).itemsize
+    cache = 2 * config.layers * batch * length * config.kv_heads * config.head_dim * size
+    return {"weights": sum(leaf.nbytes for leaf in jax.tree.leaves(model)), "cache": cache}
+
+
+def misfit(model: Transformer, batch: int, length: int) -> str | None:
+    """Why this batch is left out, or None."""
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    needed = sum(bytes_of(model, batch, length).values()) * 1.2  # pooled keys, and what a step computes
+    if room is None or needed <= room:
+        return None
+    return f"batch {batch} needs about {needed / 1e9:.0f} GB, and the device has {room / 1e9:.0f} GB"
+
+
+def times(
+    model: Transformer, profile: HadsProfile, *, batch: int, length: int, new: int, budgets: list[float], rounds: int
+) -> Row:
+    writers = Turns(model, batch, length, new)
+    contenders: dict[str, Callable[[], Any]] = {"dense": partial(writers.take, writers.writer(profile, None))}
+    for budget in budgets:
+        contenders[f"HADS {budget:.0%}"] = partial(writers.take, writers.writer(profile, budget))
+    for contender in contenders.values():
+        contender()  # compiles
+    turns.begin()
+    seconds = race(contenders, rounds=rounds)
+    return {
+        "batch": batch,
+        "length": length,
+        "new_tokens": new,
+        "bytes": bytes_of(model, batch, length),
+        "seconds": {way: dataclasses.asdict(time.per_call(new)) for way, time in seconds.items()},
+        "kernels": {way: kernel_times(run) for way, run in contenders.items()},  # of a whole turn
+    }
+
+
+def quality(
+    model: Transformer, profile: HadsProfile, text: Text, *, new: int, budgets: list[float], chunk: int | None
+) -> list[Row]:
+    """A row per budget."""
+    length = len(text.tokens)
+    read = read_prompts(model, [text.tokens[: length - new].tolist()], capacity=length, chunk=chunk)
+    about = {"text": text.name, "domain": text.domain, "document": text.document}
+    about |= {"prompt": length - new, "new_tokens": new}
+    found = divergences(model, profile, read, budgets, new)
+    return [{**about, "budget": budget, **summary(seen)} for budget, seen in found.items()]
+
+
+def summary(seen: Divergence) -> Row:
+    quartiles = np.quantile(seen.kl, (0.25, 0.5, 0.75)).tolist()
+    return {
+        "kl": float(seen.kl.mean()),
+        "kl_of_tokens": dict(zip(("low", "median", "high"), quartiles, strict=True)),
+        "largest_kl": float(seen.kl.max()),
+        "same_token": float(seen.same.mean()),
+    }
+
+
+def show_times(rows: list[Row]) -> None:
+    table = Table("batch", "tokens", "way", "tokens/s", "ms per step", "quartiles", "times dense")
+    for row in rows:
+        for way, time in row["seconds"].items():
+            table.add_row(
+                str(row["batch"]),
+                str(row["length"]),
+                way,
+                f"{row['batch'] / time['median']:.1f}",
+                f"{time['median'] * 1e3:.2f}",
+                f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
+                f"{row['seconds']['dense']['median'] / time['median']:.2f}",
+            )
+    Console(width=120).print(table)
+
+
+def show_quality(rows: list[Row]) -> None:
+    table = Table("text", "budget", "KL", "quartiles", "largest", "same token")
+    for row in rows:
+        table.add_row(
+            row["text"],
+            f"{row['budget']:.0%}",
+            f"{row['kl']:.5f}",
+            " ".join(f"{x:.5f}" for x in row["kl_of_tokens"].values()),
+            f"{row['largest_kl']:.3f}",
+            f"{row['same_token']:.1%}",
+        )
+    Console(width=120).print(table)
+
+
+def load(args: argparse.Namespace) -> tuple[str, Transformer]:
+    if args.model is None:
+        return args.preset, make(MODELS[args.preset][0])
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
+    return args.name or name_of(args.model), load_pretrained(args.model, dtype=dtype, param_dtype=dtype)
+
+
+def profile_for(args: argparse.Namespace, name: str, model: Transformer, length: int) -> HadsProfile:
+    if args.profile is not None:
+        profile = HadsProfile.load(args.profile)
+        if args.model is not None and profile.model != name:
+            raise ValueError(
+                f"{args.profile} is the profile of {profile.model!r}, not of {name!r}: calibrate this model"
+            )
+    elif args.model is not None:
+        profile = profile_file.shipped(name, length)
+    else:
+        profile = profile_of(model, 64 if length >= 4096 else 16)
+    HadsBudget(profile, 1.0).check(model.config, length)
+    return profile
+
+
+def texts_for(args: argparse.Namespace, profile: HadsProfile, length: int) -> list[Text]:
+    texts = load_texts([args.texts], length=length, limit=args.sequences, domains=args.domains.split(","))
+    if known := [text.name for text in texts if shared(text.tokens, profile.digests) > MOST_SHARED]:
+        raise ValueError(f"the profile was calibrated on {known}: evaluate on other texts")
+    return texts
+
+
+def run(args: argparse.Namespace) -> None:
+    with_texts = args.texts is not None
+    length = args.length or (32768 if args.model else MODELS[args.preset][1])
+    new = args.new_tokens or (256 if with_texts else 64)
+    budgets = [float(share) for share in (args.budgets or ("0.1,0.2" if with_texts else "0.1")).split(",")]
+    batches = [int(batch) for batch in args.batches.split(",")]
+    if not 0 < new < length:
+        raise ValueError(f"--new-tokens {new} must be at least 1 and below the {length} tokens of --length")
+    name, model = load(args)
+    if length > model.config.context:
+        raise ValueError(f"--length {length} is beyond the model's context of {model.config.context}")
+    profile = profile_for(args, name, model, length)
+    settings = {
+        "model": name,
+        "weights": "random" if args.model is None else Path(args.model).name,
+        "dtype": str(np.dtype(model.dtype)),
+        "block": profile.block,
+        "length": length,
+        "profile": None if args.profile is None else hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16],
+    }
+    rows: list[Row] = []
+
+    def keep(*more: Row) -> None:
+        rows.extend(more)
+        print(*more, sep="\n", flush=True)
+        if args.record or args.out:
+            what = "gpu_generate_quality" if with_texts else "gpu_generate"
+            record.save(what, rows, *([args.out] if args.out else []), settings=settings)
+
+    if with_texts:
+        for text in texts_for(args, profile, length):
+            keep(*quality(model, profile, text, new=new, budgets=budgets, chunk=args.chunk))
+        show_quality(rows)
+        return
+    for batch in batches:
+        if why := misfit(model, batch, length):
+            print(f"left out: {why}", flush=True)
+            continue
+        shape = dict(batch=batch, length=length, new=new)
+        keep(times(model, profile, **shape, budgets=budgets, rounds=args.rounds))
+    show_times(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen2.5-1.5b", choices=list(MODELS), help="a shape, with random weights")
+    parser.add_argument("--model", help="a published model or a GGUF or safetensors file, in place of --preset")
+    parser.add_argument("--name", help="the model's name in profiles; by default that of its file")
+    parser.add_argument("--profile", type=Path, help="by default the one that comes with xsake, or is made of a preset")
+    parser.add_argument("--texts", type=Path, help="measure quality on these texts instead of times")
+    parser.add_argument("--domains", default=",".join(EVALUATION), help="of the texts, comma-separated")
+    parser.add_argument("--sequences", type=int, default=3, help="texts per domain")
+    parser.add_argument("--chunk", type=int, help="tokens of a text that are read at a time; by default all")
+    parser.add_argument("--length", type=int, help="tokens in the cache at the end; 32768, or the preset's")
+    parser.add_argument("--new-tokens", type=int, help="tokens per sequence; 64 for times, 256 for quality")
+    parser.add_argument("--budgets", help="shares of the cache's blocks; 0.1 for times, 0.1,0.2 for quality")
+    parser.add_argument("--batches", default="1,8,32", help="sequences at a time, for times")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""One checkout's process in `compare_trees.py`: compiles the calls, then runs them when it is asked to.
+
+It writes a line of JSON about all calls when they are compiled, and then a line for each line that it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import xsake
+from benchmarks.gpu.peers import CALLS, Bench, masks_of
+from xsake.autotune.measure.timing import seconds_per_call
+
+SAMPLE = 2000  # numbers of each result
+
+
+def described(x: Array) -> dict[str, Any]:
+    """A number that depends on every bit of an array, and some of its elements."""
+    words = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, words).astype(jnp.uint32).reshape(-1)
+    weights = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(1)
+    sample = x.reshape(-1)[:: max(1, x.size // SAMPLE)].astype(jnp.float32)
+    return {"bits": int((bits * weights).sum(dtype=jnp.uint32)), "sample": sample.tolist()}
+
+
+def calls_of(args: argparse.Namespace) -> list[tuple[dict[str, Any], Callable, int]]:
+    """(its names, a program, how many calls one run of the program makes) of every call that is raced."""
+    found = []
+    for workload in (CALLS[name] for name in args.only.split(",")):
+        if args.length:
+            workload = dataclasses.replace(workload, length=args.length)
+        masks = {n: m for n, m in masks_of(workload).items() if n.startswith(tuple(args.masks.split(",")))}
+        for bench in (Bench(workload, direction, None) for direction in args.directions.split(",")):
+            for name, mask in masks.items():
+                names = {"workload": workload.name, "direction": bench.direction, "mask": name}
+                options = {"deterministic": False} if args.any_order and bench.direction != "forward" else {}
+                found.append((names, bench.ours(mask, **options), bench.calls))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("only", "masks", "directions"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--any-order", action="store_true")
+    parser.add_argument("--length", type=int)
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
+
+    def answer(what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    calls = calls_of(args)
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda call: [described(x) for x in jax.tree.leaves(call[1]())], calls))
+    about = [
+        {**names, "results": result, "once": seconds_per_call(run, 2)}
+        for (names, run, _), result in zip(calls, results, strict=True)
+    ]
+    answer({"xsake": xsake.__file__, "calls": about})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        _, run, chained = calls[asked["call"]]
+        jax.block_until_ready(run())  # the caches hold the other checkout's data
+        answer({"seconds_per_call": seconds_per_call(run, asked["repeats"]) / chained})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The picture of the recorded training runs: loss over tokens, and over time."""
+
+from __future__ import annotations
+
+import itertools
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks import record
+from xsake.model.train.watch.run_file import read_events
+
+COLOURS = {"dense": "tab:grey", "sparse": "tab:blue", "hads": "tab:orange"}
+SMOOTHED_STEPS = 15
+
+
+def draw() -> None:
+    run = record.load("train_gpu")
+    results = [r for r in run["results"] if "held_out_loss" in r]
+    presets = list(dict.fromkeys(r["preset"] for r in results))
+    figure, axes = plt.subplots(2, len(presets), figsize=(5 * len(presets), 7), sharey=True, layout="constrained")
+    for r in results:
+        over_tokens, over_time = axes[:, presets.index(r["preset"])]
+        events = read_events(record.RESULTS / "train_gpu" / f"{r['preset']}-{r['kind']}-{r['length']}.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        held_out = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
+        loss = np.convolve([s["loss"] for s in steps], np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS, "valid")
+        tokens = [s["step"] * r["tokens"] / len(steps) / 1e6 for s in steps]
+        minutes = [t / 60 for t in itertools.accumulate(s["seconds"] for s in steps)]
+        colour = COLOURS[r["kind"]]
+        label = "dense (cuDNN)" if r["kind"] == "dense" else f"{r['config']['attention']}, {r['density']:.0%} of blocks"
+        for axis, x in ((over_tokens, tokens), (over_time, minutes)):
+            axis.plot(x[SMOOTHED_STEPS - 1 :], loss, color=colour, linewidth=1, label=label)
+            axis.plot([x[step - 1] for step in held_out], list(held_out.values()), "o", color=colour, markersize=5)
+        over_tokens.set_title(f"{r['preset']}, {r['length']} tokens a sequence", fontsize=10)
+        over_tokens.set_xlabel("million tokens")
+        over_time.set_xlabel("minutes in training steps")
+    axes[0, 0].set_ylim(3.5, 7)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("loss (dots: held-out text)")
+    axes[0, 0].legend(fontsize=8)
+    made = [r.get("environment", run["environment"]) for r in results]
+    commits = ", ".join(dict.fromkeys(e["commit"][:7] for e in made))
+    figure.suptitle(f"{made[0]['device']}, bfloat16 with float32 master weights, commit {commits}", fontsize=10)
+    figure.savefig(record.RESULTS / "train_gpu.png", dpi=80)

@@ -1,0 +1,401 @@
+"""Cycles of the TPU kernels' schedules beside splash attention's, from the real compiler and without a TPU.
+
+    python -m benchmarks.tpu.schedule              compile, measure and print
+    python -m benchmarks.tpu.schedule --record     also write benchmarks/results/tpu_schedule.json
+    XSAKE_TPU_PYTHON=python ...                    compile with another interpreter, one that has libtpu
+
+libtpu (pip install "jax[tpu]") compiles each kernel for a topology and dumps its schedule, one line per bundle; an
+empty bundle is a stalled cycle. Counted are the bundles of
+  inner   the innermost region that holds the matrix products, by which splash is measured
+  loop    the whole body of the loop around `inner`, with the start of transfers and the wait for them
+  step    the rest of a grid step: its lists, initialisation and output
+There are two loops, over wide chunks and over narrow chunks for the rest; one pass through each is counted. A loop
+holds two ways to start the next transfers, of which one runs: `loop` is an estimate from above. Waiting for HBM and
+conflicts of memory banks are not modelled, and neither are the about 140 cycles that a grid step costs by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GRID_STEP = 140
+TILE = 512 * 512
+_FINAL = "-packed-bundles-post-ra.txt"
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:")
+SLOTS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
+
+
+# -- the parser of schedule dumps --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Region:
+    number: int
+    first: int
+    last: int = 0
+    bundles: int = 0
+    slots: list[int] = dataclasses.field(default_factory=lambda: [0] * len(SLOTS))
+
+    def issues(self, slot: str) -> int:
+        return self.slots[SLOTS.index(slot)]
+
+
+@dataclasses.dataclass
+class Schedule:
+    """The regions of one kernel, in order of appearance, and how many issues of each kind a bundle can hold."""
+
+    regions: dict[int, Region]
+    capacity: dict[str, int]
+    vmem_bytes: int
+    smem_bytes: int
+
+    def loops(self) -> tuple[Region, list[Region]]:
+        """The body of the grid, and the largest disjoint regions that hold the matrix products."""
+        total = max(r.issues("MXU") for r in self.regions.values())
+        body = min((r for r in self.regions.values() if r.issues("MXU") == total), key=lambda r: r.bundles)
+        parts: list[Region] = []
+        for r in sorted(self.regions.values(), key=lambda r: -r.bundles):
+            apart = all(r.last < o.first or o.last < r.first for o in parts)
+            if 0 < r.issues("MXU") < total and apart:
+                parts.append(r)
+        if sum(r.issues("MXU") for r in parts) != total:
+            return body, [body]
+        return body, sorted(parts, key=lambda r: r.first)
+
+    def inner(self, loop: Region) -> Region:
+        inside = (r for r in self.regions.values() if loop.first <= r.first and r.last <= loop.last)
+        return min((r for r in inside if r.issues("MXU") >= 0.95 * loop.issues("MXU")), key=lambda r: r.bundles)
+
+
+def dump_of(directory: Path, name: str) -> Path:
+    """The final bundles of the kernel whose name begins with `name`, the last one dumped."""
+    files = sorted(
+        f for f in glob.glob(f"{glob.escape(str(directory))}/*-{name}*{_FINAL}") if "schedule-analysis" not in f
+    )
+    if not files:
+        raise FileNotFoundError(f"no schedule of a kernel named {name!r}* in {directory}")
+    return Path(files[-1])
+
+
+def bundles_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if _BUNDLE.match(line)]
+
+
+def read_schedule(directory: Path, name: str) -> Schedule:
+    """The schedule of the kernel whose name begins with `name`, the last one dumped."""
+    final = dump_of(directory, name)
+    stamp, label = re.match(r"(\d+)-(.*)-\d+" + re.escape(_FINAL), final.name).groups()
+    table = glob.glob(
+        f"{glob.escape(str(directory))}/{stamp}-{glob.escape(label)}-*pre-delay_hlo-static-per-bundle-utilization*"
+    )
+    lines = Path(table[0]).read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("== CAP"))
+    capacity = dict(zip(SLOTS, map(int, lines[at + 2].split()), strict=True))
+    at = next(i for i, line in enumerate(lines) if line.startswith("== UTIL"))
+    usage = [list(map(int, line.split())) for line in lines[at + 1 :] if line.strip()]
+
+    regions: dict[int, Region] = {}
+    stack: list[int] = []
+    for bundle, line in enumerate(bundles_of(final.read_text())):
+        for number in map(int, re.findall(r"Start region (\d+)", line)):
+            regions.setdefault(number, Region(number, bundle))
+            stack.append(number)
+        for number in stack:
+            region = regions[number]
+            region.bundles, region.last = region.bundles + 1, bundle
+            if bundle < len(usage):
+                region.slots = [a + b for a, b in zip(region.slots, usage[bundle], strict=True)]
+        for number in map(int, re.findall(r"End region (\d+)", line)):
+            if number in stack:
+                stack.remove(number)
+    sizes = {"vmem": 0, "smem": 0}
+    for listing in glob.glob(f"{glob.escape(str(directory))}/{stamp}-{glob.escape(label)}-*pre-finalize-registers*"):
+        for space, size in re.findall(r"space=(vmem|smem), size = (0x[0-9a-f]+), scoped", Path(listing).read_text()):
+            sizes[space] += int(size, 16)
+    return Schedule(regions, capacity, sizes["vmem"], sizes["smem"])
+
+
+def measure(schedule: Schedule, areas: list[int]) -> dict[str, Any]:
+    """Cycles of every loop per 512 x 512 tile; `areas`: logits that one pass through each loop computes."""
+    body, loops = schedule.loops()
+    if len(loops) != len(areas):
+        raise ValueError(f"{len(loops)} loops hold matrix products, {len(areas)} were expected")
+    out = []
+    for loop, area in zip(loops, areas, strict=True):
+        inner = schedule.inner(loop)
+        out.append(
+            {
+                "inner": round(inner.bundles * TILE / area, 1),
+                "loop": round(loop.bundles * TILE / area, 1),
+                "mxu": round(inner.issues("MXU") / (schedule.capacity["MXU"] * inner.bundles), 3),
+                "spills": inner.issues("SPILL"),
+            }
+        )
+    return {
+        "loops": out,
+        "step": body.bundles - sum(r.bundles for r in loops),
+        "vmem_bytes": schedule.vmem_bytes,
+        "smem_bytes": schedule.smem_bytes,
+    }
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compile_ours(topology: str, kernel: str, block: int, head_dim: int, tiling: dict | None) -> dict[str, Any]:
+    from xsake.kernels_pallas_tpu import ahead, config
+
+    workload = ahead.Workload(name="", head_dim=head_dim, value_dim=head_dim, block_q=block, block_kv=block)
+    chosen = config.default_config(workload.call())
+    if tiling:
+        chosen = dataclasses.replace(chosen, **{kernel: dataclasses.replace(getattr(chosen, kernel), **tiling)})
+    ahead.lower(workload, kernel, chosen, ahead.one_device(topology)).compile()
+    t = getattr(chosen, kernel)
+    sizes = [t.narrow] if t.mixed and t.wide == t.narrow else [t.wide, t.narrow]  # entries per chunk, by loop
+    return {
+        "name": f"xsake_{kernel}",
+        "areas": [t.own * t.fold * t.entry * n for n in sizes],
+        "tiling": dataclasses.asdict(t),
+    }
+
+
+def compile_splash(topology: str, kernel: str, block: int, head_dim: int, compute: int) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    from xsake.kernels_pallas_tpu import ahead
+
+    length, heads = 4096, 2
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=compute,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=compute,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    attend = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    fn = attend
+    if kernel != "forward":
+        fn = jax.grad(lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    x = jax.ShapeDtypeStruct((heads, length, head_dim), jnp.bfloat16, sharding=ahead.one_device(topology))
+    jax.jit(lambda q, k, v: fn(q, k, v)).lower(x, x, x).compile()
+    name = {"forward": "splash_mha_fwd", "dq": "splash_mha_dq", "dkv": "splash_mha_dkv"}[kernel]
+    return {"name": name, "areas": [block * block], "tiling": {"block": block, "compute": compute}}
+
+
+def in_process(case: dict[str, Any]) -> dict[str, Any]:
+    """Compile one case; runs in a process of its own, whose flags dump the schedules."""
+    from xsake.kernels_pallas_tpu import ahead
+
+    ahead.without_hardware()
+    case = dict(case)
+    return {"ours": compile_ours, "splash": compile_splash}[case.pop("whose")](**case)
+
+
+@contextlib.contextmanager
+def dumped(case: dict[str, Any], module: str = "benchmarks.tpu.schedule") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Run `python -m module --case`; gives the folder of the dumped schedules, and the JSON that was printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        flags = (
+            f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
+            "--xla_jf_dump_llo_pass_label_regex=(packed-bundles-post-ra|pre-delay|pre-finalize).*"
+        )
+        result = subprocess.run(
+            [os.environ.get("XSAKE_TPU_PYTHON", sys.executable), "-m", module, "--case", json.dumps(case)],
+            env={
+                **os.environ,
+                "LIBTPU_INIT_ARGS": flags,
+                "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+            },
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            raise RuntimeError(f"{case} did not compile:\n{result.stderr[-3000:]}")
+        yield Path(directory), json.loads(lines[-1])
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    with dumped(case) as (directory, compiled):
+        return {**case, **compiled, **measure(read_schedule(directory, compiled["name"]), compiled["areas"])}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def cases(topologies: list[str], head_dims: list[int]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for topology in topologies:
+        for head_dim in head_dims:
+            for kernel in ("forward", "dq", "dkv"):
+                base = {"topology": topology, "kernel": kernel, "head_dim": head_dim}
+                blocks = (512, 1024, 128) if kernel == "forward" else (512, 128)
+                out += [{**base, "whose": "ours", "block": b, "tiling": None} for b in blocks]
+                out.append({**base, "whose": "splash", "block": 512, "compute": 512})
+                if kernel == "forward":
+                    out.append({**base, "whose": "splash", "block": 1024, "compute": 512})
+    return out
+
+
+# -- whole calls: the cycles of a schedule times the steps of a mask ---------------------------------------------------
+
+
+def masks_like_hads(causal: bool, heads: int = 16, blocks: int = 32) -> tuple[Any, Any]:
+    """A mask of heads with 10% to 90% of the blocks, and a mask of equal heads with as many blocks in all."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    allowed = np.tril(np.ones((blocks, blocks), bool)) if causal else np.ones((blocks, blocks), bool)
+    chance = rng.random((heads, blocks, blocks))
+    unequal = (chance < np.linspace(0.1, 0.9, heads)[:, None, None]) & allowed
+    share = unequal.sum() / (heads * allowed.sum())
+    # The uniform mask has the same number of blocks, chosen by the same chances.
+    cut = np.sort(chance[:, allowed].ravel())[round(share * heads * allowed.sum()) - 1]
+    return unequal, (chance <= cut) & allowed
+
+
+def ours_in_all(blocks: Any, causal: bool, row: dict[str, Any]) -> dict[str, float]:
+    """Cycles of a call.
+
+    plain: inner cycles of all tiles, and 140 per grid step
+    strict: loop cycles of all chunks, and 140 + step per grid step
+    """
+    import numpy as np
+
+    active = blocks.sum(-1)
+    full = active - np.diagonal(blocks, axis1=-2, axis2=-1) if causal else active
+    tiling, area = row["tiling"], row["areas"][0] // row["tiling"]["wide"]
+    wide = full // tiling["wide"]
+    narrow = -(-(active - wide * tiling["wide"]) // tiling["narrow"])
+    first, tested = row["loops"][0], row["loops"][-1]
+    loops = wide.sum() * tiling["wide"] * first["loop"] + narrow.sum() * tiling["narrow"] * tested["loop"]
+    return {
+        "plain": float(active.sum() * first["inner"] * area / TILE + GRID_STEP * active.size),
+        "strict": float(loops * area / TILE + (GRID_STEP + row["step"]) * active.size),
+    }
+
+
+def cycles(row: dict[str, Any], blocks: Any, causal: bool, block: int) -> float:
+    """Cycles of all grid steps over a mask bool[H, rows, columns], whose rows the steps own; chunks as in Walk."""
+    import numpy as np
+
+    tiling = row["tiling"]
+    entries = block // tiling["entry"]
+    tiles = blocks.sum(-1) * entries
+    full = tiles - np.diagonal(blocks, axis1=-2, axis2=-1) * entries if causal else tiles
+    if tiling["mixed"]:  # the last wide chunk need not be full
+        wide = (tiles + tiling["wide"] // 2 - 1) // tiling["wide"]
+    else:
+        wide = full // tiling["wide"]
+    narrow = -(-np.maximum(tiles - wide * tiling["wide"], 0) // tiling["narrow"])
+    first, last = row["loops"][0]["loop"], row["loops"][-1]["loop"]
+    loops = wide * row["areas"][0] * first / TILE + narrow * row["areas"][-1] * last / TILE
+    return float((loops + row["step"] + GRID_STEP).sum()) * (block // tiling["own"]) / tiling["fold"]
+
+
+def splash_in_all(blocks: Any, row: dict[str, Any]) -> float:
+    """Cycles of splash: its grid is as wide as the fullest row of any head, and a step without work costs 140 too."""
+    active = blocks.sum(-1)
+    return float(active.sum() * row["loops"][0]["inner"] + GRID_STEP * active.size * active.max())
+
+
+def totals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Forward passes over masks of 512-blocks: ours on unequal heads over ours on equal heads, and over splash."""
+    out = []
+    at = {(r["topology"], r["head_dim"], r["whose"]): r for r in rows if r["kernel"] == "forward" and r["block"] == 512}
+    for topology, head_dim, whose in at:
+        if whose == "splash" or (topology, head_dim, "splash") not in at:
+            continue
+        mine, theirs = at[topology, head_dim, "ours"], at[topology, head_dim, "splash"]
+        for causal in (False, True):
+            unequal, uniform = masks_like_hads(causal)
+            cost, even = ours_in_all(unequal, causal, mine), ours_in_all(uniform, causal, mine)
+            bar = splash_in_all(unequal, theirs)
+            out.append(
+                {"topology": topology, "head_dim": head_dim, "causal": causal, "tiles": int(unequal.sum())}
+                | {f"over_uniform_{k}": round(cost[k] / even[k], 3) for k in cost}
+                | {f"over_splash_{k}": round(cost[k] / bar, 3) for k in cost}
+            )
+    return out
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    lines = ["topology  D    kernel   block  whose   inner   loop  tested  step  MXU   spills"]
+    for r in rows:
+        wide, tested = r["loops"][0], r["loops"][-1]
+        lines.append(
+            f"{r['topology']:9} {r['head_dim']:<4} {r['kernel']:8} {r['block']:<6} {r['whose']:7} "
+            f"{wide['inner']:6.0f} {wide['loop']:6.0f} {tested['loop']:6.0f} {r['step']:6} "
+            f"{wide['mxu']:5.0%} {wide['spills']:6}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--topology", action="append")
+    parser.add_argument("--head-dim", action="append", type=int)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--try", dest="attempt", nargs=3, metavar=("KERNEL", "BLOCK", "TILING"), help="one tiling, as JSON"
+    )
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(in_process(json.loads(args.case))), flush=True)
+        os._exit(0)
+    topologies, head_dims = args.topology or ["v5e:2x2", "v6e:2x2"], args.head_dim or [128, 64]
+    if args.attempt:
+        kernel, block, tiling = args.attempt
+        todo = [
+            {
+                "topology": t,
+                "kernel": kernel,
+                "head_dim": d,
+                "whose": "ours",
+                "block": int(block),
+                "tiling": json.loads(tiling),
+            }
+            for t in topologies
+            for d in head_dims
+        ]
+    else:
+        todo = cases(topologies, head_dims)
+    rows = []
+    for case in todo:
+        rows.append(run_case(case))
+        print(show(rows[-1:]).splitlines()[-1] if len(rows) > 1 else show(rows), flush=True)
+    whole = totals(rows)
+    for line in whole:
+        print(json.dumps(line))
+    if args.record:
+        from benchmarks import record
+
+        unit = "cycles per 512 x 512 logits of one head, bfloat16; step: cycles a grid step"
+        print(record.save("tpu_schedule", {"schedules": rows, "totals": whole}, unit=unit, compiled_for=topologies))
+
+
+if __name__ == "__main__":
+    main()
