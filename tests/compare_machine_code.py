@@ -38,7 +38,7 @@ import xsake
 assert xsake.__file__.startswith(sys.argv[2]), f"{xsake.__file__} is not of {sys.argv[2]}"
 from tests.cuda_offline import on_chip
 from tests.test_mosaic_lowering import ARGUMENTS, SHAPES, _given, everything, make_call
-from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 call = make_call(**({"q_len": 8192, "kv_len": 8192} | (SHAPES | ARGUMENTS)[sys.argv[1]]))
 default = mosaic.default_config(call)
 for config in dict.fromkeys([default, default.running("dq")]):

@@ -51,7 +51,7 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.g
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile, complaints
 from tests.test_mosaic_lowering import ARGUMENTS, SHAPES, everything, make_call
-from xsake.kernels_pallas_gpu import mosaic
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 # Long enough for more tiles than there are CTAs: what runs is the persistent kernel.
 call = make_call(**({"q_len": 8192, "kv_len": 8192} | (SHAPES | ARGUMENTS)[sys.argv[1]]))
 lse = jax.ShapeDtypeStruct((call.batch, call.q_heads, call.q_len), jnp.float32)
@@ -80,6 +80,30 @@ def test_mosaic_defaults_compile_for_hopper(name):
     run(MOSAIC_SCRIPT, name)
 
 
+FIRST_SCRIPT = """
+import os, sys, tempfile, pathlib
+dump = pathlib.Path(tempfile.mkdtemp())
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src")]
+import jax
+import xsake
+from tests.cuda_offline import compile, complaints
+from xsake.kernels_pallas_gpu.hopper import first
+head_dim, block_kv = map(int, sys.argv[1:])
+mask = xsake.BlockMask.full(8192, 8192, block_q=64, block_kv=block_kv, is_causal=True)
+q, k = (jax.ShapeDtypeStruct((1, 8192, heads, head_dim), "bfloat16") for heads in (4, 2))
+report = compile(lambda *x: first.forward(*x, scale=0.1), q, k, k, mask, chip="sm_90", dump=dump)
+assert any("registers" in line for line in report), "the assembler said nothing"
+print("\\n".join(complaints(report)))
+os._exit(0 if not complaints(report) else 1)
+"""
+
+
+@pytest.mark.parametrize(("head_dim", "block_kv"), [(64, 64), (128, 128)])
+def test_the_first_kernel_compiles_for_hopper(head_dim, block_kv):
+    run(FIRST_SCRIPT, str(head_dim), str(block_kv))
+
+
 TWO_CHIPS_SCRIPT = """
 import os, sys
 os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -88,9 +112,9 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 import xsake
 from tests.cuda_offline import _mesh, chips
-from xsake import _op
-from xsake.kernels_pallas_gpu import mosaic
-mosaic.unavailable, _op.platform_of = (lambda: None), (lambda query: "gpu")
+from xsake._op import attention
+from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+mosaic.unavailable, attention.platform_of = (lambda: None), (lambda query: "gpu")
 mesh = Mesh(np.array(chips("sm_90", 2)), ("x",))
 def on_mesh(x, *spec):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
@@ -119,7 +143,7 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.g
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile
 from tests.test_mosaic_lowering import make_call
-from xsake.kernels_pallas_gpu import triton
+from xsake.kernels_pallas_gpu.triton import backend as triton
 chip, head_dim = sys.argv[1], int(sys.argv[2])
 call = make_call(head_dim=head_dim, bitmaps=sys.argv[3] or None)
 config = triton.default_config(call)
@@ -146,8 +170,8 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.g
 import jax, jax.numpy as jnp
 from tests.cuda_offline import compile
 from tests.test_mosaic_lowering import make_call
-from xsake.kernels_pallas_gpu import triton
-from xsake.kernels_pallas_gpu.triton_tiles import Tiling
+from xsake.kernels_pallas_gpu.triton import backend as triton
+from xsake.kernels_pallas_gpu.triton.tiles import Tiling
 bias = jnp.zeros((1, 1, 1, 128))
 call = make_call(head_dim=16, q_len=128, kv_len=128, dtype=jnp.float32, bias=bias)
 tiling = Tiling(q=16, kv=16, num_warps=4, num_stages=1)
@@ -180,7 +204,8 @@ else:
 sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src"), os.path.join(os.getcwd(), "tests")]
 import importlib, paged_case
 from tests.cuda_offline import compile, complaints
-module = importlib.import_module(f"xsake.kernels_pallas_gpu.{backend}")
+room = {"mosaic": "hopper", "triton": "triton"}[backend]
+module = importlib.import_module(f"xsake.kernels_pallas_gpu.{room}.backend")
 call = paged_case.call(**paged_case.COMPILED[name])
 assert module.unsupported(call) is None
 config = module.default_config(call)
