@@ -68,7 +68,7 @@ def test_info_says_where_a_configuration_comes_from(home):
     entry = Entry(tuning_db.Key.of(**key), {"q": 128, "kv": 128, "chunk": 11}, about)
     (home / "cpu.json").write_text(Database("cpu", [entry]).dump())
     output = xsake_("info")
-    assert "forward: user, exact" in output and "backward: heuristic" in output and "chunk=11" in output
+    assert re.search(r"forward .* chunk=11 .* user, exact", output) and re.search(r"backward .* heuristic", output)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_autotune_refuses_nonsense(home, arguments, told, monkeypatch):
     monkeypatch.chdir(home)
     result = CliRunner().invoke(app, ["autotune", *arguments])
     assert result.exit_code == 2, result.exception
-    assert told in " ".join(result.output.replace("│", " ").split())
+    assert told in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named(home, command):
     result = CliRunner().invoke(
         app, ["tuning", command, str(home / "bad.json"), *[str(home / "bad.json")] * (command == "merge")]
     )
-    assert result.exit_code == 2 and "cannot be read" in " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "cannot be read" in " ".join(result.output.split())
 
 
 def test_validate_tells_what_is_wrong(home):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import optuna
 import pytest
 import tuning_fakes
+from rich.console import Console
 from tuning_fakes import PROBLEM, part
 
 from xsake.autotune.measure.isolation import Died, Here, Hung, Raised, Worker
@@ -22,6 +24,7 @@ from xsake.autotune.search import pace, tuner
 from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.study import Study
 from xsake.autotune.search.tuner import Settings, Tuner
+from xsake.autotune.write import report
 from xsake.autotune.write.progress import line
 from xsake.dashboard.read.study_reader import studies_of
 from xsake.dashboard.show.tuning_documents import Tuning
@@ -66,6 +69,18 @@ def test_the_fastest_is_found_and_written(tmp_path):
     assert entry.about["speedup"] == pytest.approx(2.0) and entry.about["source"] == "measured"
     assert entry.about["measured"][0]["default"] == {"median": 4000.0, "low": 4000.0, "high": 4000.0, "rounds": 9}
     assert database.environments == {entry.about["environment"]: tuning_fakes.ENVIRONMENT}
+
+
+def test_the_table_of_results_fits_in_80_columns(tmp_path):
+    (result,) = tune(tuning_fakes.Hands, tmp_path, problems=[_one_density()]).results
+    registers = {"tile": 2, "compute_registers": 240}
+    plan = dataclasses.replace(result.plan, default=registers | {"tile": 64, "compute_registers": 232})
+    console = Console(width=80, file=io.StringIO())
+    report.show([dataclasses.replace(result, plan=plan, config=registers)], console)
+    printed = console.file.getvalue()
+    row = "forward 100.0% 4.000 2.000 2.00x tile=2, 5 of 5 compute_registers=240"
+    assert "fake, blocks 32 x 32: milliseconds per call" in printed and row in " ".join(printed.split())
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
 
 
 def test_trials_cap(tmp_path):

@@ -26,6 +26,13 @@ def test_info_names_devices_versions_and_implementations() -> None:
         assert name in result.output
 
 
+@pytest.mark.parametrize("words", ["info", "train --help", "autotune --help"])
+def test_nothing_is_cut_at_80_columns(words: str) -> None:
+    result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and "…" not in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("tuning: "))
+
+
 def test_demo_shows_parity_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "race", partial(command.race, min_seconds=0.001))  # nobody reads these times
     small = ["demo", "--length", "256", "--heads", "2", "--head-dim", "16", "--no-model"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             f"{m.density:.1%}",
             _time(m.default),
             _time(m.tuned),
-            f"{m.default.median / m.tuned.median:.2f}x",
+            f"{m.gain:.2f}x",
             _changes(r.plan.default, r.config),
             f"{len(r.tried)} of {len(r.plan.parts)}",
         )
@@ -52,7 +53,7 @@ def rejected(results: Sequence[Result]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    gains = [m.default.median / m.tuned.median for r in results for m in r.measured]
+    gains = [m.gain for r in results for m in r.measured]
     if not gains:
         return "Nothing was measured."
     return (
@@ -63,10 +64,16 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def show(results: Sequence[Result], console: Console) -> None:
-    table = Table(*COLUMNS)
-    for row in rows(results):
-        table.add_row(*row)
-    console.print(table)
+    """Print a table per workload and block that fits in 80 columns: without the quartiles of the times."""
+    tables: dict[str, Table] = {}
+    for workload, block, *cells in rows(results):
+        title = f"{workload}, blocks {block}: milliseconds per call"
+        if title not in tables:
+            look = dict(box=box.SIMPLE, pad_edge=False, collapse_padding=True, title_justify="left")
+            tables[title] = Table(*COLUMNS[2:], title=title, **look)  # type: ignore[arg-type]
+        tables[title].add_row(*(cell.partition(" ms")[0] for cell in cells))
+    for table in tables.values():
+        console.print(table)
     console.print(summary(results))
     if lines := rejected(results):
         console.print("Rejected:")

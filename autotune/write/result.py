@@ -24,6 +24,10 @@ class Measured:
     default: Timing
     tuned: Timing
 
+    @property
+    def gain(self) -> float:
+        return self.default.median / self.tuned.median
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -39,7 +43,7 @@ class Result:
     @property
     def speedup(self) -> float:
         """Heuristic's time / tuned time, the geometric mean over the densities."""
-        return geometric_mean([m.default.median / m.tuned.median for m in self.measured])
+        return geometric_mean([m.gain for m in self.measured])
 
     @property
     def counts(self) -> dict[str, int]:

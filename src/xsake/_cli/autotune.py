@@ -61,9 +61,7 @@ def autotune(
     workloads: Annotated[str, typer.Option(help="Comma-separated workloads; by default this device's set.")] = "",
     from_call: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Shapes instead: BxTxHxD[,kv=SxK][,dv=DV][,block=128][,causal][,density=0.25][,dtype=bfloat16]."
-        ),
+        typer.Option(help="Shapes instead, BxTxHxD, such as 1x4096x32x128,kv=4096x8,causal,density=0.25."),
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="A recording by `xsake.autotune.record_calls` instead.")] = None,
     densities: Annotated[str, typer.Option(help=f"Densities of the masks; by default {_DENSITIES}.")] = "",

@@ -1,7 +1,8 @@
-"""What `xsake info` prints."""
+"""`xsake info`: devices, versions, and what serves a call."""
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from importlib import metadata
 
@@ -33,15 +34,14 @@ def show(console: Console | None = None) -> None:
         table.add_row(name, "[green]available[/green]" if reason is None else f"no: {reason}")
     console.print(table)
 
-    serves = Table(
-        "call", "implementation", "configuration", "tuned", title="What would serve a call here", title_justify="left"
-    )
-    for label, dtype, head_dim in (
-        ("bfloat16, head_dim 128", jnp.bfloat16, 128),
-        ("float32, head_dim 64", jnp.float32, 64),
-    ):
-        serves.add_row(label, *_serving(dtype, head_dim))
-    console.print(serves)
+    for dtype, head_dim in ((jnp.bfloat16, 128), (jnp.float32, 64)):
+        name, choice = _serving(dtype, head_dim)
+        console.print(f"A call in {jnp.dtype(dtype).name} with head_dim {head_dim} would be served by {name}:")
+        serves = Table("direction", "configuration", "from")
+        for direction, found in choice.found.items():
+            fields = dataclasses.asdict(getattr(choice.config, direction)).items()
+            serves.add_row(direction, ", ".join(f"{k}={v}" for k, v in fields), str(found or "heuristic"))
+        console.print(serves)
     kind = tuning_db.file_name(devices[0].device_kind)
     for whose, folder in (("your own", tuning_db.user_directory()), ("shipped", tuning_db.SHIPPED)):
         there = "" if (folder / kind).exists() else " (not there)"
@@ -56,18 +56,16 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, str, str]:
-    """(implementation, configuration, where it comes from) of a causal call of 4096 tokens, from shapes alone."""
-    chosen: list[tuple[str, str, str]] = []
+def _serving(dtype: jax.typing.DTypeLike, head_dim: int) -> tuple[str, tuned.Choice]:
+    """The implementation and configuration of a causal call of 4096 tokens, from shapes alone."""
+    chosen: list[tuple[str, tuned.Choice]] = []
 
     def trace(x: jax.Array) -> jax.Array:
         names = registry.candidates(None, jax.default_backend())
         blocks = registry.get(names[0]).default_blocks(4096, 4096, head_dim)
         call = build_call(x, x, x, None, is_causal=True, default_blocks=blocks)
         name = registry.choose(names, call)
-        choice = tuned.choose(name, call)
-        origins = [f"{direction}: {found or 'heuristic'}" for direction, found in choice.found.items()]
-        chosen.append((name, str(choice.config), "\n".join(origins)))
+        chosen.append((name, tuned.choose(name, call)))
         return x
 
     jax.eval_shape(trace, jax.ShapeDtypeStruct((1, 4096, 8, head_dim), dtype))
