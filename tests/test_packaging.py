@@ -61,7 +61,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(out),
         str(source),
     ]
-    subprocess.run(build, check=True)
+    done = subprocess.run(build, check=True, capture_output=True, text=True)
+    assert "Warning" not in done.stdout + done.stderr
     return next(out.glob("*.whl"))
 
 
