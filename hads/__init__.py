@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake._ground.buckets import density_bucket
+from xsake.hads.mask.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from xsake.hads.calibration.calibrate import calibrate

@@ -1,13 +1,11 @@
-"""What a BlockMask gives besides its lists: elements, density, unions, pictures, sharding."""
+"""What a BlockMask gives besides its lists: elements, density, pictures, sharding."""
 
 from __future__ import annotations
 
-import hypothesis.extra.numpy as hnp
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from drawn_mask import Drawn, drawn
+from drawn_mask import drawn
 from hypothesis import given
 from jax.sharding import PartitionSpec
 
@@ -30,41 +28,6 @@ def test_density(d):
     per_head = d.active.sum((-2, -1)) / max(d.allowed.sum(), 1)
     np.testing.assert_allclose(mask.density(per_head=True), per_head, rtol=1e-6)
     np.testing.assert_allclose(mask.density(), per_head.mean(), rtol=1e-6)
-
-
-@given(st.data())
-def test_union_and_intersection(data):
-    a = data.draw(drawn())
-    shape = [data.draw(st.sampled_from([1, n])) for n in a.blocks.shape[:2]] + list(a.blocks.shape[2:])
-    b = Drawn(data.draw(hnp.arrays(bool, shape)), a.sizes)
-    one, other = a.build(), b.build()
-    np.testing.assert_array_equal(one.union(other).to_blocks(), a.active | b.active)
-    np.testing.assert_array_equal(other.intersection(one).to_blocks(), a.active & b.active)
-    np.testing.assert_array_equal((one | other).to_blocks(), a.active | b.active)
-    np.testing.assert_array_equal((one & other).to_blocks(), a.active & b.active)
-    assert (one & other).local_window_size == one.local_window_size
-
-
-@pytest.mark.parametrize("change", [dict(block_q=8), dict(is_causal=True), dict(local_window_size=5), dict(q_len=63)])
-def test_union_of_masks_that_do_not_fit_together(change):
-    sizes = dict(q_len=64, kv_len=64, block_q=16, block_kv=16)
-    with pytest.raises(ValueError, match="same blocks, lengths and rule"):
-        BlockMask.full(**sizes).union(BlockMask.full(**(sizes | change)))
-
-
-def test_union_of_an_inference_mask_has_no_transpose():
-    a = BlockMask.full(32, 32, block_q=16, block_kv=16)
-    b = BlockMask.full(32, 32, block_q=16, block_kv=16, transpose=False)
-    assert not (a | b).has_transpose and (a & a).has_transpose
-
-
-def test_union_under_jit():
-    rng = np.random.default_rng(2)
-    sizes = dict(block_q=8, block_kv=8, q_len=30, kv_len=30)
-    x, y = rng.random((2, 3, 4, 4)) < 0.5
-    a, b = (BlockMask.from_blocks(z, **sizes, capacity=16) for z in (x, y))
-    union = jax.jit(lambda a, b: a.union(b, capacity=16))(a, b)
-    np.testing.assert_array_equal(union.to_blocks()[0], x | y)
 
 
 def test_picture():

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import record
 from xsake.hads import HadsProfile
-from xsake.hads.profile.file import shipped
+from xsake.hads.profile.profile import shipped
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 

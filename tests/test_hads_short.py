@@ -14,9 +14,9 @@ from rich.console import Console
 
 from xsake._cli.demo import model as short
 from xsake._cli.demo import prompt
-from xsake.hads.profile import file as profile_file
+from xsake.hads.profile import profile as profile_module
 from xsake.hads.profile.budgets import layer_counts
-from xsake.hads.profile.file import shipped
+from xsake.hads.profile.profile import shipped
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, Transformer
 from xsake.model.weights.published import PUBLISHED
@@ -37,7 +37,7 @@ def test_the_shipped_profile_is_smollm2s():
 
 
 def test_shipped_profiles_are_what_their_names_say():
-    for path in (Path(profile_file.__file__).parent / "shipped").iterdir():
+    for path in (Path(profile_module.__file__).parent / "shipped").iterdir():
         name, tokens = path.stem.rsplit("-", 1)
         profile = shipped(name, int(tokens))
         assert name in PUBLISHED and (profile.model, profile.length) == (name, int(tokens))

@@ -36,14 +36,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 # A door hands out names of the rooms behind it, which it imports when they are first asked for.
 DOORS = ("xsake", "xsake.hads")
-# A class forwards saving, loading and drawing to modules that know the class.
-FORWARDED = {
-    ("xsake.hads.mask.block_mask", "xsake.hads.mask.file"),
-    ("xsake.hads.mask.block_mask", "xsake.hads.mask.picture"),
-    ("xsake.hads.mask.block_mask", "xsake.hads.mask.row_shards"),
-    ("xsake.hads.mask.block_mask", "xsake.hads.mask.token_selection"),
-    ("xsake.hads.profile.profile", "xsake.hads.profile.file"),
-}
 
 
 def modules() -> dict[str, Path]:
@@ -100,15 +92,11 @@ def test_a_module_imports_only_floors_below_its_own(name):
 
 def test_no_modules_import_one_another_in_a_circle():
     without_doors = {
-        name: {other for other in others if (name, other) not in FORWARDED and other not in DOORS} - {name}
+        name: {other for other in others if other not in DOORS} - {name}
         for name, others in graph().items()
         if name not in DOORS
     }
     TopologicalSorter(without_doors).prepare()  # CycleError names the circle
-
-
-def test_forwarding_is_still_needed():
-    assert all(other in graph()[name] for name, other in FORWARDED)
 
 
 def test_hads_has_a_few_rooms():

@@ -41,8 +41,8 @@ from benchmarks.harness import turns
 from benchmarks.harness.kernel_times import kernel_times
 from xsake.autotune.measure.timing import race
 from xsake.hads import HadsProfile
-from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.fingerprint import shared
+from xsake.hads.profile.profile import shipped
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer, load_pretrained
@@ -196,7 +196,7 @@ def profile_for(args: argparse.Namespace, name: str, model: Transformer, length:
                 f"{args.profile} is the profile of {profile.model!r}, not of {name!r}: calibrate this model"
             )
     elif args.model is not None:
-        profile = profile_file.shipped(name, length)
+        profile = shipped(name, length)
     else:
         profile = profile_of(model, 64 if length >= 4096 else 16)
     HadsBudget(profile, 1.0).check(model.config, length)

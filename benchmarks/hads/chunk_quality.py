@@ -22,8 +22,8 @@ from jax import Array
 from benchmarks import record
 from benchmarks.hads.written import divergences
 from xsake.hads import HadsProfile
-from xsake.hads.profile import file as profile_file
 from xsake.hads.profile.fingerprint import shared
+from xsake.hads.profile.profile import shipped
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
@@ -110,7 +110,7 @@ def main() -> None:
     chunks = [int(x) for x in given.chunk.split(",")]
     dtype = jnp.dtype(given.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     path = given.profile
-    profile = profile_file.shipped(model_name, given.length) if path is None else HadsProfile.load(path)
+    profile = shipped(model_name, given.length) if path is None else HadsProfile.load(path)
     encode = load_tokenizer(given.model).encode if any(path.suffix != ".npz" for path in given.texts) else None
     options = dict(length=given.length, limit=given.sequences, encode=encode)
     texts = load_texts(given.texts, domains=given.domains and given.domains.split(","), **options)

@@ -42,8 +42,7 @@ from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import NEEDLE, TASKS
 from benchmarks.ruler.way import Way, ways_of
 from xsake._ground import atomic
-from xsake.hads.profile import file as profile_file
-from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.profile import HadsProfile, shipped
 from xsake.hads.study.records import Records
 from xsake.model.weights.published import name_of
 
@@ -165,7 +164,7 @@ def _main(args: argparse.Namespace) -> None:
 def _shipped(name: str, length: int, ways: Sequence[Way]) -> HadsProfile | None:
     """The profile that comes with xsake; None if there is none and every way is dense."""
     try:
-        return profile_file.shipped(name, length)
+        return shipped(name, length)
     except FileNotFoundError:
         if all(way.method == "dense" for way in ways):
             return None

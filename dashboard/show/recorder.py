@@ -23,7 +23,7 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.calibration.observe import observe_block
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.profile import HadsProfile, shipped
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.methods.mask import MethodMask
@@ -72,13 +72,12 @@ class Recorder:
     @classmethod
     def load(cls, model: str, profile: Path | None = None) -> Recorder:
         """A published model or a model file; by default the shipped profile."""
-        from xsake.hads.profile import file
         from xsake.model import load_pretrained, load_tokenizer, open_model
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         weights = open_model(model)
         tokenizer = load_tokenizer(weights)
-        learned = file.shipped(model) if profile is None else HadsProfile.load(profile)
+        learned = shipped(model) if profile is None else HadsProfile.load(profile)
         loaded = load_pretrained(weights, dtype=dtype, param_dtype=dtype)
         return cls(loaded, learned, encode=tokenizer.encode, decode=tokenizer.decode)
 

@@ -54,6 +54,14 @@ class Band(NamedTuple):
 
         return Band(tighter(self.left, other.left), tighter(self.right, other.right))
 
+    def __or__(self, other: Band) -> Band:
+        """The narrowest band around both."""
+
+        def looser(a: int | None, b: int | None) -> int | None:
+            return None if a is None or b is None else max(a, b)
+
+        return Band(looser(self.left, other.left), looser(self.right, other.right))
+
     def implies(self, other: Band) -> bool:
         """Whether every offset inside this band is inside the other band too."""
         return self & other == self

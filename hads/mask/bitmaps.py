@@ -34,6 +34,11 @@ def unpack(xp: Any, bitmaps: ArrayT, block_q: int, block_kv: int) -> ArrayT:
     return xp.broadcast_to(bits, (*bits.shape[:-1], block_kv))
 
 
+def bit(word: ArrayT, row: ArrayT) -> ArrayT:
+    """Whether a row attends, by the word that has its bit."""
+    return ((word >> (row % 32).astype(np.uint32)) & np.uint32(1)) != 0
+
+
 def distinct(bitmaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the distinct ones of uint32[n, columns, words], the number of each among them)."""
     flat = np.ascontiguousarray(bitmaps).reshape(len(bitmaps), -1)

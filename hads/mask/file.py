@@ -14,13 +14,13 @@ import numpy as np
 
 from xsake._ground import atomic
 from xsake._ground.device import on_host
-from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.lists.mask_lists import MaskLists
 
 FORMAT, VERSION = "xsake.BlockMask", 3
 _SINCE_3 = ("bitmaps", "kv_bitmap", "q_bitmap")  # a file of version 2 has none
 
 
-def save(mask: BlockMask, path: str | os.PathLike) -> None:
+def save(mask: MaskLists, path: str | os.PathLike) -> None:
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for field in dataclasses.fields(mask):
@@ -36,7 +36,7 @@ def save(mask: BlockMask, path: str | os.PathLike) -> None:
         np.savez_compressed(file, header=np.array(header), **arrays)
 
 
-def load(path: str | os.PathLike) -> BlockMask:
+def load(path: str | os.PathLike) -> MaskLists:
     try:
         with open(path, "rb") as file:
             arrays: dict[str, Any] = dict(_read(file))
@@ -50,14 +50,14 @@ def load(path: str | os.PathLike) -> BlockMask:
             f"{VERSION}"
         )
     static: dict[str, Any] = header["static"] | (dict.fromkeys(_SINCE_3) if version[1] == 2 else {})
-    given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(BlockMask)}
+    given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(MaskLists)}
     if given != wanted:
         raise ValueError(
             f"{path} is not a BlockMask file, or is damaged: fields {sorted(given ^ wanted)} are missing or unknown"
         )
     if static["local_window_size"] is not None:
         static["local_window_size"] = tuple(static["local_window_size"])
-    return BlockMask(**static, **arrays).on_device()
+    return MaskLists(**static, **arrays)
 
 
 def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:

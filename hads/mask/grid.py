@@ -39,6 +39,12 @@ class Grid:
             None if pair == (None, None) else pair,
         )
 
+    def with_band(self, band: Band) -> Grid:
+        """The same blocks with another rule."""
+        right = None if band.right == 0 else band.right
+        pair = None if band.left is None and right is None else (band.left, right)
+        return dataclasses.replace(self, is_causal=band.right == 0, local_window_size=pair)
+
     @property
     def band(self) -> Band:
         return Band.of(self.is_causal, self.local_window_size)

@@ -255,7 +255,7 @@ def documents(
         for x, n in ((q_ids, block_q), (k_ids, block_kv))
     )
     known = Known(overlap, one & ~padded[0][:, None, :, None] & ~padded[1][:, None, None, :])
-    return mask_of_tokens(grid, same, batch=batch, heads=1, known=known, capacity=capacity)
+    return BlockMask.of(mask_of_tokens(grid, same, batch=batch, heads=1, known=known, capacity=capacity))
 
 
 def _range(xp: Any, ids: Any, block: int) -> tuple[Any, Any]:
@@ -295,7 +295,8 @@ def prefix_lm(
     below = (k_first <= q_first + block_q - 1)[None, None], (k_first + block_kv - 1 <= q_first)[None, None]
     seen = length[:, None, None, None]
     known = Known(below[0] | (k_first[None, None] < seen), below[1] | ((k_first + block_kv)[None, None] <= seen))
-    return mask_of_tokens(grid, attends, batch=length.shape[0], heads=1, known=known, capacity=capacity)
+    size = dict(batch=length.shape[0], heads=1)
+    return BlockMask.of(mask_of_tokens(grid, attends, **size, known=known, capacity=capacity))
 
 
 def from_function(
@@ -328,7 +329,7 @@ def from_function(
     """
     if of == "tokens":
         grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, None)
-        return mask_of_tokens(grid, function, batch=batch, heads=heads, capacity=capacity)
+        return BlockMask.of(mask_of_tokens(grid, function, batch=batch, heads=heads, capacity=capacity))
     if of != "blocks":
         raise ValueError(f'of={of!r} must be "blocks" or "tokens"')
     if batch is not None or heads is not None:

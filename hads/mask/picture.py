@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from xsake.hads.mask.lists.rows import rows_of_slots
-
-if TYPE_CHECKING:
-    from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.lists.mask_lists import MaskLists
 
 MAX_SIDE = 32
 MAX_PICTURES = 8
@@ -17,7 +12,7 @@ WIDTH = 110
 SHADES = "·░▒▓█"
 
 
-def draw(mask: BlockMask) -> str:
+def draw(mask: MaskLists) -> str:
     """The heads' pictures side by side. Each character is a cell of one or more blocks: `█` if all of them are active,
     `·` if none, a shade between if some. A block with a bitmap counts by the share of its bits."""
     try:
@@ -37,18 +32,16 @@ def draw(mask: BlockMask) -> str:
     return "\n".join([head, *_side_by_side(pictures), *more])
 
 
-def _shares(mask: BlockMask) -> np.ndarray:
+def _shares(mask: MaskLists) -> np.ndarray:
     """float[b | 1, h | 1, nQ, nK]: the share of bits that are set in the bitmap of each listed block."""
     if mask.bitmaps is None:
         return np.ones((1, 1, 1, 1))
-    bitmaps, numbers, indices = (mask.read(x) for x in (mask.bitmaps, mask.kv_bitmap, mask.kv_indices))
+    bitmaps, numbers = mask.read(mask.bitmaps), mask.read(mask.kv_bitmap)
     size = mask.block_q * bitmaps.shape[3]
     set_ = np.minimum(np.bitwise_count(bitmaps).sum((-2, -1)), size) / size
-    shares = np.zeros((mask.batch, mask.heads, mask.num_q_blocks + 1, mask.num_kv_blocks))
     b, h = (x[..., None] for x in np.ogrid[: mask.batch, : mask.heads])
-    own = set_[np.minimum(b, set_.shape[0] - 1), np.minimum(h, set_.shape[1] - 1), numbers]
-    shares[b, h, rows_of_slots(np, mask.read(mask.kv_row_ptr), mask.capacity), indices] = own
-    return shares[:, :, :-1]
+    of_slots = set_[np.minimum(b, set_.shape[0] - 1), np.minimum(h, set_.shape[1] - 1), numbers]
+    return mask.by_block(of_slots, 0.0)
 
 
 def _lines(blocks: np.ndarray) -> list[str]:

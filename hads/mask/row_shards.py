@@ -12,12 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from xsake._ground.device import on_host, put_on_device
-from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists.compact import compact
+from xsake.hads.mask.lists.mask_lists import MaskLists
 from xsake.hads.mask.lists.order import Order
-from xsake.hads.mask.lists.rows import rows_of_slots
-from xsake.hads.mask.with_bitmaps import with_bitmaps
+from xsake.hads.mask.lists.rows import by_block, rows_of_slots
 
 
 @partial(
@@ -45,8 +43,8 @@ class RowShards:
     kv_bitmap: Any = None
 
     @classmethod
-    def of(cls, mask: BlockMask, order: Order, capacity: int | None) -> RowShards:
-        grid = mask.grid
+    def of(cls, mask: MaskLists, order: Order, capacity: int | None) -> RowShards:
+        grid, incomplete = mask.grid, mask.incomplete_heads()
         count = -(-grid.num_q // order.pieces) * order.pieces
         rows = np.minimum(order.blocks(count), grid.num_q)  # [n, rows]; one spare row stands for all past the end
         traced = mask.traced
@@ -69,15 +67,15 @@ class RowShards:
             every = xp.broadcast_to(lists[None], (order.shards, *lists.shape))
             return xp.take_along_axis(every, source, -1).astype(np.int32)
 
-        if traced:  # what did not fit the mask does not fit its parts either
-            row_ptr = row_ptr.at[..., -1].add(mask.overflowed()[None].astype(np.int32) * (capacity + 1))
+        if incomplete is not None:  # what did not fit the mask does not fit its parts either
+            row_ptr = row_ptr.at[..., -1].add(incomplete[None].astype(np.int32) * (capacity + 1))
         shards = cls(
             kv_indices=of_shards(indices),
             kv_row_ptr=row_ptr,
             grid=grid,
             order=order,
             density_hint=mask.density_hint,
-            complete=not traced or (mask.complete and capacity >= need),
+            complete=incomplete is None and (not traced or capacity >= need),
             bitmaps=mask.bitmaps,
             kv_bitmap=None if mask.bitmaps is None else of_shards(mask.read(mask.kv_bitmap)),
         )
@@ -147,78 +145,13 @@ class RowShards:
 
     def to_blocks(self) -> Any:
         """This shard's active blocks, bool[b, h, rows, all columns], the columns as the keys lie on the shards."""
-        indices, ptr = self.kv_indices[0], self.kv_row_ptr[0]
-        row = rows_of_slots(jnp, ptr, self.capacity)  # slots past the last entry land in a spare row
-        total = self.columns * self.order.shards
-        column = jnp.asarray(self.order.places(total))[indices]
-        b, h = (x[..., None] for x in np.ogrid[: self.batch, : self.heads])
-        blocks = jnp.zeros((self.batch, self.heads, self.rows + 1, total), bool)
-        return blocks.at[b, h, row, column].set(True)[..., :-1, :]
+        return self._by_block(jnp.ones(self.kv_indices.shape[1:], bool), False)
 
-    def _numbers(self, columns: Any) -> Any:
-        """i32[b, h, rows, columns]: the bitmap of each of this shard's active blocks, for columns that lie there."""
-        row = rows_of_slots(jnp, self.kv_row_ptr[0], self.capacity)
+    def bitmap_numbers(self) -> Any:
+        """i32[b, h, rows, all columns]: the bitmap of each of this shard's active blocks, placed as by `to_blocks`."""
+        return self._by_block(self.kv_bitmap[0], 0)
+
+    def _by_block(self, of_slots: Any, absent: Any) -> Any:
         total = self.columns * self.order.shards
         column = jnp.asarray(self.order.places(total))[self.kv_indices[0]]
-        b, h = (x[..., None] for x in np.ogrid[: self.batch, : self.heads])
-        numbers = jnp.zeros((self.batch, self.heads, self.rows + 1, total), jnp.int32)
-        numbers = numbers.at[b, h, row, column].set(self.kv_bitmap[0])
-        return jnp.take(numbers[..., :-1, :], columns, axis=3)
-
-    def mask(self, shard: Any, *, transpose: bool) -> BlockMask:
-        """The mask of shard `shard`'s rows and of all keys, as they lie on the shards."""
-        blocks = self.to_blocks()
-        return self.mask_of(blocks, shard, np.arange(blocks.shape[3], dtype=np.int32), transpose=transpose)
-
-    def hops(self, shard: Any, *, transpose: bool, first: int | None = None) -> list[tuple[Any, BlockMask]]:
-        """For each hop of a ring, the shard whose keys arrive, the own first, and the mask of the own rows and these.
-
-        `first`: of so many hops only. Without bitmaps all lists are made at once: one by one they take as long as the
-        attention of a short hop.
-        """
-        n = first or self.order.shards
-        holders = [(shard - hop) % self.order.shards for hop in range(n)]
-        columns = (
-            jnp.stack(holders).astype(np.int32)[:, None] * self.columns + np.arange(self.columns, dtype=np.int32)[None]
-        )
-        blocks = self.to_blocks().reshape(self.batch, self.heads, self.rows, self.order.shards, self.columns)
-        active = jnp.moveaxis(jnp.take(blocks, jnp.stack(holders), axis=3), 3, 0)
-        if self.bitmaps is not None:
-            one_by_one = [self.mask_of(active[i], shard, columns[i], transpose=transpose) for i in range(n)]
-            return list(zip(holders, one_by_one, strict=True))
-        masks = self.mask_of(active.reshape(n * self.batch, *active.shape[2:]), shard, columns, transpose=transpose)
-        by_hop = [jax.tree.map(lambda x, i=i: x[i * self.batch : (i + 1) * self.batch], masks) for i in range(n)]
-        return list(zip(holders, by_hop, strict=True))
-
-    def mask_of(self, active: Any, shard: Any, columns: Any, *, transpose: bool) -> BlockMask:
-        """The mask of shard `shard`'s rows and of key blocks that lie at `columns`, some of them `active`.
-
-        `columns` is [columns], or [n, columns] where the first b of n * b batches have the first row of it, and so on.
-        It has no index rule: the caller tests positions inside blocks that are not full. Which are full follows from
-        where rows and columns stand in the sequence.
-        """
-        row = self.order.number(shard, self.rows, np.arange(self.rows, dtype=np.int32))
-        column = self.order.number(columns // self.columns, self.columns, columns % self.columns)
-        numbers = None
-        if column.ndim == 2:
-            full = self.grid.is_full(row[None, :, None], column[:, None, :])
-            full = jnp.repeat(full, self.batch, axis=0)[:, None]
-        else:
-            full = self.grid.is_full(row[:, None], column[None, :])
-        if self.bitmaps is not None:
-            numbers = self._numbers(columns)
-            whole = (jnp.asarray(self.bitmaps) == jnp.uint32(2**32 - 1)).all((-2, -1))  # full blocks have all bits
-            b, h = (x[..., None, None] for x in np.ogrid[: self.batch, : self.heads])
-            full = full[None, None] & whole[b % whole.shape[0], h % whole.shape[1], numbers]
-        capacity = max(1, min(self.capacity, active.shape[2] * active.shape[3]))
-        mask = BlockMask.of_lists(
-            compact(active, full, capacity),
-            compact(active.swapaxes(-1, -2), full.swapaxes(-1, -2), capacity) if transpose else None,
-            block_q=self.grid.block_q,
-            block_kv=self.grid.block_kv,
-            q_len=active.shape[2] * self.grid.block_q,
-            kv_len=active.shape[3] * self.grid.block_kv,
-            is_causal=False,
-            density_hint=self.density_hint,
-        )
-        return mask if numbers is None else with_bitmaps(mask, self.bitmaps, numbers)
+        return by_block(jnp, self.kv_row_ptr[0], column, total, of_slots, absent)

@@ -5,7 +5,6 @@ No [q_len, kv_len] array exists: concrete masks are evaluated a row of blocks at
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ from jax import lax
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake.hads.mask.bitmaps import distinct, pack, words_of
-from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.lists.mask_lists import MaskLists
 from xsake.hads.mask.lists.rows import ArrayT
-from xsake.hads.mask.with_bitmaps import with_bitmap_per_slot, with_bitmaps
+from xsake.hads.mask.lists.with_bitmaps import with_bitmap_per_slot, with_bitmaps
 
 _AT_A_TIME = 2**20  # elements that a traced mask evaluates at a time
 
@@ -87,7 +86,8 @@ def mask_of_tokens(
     heads: int | None = None,
     known: Known | None = None,
     capacity: int | None = None,
-) -> BlockMask:
+    transpose: bool = True,
+) -> MaskLists:
     """The mask of all elements for which the function and the grid's index rule hold.
 
     Without `known`, the function must not allow what the index rule deletes (ValueError, unless traced).
@@ -97,14 +97,11 @@ def mask_of_tokens(
     lead = (1,) * (4 - max(value.ndim, 2)) + tuple(value.shape[:-2])
     if heads is not None:
         lead = (batch or 1, heads)
-    if isinstance(value, jax.core.Tracer):
-        return _traced(grid, rule, lead, known, capacity)
-    return _concrete(grid, rule, lead, known, capacity)
+    build = _traced if isinstance(value, jax.core.Tracer) else _concrete
+    return build(grid, rule, lead, known, capacity=capacity, transpose=transpose, density_hint=None)
 
 
-def _concrete(
-    grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | None, capacity: int | None
-) -> BlockMask:
+def _concrete(grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | None, **options: Any) -> MaskLists:
     allowed, full = grid.allowed_and_full()
     shape = (*lead, grid.num_q, grid.num_kv)
     if known is None:
@@ -130,15 +127,13 @@ def _concrete(
             found, which = distinct(pack(np, value[b, h, :, c]))
             of_found = np.array([table.setdefault(x.tobytes(), len(table)) for x in found])
             number[b, h, i, columns[c]] = of_found[which]
+    mask = MaskLists.of_active(active, full & ~mixed, grid, **options, traced=False)
     if not mixed.any():
-        return BlockMask.from_blocks(active, **dataclasses.asdict(grid), capacity=capacity)
-    mask = BlockMask.of_active(
-        active, full & ~mixed, grid, capacity=capacity, transpose=True, density_hint=None, traced=False
-    )
+        return mask
     bitmaps = np.frombuffer(b"".join(table), np.uint32).reshape(1, 1, len(table), *all_ones.shape)
     spare = power_of_two_at_least(len(table)) - len(table)  # so that new contents rarely compile anew
     bitmaps = np.pad(bitmaps, [(0, 0), (0, 0), (0, spare), (0, 0), (0, 0)])
-    return with_bitmaps(mask, bitmaps, number).on_device()
+    return with_bitmaps(mask, bitmaps, number)
 
 
 def _row_of_blocks(
@@ -163,7 +158,7 @@ def _row_of_blocks(
     return (value & visible).reshape(*lead, *shape), visible.reshape(1, 1, *shape)
 
 
-def _traced(grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | None, capacity: int | None) -> BlockMask:
+def _traced(grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | None, **options: Any) -> MaskLists:
     allowed, full = grid.allowed_and_full()
     shape = (*lead, grid.num_q, grid.num_kv)
 
@@ -186,7 +181,7 @@ def _traced(grid: Grid, rule: TokenRule, lead: tuple[int, ...], known: Known | N
     else:
         active, all_of = (jnp.broadcast_to(x, shape) for x in known)
     active, all_of = active & allowed[None, None], all_of & full[None, None]
-    mask = BlockMask.of_active(active, all_of, grid, capacity=capacity, transpose=True, density_hint=None, traced=True)
+    mask = MaskLists.of_active(active, all_of, grid, **options, traced=True)
 
     def bitmaps_of(row: Any, column: Any) -> Any:
         b, h, _ = np.indices(row.shape)

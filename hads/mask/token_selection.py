@@ -11,13 +11,13 @@ import numpy as np
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake._ground.device import on_host
-from xsake.hads.mask.bitmaps import distinct, words_of
-from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.bitmaps import bit, distinct, words_of
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.chosen import sorted_lists
+from xsake.hads.mask.lists.mask_lists import MaskLists
 from xsake.hads.mask.lists.rows import ArrayT
+from xsake.hads.mask.lists.with_bitmaps import with_bitmap_per_block, with_bitmaps
 from xsake.hads.mask.token_function import Known, mask_of_tokens
-from xsake.hads.mask.with_bitmaps import with_bitmap_per_block, with_bitmaps
 
 
 def from_token_indices(
@@ -28,7 +28,7 @@ def from_token_indices(
     capacity: int | None,
     transpose: bool,
     density_hint: float | None,
-) -> BlockMask:
+) -> MaskLists:
     if grid.num_q * grid.num_kv >= 2**31:
         raise ValueError(f"{grid.num_q} x {grid.num_kv} blocks are more than 2**31: use larger blocks")
     column, wrong = _columns(block_indices, block_counts, grid)
@@ -43,26 +43,26 @@ def from_token_indices(
         raise ValueError(f"{capacity=} must be at least 1")
     lists = sorted_lists(column, grid, capacity, transpose) if _sorting_pays(column, grid) else None
     if lists is None:
-        return _poisoned(_dense(column, grid, capacity=capacity, **given), wrong)
+        return _dense(column, grid, capacity=capacity, **given).poisoned(wrong.any())
     rows, columns = lists.rows, lists.columns
-    mask = BlockMask.of_lists(rows[:3], columns and columns[:3], density_hint=density_hint, **dataclasses.asdict(grid))
+    mask = MaskLists.of_lists(rows[:3], columns and columns[:3], density_hint=density_hint, **dataclasses.asdict(grid))
     q_bitmap = columns and columns.bitmap
     mask = dataclasses.replace(mask, bitmaps=lists.bitmaps, kv_bitmap=rows.bitmap, q_bitmap=q_bitmap)
-    return _poisoned(mask, wrong)
+    return mask.poisoned(wrong.any())
 
 
-def _concrete(column: np.ndarray, grid: Grid, **given: Any) -> BlockMask:
+def _concrete(column: np.ndarray, grid: Grid, **given: Any) -> MaskLists:
     words = _row_words(np, column, grid)
     active, whole, full = _active_and_full(words, grid)
-    mask = BlockMask.of_active(active, full, grid, traced=False, **given)
+    mask = MaskLists.of_active(active, full, grid, traced=False, **given)
     if not (active & ~whole).any():
-        return mask.on_device()
+        return mask
     ones = np.full((1, words.shape[-1]), 2**32 - 1, np.uint32)
     of_blocks = np.where(whole[..., None], ones, words).reshape(-1, words.shape[-1])
     table, number = distinct(np.concatenate([ones, np.where(active.reshape(-1, 1), of_blocks, ones)])[:, None])
     spare = power_of_two_at_least(len(table)) - len(table)  # so that new contents rarely compile anew
     table = np.pad(table, [(0, spare), (0, 0), (0, 0)])
-    return with_bitmaps(mask, table[None, None], number[1:].reshape(active.shape)).on_device()
+    return with_bitmaps(mask, table[None, None], number[1:].reshape(active.shape))
 
 
 def _sorting_pays(column: ArrayT, grid: Grid) -> bool:
@@ -70,15 +70,15 @@ def _sorting_pays(column: ArrayT, grid: Grid) -> bool:
     return column.shape[1] * column.shape[3] < grid.num_q * grid.num_kv
 
 
-def _dense(column: ArrayT, grid: Grid, **given: Any) -> BlockMask:
+def _dense(column: ArrayT, grid: Grid, **given: Any) -> MaskLists:
     """A traced mask from arrays with an entry for each block: where these are few, or keys too large to be sorted."""
     words = _row_words(jnp, column, grid)
     active, _, full = _active_and_full(words, grid)
-    mask = BlockMask.of_active(active, full, grid, traced=True, **given)
+    mask = MaskLists.of_active(active, full, grid, traced=True, **given)
     return with_bitmap_per_block(mask, words.reshape(*words.shape[:2], grid.num_q * grid.num_kv, 1, words.shape[-1]))
 
 
-def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: int, block_kv: int) -> BlockMask:
+def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: int, block_kv: int) -> MaskLists:
     """A causal mask of what each token chose, and of the last `window` tokens, its own included."""
     q_len = block_indices.shape[1]
     grid = Grid.of(block_q, block_kv, q_len, q_len, True, None)
@@ -88,7 +88,7 @@ def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: 
     def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
         row = q % block_q
         word = words[b, h, q // block_q, k // block_kv, row // 32]
-        return (((word >> (row % 32).astype(np.uint32)) & np.uint32(1)) != 0) | (q - k < window)
+        return bit(word, row) | (q - k < window)
 
     i, j = np.arange(grid.num_q)[:, None] * block_q, np.arange(grid.num_kv)[None, :] * block_kv
     near = (i - (j + block_kv - 1) < window)[None, None], (i + block_q - 1 - j < window)[None, None]
@@ -96,13 +96,7 @@ def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: 
     whole = ((words & every_row) == every_row).all(-1)
     known = Known((words != 0).any(-1) | near[0], whole | near[1])
     mask = mask_of_tokens(grid, attends, batch=words.shape[0], heads=words.shape[1], known=known)
-    return _poisoned(mask, wrong) if isinstance(words, jax.core.Tracer) else mask
-
-
-def _poisoned(mask: BlockMask, wrong: ArrayT) -> BlockMask:
-    """A block that is out of range makes attention return NaN, as an overflow does."""
-    row_ptr = mask.kv_row_ptr.at[..., -1].add(wrong.any().astype(jnp.int32) * (mask.capacity + 1))
-    return dataclasses.replace(mask, kv_row_ptr=row_ptr, complete=False)
+    return mask.poisoned(wrong.any()) if isinstance(words, jax.core.Tracer) else mask
 
 
 def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +13,34 @@ import numpy as np
 from xsake._ground import atomic
 from xsake.hads.profile import fingerprint
 from xsake.hads.profile.estimator import BUCKETS, KINDS
-from xsake.hads.profile.profile import ARRAYS, STATIC, HadsProfile
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 FORMAT, VERSION, WITH_WINDOW = "xsake.HadsProfile", 4, 5
 
-_PER_HEAD = [name for name, field in ARRAYS.items() if field["axes"][:2] == ("layers", "heads")]
-_TABLES = [name for name in ARRAYS if name not in _PER_HEAD]
+
+class _Names:
+    """The names of a profile's fields, from its class: arrays with an entry per head, other arrays, static fields."""
+
+    def __init__(self, profile: Any):
+        axes = {field.name: field.metadata.get("axes") for field in dataclasses.fields(profile)}
+        self.per_head = [name for name, of in axes.items() if of and of[:2] == ("layers", "heads")]
+        self.tables = [name for name, of in axes.items() if of and name not in self.per_head]
+        self.static = [name for name, of in axes.items() if not of]
 
 
-def save(profile: HadsProfile, path: str | os.PathLike) -> None:
+def save(profile: Any, path: str | os.PathLike) -> None:
     profile.check()
+    names = _Names(profile)
     # Only a window needs the later version: without it, every xsake since version 4 can read the file.
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION if profile.window is None else WITH_WINDOW}
-    head |= {name: getattr(profile, name) for name in STATIC} | {"rule": dataclasses.asdict(profile.rule)}
+    head |= {name: getattr(profile, name) for name in names.static} | {"rule": dataclasses.asdict(profile.rule)}
     if profile.window is None:
         del head["window"]
     head |= {"feature_kinds": KINDS, "distance_buckets": BUCKETS.tolist()}
-    tables = {name: _numbers(getattr(profile, name)) for name in _TABLES}
+    tables = {name: _numbers(getattr(profile, name)) for name in names.tables}
     lines = [
         json.dumps(
-            {"layer": layer, "head": h} | {name: _numbers(getattr(profile, name)[layer, h]) for name in _PER_HEAD}
+            {"layer": layer, "head": h} | {name: _numbers(getattr(profile, name)[layer, h]) for name in names.per_head}
         )
         for layer in range(profile.layers)
         for h in range(profile.q_heads)
@@ -47,8 +52,8 @@ def save(profile: HadsProfile, path: str | os.PathLike) -> None:
     atomic.write_text(path, text)
 
 
-def load(path: str | os.PathLike) -> HadsProfile:
-    """Read a profile. Files of version 3 hold no rule: all of them were made with VERSION_3."""
+def load[Profile](kind: type[Profile], path: str | os.PathLike) -> Profile:
+    """Read a profile of class `kind`. Files of version 3 hold no rule: all of them were made with VERSION_3."""
     damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
     try:
         data = json.loads(Path(path).read_text())
@@ -61,34 +66,14 @@ def load(path: str | os.PathLike) -> HadsProfile:
             f"3 to {WITH_WINDOW}: calibrate again"
         )
     try:
-        profile = _profile(data, VERSION_3 if version[1] == 3 else Rule(**data["rule"]))
+        profile: Any = kind(**_fields(_Names(kind), data, VERSION_3 if version[1] == 3 else Rule(**data["rule"])))
         profile.check()
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"{damaged}: {error}") from error
     return profile
 
 
-def shipped(model: str, length: int = 0) -> HadsProfile:
-    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens.
-
-    The profiles are the files MODEL-TOKENS.json of the folder `shipped`, TOKENS those of a sequence of calibration.
-    """
-    folder = resources.files("xsake.hads.profile") / "shipped"
-    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
-    about = [file.name.removesuffix(".json").rpartition("-") for file in files]
-    known = {
-        abs(math.log(int(tokens) / max(length, 1))): file
-        for (name, _, tokens), file in zip(about, files, strict=True)
-        if name == model
-    }
-    if not known:
-        names = ", ".join(sorted({name for name, _, _ in about}))
-        raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
-    with resources.as_file(known[min(known)]) as path:
-        return load(path)
-
-
-def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
+def _fields(names: _Names, data: dict[str, Any], rule: Rule) -> dict[str, Any]:
     if (tuple(data["feature_kinds"]), data["distance_buckets"]) != (KINDS, BUCKETS.tolist()):
         raise ValueError("its features or distance buckets are not those of this version")
     places = [(line["layer"], line["head"]) for line in data["heads"]]
@@ -96,11 +81,11 @@ def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
     # The count first: a damaged number must not make a list of a billion places.
     if len(places) != layers * heads or places != [(layer, h) for layer in range(layers) for h in range(heads)]:
         raise ValueError("its heads are not complete and in order")
-    arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in _TABLES}
-    for name in _PER_HEAD:
+    arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in names.tables}
+    for name in names.per_head:
         flat = np.asarray([line[name] for line in data["heads"]], np.float32)
         arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
-    static: dict[str, Any] = {name: data[name] for name in STATIC if name not in ("rule", "window")}
+    static: dict[str, Any] = {name: data[name] for name in names.static if name not in ("rule", "window")}
     static["window"] = data["window"] if data["version"] == WITH_WINDOW else None
     for name in ("block", "length", "kv_heads", *(["window"] if data["version"] == WITH_WINDOW else [])):
         if type(static[name]) is not int or static[name] < 1:
@@ -109,7 +94,7 @@ def _profile(data: dict[str, Any], rule: Rule) -> HadsProfile:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("model must be a string, and digests a list of strings")
     fingerprint.check(static["digests"])
-    return HadsProfile(**arrays, **static | {"digests": tuple(static["digests"]), "rule": rule})
+    return arrays | static | {"digests": tuple(static["digests"]), "rule": rule}
 
 
 def _numbers(value: Any) -> Any:

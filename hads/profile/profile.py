@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from importlib import resources
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake.hads.profile import file
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator
 from xsake.hads.profile.rule import RULE, Rule
@@ -117,16 +120,12 @@ class HadsProfile:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write one JSON file, a line for each head, atomically."""
-        from xsake.hads.profile import file
-
         file.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> HadsProfile:
         """Read a file that `save` wrote."""
-        from xsake.hads.profile import file
-
-        return file.load(path)
+        return file.load(cls, path)
 
     def __repr__(self) -> str:
         return (
@@ -168,3 +167,23 @@ def profile_shape(
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
     about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads, window=window)
     return HadsProfile(**arrays, **about, digests=(), rule=rule)
+
+
+def shipped(model: str, length: int = 0) -> HadsProfile:
+    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens.
+
+    The profiles are the files MODEL-TOKENS.json of the folder `shipped`, TOKENS those of a sequence of calibration.
+    """
+    folder = resources.files("xsake.hads.profile") / "shipped"
+    paths = [path for path in folder.iterdir() if path.name.endswith(".json")]
+    about = [path.name.removesuffix(".json").rpartition("-") for path in paths]
+    known = {
+        abs(math.log(int(tokens) / max(length, 1))): path
+        for (name, _, tokens), path in zip(about, paths, strict=True)
+        if name == model
+    }
+    if not known:
+        names = ", ".join(sorted({name for name, _, _ in about}))
+        raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
+    with resources.as_file(known[min(known)]) as path:
+        return HadsProfile.load(path)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake._ground.buckets import density_bucket
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.lists.order import OrderName
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.mask.block_mask import BlockMask, density_bucket
+from xsake._ground.buckets import density_bucket
+from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.lists.order import Order, OrderName
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
 from xsake.hads.profile.causal_grid import CausalGrid

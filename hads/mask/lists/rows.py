@@ -60,6 +60,19 @@ def rows_of_slots(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
     return xp.cumsum(count, -1)[..., :capacity]
 
 
+def by_block(xp: Any, ptr: ArrayT, columns: ArrayT, num_columns: int, of_slots: ArrayT, absent: Any) -> ArrayT:
+    """[b, h, R, num_columns, ...]: `of_slots`, [b, h, N, ...], at the row and column of each slot; else `absent`."""
+    b, h = (x[..., None] for x in np.ogrid[: columns.shape[0], : columns.shape[1]])
+    row = rows_of_slots(xp, ptr, columns.shape[2])  # slots past the last entry land in a spare row
+    shape = (*columns.shape[:2], ptr.shape[-1], num_columns, *of_slots.shape[3:])
+    return put(xp, xp.full(shape, absent, of_slots.dtype), (b, h, row, columns), of_slots)[:, :, :-1]
+
+
+def at(array: ArrayT, *where: ArrayT) -> ArrayT:
+    """`array[where]`, a dimension of size 1 being shared."""
+    return array[tuple(0 * i if size == 1 else i for i, size in zip(where, array.shape, strict=True))]
+
+
 def put(xp: Any, array: ArrayT, where: tuple, value: Any) -> ArrayT:
     """The array with `array[where] = value`; a numpy array is changed in place."""
     if xp is jnp:

@@ -110,13 +110,12 @@ def generate(
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
-    from xsake.hads.profile import file
-    from xsake.hads.profile.profile import HadsProfile
+    from xsake.hads.profile.profile import HadsProfile, shipped
     from xsake.model import HadsBudget
     from xsake.model.weights.published import name_of
 
     name = name_of(model)
-    learned = file.shipped(name, length) if profile is None else HadsProfile.load(profile)
+    learned = shipped(name, length) if profile is None else HadsProfile.load(profile)
     if learned.model != name:
         raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
     return HadsBudget(learned, share, decode)

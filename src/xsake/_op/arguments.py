@@ -221,17 +221,11 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
 
 
 def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:
-    """`sink_lse`, with NaN for heads whose mask overflowed under jit. If the mask is concrete, ValueError instead."""
-    if mask.complete:
+    """`sink_lse`, with NaN for heads whose mask overflowed under jit."""
+    heads = mask.incomplete_heads()
+    if heads is None:
         return sink_lse
-    if not isinstance(mask.kv_row_ptr, jax.core.Tracer):
-        if mask.overflowed().any():
-            raise ValueError(
-                f"mask was built under jit with capacity {mask.capacity} and does not fit it, or names blocks out of "
-                f"range: give it a larger capacity"
-            )
-        return sink_lse
-    overflowed = jnp.broadcast_to(mask.overflowed()[:, :, None], (mask.batch, mask.heads, num_q_heads // mask.heads))
+    overflowed = jnp.broadcast_to(heads[:, :, None], (mask.batch, mask.heads, num_q_heads // mask.heads))
     base = -math.inf if sink_lse is None else sink_lse
     return jnp.where(overflowed.reshape(mask.batch, num_q_heads), math.nan, base).astype(jnp.float32)
 

@@ -103,4 +103,4 @@ def mask_of(indices: Any, counts: Any, tokens: int, block_size: int, window: int
     block_q = next(n for n in (8, 16, 32, _ROWS) if group % (_ROWS // n) == 0)
     if window is None:
         return BlockMask.from_token_indices(indices, counts, block_kv=block_size, block_q=block_q, is_causal=True)
-    return with_window(indices, counts, window, block_kv=block_size, block_q=block_q)
+    return BlockMask.of(with_window(indices, counts, window, block_kv=block_size, block_q=block_q))

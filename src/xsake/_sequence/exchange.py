@@ -31,6 +31,7 @@ from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts, of_live_rows, sink_gradient
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.shard_masks import mask_of_all_keys, masks_of_hops
 
 EXCHANGES = ("gather", "ring", "sparse")
 
@@ -55,7 +56,7 @@ class Shard:
         """The call of this shard's queries to all keys, with the own keys and values."""
         return dataclasses.replace(
             self.call,
-            mask=self.rows.mask(shard, transpose=transpose),
+            mask=mask_of_all_keys(self.rows, shard, transpose=transpose),
             bias=self.bias,
             kv_segments=self.kv_segments,
             kv_positions=self.kv_positions,
@@ -213,7 +214,7 @@ def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
     own = jax.lax.axis_index(route.axes)
     held = (shard.call.key, shard.call.value)
     parts = []
-    for hop, (holder, mask) in enumerate(shard.rows.hops(own, transpose=False)):
+    for hop, (holder, mask) in enumerate(masks_of_hops(shard.rows, own, transpose=False)):
         following = route.next(held) if hop + 1 < route.shards else held  # begins before the attention to `held`
         call = shard.of_hop(hop, *held, holder, mask)
         out, lse = route.plan.run_forward(call)
@@ -241,7 +242,7 @@ def _ring_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delt
     d_query = jnp.zeros((), jnp.float32)
     d_held = (jnp.zeros((), jnp.float32),) * 2  # gradients of the held keys and values, from the shards they came by
     d_bias = vary(jnp.zeros_like(wide(shard.bias)), varying_axes(shard)) if shard.bias is not None else jnp.zeros(())
-    for hop, (holder, mask) in enumerate(shard.rows.hops(own, transpose=True)):
+    for hop, (holder, mask) in enumerate(masks_of_hops(shard.rows, own, transpose=True)):
         following = route.next(held) if hop + 1 < route.shards else held
         call = shard.of_hop(hop, *held, holder, mask)
         query, key, value, *bias = route.plan.run_backward(with_bias, call, lse, delta, d_out)

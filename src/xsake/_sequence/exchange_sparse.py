@@ -21,6 +21,7 @@ from xsake._op.pieces import by_heads, wide
 from xsake._op.run import Plan
 from xsake.backend.contract import Call
 from xsake.hads.mask.row_shards import RowShards
+from xsake.hads.mask.shard_masks import mask_of_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Sparse:
             call,
             key=jnp.concatenate([call.key, self._arriving(rows, call.key, wanted, asked)], 1),
             value=jnp.concatenate([call.value, self._arriving(rows, call.value, wanted, asked)], 1),
-            mask=rows.mask_of(active, own, columns, transpose=transpose),
+            mask=mask_of_columns(rows, active, own, columns, transpose=transpose),
             bias=_gather_columns(rows, call.bias, columns, 3),
             kv_segments=_gather_columns(rows, shard.kv_segments, columns, 1),
             kv_positions=_gather_columns(rows, shard.kv_positions, columns, 1),

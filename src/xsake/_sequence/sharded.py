@@ -23,6 +23,7 @@ from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.lists.order import Order
 from xsake.hads.mask.row_shards import RowShards
+from xsake.hads.mask.shard_masks import masks_of_hops
 
 Axes = str | tuple[str, ...] | None
 
@@ -349,7 +350,7 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
     by_index = positions[0] is None
     if by_index and band != Band():
         positions = tuple(x[None] for x in number)
-    _, own_blocks = rows.hops(own, transpose=False, first=1)[0]
+    _, own_blocks = masks_of_hops(rows, own, transpose=False, first=1)[0]
     call = build_call(
         query,
         key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from xsake._ground.device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
+from xsake.hads.mask.lists.rows import at
 from xsake.hads.mask.token_function import mask_of_tokens
 
 Sizes = dict[str, Any]  # block_q, block_kv, q_len, kv_len
@@ -48,11 +50,10 @@ def mask_of(
     `elements` is bool[B | 1, H | 1, T | 1, S | 1]; `of_heads` has an object per head that gives booleans for
     [queries, keys] slices; `blocks` is bool[B | 1, H | 1, nQ, nK]; `band` is a rule of indices.
     """
+    grid = Grid.of(**sizes, is_causal=False, window=None)
     if elements is None and of_heads is None:
-        rule: dict[str, Any] = dict(is_causal=band.right == 0, local_window_size=_window(band))
-        if blocks is None:
-            return BlockMask.full(**sizes, **rule)
-        return BlockMask.from_blocks(blocks, **sizes, **rule)
+        rule = dataclasses.asdict(grid.with_band(band))
+        return BlockMask.full(**rule) if blocks is None else BlockMask.from_blocks(blocks, **rule)
     parts = [x for x in (elements, blocks) if x is not None]
     heads = max([x.shape[1] for x in parts] + [1 if of_heads is None else len(of_heads)])
     entries = max([x.shape[0] for x in parts], default=1)
@@ -63,25 +64,14 @@ def mask_of(
     def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
         ok = band.allows(k - q) & (h >= 0) & (b >= 0) & (q >= 0) & (k >= 0)
         if elements is not None:
-            ok = ok & _at(elements, b, h, q, k)
+            ok = ok & at(elements, b, h, q, k)
         if blocks is not None:
-            ok = ok & _at(blocks, b, h, q // sizes["block_q"], k // sizes["block_kv"])
+            ok = ok & at(blocks, b, h, q // sizes["block_q"], k // sizes["block_kv"])
         if whole is not None:
             ok = ok & whole(h, q, k)
         return ok
 
-    grid = Grid.of(**sizes, is_causal=False, window=None)
-    return mask_of_tokens(grid, attends, batch=min(entries, batch), heads=heads)
-
-
-def _at(x: Any, *where: Any) -> Any:
-    """x[where], a dimension of size 1 being shared."""
-    return x[tuple(0 * i if size == 1 else i for i, size in zip(where, x.shape, strict=True))]
-
-
-def _window(band: Band) -> tuple[int | None, int | None] | None:
-    right = None if band.right == 0 else band.right
-    return None if band.left is None and right is None else (band.left, right)
+    return BlockMask.of(mask_of_tokens(grid, attends, batch=min(entries, batch), heads=heads))
 
 
 class _OfHeads:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from xsake.hads.profile import file
+from xsake.hads.profile.profile import shipped
 
 MODEL = "smollm2"
 BUDGET = 0.2
@@ -23,7 +23,7 @@ def show(model: Any, encode: Callable[[str], list[int]], console: Console) -> No
     from pydoc_data.topics import topics
 
     tokens = encode("\n\n".join(topics[name] for name in sorted(topics, reverse=True)))[:LENGTH]
-    race(model, tokens, file.shipped(MODEL, LENGTH), BUDGET, console)
+    race(model, tokens, shipped(MODEL, LENGTH), BUDGET, console)
 
 
 def race(model: Any, tokens: list[int], profile: Any, budget: float, console: Console) -> dict[str, float]:

@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.lists.mask_lists import MaskLists
 from xsake.hads.mask.lists.rows import ArrayT, rows_of_slots
 
 
-def with_bitmaps(mask: BlockMask, bitmaps: ArrayT, number: ArrayT) -> BlockMask:
+def with_bitmaps(mask: MaskLists, bitmaps: ArrayT, number: ArrayT) -> MaskLists:
     """The mask with `bitmaps`; number[b | 1, h | 1, nQ, nK] says which of them each block has."""
     xp: Any = jnp if mask.traced else np
     number = xp.broadcast_to(number, (mask.batch, mask.heads, *number.shape[2:]))
@@ -29,7 +29,7 @@ def with_bitmaps(mask: BlockMask, bitmaps: ArrayT, number: ArrayT) -> BlockMask:
     return dataclasses.replace(mask, bitmaps=bitmaps, kv_bitmap=by_row, q_bitmap=transposed)
 
 
-def with_bitmap_per_slot(mask: BlockMask, bitmaps_of: Callable[[ArrayT, ArrayT], ArrayT]) -> BlockMask:
+def with_bitmap_per_slot(mask: MaskLists, bitmaps_of: Callable[[ArrayT, ArrayT], ArrayT]) -> MaskLists:
     """A traced mask with bitmaps of its own for each slot: bitmaps_of(row, column), both i32[b, h, N], gives them."""
     row = _rows(jnp, mask.kv_row_ptr, mask.capacity)
     slot = jnp.broadcast_to(jnp.arange(mask.capacity, dtype=jnp.int32), row.shape)
@@ -39,7 +39,7 @@ def with_bitmap_per_slot(mask: BlockMask, bitmaps_of: Callable[[ArrayT, ArrayT],
     return with_bitmaps(mask, bitmaps_of(row, mask.kv_indices), number)
 
 
-def with_bitmap_per_block(mask: BlockMask, bitmaps: ArrayT) -> BlockMask:
+def with_bitmap_per_block(mask: MaskLists, bitmaps: ArrayT) -> MaskLists:
     """A traced mask with a bitmap of its own for every block, listed or not, row after row: bitmaps[b, h, nQ * nK]."""
 
     def numbers(indices: ArrayT, ptr: ArrayT, of: Callable[[ArrayT, ArrayT], ArrayT]) -> ArrayT:
@@ -57,6 +57,6 @@ def _rows(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
     return xp.minimum(rows_of_slots(xp, ptr, capacity), ptr.shape[-1] - 2)
 
 
-def _lead(mask: BlockMask) -> tuple[np.ndarray, np.ndarray]:
+def _lead(mask: MaskLists) -> tuple[np.ndarray, np.ndarray]:
     b, h = np.ogrid[: mask.batch, : mask.heads]
     return b[..., None], h[..., None]

@@ -1,0 +1,224 @@
+"""The record of a BlockMask: its compressed rows, their transpose, bitmaps and the index rule.
+
+For one head of a causal mask with 4 blocks a side and blocks (0,0) (1,1) (2,0) (2,2) (3,0) (3,3) active:
+
+    kv_row_ptr  = [0, 1, 2, 4, 6]
+    kv_indices  = [0,  1,  0, 2,  0, 3,  3, 3]      row 2 is kv_indices[2:4]; the last two slots are padding
+    kv_num_full = [0, 0, 1, 1]                      block (2,0) lies below the diagonal: no element test
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake._ground.buckets import density_bucket, power_of_two_at_least
+from xsake._ground.device import on_host
+from xsake.hads.mask.band import Band
+from xsake.hads.mask.grid import Grid, Window
+from xsake.hads.mask.lists.rows import ArrayT, by_block, compress, finished
+
+ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
+COLUMNS = ("q_indices", "q_row_ptr", "q_num_full", "col_order")
+BITMAPS = ("bitmaps", "kv_bitmap", "q_bitmap")
+STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_size", "density_hint", "complete")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class MaskLists:
+    """The fields of a `BlockMask`, which users hold, and what is computed from them alone."""
+
+    kv_indices: Any
+    kv_row_ptr: Any
+    kv_num_full: Any
+    q_indices: Any
+    q_row_ptr: Any
+    q_num_full: Any
+    row_order: Any
+    col_order: Any
+    block_q: int
+    block_kv: int
+    q_len: int
+    kv_len: int
+    is_causal: bool
+    local_window_size: tuple[int | None, int | None] | None
+    density_hint: float | None
+    complete: bool  # known to have all its blocks; False where only the contents tell (`incomplete_heads`)
+    # Which elements of a block attend: bit r % 32 of bitmaps[.., n, c, r // 32] is row r and column c of bitmap n, and
+    # kv_bitmap (q_bitmap) is n for each slot of kv_indices (q_indices). One column stands for all: a bit per row.
+    bitmaps: Any = None
+    kv_bitmap: Any = None
+    q_bitmap: Any = None
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_active(
+        cls,
+        active: ArrayT,
+        full: ArrayT,
+        grid: Grid,
+        *,
+        capacity: int | None,
+        transpose: bool,
+        density_hint: float | None,
+        traced: bool,
+    ) -> Self:
+        """The lists of `active` blocks, bool[b, h, nQ, nK], all of which the rule allows; numpy arrays unless traced.
+
+        `full`, [nQ, nK] or like `active`, says which of them need no test of elements.
+        """
+        xp: Any = jnp if traced else np
+        num_allowed = grid.num_allowed
+        if not traced:
+            per_head = active.sum((-2, -1))
+            need = int(per_head.max())
+            if capacity is None:
+                capacity = min(power_of_two_at_least(need), max(num_allowed, 1))
+            elif need > capacity:
+                b, h = np.unravel_index(int(per_head.argmax()), per_head.shape)
+                raise ValueError(
+                    f"{capacity=} is too small: batch {b}, head {h} has {need} active blocks; "
+                    f"pass capacity>={need} (or None)"
+                )
+            if density_hint is None:
+                density_hint = density_bucket(float(per_head.mean()) / max(num_allowed, 1))
+        elif capacity is None:
+            capacity = max(num_allowed, 1)
+        if capacity < 1:
+            raise ValueError(f"{capacity=} must be at least 1")
+
+        rows = compress(xp, active, full, capacity)
+        columns = compress(xp, active.swapaxes(-1, -2), full.swapaxes(-1, -2), capacity) if transpose else (None,) * 4
+        lists: dict[str, Any] = dict(zip(ROWS + COLUMNS, rows + columns, strict=True))
+        complete = not traced or capacity >= num_allowed
+        return cls(**lists, **dataclasses.asdict(grid), density_hint=density_hint, complete=complete)
+
+    @classmethod
+    def of_lists(cls, rows: tuple[ArrayT, ...], columns: tuple[ArrayT, ...] | None = None, **options: Any) -> Self:
+        """A traced mask from lists as `compact.compact` makes them; without `columns`, for inference only."""
+        return cls.of_finished(finished(jnp, *rows), finished(jnp, *columns) if columns else None, **options)
+
+    @classmethod
+    def of_finished(
+        cls,
+        rows: tuple[ArrayT, ...],
+        columns: tuple[ArrayT, ...] | None = None,
+        *,
+        density_hint: float | None = None,
+        local_window_size: Window = None,
+        **grid: Any,
+    ) -> Self:
+        """`of_lists`, from lists as `lists.finished` makes them."""
+        checked = Grid.of(**grid, window=local_window_size)
+        names: dict[str, Any] = dict(zip(ROWS + COLUMNS, rows + (columns or (None,) * 4), strict=True))
+        complete = rows[0].shape[-1] >= checked.num_allowed
+        return cls(**names, **dataclasses.asdict(checked), density_hint=density_hint, complete=complete)
+
+    # -- shape -------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Any:  # an int, or a dimension variable of jax.export
+        return self.kv_indices.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.kv_indices.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The number of list slots per head."""
+        return self.kv_indices.shape[2]
+
+    @property
+    def most_density(self) -> float:
+        """What the lists have room for: an upper bound of the density that is known while tracing."""
+        return min(1.0, self.capacity / max(self.grid.num_allowed, 1))
+
+    @property
+    def num_q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def band(self) -> Band:
+        return Band.of(self.is_causal, self.local_window_size)
+
+    @property
+    def has_transpose(self) -> bool:
+        return self.q_indices is not None
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
+
+    @property
+    def traced(self) -> bool:
+        return any(isinstance(field, jax.core.Tracer) for field in vars(self).values())
+
+    # -- contents ----------------------------------------------------------------------------------------------------
+
+    def read(self, lists: ArrayT) -> ArrayT:
+        """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
+        return jnp.asarray(lists) if self.traced else on_host(lists)
+
+    def overflowed(self) -> ArrayT:
+        """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
+        return self.read(self.kv_row_ptr)[..., -1] > self.capacity
+
+    def incomplete_heads(self) -> ArrayT | None:
+        """`overflowed` of a traced mask; None where every head is known to have all its blocks.
+
+        Whoever computes with the blocks asks this first: a concrete mask that overflowed raises ValueError, and what is
+        computed from a traced one must stay poisoned, in these heads (`poisoned`, or NaN).
+        """
+        if self.complete:
+            return None
+        if isinstance(self.kv_row_ptr, jax.core.Tracer):
+            return self.overflowed()
+        if self.overflowed().any():
+            raise ValueError(
+                f"mask was built under jit with capacity {self.capacity} and does not fit it, or names blocks out of "
+                f"range: give it a larger capacity"
+            )
+        return None
+
+    def poisoned(self, heads: ArrayT) -> Self:
+        """This traced mask, with `heads`, bool[b or 1, h or 1], overflowed: there, attention returns NaN."""
+        row_ptr = self.kv_row_ptr.at[..., -1].add(heads.astype(jnp.int32) * (self.capacity + 1))
+        return dataclasses.replace(self, kv_row_ptr=row_ptr, complete=False)
+
+    def by_block(self, of_slots: ArrayT, absent: Any) -> ArrayT:
+        """[b, h, nQ, nK, ...]: what `of_slots`, [b, h, N, ...], has for each listed block, and elsewhere `absent`."""
+        ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
+        return by_block(jnp if self.traced else np, ptr, indices, self.num_kv_blocks, of_slots, absent)
+
+    def to_blocks(self) -> ArrayT:
+        """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
+        return self.by_block((jnp if self.traced else np).ones(self.kv_indices.shape, bool), False)
+
+    def density(self, *, per_head: bool = False) -> Any:
+        """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
+        per = self.read(self.kv_row_ptr)[..., -1] / max(self.grid.num_allowed, 1)
+        return per if per_head else per.mean()
+
+    def __repr__(self) -> str:
+        rule = "causal" if self.is_causal else "no causal rule"
+        if self.local_window_size is not None:
+            rule += f", window {self.local_window_size}"
+        try:
+            shape = f"batch {self.batch}, heads {self.heads}, capacity {self.capacity}"
+            shape += "" if self.bitmaps is None else f", {self.bitmaps.shape[2]} bitmaps"
+        except (AttributeError, IndexError, TypeError):  # a tree of specs or of shapes
+            shape = "no arrays"
+        return (
+            f"BlockMask({self.q_len} x {self.kv_len}, blocks {self.block_q} x {self.block_kv}, {rule}, {shape}"
+            f"{'' if self.has_transpose else ', inference only'})"
+        )
