@@ -17,6 +17,7 @@ from sweep import sweep
 
 import xsake
 from xsake._op import registry
+from xsake._sequence import sharded as sequence_sharded
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
