@@ -1,6 +1,6 @@
-"""The tables of README.md and docs/, made from recorded runs: no number there is typed by hand.
+"""The tables of README.md, docs/ and benchmarks/notes/, made from recorded runs: no number there is typed by hand.
 
-python -m benchmarks.report           rewrite every generated part of README.md and docs/*.md
+python -m benchmarks.report           rewrite every generated part of these pages
 python -m benchmarks.report --check   exit 1 if a part is not what the recorded runs say
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a name of PARTS.
@@ -13,52 +13,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import (
-    attention,
-    chunks,
-    decode,
-    first_call,
-    generate,
-    hads,
-    model,
-    packing,
-    peer_aims,
-    plan,
-    prompt,
-    ruler,
-    selection,
-    shards,
-    tpu,
-    tuning,
-)
+from benchmarks.report import aims, attention, generation, hads, model, plan, ruler, selection, shards, tpu, tuning
 
 PARTS: dict[str, Callable[[], str]] = {
+    "aims": aims.aims,
     "cpu_attention": attention.cpu_attention,
-    "gpu_aims": peer_aims.gpu_aims,
     "gpu_attention": attention.gpu_attention,
     "gpu_blocks": attention.gpu_blocks,
-    "gpu_decode": decode.gpu_decode,
-    "gpu_first_call": first_call.gpu_first_call,
-    "gpu_generate": generate.times,
-    "gpu_generate_quality": generate.quality,
-    "gpu_peers": attention.gpu_peers,
+    "gpu_decode": generation.gpu_decode,
+    "gpu_first_call": generation.gpu_first_call,
+    "gpu_generate": generation.gpu_generate,
+    "gpu_generate_quality": generation.gpu_generate_quality,
     "gpu_hops": attention.gpu_hops,
-    "gpu_packing": packing.gpu_packing,
+    "gpu_peers": attention.gpu_peers,
     "gpu_profile": attention.gpu_profile,
-    "gpu_prompt": prompt.gpu_prompt,
+    "gpu_prompt": generation.gpu_prompt,
+    "gpu_prompt_kernels": generation.kernels_of_chunks,
     "gpu_selection": selection.gpu_selection,
     "gpu_speed": attention.gpu_speed,
-    "hads_chunks": chunks.chunks,
+    "hads_ablations": hads.ablations,
+    "hads_answers": hads.answers,
+    "hads_chunks": hads.chunks,
     "hads_every_method": hads.every_method,
     "hads_first_table": hads.first_table,
+    "hads_lengths": hads.lengths,
     "hads_mask_cost": hads.mask_cost,
-    "hads_shards": shards.cost,
+    "hads_pays": hads.pays,
+    "hads_qwen": hads.qwen,
+    "hads_shards": shards.union,
     "hads_short": hads.short,
-    "hads_study": hads.every_study,
-    "hads_union": shards.union,
+    "hads_smollm2": hads.smollm2,
     "plan_check": plan.check,
     "plan_example": plan.example,
-    "ruler": ruler.ruler,
+    "ruler_lengths": ruler.by_length,
+    "ruler_tasks": ruler.by_task,
     "smollm2": model.smollm2,
     "tpu_compile": tpu.tpu_compile,
     "tpu_gather_shapes": tpu.tpu_gather_shapes,
@@ -72,8 +60,9 @@ _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def pages() -> list[Path]:
     """The pages with generated parts."""
-    every = (record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md")))
-    return [page for page in every if _PART.search(page.read_text())]
+    folders = (record.ROOT / "docs", record.ROOT / "benchmarks" / "notes")
+    every = [page for folder in folders for page in sorted(folder.rglob("*.md"))]
+    return [page for page in (record.ROOT / "README.md", *every) if _PART.search(page.read_text())]
 
 
 def parts_of(page: Path) -> list[str]:

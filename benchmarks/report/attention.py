@@ -1,266 +1,247 @@
-"""Speed of attention: on a CPU, and on an NVIDIA GPU beside cuDNN and torch FlexAttention."""
+"""Speed of attention: on a CPU, and on an NVIDIA GPU beside cuDNN, FlexAttention and FlashAttention-4."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks import record
-from benchmarks.report.words import milliseconds, source, table
-from xsake.autotune.workloads import WORKLOADS, Workload
+from benchmarks.report.words import DIRECTIONS, Row, Run, facts, grid, median, ms, section, span, table, times, unique
+from xsake.autotune.workloads import WORKLOADS
+from xsake.dashboard.show.words import CALLS, call, kernel
 
-Runs = dict[tuple[str, str, str, float | None], dict[str, Any]]
+Runs = dict[tuple[str, str, str, float | None], Row]
 
 
 def cpu_attention() -> str:
-    run = record.load("cpu_attention")
+    run = Run.load("cpu_attention")
     rows = []
-    for r in run["results"]:
+    for r in sorted(run.results, key=lambda r: (WORKLOADS[r["workload"]].length, -r["density"], r["direction"])):
         peer, used = r["seconds"].get("jax.nn"), r["temporary_bytes"]
         rows.append(
             [
                 str(WORKLOADS[r["workload"]].length),
-                r["direction"],
                 f"{r['density']:.0%}",
-                milliseconds(r["seconds"]["xsake"]),
-                milliseconds(peer) if peer else "not run",
+                r["direction"],
+                ms(r["seconds"]["xsake"], 0),
+                ms(peer, 0) if peer else "not run",
                 f"{r['speedup']:.1f}x" if peer else "",
-                " against ".join(f"{n / 2**20:.0f} MiB" for n in used.values()),
+                " / ".join(f"{n / 2**20:.0f} MiB" for n in used.values()),
             ]
         )
-    heads = ["tokens", "direction", "active blocks", "xsake", "jax.nn (xla)", "speed-up", "temporary memory"]
-    origin = source("cpu_attention.json", run, "jax", note=f"{run['environment']['cores']} cores")
-    return "\n".join([*table(heads, rows), "", f"Times are medians with quartiles. {origin}"])
+    heads = ["tokens", "active blocks", "direction", "XSAKE", "jax.nn (XLA)", "speed-up", "temporary memory"]
+    return section(table(heads, rows), run.source("jax", note=f"{run.content['environment']['cores']} cores"))
 
 
-def _gpu() -> tuple[dict[str, Any], Runs, list[float]]:
-    """The run, its results by (workload, direction, implementation, density asked for), and these densities."""
-    run = record.load("gpu_attention")
-    by = {(r["workload"], r["direction"], r["implementation"], r.get("asked")): r for r in run["results"]}
-    return run, by, sorted({asked for *_, who, asked in by if who == "xsake"}, reverse=True)
+def _gpu() -> tuple[Run, Runs, dict[float, str]]:
+    """The run, its results, and the densities that were asked for, in words."""
+    run = Run.load("gpu_attention")
+    by = run.by("workload", "direction", "implementation", "asked")
+    return run, by, {d: f"{d:.0%}" for d in sorted({at for *_, who, at in by if who == "xsake"}, reverse=True)}
+
+
+def _calls(by: Runs) -> dict[tuple[str, str], tuple[str, str]]:
+    """Each call in each direction, in words."""
+    return {key: (call(key[0]), key[1]) for key in unique(key[:2] for key in by)}
 
 
 def gpu_speed() -> str:
     """Dense attention's time over ours, for the README."""
     run, by, densities = _gpu()
-    densities = [d for d in densities if d in (1.0, 0.5, 0.25, 0.1)]
-    rows = []
-    for name, direction in dict.fromkeys((workload, direction) for workload, direction, *_ in by):
-        dense, ours = (
-            [by[name, direction, who, d]["seconds"]["median"] for d in densities] for who in ("cudnn", "xsake")
-        )
-        times = (f"{theirs / mine:.1f}x" for theirs, mine in zip(dense, ours, strict=True))
-        rows.append([_about(WORKLOADS[name]), direction, *times])
-    lines = table(["call", "direction", *(f"{d:.0%} of blocks" for d in densities)], rows)
+
+    def cell(at: tuple[str, str], density: float) -> str:
+        ours, dense = (by[*at, who, density]["seconds"]["median"] for who in ("xsake", "cudnn"))
+        return times(dense / ours, 1)
+
+    shown = {d: f"{words} of blocks" for d, words in densities.items() if d in (1.0, 0.5, 0.25, 0.1)}
     true = f"The diagonal is always on: at 4096 tokens, 10% asked for are {_true_density(by)}."
-    return "\n".join([*lines, "", f"{true} {source('gpu_attention.json', run, 'jax')}", "", _beside_fa4()])
+    return section(grid(("call", "direction"), _calls(by), shown, cell), f"{true} {run.source('jax')}", _beside_fa4())
+
+
+def peers() -> Runs:
+    rows = [r for run in Run.load_all("gpu_peers_") for r in run.results]
+    return {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in rows}
 
 
 def _beside_fa4() -> str:
     """The least and the most of our throughput over FlashAttention-4's with the same mask."""
-    results = [r for run in record.load_all("gpu_peers_").values() for r in run["results"]]
-    by = {(r["direction"], r["workload"], r["mask"], r["implementation"]): r["tflops"] for r in results}
-    ranges = {}
-    for direction in ("forward", "forward+backward"):
-        places = [key[:3] for key in by if key[0] == direction and key[3] == "fa4"]
-        ratios = [by[*place, "xsake"] / by[*place, "fa4"] for place in places]
-        ranges[direction] = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
-    return "Over FlashAttention-4 with the same masks: " + ", ".join(f"{x} {name}" for name, x in ranges.items()) + "."
+    by = peers()
+
+    def ratios(direction: str) -> str:
+        places = [key[:3] for key in by if key[1] == direction and key[3] == "fa4"]
+        return span((by[*at, "xsake"]["tflops"] / by[*at, "fa4"]["tflops"] for at in places), "{:.2f}x")
+
+    return "Over FlashAttention-4 with the same masks: " + ", ".join(f"{ratios(d)} {d}" for d in DIRECTIONS) + "."
 
 
 def _true_density(by: Runs) -> str:
     return f"{by['gpt4k', 'forward', 'xsake', 0.1]['density']:.1%}"
 
 
-def _about(workload: Workload) -> str:
-    grouped = "" if workload.q_heads == workload.kv_heads else f" on {workload.kv_heads}"
-    causal = ", causal" if workload.is_causal else ""
-    return (
-        f"{workload.batch} x {workload.length} tokens, {workload.q_heads} heads{grouped}, D {workload.head_dim}{causal}"
-    )
-
-
 def gpu_attention() -> str:
-    """Throughput on active blocks, over cuDNN's dense throughput and over FlexAttention at the same mask."""
+    """Throughput on active blocks, and the speed beside cuDNN's dense attention and FlexAttention."""
     run, by, densities = _gpu()
-    names = list(dict.fromkeys(workload for workload, *_ in by))
-    calls = "; ".join(f"`{name}`: {_about(WORKLOADS[name])}" for name in names)
-    rows = []
-    for name, direction in dict.fromkeys((workload, direction) for workload, direction, *_ in by):
-        cells = []
-        for d in densities:
-            ours = by.get((name, direction, "xsake", d))
-            if ours is None:
-                cells.append("")
-                continue
-            dense, flex = by[name, direction, "cudnn", d], by[name, direction, "flex", d]
-            over = f"{ours['tflops'] / dense['tflops']:.2f}, {ours['tflops'] / flex['tflops']:.2f}"
-            cells.append(f"{ours['tflops']:.0f} ({over})")
-        rows.append([f"{name}, {direction}", *cells])
-    lines = table(["call, direction", *(f"{d:.0%}" for d in densities)], rows)
-    return "\n".join(
-        [
-            f"The calls, bfloat16: {calls}.",
-            "",
-            *lines,
-            "",
-            *_gpu_facts(by),
-            "",
-            source("gpu_attention.json", run, "jax", "torch"),
-        ]
-    )
+
+    def cell(at: tuple[str, str], density: float) -> str:
+        if (ours := by.get((*at, "xsake", density))) is None:
+            return ""
+        over = (by[*at, who, density]["seconds"]["median"] / ours["seconds"]["median"] for who in ("cudnn", "flex"))
+        return f"{ours['tflops']:.0f} ({', '.join(times(x, 1) for x in over)})"
+
+    table = grid(("call", "direction"), _calls(by), densities, cell)
+    return section(table, _gpu_facts(by), run.source("jax", "torch"))
 
 
-def _gpu_facts(by: Runs) -> list[str]:
-    latency = {d: by["gpt4k", d, "xsake", 0.43]["seconds"]["median"] for d in ("forward", "forward+backward")}
-    dense = {d: by["gpt4k", d, "cudnn", 0.43]["seconds"]["median"] for d in latency}
-    saved = ", ".join(f"{d} {1 - latency[d] / dense[d]:.0%}" for d in latency)
+def _gpu_facts(by: Runs) -> str:
     memory = by["gpt4k", "forward+backward", "memory", None]["bytes"]
     uneven = [
         r["tflops"] / by[workload, direction, "xsake uniform", None]["tflops"]
         for (workload, direction, who, _), r in by.items()
         if who == "xsake uneven"
     ]
-    small = [
-        r["tflops"] / by[workload, direction, "xsake", asked]["tflops"]
-        for (workload, direction, who, asked), r in by.items()
-        if who == "xsake block 64"
-    ]
     errors = record.load("gpu_accuracy")["results"]
     ours, peer = ([r["rms"] for r in errors if r["implementation"] == who] for who in ("xsake", "cudnn"))
-    return [
-        f"- The columns name the density asked for. The diagonal is always on, which makes the true density higher on "
-        f"short sequences: {_true_density(by)} for 10% at 4096 tokens.",
-        f"- At 4096 tokens and 43%, the latency is lower than that of cuDNN's dense attention by: {saved}.",
-        f"- Forward+backward at 4096 tokens needs {memory['xsake'] / memory['xla dense']:.0%} of the memory of unfused "
-        f"attention in XLA.",
-        f"- With heads from 10% to 90%, the throughput is {min(uneven):.2f} to {max(uneven):.2f} of the throughput of "
-        f"a uniform mask.",
-        f"- With mask blocks of 64, the throughput is {min(small):.2f} to {max(small):.2f} of the throughput with "
-        f"blocks of 128.",
-        f"- The error against float64, of output and gradients, is at most "
+    return facts(
+        f"A short sequence has more blocks than were asked for, since the diagonal is always on: {_true_density(by)} "
+        "for 10% at 4096 tokens.",
+        f"Heads that keep from 10% to 90% of their blocks run at {span(uneven)} of the throughput of heads that all "
+        "keep the same share.",
+        f"Forward+backward at 4096 tokens needs {memory['xsake'] / memory['xla dense']:.0%} of the memory of unfused "
+        "attention in XLA.",
+        "The error of output and gradients against float64 is at most "
         f"{max(a / b for a, b in zip(ours, peer, strict=True)):.2f} times cuDNN's error.",
-    ]
+    )
 
 
 def gpu_peers() -> str:
-    """Sustained throughput beside FlashAttention-4 on the same mask, and the dense peers."""
-    runs = record.load_all("gpu_peers_")
-    results = [r for run in runs.values() for r in run["results"]]
-    by = {(r["workload"], r["direction"], r["mask"], r["implementation"]): r for r in results}
-    heads = {
-        "xsake": "xsake",
-        "xsake, any order": "any order",
-        "xsake, blocks of 64": "blocks of 64",
-        "fa4": "FlashAttention-4",
-        "cudnn dense": "cuDNN dense",
-        "fa4 dense": "FlashAttention-4 dense",
-        "fa4 dense, deterministic": "FlashAttention-4 dense, deterministic",
+    """Throughput beside FlashAttention-4 with the same masks."""
+    by = peers()
+    runs = Run.load_all("gpu_peers_")
+    masks = unique((workload, mask) for workload, _, mask, _ in by if not mask.startswith("random, as"))
+    names = list(CALLS)
+
+    def place(at: tuple[str, str]) -> tuple[int, float]:
+        """Calls in the order of their list; random masks first, the densest of them first."""
+        density = by[at[0], "forward", at[1], "xsake"]["density"]
+        return names.index(at[0]), -density if at[1].startswith("random") else 0
+
+    masks.sort(key=place)
+    columns = {
+        ("forward", "xsake"): "forward",
+        ("forward", "fa4"): "FlashAttention-4",
+        ("forward+backward", "xsake"): "forward+backward",
+        ("forward+backward", "xsake, any order"): "`deterministic=False`",
+        ("forward+backward", "fa4"): "FlashAttention-4",
     }
-    names = [name for name in heads if any(key[-1] == name for key in by)]
-    rows = []
-    for place in dict.fromkeys(key[:3] for key in by):
-        peer = by.get((*place, "fa4"), by.get((*place, "fa4 dense")))
-        cells = []
-        for name in names:
-            found = by.get((*place, name))
-            compared = found and peer and not name.startswith("fa4")
-            against = f" ({found['tflops'] / peer['tflops']:.2f})" if compared else ""
-            cells.append(f"{found['tflops']:.0f}{against}" if found else "")
-        rows.append([", ".join(place[:2]), place[2], *cells])
+
+    def cell(at: tuple[str, str], column: tuple[str, str]) -> str:
+        (workload, mask), (direction, who) = at, column
+        peer, dense = (by.get((workload, direction, mask, name)) for name in ("fa4", "fa4 dense"))
+        if who == "fa4":
+            found = ([f"{peer['tflops']:.0f}"] if peer else []) + ([f"{dense['tflops']:.0f} dense"] if dense else [])
+            return ", ".join(found)
+        own = by[workload, direction, mask, who]["tflops"]
+        against = peer or dense
+        return f"{own:.0f}" + (f" ({times(own / against['tflops'])})" if against else "")
+
     clocks = [r["chip"]["sm_mhz"] for r in by.values() if r["chip"]]
     capped = sum("power cap" in r["chip"].get("throttled_by", ()) for r in by.values())
-    state = (
-        f"Clocks were {min(clocks):.0f} to {max(clocks):.0f} MHz; the power cap held in {capped} of {len(by)} races."
+    like_random = [
+        by[w, d, mask, "xsake"]["tflops"] / by[w, d, f"random, as {mask}", "xsake"]["tflops"]
+        for w, d, mask, who in by
+        if who == "xsake" and (w, d, f"random, as {mask}", who) in by
+    ]
+    return section(
+        grid(("call", "mask"), {at: (call(at[0]), at[1]) for at in masks}, columns, cell),
+        facts(
+            f"HADS's masks run at {span(like_random)} of the throughput of random masks with as many blocks per head.",
+            f"Clocks were {span(clocks, '{:.0f}')} MHz; the power cap held in {capped} of {len(by)} races.",
+        ),
+        runs[0].source("jax", "flash-attn-4", name="gpu_peers_*"),
     )
-    sources = [source(f"{name}.json", run, "jax", "flash-attn-4") for name, run in runs.items()]
-    others: dict[str, dict[str, None]] = {}
-    for (workload, _, mask, _), r in by.items():
-        if "commit" in r:
-            others.setdefault(r["commit"][:7], {})[f"{workload} with {mask}"] = None
-    also = [f"Of commit {commit}: {'; '.join(places)}." for commit, places in others.items()]
-    titles = ["call, direction", "mask", *(heads[name] for name in names)]
-    return "\n".join([*table(titles, rows), "", " ".join([state, *sources, *also])])
 
 
 def gpu_blocks() -> str:
-    """Random masks of one density with smaller and smaller blocks."""
-    runs = record.load_all("gpu_blocks_")
-    names = {"xsake": "xsake", "fa4": "FlashAttention-4", "fastvideo": "FastVideo"}
-    lines: list[str] = []
-    for name, run in runs.items():
-        by = {(r["direction"], r["implementation"], r["block_q"], r["block_kv"]): r for r in run["results"]}
-        columns = [
-            (d, who) for d in ("forward", "forward+backward") for who in names if any(k[:2] == (d, who) for k in by)
-        ]
-        first = by["forward", "xsake", 128, 128]
-        rows = [
-            [f"{q} x {kv}", *(_of_blocks(by, d, who, q, kv) for d, who in columns)]
-            for q, kv in dict.fromkeys(key[2:] for key in by)
-        ]
-        heads = ["queries x keys", *(f"{names[who]}, {direction}" for direction, who in columns)]
-        refused = [
-            f"{names[r['implementation']]}, {r['direction']}, {r['block_q']} x {r['block_kv']}: {r['why']}"
-            for r in run["results"]
-            if "why" in r
-        ]
-        lines += [
-            f"`{first['workload']}`, {first['density']:.0%} of the blocks:",
-            "",
-            *table(heads, rows),
-            "",
-            *(f"- Left out: {words}" for words in refused),
-            source(f"{name}.json", run, "jax", "flash-attn-4", "fastvideo-kernel"),
-            "",
-        ]
-    return "\n".join(lines[:-1])
+    """Random masks of one density with smaller and smaller blocks, and blocks of few queries that are packed."""
+    runs = Run.load_all("gpu_blocks_")
+    by = {
+        (r["workload"], r["block_q"], r["block_kv"], r["direction"], r["implementation"]): r
+        for run in runs
+        for r in run.results
+        if "why" not in r
+    }
+    columns = unique((d, who) for d in DIRECTIONS for who in ("xsake", "fa4", "fastvideo"))
+    columns = [c for c in columns if any(key[3:] == c for key in by)]
 
+    def cell(at: tuple[str, int, int], column: tuple[str, str]) -> str:
+        if (r := by.get((*at, *column))) is None:
+            return ""
+        share = r["tflops"] / by[at[0], 128, 128, column[0], "xsake"]["tflops"]
+        return f"{r['sustained']['median'] * 1e3:.2f} ms ({share:.2f})"
 
-def _of_blocks(by: dict[tuple, dict[str, Any]], direction: str, who: str, q: int, kv: int) -> str:
-    """Milliseconds, and the throughput over ours with blocks of 128."""
-    r = by.get((direction, who, q, kv))
-    if r is None or "why" in r:
-        return ""
-    share = r["tflops"] / by[direction, "xsake", 128, 128]["tflops"]
-    return f"{r['sustained']['median'] * 1e3:.2f} ms ({share:.2f})"
+    places = unique(key[:3] for key in by)
+    packed = Run.load("gpu_packing")
+    first = packed.results[0]
+    few, many = sorted({r["block_q"] for r in packed.results})
+    of = packed.by("block_q", "asked")
+    ratios = [
+        of[few, asked]["tflops"][d] / r["tflops"][d] for (n, asked), r in of.items() if n == many for d in DIRECTIONS
+    ]
+    return section(
+        grid(
+            ("call", "queries x keys"),
+            {at: (call(at[0]), f"{at[1]} x {at[2]}") for at in places},
+            {c: f"{kernel(c[1])}, {c[0]}" for c in columns},
+            cell,
+        ),
+        facts(
+            f"A block of {few} queries is packed with the {first['heads'] // first['kv_heads']} heads of its group: it "
+            f"runs at {span(ratios)} of the throughput of blocks of {many} queries (`gpu_packing.json`)."
+        ),
+        runs[0].source("jax", "flash-attn-4", "fastvideo-kernel", name="gpu_blocks_*"),
+    )
 
 
 def gpu_hops() -> str:
     """A call in the hops of a ring, all on one device, beside the uncut call."""
-    run = record.load("gpu_hops")
-    rows = []
-    for r in run["results"]:
-        uncut, hops = (r["seconds"][name]["median"] for name in ("uncut", "hops"))
-        times = [f"{seconds * 1e3:.2f} ms" for seconds in (uncut, hops)]
-        rows.append(
-            [r["workload"], str(r["shards"]), f"{r['density']:.0%}", r["direction"], *times, f"{hops / uncut:.2f}"]
-        )
+    run = Run.load("gpu_hops")
+    rows = [
+        [
+            call(r["workload"]),
+            str(r["shards"]),
+            f"{r['density']:.0%}",
+            r["direction"],
+            *(ms(median(r, what)) for what in ("uncut", "hops")),
+            f"{median(r, 'hops') / median(r, 'uncut'):.2f}",
+        ]
+        for r in run.results
+    ]
     heads = ["call", "shards", "density", "direction", "uncut", "all hops of all shards", "ratio"]
-    return "\n".join([*table(heads, rows), "", source("gpu_hops.json", run, "jax")])
+    return section(table(heads, rows), run.source("jax"))
 
 
 def gpu_profile() -> str:
     """What the kernels are busy with and wait for, by the hardware's counters."""
-    run = record.load("gpu_profile")
+    run = Run.load("gpu_profile")
     shares = ("tensor_core_share", "issue_slots_share", "dram_share", "l2_share", "l2_hit_rate")
     waits = ("stalled_barrier", "stalled_long_scoreboard", "stalled_short_scoreboard")
     rows = [
         [
-            f"{r['workload']}, {_kernel(r)}",
+            call(r["workload"]),
+            _kernel(r),
             f"{r['asked']:.0%}" + ("" if r["block"] == 128 else f", blocks of {r['block']}"),
             *(f"{r[name]:.0f}%" for name in shares),
             " / ".join(f"{r[name]:.2f}" for name in waits),
         ]
-        for r in run["results"]
+        for r in run.results
         if r["tensor_core_share"] > 1  # others prepare or convert
     ]
-    heads = ["kernel", "density", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
-    return "\n".join([*table(heads, rows), "", source("gpu_profile.json", run, note="cold caches")])
+    heads = ["call", "kernel", "density", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
+    return section(table(heads, rows), run.source(note="cold caches"))
 
 
-def _kernel(of: dict) -> str:
-    if of["direction"] == "forward":
-        what = "forward"
-    else:
+def _kernel(of: dict[str, Any]) -> str:
+    what = "forward"
+    if of["direction"] != "forward":
         parts = {"dq": "dQ", "dkv": "dK and dV"}
         what = next((name for part, name in parts.items() if f"_{part}_" in of["kernel"]), "dQ, dK and dV")
-    return what if of["implementation"] == "xsake" else f"{what} by FlashAttention-4"
+    return what if of["implementation"] == "xsake" else f"{what}, {kernel(of['implementation'])}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.words import table
+from benchmarks.report.words import section, table
 from xsake._plan.devices import DEVICES
 from xsake._plan.exchanges import EXCHANGES
 from xsake._plan.meshes import Mesh
@@ -29,9 +29,7 @@ def example() -> str:
     heads = ["exchange", "best mesh", "step", "attention", "other work", "exposed", "hidden", "memory per device"]
     best = plan.best
     assert best is not None
-    return "\n".join(
-        [*table(heads, rows), "", f"Predicted, not measured. The best that fits: {best.exchange} on {best.mesh}."]
-    )
+    return section(table(heads, rows), f"Predicted, not measured. The best that fits: {best.exchange} on {best.mesh}.")
 
 
 def predicted_step(run: Rest, others: list[Rest]) -> float:
@@ -72,6 +70,4 @@ def check() -> str:
     ]
     heads = ["model", "tokens per sequence", "active blocks", "recorded step", "predicted", "predicted over recorded"]
     run = shipped_rest()[0]
-    return "\n".join(
-        [*table(heads, rows), "", f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}."]
-    )
+    return section(table(heads, rows), f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}.")

@@ -2,89 +2,88 @@
 
 from __future__ import annotations
 
-from benchmarks import record
-from benchmarks.report.words import table
+from benchmarks.report.words import Run, grid, section, unique
 
-CHIPS = ("v5e:2x2", "v6e:2x2")
+CHIPS = {"v5e:2x2": "v5e", "v6e:2x2": "v6e"}
 
 
 def tpu_schedule() -> str:
     """Cycles of the compiler's schedules; splash at the mask's block, or at 512 where the mask's block is smaller."""
-    run = record.load("tpu_schedule")
-    schedules = [r for r in run["results"]["schedules"] if r["head_dim"] == 128]
-    rows = []
-    for kernel, block in dict.fromkeys((r["kernel"], r["block"]) for r in schedules if r["whose"] == "ours"):
-        row = [kernel, str(block)]
-        for chip in CHIPS:
-            of = {
-                (r["whose"], r["block"]): r["loops"][0]
-                for r in schedules
-                if (r["kernel"], r["topology"]) == (kernel, chip)
-            }
-            ours, splash = of["ours", block], of.get(("splash", max(block, 512)))
-            row += [f"{ours['inner']:.0f}", f"{ours['loop']:.0f}", f"{splash['inner']:.0f}" if splash else ""]
-        rows.append(row)
-    columns = ("tile", "tile and its copies", "splash, tile")
-    heads = ["kernel", "mask block", *(f"{chip.split(':')[0]}: {column}" for chip in CHIPS for column in columns)]
-    worst = {k: max(t[k] for t in run["results"]["totals"]) for k in ("over_uniform_strict", "over_splash_strict")}
-    e = run["environment"]
-    return "\n".join(
-        [
-            *table(heads, rows),
-            "",
-            f"Whole calls in which the heads' densities run from 10% to 90%, estimated from these cycles: at most "
-            f"{worst['over_uniform_strict']:.2f} of the cycles of a uniform mask, and at most "
-            f"{worst['over_splash_strict']:.2f} of the cycles of splash attention with the same masks at block 512.",
-            "",
-            f"Recorded in `benchmarks/results/tpu_schedule.json`: libtpu {e['versions']['libtpu']}, "
-            f"jax {e['versions']['jax']}.",
-        ]
+    run = Run.load("tpu_schedule")
+    by = {
+        (r["kernel"], r["topology"], r["whose"], r["block"]): r["loops"][0]
+        for r in run.results["schedules"]
+        if r["head_dim"] == 128
+    }
+    rows = unique((kernel, block) for kernel, _, whose, block in by if whose == "ours")
+    columns = {
+        (chip, what): f"{name}: {words}"
+        for chip, name in CHIPS.items()
+        for what, words in (("inner", "tile"), ("loop", "tile and its copies"), ("splash", "splash, tile"))
+    }
+
+    def cell(at: tuple[str, int], column: tuple[str, str]) -> str:
+        (kernel, block), (chip, what) = at, column
+        if what == "splash":
+            peer = by.get((kernel, chip, "splash", max(block, 512)))
+            return f"{peer['inner']:.0f}" if peer else ""
+        return f"{by[kernel, chip, 'ours', block][what]:.0f}"
+
+    worst = {k: max(t[k] for t in run.results["totals"]) for k in ("over_uniform_strict", "over_splash_strict")}
+    return section(
+        grid(("kernel", "mask block"), {at: (at[0], str(at[1])) for at in rows}, columns, cell),
+        "Whole calls in which the heads' densities run from 10% to 90%, estimated from these cycles: at most "
+        f"{worst['over_uniform_strict']:.2f} of the cycles of a uniform mask, and at most "
+        f"{worst['over_splash_strict']:.2f} of the cycles of splash attention with the same masks at block 512.",
+        _source(run),
     )
 
 
 def tpu_gather_shapes() -> str:
     """`walk` against `specs` with the chunk that suits it best, at blocks of 128 (benchmarks/tpu/gather_shapes.py)."""
-    run = record.load("tpu_gather_shapes")
-    e, long = run["environment"], run["results"]["longest"][0]
-    rows = [r for r in run["results"]["shapes"] if r["block"] == 128]
-    lines = []
-    for chip in dict.fromkeys(r["topology"] for r in rows):
-        walk = next(r for r in rows if (r["topology"], r["shape"]) == (chip, "walk"))
+    run = Run.load("tpu_gather_shapes")
+    long, lengths = run.results["longest"][0], run.content["environment"]["lengths"]
+    rows = [r for r in run.results["shapes"] if r["block"] == 128]
+    own = {r["topology"]: r for r in rows if r["shape"] == "walk"}
+    columns = {"own": "own transfers, cycles per tile", "other": "operands, cycles per tile"}
+    columns |= {n: f"whole calls at {length} tokens, ours over operands" for n, length in enumerate(lengths)}
+
+    def cell(chip: str, column: str | int) -> str:
         other = [r for r in rows if (r["topology"], r["shape"]) == (chip, "specs")]
-        whole = (mine / min(r["whole"][n] for r in other) for n, mine in enumerate(walk["whole"]))
-        cells = [chip.split(":")[0], f"{walk['loop']:.0f}", f"{min(r['loop'] for r in other):.0f}"]
-        lines.append([*cells, *(f"{ratio:.2f}" for ratio in whole)])
-    lengths = (f"whole calls at {length} tokens, ours over operands" for length in e["lengths"])
+        if isinstance(column, int):
+            return f"{own[chip]['whole'][column] / min(r['whole'][column] for r in other):.2f}"
+        return f"{own[chip]['loop'] if column == 'own' else min(r['loop'] for r in other):.0f}"
+
     fits = "fit" if long["problem"] is None else "do not fit"
-    return "\n".join(
-        [
-            *table(["chip", "own transfers, cycles per tile", "operands, cycles per tile", *lengths], lines),
-            "",
-            f"The lists of operands must lie in SMEM: the lists of {long['length']} tokens and {long['heads']} heads "
-            f"({long['list_bytes'] / 2**20:.0f} MiB) {fits}.",
-            "",
-            f"Recorded in `benchmarks/results/tpu_gather_shapes.json`: libtpu {e['versions']['libtpu']}, "
-            f"commit {e['commit']}.",
-        ]
+    return section(
+        grid("chip", {chip: chip.split(":")[0] for chip in own}, columns, cell),
+        f"The lists of operands must lie in SMEM: the lists of {long['length']} tokens and {long['heads']} heads "
+        f"({long['list_bytes'] / 2**20:.0f} MiB) {fits}.",
+        _source(run),
     )
 
 
 def tpu_compile() -> str:
-    run = record.load("tpu_compile")
-    workloads, chips = run["results"]["workloads"], run["results"]["topologies"]
+    run = Run.load("tpu_compile")
+    workloads, chips = run.results["workloads"], {t["topology"]: t for t in run.results["topologies"]}
     blocks, tokens = [n for w in workloads for n in w["blocks"]], [w["tokens"] for w in workloads]
     paged = sum(w.get("paged", False) for w in workloads)
     alone = f" (of the {paged} with keys in pages the forward alone)" if paged else ""
-    e = run["environment"]
-    rows = [[t["topology"].split(":")[0], str(t["compiled"]), str(len(t["failed"]))] for t in chips]
-    return "\n".join(
-        [
-            f"The TPU compiler was given {len(workloads)} workloads (mask blocks from {min(blocks)} to {max(blocks)}, "
-            f"up to {max(tokens)} tokens), each with its default configuration: forward, dQ and dK/dV{alone}.",
-            "",
-            *table(["chip", "kernels compiled", "failed"], rows),
-            "",
-            f"Recorded in `benchmarks/results/tpu_compile.json`: libtpu {e['versions']['libtpu']}, "
-            f"jax {e['versions']['jax']}, commit {e['commit']}.",
-        ]
+    columns = {"compiled": "kernels compiled", "failed": "failed"}
+
+    def cell(chip: str, what: str) -> str:
+        found = chips[chip][what]
+        return str(found if what == "compiled" else len(found))
+
+    return section(
+        f"The TPU compiler was given {len(workloads)} workloads (mask blocks from {min(blocks)} to {max(blocks)}, up "
+        f"to {max(tokens)} tokens), each with its default configuration: forward, dQ and dK/dV{alone}.",
+        grid("chip", {chip: chip.split(":")[0] for chip in chips}, columns, cell),
+        _source(run),
     )
+
+
+def _source(run: Run) -> str:
+    """The compiler, and not the machine that it ran on."""
+    versions = run.content["environment"]["versions"]
+    return f"Recorded in `benchmarks/results/{run.name}.json`: libtpu {versions['libtpu']}, jax {versions['jax']}."

@@ -43,4 +43,4 @@ def shipped() -> str:
                 "; ".join(", ".join(f"{k} {v[k]}" for k in ("jax", "libtpu") if k in v) for v in versions),
             ]
         )
-    return "\n".join(table(heads, rows))
+    return table(heads, rows)
