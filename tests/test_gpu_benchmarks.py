@@ -14,7 +14,7 @@ from benchmarks.gpu import prompt as gpu_prompt
 from benchmarks.gpu import sanitize as gpu_sanitize
 from benchmarks.gpu import selection as gpu_selection
 from benchmarks.harness import contestant as checked_peer
-from benchmarks.report import packing, peer_aims, selection_peers
+from benchmarks.report import aims, selection
 
 X = jnp.arange(1.0, 5.0)
 OURS = {"output": 2 * X}
@@ -90,7 +90,6 @@ def test_a_small_run_of_packing(monkeypatch):
     monkeypatch.setattr(gpu_packing, "DIM", 16)
     rows = gpu_packing.measure(128, 8, 1, 64, 0.5, rounds=2)
     assert [r["block_q"] for r in rows] == [16, 64] and max(r["error"] for r in rows) < 0.01
-    assert "| 64 | 50% | forward+backward |" in "\n".join(packing.section(rows))
 
 
 @pytest.mark.slow
@@ -116,34 +115,24 @@ def test_a_small_run_of_selection(monkeypatch):
     assert "ejkernel, mended, forward" not in row["peers"]
     assert row["peers"]["ejkernel, mended, forward+backward"]["words"] == f"it fails: RuntimeError: {UNSUPPORTED}"
     assert "differs in output by 1.0e+00, dQ by 1.0e+00" in row["peers"]["ejkernel, forward+backward"]["words"]
-    text = "\n".join(selection_peers.lines([row]))
-    assert "| raw Triton | ejkernel | ejkernel with a mended backward |" in text and "| not raced |" in text
-    assert "- ejkernel, forward (128 tokens, 16 heads per K/V head, uniform): `it is wrong" in text
+    said = selection.beside_peers([row])
+    assert [words.split(":")[0] for words in said] == [
+        "XSAKE's raw Triton kernels, forward",
+        "XSAKE's raw Triton kernels, forward+backward",
+        "Not timed, since its results are wrong",
+        "Not timed, since its launch fails in JAX",
+    ]
+    assert said[2].endswith(": ejkernel, forward; ejkernel, forward+backward.")
 
 
 def test_a_record_without_peers_has_no_table_of_them():
-    assert selection_peers.lines([{"tokens": 8, "seconds": {}}]) == []
+    assert selection.beside_peers([{"tokens": 8, "seconds": {}}]) == []
 
 
-def test_failures_are_told_once_with_their_calls():
+def test_a_cause_of_failure_is_told_once():
     peers = {"ejkernel, forward": {"raced": False, "words": "no `x`", "differences": None, "variant": None}}
     rows = [{"tokens": n, "group": 16, "choice": "scored", "seconds": {}, "peers": peers} for n in (8, 16)]
-    call = "heads per K/V head, scored"
-    assert selection_peers.lines(rows) == [f"- ejkernel, forward (8 tokens, 16 {call}; 16 tokens, 16 {call}): `no 'x'`"]
-
-
-def test_missed_aims_of_packing_are_named():
-    def row(block_q, asked, tflops):
-        seconds = {d: {"median": 1e-3} for d in gpu_packing.PRODUCTS}
-        speed = dict.fromkeys(gpu_packing.PRODUCTS, tflops)
-        sizes = dict(tokens=64, heads=8, kv_heads=1, block_q=block_q, block_kv=64, asked=asked, density=asked)
-        return sizes | dict(keys=32.0, error=1e-3, seconds=seconds, tflops=speed)
-
-    text = "\n".join(
-        packing.section([row(16, 0.4, 95.0), row(64, 0.4, 100.0), row(16, 0.1, 80.0), row(64, 0.1, 100.0)])
-    )
-    assert "Missed: 64 keys per block, 10%, forward: 0.80; 64 keys per block, 10%, forward+backward: 0.80." in text
-    assert "Reached in every call" in "\n".join(packing.section([row(16, 0.4, 95.0), row(64, 0.4, 100.0)]))
+    assert selection.beside_peers(rows) == ["Not timed, since no 'x': ejkernel, forward."]
 
 
 def test_the_cpu_has_no_raw_triton():
@@ -167,7 +156,7 @@ def test_what_the_sanitizer_says_is_counted(said, code, errors, warnings):
 
 
 def test_a_value_that_rounds_to_its_aim_is_not_missed():
-    assert [peer_aims._value(x, 1.05) for x in (1.046, 1.044)] == ["1.05", "1.04, missed"]
+    assert [aims.said(x, 1.05, more_is_better=True) for x in (1.046, 1.044)] == ["reached", "missed"]
 
 
 def test_masks_of_hads_are_raced_beside_random_ones_of_as_many_blocks():
@@ -187,12 +176,11 @@ def test_the_aims_with_masks_of_hads():
         ("smollm8k", "forward+backward", mask): x for mask, x in (("HADS 20%", 300.0), ("random, as HADS 20%", 320.0))
     }
     by = {(*call, who): x for call, x in raced.items() for who in ("xsake", "fa4")}
-    by |= {("odd10k_d96", direction, "random 25%", who): 1.0 for direction in peer_aims.ODD for who in ("xsake", "fa4")}
-    rows = [row for row in peer_aims._others(by) if row[0].startswith("smollm8k")]
-    assert [row[1:5] for row in rows] == [
-        ["FlashAttention-4", "HADS 20%", "1.05", "1.00, missed"],
-        ["the random mask", "HADS 20%", "0.90", "0.94"],
-    ]
+    found = {what.partition("backward, ")[2]: (aim, ratio) for what, aim, ratio, _ in aims.kernels(by)}
+    assert found == {
+        "HADS 20%: over FlashAttention-4": (1.05, 1.0),
+        "HADS 20%: throughput over that of a random mask": (0.90, 300 / 320),
+    }
 
 
 def test_a_models_file_needs_its_profile_and_a_text():

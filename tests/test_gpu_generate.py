@@ -11,7 +11,7 @@ from tiny_model import build
 
 from benchmarks import record
 from benchmarks.gpu import generate as gpu_generate
-from benchmarks.report import generate
+from benchmarks.report import generation
 from xsake.dashboard.show.benchmark_plots import plots
 
 pytestmark = pytest.mark.xdist_group("model")
@@ -47,7 +47,7 @@ def test_times(small, monkeypatch):
     assert row["batch"] == 2 and list(row["seconds"]) == ["dense", "HADS 50%"]
     assert row["bytes"]["cache"] == 2 * 2 * 2 * 256 * 2 * 16 * 4  # K and V, layers, batch, tokens, heads, D, bytes
     monkeypatch.setattr(record, "RESULTS", folder)
-    assert f"| 2 | {2 / row['seconds']['dense']['median']:.0f} (" in generate.times()
+    assert f"| 2 | {2 / row['seconds']['dense']['median']:.0f} (" in generation.gpu_generate()
     assert [one["name"] for one in plots("gpu_generate", run)[0][0]["series"]] == ["dense", "HADS 50%"]
 
 
@@ -68,7 +68,7 @@ def test_quality(small, monkeypatch):
         assert of_tokens["low"] <= of_tokens["median"] <= of_tokens["high"] <= row["largest_kl"]
     assert min(row["kl"] for row in rows) > 1e-3
     monkeypatch.setattr(record, "RESULTS", small[1])
-    assert f"| **all**, 2 | {np.mean([row['kl'] for row in rows]):.4f} | " in generate.quality()
+    assert f"| **all** | {np.mean([row['kl'] for row in rows]):.4f} | " in generation.gpu_generate_quality()
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_all_blocks_are_dense_attention(small):
 
 def test_without_a_record_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    assert generate.times() == generate.quality() == ""
+    assert generation.gpu_generate() == generation.gpu_generate_quality() == ""
 
 
 @pytest.mark.parametrize(

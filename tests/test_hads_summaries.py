@@ -41,15 +41,11 @@ def test_every_setting_of_the_last_rows_gets_its_tables():
     ]
     found = summaries.extras(lines)["last_rows"]
     assert {name: len(of["methods"]) for name, of in found.items()} == {"every": 2, "none": 2}
-    said = "\n".join(report.last_rows({"last_rows": found}))
+    said = report.last_rows({"last_rows": found}, "8192")
     assert said.count("With the weight of the last rows given to ") == 2 and "| **HADS** | 0.1000 (+10.52%) |" in said
-    assert (
-        said.count("asked at the end of the text (copy: 4)")
-        == said.count("asked in the middle of the text (copy: 4)")
-        == 2
-    )
-    assert said.count("| **HADS** | 75% |") == said.count("| **HADS** | 50% |") == 1
-    assert said.count("| sink + window | 25% |") == 2 and report.last_rows({}) == []
+    assert said.count("8192 tokens: 4 of copy, 4 of copy in the middle.") == 2
+    assert said.count("| **HADS** | 75% | 25% |") == said.count("| **HADS** | 50% | 25% |") == 1
+    assert said.count("| sink + window | 50% | 25% |") == 1 and report.last_rows({}, "8192") == ""
 
 
 def test_methods_are_compared_on_the_texts_that_all_have_read(monkeypatch):

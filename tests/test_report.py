@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from benchmarks import record, report
-from benchmarks.report import prompt
+from benchmarks.report import generation, words
 from xsake._op import tuned
 
 PAGES = report.pages()
@@ -42,6 +42,17 @@ def test_the_kernels_of_chunks_are_beside_those_of_one_piece():
         return {"busy": seconds, "span": 2 * seconds, "launches": launches, "kernels": kernels}
 
     kernels = {"HADS 20%": traced(0.1, 28), "HADS 20%, chunks of 4096": traced(0.125, 224), "dense": None}
-    text = "\n".join(prompt.kernels_of_chunks({"kernels": kernels}))
-    assert "in chunks of 4096" in text and "| `gemm` | 100.0 (28) | 125.0 (224) |" in text
-    assert list(prompt.kernels_of_chunks({})) == []
+    assert "| `gemm` | 100.0 ms (28) | 125.0 ms (224) |" in generation.kernel_table(kernels)
+    assert generation.kernel_table({}) is None
+
+
+def test_a_grid_says_a_rows_first_words_once():
+    rows = {(n, m): (f"n {n}", f"m {m}") for n in (1, 2) for m in (1, 2)}
+    text = words.grid(("n", "m"), rows, {3: "times 3"}, lambda row, column: str(row[0] * row[1] * column))
+    assert text.splitlines()[2:] == ["| n 1 | m 1 | 3 |", "|  | m 2 | 6 |", "| n 2 | m 1 | 6 |", "|  | m 2 | 12 |"]
+
+
+@pytest.mark.parametrize("name", ["speed.md", "hads_results.md"])
+def test_a_page_of_results_has_at_most_ten_tables(name):
+    text = (record.ROOT / "docs" / name).read_text()
+    assert sum(line.startswith("| --- |") for line in text.splitlines()) <= 10

@@ -103,6 +103,7 @@ def smollm2() -> str:
     return section(
         by_method(of, ("hads", *forced[:3], *plain[:3], *PATTERNS_AND_ORACLES), of.budgets),
         facts(_layers_lent(of)),
+        last_rows(of.run.content, str(of.about["length"])),
         _source(of),
     )
 
@@ -162,49 +163,46 @@ def lengths() -> str:
 
 def answers() -> str:
     """The share that each method keeps of the answers that the dense model gets right."""
-    found = [of for of in studies() if of.tasks]
-    kinds = unique(kind_of(t) for of in found for t in of.tasks)
-    budgets = sorted({t["budget"] for t in found[0].tasks})
-    by = {(of.about["length"], t["method"], kind_of(t), t["budget"]): t for of in found for t in of.tasks}
-    rows = {at: (str(at[0]), title(at[1])) for at in unique(key[:2] for key in by)}
+    return kept({f"{of.about['length']}": of.tasks for of in studies() if of.tasks})
 
-    def cell(at: tuple[int, str], kind: str) -> str:
-        return " / ".join(f"{by[*at, kind, b]['retention']:.0%}" for b in budgets)
 
-    asked = {key[0]: {} for key in by}
-    for (length, _, kind, _), t in by.items():
-        asked[length][kind] = t["asked"]
-    said = "; ".join(
-        f"{length} tokens: {', '.join(f'{n} of {k}' for k, n in of.items())}" for length, of in asked.items()
-    )
+def kept(tasks: dict[str, list[Row]]) -> str:
+    """By the words for some texts: a column per kind of task, with the shares at every budget."""
+    every = [(texts, _kind(t), t) for texts, found in tasks.items() for t in found]
+    budgets = sorted({t["budget"] for *_, t in every})
+    by = {(texts, t["method"], kind, t["budget"]): f"{t['retention']:.0%}" for texts, kind, t in every}
+    rows = {(texts, t["method"]): (texts, title(t["method"])) for texts, _, t in every}
     shares = " / ".join(f"{b:.0%}" for b in budgets)
+    asked = {(texts, kind): f"{t['asked']} of {kind}" for texts, kind, t in every}
+    said = (f"{texts} tokens: {', '.join(words for (of, _), words in asked.items() if of == texts)}" for texts in tasks)
     return section(
-        grid(("tokens", "method"), rows, {kind: f"{kind}, {shares}" for kind in kinds}, cell),
-        facts(f"Answers that the dense model gives: {said}."),
+        grid(
+            ("tokens", "method"),
+            rows,
+            {kind: f"{kind}, {shares}" for kind in unique(kind for _, kind, _ in every)},
+            lambda at, kind: " / ".join(by[*at, kind, b] for b in budgets),
+        ),
+        facts(f"Answers that the dense model gives: {'; '.join(said)}."),
     )
 
 
-def kind_of(task: Row) -> str:
-    return task["domain"].split("-")[0].replace("_", " in the ")
+def _kind(task: Row) -> str:
+    return task["domain"].split("-")[0].replace("_middle", " in the middle")
 
 
-def last_rows(of: Row) -> str:
-    """KL with the weight of the last rows given to every method, and to none, where this was run."""
+def last_rows(of: Row, texts: str) -> str:
+    """KL and answers with the weight of the last rows given to every method, and to none, where this was run."""
     settings = {"every": "every method", "none": "no method"}
     parts = []
     for setting, found in of.get("last_rows", {}).items():
         by = {(r["method"], r["budget"]): r for r in found["methods"] if r["layers"] == "profile"}
         budgets, names = sorted({b for _, b in by}), unique(name for name, _ in by)
-        kept = [
-            f"{in_words(t['method'])} keeps {t['retention']:.0%} of {kind_of(t)} at {t['budget']:.0%}"
-            for t in found["tasks"]
-        ]
         parts += [
             f"With the weight of the last rows given to {settings[setting]}:",
             grid(
                 "method", {n: title(n) for n in names}, percents(budgets), lambda n, b, by=by: quality(by.get((n, b)))
             ),
-            facts("; ".join(kept) + "." if kept else None),
+            kept({texts: found["tasks"]}) if found["tasks"] else None,
         ]
     return section(*parts)
 

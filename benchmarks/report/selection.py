@@ -8,7 +8,7 @@ from xsake.dashboard.show.words import kernel
 MENDED = "ejkernel, mended"  # it counts the rows of a launch by NumPy, and not by a traced operation
 CAUSES = {  # what a failure's words begin with, and the words for it
     "it fails: ": "its launch fails in JAX",
-    "it is wrong: ": "its gradients are wrong",
+    "it is wrong: ": "its results are wrong",
 }
 
 
