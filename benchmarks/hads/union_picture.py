@@ -12,6 +12,8 @@ SHARES = {
     "needed_of_all": "needed by a shard,\n% of all K/V blocks",
     "received_of_all": "received by a shard,\n% of the K/V blocks that other shards hold",
 }
+COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "black", "#0072b2", "#d55e00")
+MOST_DENSITY = 0.8  # of a mask that is drawn: denser ones need all
 
 
 def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) -> None:
@@ -22,6 +24,7 @@ def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) 
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(3, 2, figsize=(10, 11), sharex=True, sharey=True, layout="constrained")
+    lines = [line for line in lines if line["density"] < MOST_DENSITY]
     masks = list(dict.fromkeys(map(title, lines)))
     for row, share in enumerate(SHARES):
         for panel, order in zip(axes[row], ORDERS, strict=True):
@@ -33,7 +36,7 @@ def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) 
                     [max(m - 100 * x, 0) for m, x in zip(means, low, strict=True)],
                     [max(100 * x - m, 0) for m, x in zip(means, high, strict=True)],
                 ]
-                style = {"linestyle": "-" if mine[0]["mask"] == "hads" else ":", "color": f"C{number}"}
+                style = {"linestyle": "-" if mine[0]["mask"] == "hads" else ":", "color": COLOURS[number]}
                 places = [k + 0.03 * (number - len(masks) / 2) for k in range(len(mine))]  # bars side by side
                 panel.errorbar(places, means, spread, marker="o", capsize=3, label=mask, **style)
             if share == "needed_of_allowed":
@@ -47,7 +50,7 @@ def draw(lines: Sequence[dict[str, Any]], path: str | os.PathLike, most: float) 
         panel.set_title(order)
     for panel in axes[-1]:
         panel.set_xlabel("shards of the sequence")
-    axes[-1, 0].legend(fontsize=8, loc="upper right")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

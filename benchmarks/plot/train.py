@@ -8,9 +8,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks import record
+from xsake.dashboard.show.words import model
+from xsake.hads.study.methods.words import in_words
 from xsake.model.train.watch.run_file import read_events
 
-COLOURS = {"dense": "tab:grey", "sparse": "tab:blue", "hads": "tab:orange"}
+COLOURS = {"dense": "grey", "sparse": "#0072b2", "hads": "#d55e00"}
 SMOOTHED_STEPS = 15
 
 
@@ -28,18 +30,18 @@ def draw() -> None:
         tokens = [s["step"] * r["tokens"] / len(steps) / 1e6 for s in steps]
         minutes = [t / 60 for t in itertools.accumulate(s["seconds"] for s in steps)]
         colour = COLOURS[r["kind"]]
-        label = "dense (cuDNN)" if r["kind"] == "dense" else f"{r['config']['attention']}, {r['density']:.0%} of blocks"
+        label = (
+            "dense" if r["kind"] == "dense" else f"{in_words(r['config']['attention'])}, {r['density']:.0%} of blocks"
+        )
         for axis, x in ((over_tokens, tokens), (over_time, minutes)):
             axis.plot(x[SMOOTHED_STEPS - 1 :], loss, color=colour, linewidth=1, label=label)
             axis.plot([x[step - 1] for step in held_out], list(held_out.values()), "o", color=colour, markersize=5)
-        over_tokens.set_title(f"{r['preset']}, {r['length']} tokens a sequence", fontsize=10)
+        over_tokens.set_title(f"{model(r['preset'])}, {r['length']} tokens per sequence", fontsize=10)
         over_tokens.set_xlabel("million tokens")
         over_time.set_xlabel("minutes in training steps")
     axes[0, 0].set_ylim(3.5, 7)
     for axis in axes[:, 0]:
         axis.set_ylabel("loss (dots: held-out text)")
-    axes[0, 0].legend(fontsize=8)
-    made = [r.get("environment", run["environment"]) for r in results]
-    commits = ", ".join(dict.fromkeys(e["commit"][:7] for e in made))
-    figure.suptitle(f"{made[0]['device']}, bfloat16 with float32 master weights, commit {commits}", fontsize=10)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"{run['environment']['device']}, bfloat16 with float32 master weights", fontsize=10)
     figure.savefig(record.RESULTS / "train_gpu.png", dpi=80)

@@ -15,6 +15,8 @@ import numpy as np
 
 from benchmarks.ruler.tasks import NEEDLE, NEEDLE_DEPTHS
 from benchmarks.ruler.way import Way
+from xsake.dashboard.show.words import model
+from xsake.hads.study.methods.words import in_words
 from xsake.hads.study.records import read
 
 _COLUMNS = 4
@@ -58,7 +60,7 @@ def draw(lines: Iterable[dict[str, Any]], path: Path, title: str) -> None:
         axes.set_axis_off()
     for axes, (way, found) in zip(grid.flat, scores.items(), strict=False):
         image = axes.imshow(found, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        axes.set_title(f"{way} ({np.nanmean(found):.0f}% found)", fontsize=9)
+        axes.set_title(f"{_words(way)}\n{np.nanmean(found):.0f}% found", fontsize=9)
         axes.set_xticks(range(len(lengths)), [f"{length / 1024:g}k" for length in lengths])
         axes.set_yticks(range(len(NEEDLE_DEPTHS)), [str(depth) for depth in NEEDLE_DEPTHS])
     for axes in grid[:, 0]:
@@ -72,13 +74,17 @@ def draw(lines: Iterable[dict[str, Any]], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def _words(way: Way) -> str:
+    return "dense" if way.method == "dense" else f"{in_words(way.method)}, {way.budget:.0%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     about, lines = read(args.records)
-    draw(lines, args.out, f"{about['model']}: a needle by depth and length")
+    draw(lines, args.out, f"{model(about['model'])}: a needle by depth and length")
     print(args.out)
 
 

@@ -34,7 +34,9 @@ def write(
     pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
     seen = portrait(model, profile, text.tokens, budget)
-    pictures.kept_shares(seen.shares, folder / "heads.png", f"HADS at {budget:.0%} on {text.name}")
-    title = f"layer {seen.layer}, head {seen.head}, HADS at {budget:.0%} on {text.name}"
+    pictures.kept_shares(
+        seen.shares, folder / "heads.png", f"Blocks that each head keeps of {text.name}, {budget:.0%} in all"
+    )
+    title = f"Layer {seen.layer}, head {seen.head}, reading {text.name} with {budget:.0%} of the blocks"
     pictures.mask_over_mass(seen.mass, seen.kept, folder / "mask.png", title)
     console.print(f"records, summary and pictures are in {folder}")
