@@ -15,9 +15,10 @@ from xsake.autotune.calls import read_calls
 from xsake.autotune.measure.bench import Bench
 from xsake.autotune.measure.isolation import Here, Worker
 from xsake.autotune.search import problem
+from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.problem import Problem
 from xsake.autotune.search.storage import open_storage
-from xsake.autotune.search.tuner import Settings, Tuner
+from xsake.autotune.search.tuner import Tuner
 from xsake.autotune.write import report
 from xsake.autotune.write.progress import Bar
 
@@ -65,7 +66,7 @@ def run(
     try:
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)
-            console.print(f"{tuner.facts.device_kind}: results go to {tuner.path}", soft_wrap=True)
+            console.print(f"{tuner.facts.device_kind}: results go to {tuner.ledger.path}", soft_wrap=True)
             with contextlib.suppress(KeyboardInterrupt):  # finished results are written already, and printed below
                 tuner.tune(problems(tuner.facts.platform))
     except optuna.exceptions.StorageInternalError as error:
@@ -74,13 +75,13 @@ def run(
         worker.close()
     for line in tuner.unopened:
         console.print(f"not tuned: {line}", markup=False)
-    report.show(tuner.results, console)
+    report.show(tuner.ledger.results, console)
     if tuner.least_budget is not None:
         minutes = math.ceil(tuner.least_budget / 60)
         console.print(f"{settings.budget:g} s were too short for one entry on this machine: try --budget {minutes}m.")
     if report_folder is not None:
-        console.print(f"report: {report.write(tuner.results, tuner.facts, report_folder)}", soft_wrap=True)
-    return tuner.has_written
+        console.print(f"report: {report.write(tuner.ledger.results, tuner.facts, report_folder)}", soft_wrap=True)
+    return tuner.ledger.has_written
 
 
 def _make_folder(path: Path) -> None:

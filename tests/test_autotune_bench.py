@@ -14,10 +14,7 @@ import xsake
 from xsake._op import registry, tuned
 from xsake.autotune.measure import environment, verify
 from xsake.autotune.measure.bench import Bench
-from xsake.autotune.measure.isolation import Worker
 from xsake.autotune.search.problem import Problem, from_call, named
-from xsake.autotune.search.storage import open_storage
-from xsake.autotune.search.tuner import Settings, Tuner
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
 
@@ -118,22 +115,13 @@ def test_nan_is_wrong():
 def test_planted_configurations_never_win(tmp_path):
     """In a real worker: a wrong configuration is rejected, a hanging one is killed, the others are measured."""
 
-    class Quiet:
-        def doing(self, what, share): ...
-
-        def done(self, result): ...
-
-    worker = Worker(planted.bench)
-    try:
-        tuner = Tuner(worker, open_storage(tmp_path / "journal"), tmp_path, Settings(limit=4.0, rounds=2), Quiet())
-        tuner.tune([problem("planted", densities=(1.0,), batch=1, q_heads=3, kv_heads=3, length=32)])
-    finally:
-        worker.close()
-    states = {t.part["how"]: t.state for t in tuner.results[0].tried}
-    assert states["well"] == "complete" and tuner.results[0].config == {"chunk": 4, "how": "well"}
+    mine = problem("planted", densities=(1.0,), batch=1, q_heads=3, kv_heads=3, length=32)
+    results = tune(tmp_path, mine, hands=planted.bench, isolate=True, limit=4.0, rounds=2).results
+    states = {t.part["how"]: t.state for t in results[0].tried}
+    assert states["well"] == "complete" and results[0].config == {"chunk": 4, "how": "well"}
     assert states["wrong"] == "wrong", "the fastest of all"
     assert states["hangs"] == "failed" and states["raises"] == "failed" and states["slow"] == "slower"
-    assert tuner.results[1].config is not None, "the backward was tuned after all that"
+    assert results[1].config is not None, "the backward was tuned after all that"
 
 
 def test_a_named_workload_must_exist():

@@ -8,41 +8,25 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tuning_fakes
-from tuning_fakes import PROBLEM, part
+from tuning_fakes import PROBLEM, part, start
 
 from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.study import Study
 
-_TUNE = """
-import sys, pathlib
-sys.path.insert(0, {tests!r})
-import tuning_fakes
-from xsake.autotune.measure.isolation import Here
-from xsake.autotune.search.storage import open_storage
-from xsake.autotune.search.tuner import Settings, Tuner
-
-class Quiet:
-    def doing(self, what, share): ...
-    def done(self, result): ...
-
-folder = pathlib.Path({folder!r})
-worker = Here(lambda: tuning_fakes.Pair(folder))
-Tuner(worker, open_storage({url!r}), folder, Settings(rounds=2), Quiet()).tune([tuning_fakes.PROBLEM])
-"""
-
 
 def check_two_processes(url: str, folder: Path) -> None:
     open_storage(url)  # makes the tables: two at once would both try
-    source = Path(__file__).resolve().parents[1] / "src"
-    environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    code = _TUNE.format(tests=str(Path(__file__).parent), url=url, folder=str(folder))
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    code = f"""
+import pathlib, tuning_fakes
+folder = pathlib.Path({str(folder)!r})
+tuning_fakes.tune(folder, hands=lambda: tuning_fakes.Pair(folder), storage={url!r}, rounds=2)
+"""
+    processes = [start(folder / f"tune{n}.py", code) for n in range(2)]
     assert [p.wait(120) for p in processes] == [0, 0]
     for plan in tuning_fakes.Hands().open(PROBLEM):
         study = Study(open_storage(url), "Fake 9000", plan, 0)

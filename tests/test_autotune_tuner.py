@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,37 +16,16 @@ import optuna
 import pytest
 import tuning_fakes
 from rich.console import Console
-from tuning_fakes import PROBLEM, part
+from tuning_fakes import ONE_DENSITY, PROBLEM, part, run_tuner, start, tune
 
-from xsake.autotune.measure.isolation import Died, Here, Hung, Raised, Worker
-from xsake.autotune.search import pace, tuner
+from xsake.autotune.measure.isolation import Died, Hung, Raised, Worker
+from xsake.autotune.search import direction, pace, tuner
 from xsake.autotune.search.storage import open_storage
-from xsake.autotune.search.study import Study
-from xsake.autotune.search.tuner import Settings, Tuner
+from xsake.autotune.search.study import Candidate, Study
 from xsake.autotune.write import report
-from xsake.autotune.write.progress import line
 from xsake.dashboard.read.study_reader import studies_of
 from xsake.dashboard.show.tuning_documents import Tuning
 from xsake.tuning_db import Database
-
-
-class Quiet:
-    def doing(self, what: str, share: float) -> None:
-        assert 0 <= share <= 1
-
-    def done(self, result) -> None:
-        assert line(result)
-
-
-def tune(hands, folder: Path, *, isolate: bool = False, problems=(PROBLEM,), **settings) -> Tuner:
-    worker = (Worker if isolate else Here)(hands)
-    try:
-        storage = open_storage(folder / "studies.journal")
-        made = Tuner(worker, storage, folder, Settings(**settings), Quiet())
-        made.tune(list(problems))
-    finally:
-        worker.close()
-    return made
 
 
 def tried(result) -> dict[tuple, str]:
@@ -55,7 +33,7 @@ def tried(result) -> dict[tuple, str]:
 
 
 def test_the_fastest_is_found_and_written(tmp_path):
-    done = tune(tuning_fakes.Hands, tmp_path)
+    done = tune(tmp_path)
     assert [r.config for r in done.results] == [part(2)] * 2, "one study a density"
     assert [r.speedup for r in done.results] == [pytest.approx(2.0)] * 2
     first = done.results[0]
@@ -72,7 +50,7 @@ def test_the_fastest_is_found_and_written(tmp_path):
 
 
 def test_the_table_of_results_fits_in_80_columns(tmp_path):
-    (result,) = tune(tuning_fakes.Hands, tmp_path, problems=[_one_density()]).results
+    (result,) = tune(tmp_path, ONE_DENSITY).results
     registers = {"tile": 2, "compute_registers": 240}
     plan = dataclasses.replace(result.plan, default=registers | {"tile": 64, "compute_registers": 232})
     console = Console(width=80, file=io.StringIO())
@@ -84,12 +62,12 @@ def test_the_table_of_results_fits_in_80_columns(tmp_path):
 
 
 def test_trials_cap(tmp_path):
-    done = tune(tuning_fakes.Hands, tmp_path, trials=2)
+    done = tune(tmp_path, trials=2)
     assert [len(r.tried) for r in done.results] == [2, 2]
 
 
 def test_every_trouble_is_survived_and_recorded(tmp_path):
-    done = tune(tuning_fakes.Troubled, tmp_path, isolate=True, limit=0.4, problems=[_one_density()])
+    done = tune(tmp_path, ONE_DENSITY, hands=tuning_fakes.Troubled, isolate=True, limit=0.4)
     (result,) = done.results
     assert result.config == part(2), "the fastest that is right"
     assert tried(result) == {
@@ -114,19 +92,15 @@ def test_every_trouble_is_survived_and_recorded(tmp_path):
     assert entry.about["trials"] == {"complete": 2, "slower": 1, "wrong": 1, "failed": 5}
 
 
-def _one_density():
-    return dataclasses.replace(PROBLEM, densities=(1.0,))
-
-
 def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
-    done = tune(tuning_fakes.BadHeuristic, tmp_path)
+    done = tune(tmp_path, hands=tuning_fakes.BadHeuristic)
     assert [r.config for r in done.results] == [None, None]
     assert "out of memory" in done.results[0].failure
     assert not done.path.exists()
 
 
 def test_optuna_has_one_parameter_the_configuration(tmp_path):
-    tune(tuning_fakes.Troubled, tmp_path, problems=[_one_density()], trials=3)
+    tune(tmp_path, ONE_DENSITY, trials=3, hands=tuning_fakes.Troubled)
     (trials,) = [trials for _, trials in studies_of(tmp_path / "studies.journal")]
     assert [t.params["configuration"] for t in trials[:1]] == ['tile=4, how="well"']
     assert all(list(t.params) == ["configuration"] for t in trials)
@@ -134,8 +108,8 @@ def test_optuna_has_one_parameter_the_configuration(tmp_path):
 
 
 def test_a_second_run_resumes(tmp_path):
-    first = tune(tuning_fakes.Hands, tmp_path, trials=2)
-    second = tune(tuning_fakes.Hands, tmp_path)
+    first = tune(tmp_path, trials=2)
+    second = tune(tmp_path)
     assert [len(r.tried) for r in second.results] == [5, 5]
     assert [t.part for t in second.results[0].tried[:2]] == [t.part for t in first.results[0].tried]
 
@@ -143,7 +117,7 @@ def test_a_second_run_resumes(tmp_path):
 def test_a_study_with_a_parameter_per_field_goes_on(tmp_path):
     """Such studies were stored before; they also hold draws that were in no list. The dashboard shows all of them."""
     journal = tmp_path / "studies.journal"
-    plan = tuning_fakes.Hands().open(_one_density())[0]
+    plan = tuning_fakes.Hands().open(ONE_DENSITY)[0]
     name = Study(open_storage(tmp_path / "other.journal"), "Fake 9000", plan, 0).name
     old = optuna.create_study(storage=open_storage(journal), study_name=name)
     tiles = optuna.distributions.CategoricalDistribution([4, 8, 2, 3, 5])
@@ -165,7 +139,7 @@ def test_a_study_with_a_parameter_per_field_goes_on(tmp_path):
             )
         )
     old.enqueue_trial({"tile": 5})
-    (result,) = tune(tuning_fakes.Hands, tmp_path, problems=[_one_density()]).results
+    (result,) = tune(tmp_path, ONE_DENSITY).results
     assert [t.part["tile"] for t in result.tried[:3]] == [4, 3, 8] and result.config == part(2)
     assert sorted(t.part["tile"] for t in result.tried[3:]) == [2, 5], "only what was left"
     (shown,) = Tuning([journal], {}).overview()["studies"]
@@ -176,7 +150,7 @@ def test_a_study_with_a_parameter_per_field_goes_on(tmp_path):
 def clock(monkeypatch):
     """Time passes only in races."""
     now = [0.0]
-    for module in (tuner, pace):
+    for module in (tuner, direction, pace):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     real = tuning_fakes.Hands.race
 
@@ -197,7 +171,7 @@ def _three_problems():
 
 @pytest.mark.parametrize(("budget", "trials"), [(1000.0, 5), (25.0, 3), (15.0, 2)])
 def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
-    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=budget, rounds=2, batch=2)
+    done = tune(tmp_path, *_three_problems(), budget=budget, rounds=2, batch=2, hands=Lengths)
     assert clock[0] <= budget
     counts = [len(r.tried) for r in done.results]
     assert len(counts) == 6 and all(r.config is not None for r in done.results)
@@ -225,7 +199,7 @@ def compiling_takes(clock, monkeypatch, seconds) -> None:
 def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
     """The first problem's configurations take longer to compile than its share of the time; the others' do not."""
     compiling_takes(clock, monkeypatch, lambda problem: 20.0 if problem.workload.name == "0" else 0.0)
-    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=220.0, rounds=2, batch=14)
+    done = tune(tmp_path, *_three_problems(), budget=220.0, rounds=2, batch=14, hands=Lengths)
     assert clock[0] <= 220
     assert [len(r.tried) for r in done.results] == [5] * 6 and all(r.config == part(2) for r in done.results)
     assert len(done.results) == 6, "a second turn replaces the first one's result"
@@ -233,7 +207,7 @@ def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, mon
 
 def test_what_was_compiled_is_raced_although_compiling_took_the_whole_share(tmp_path, clock, monkeypatch):
     compiling_takes(clock, monkeypatch, lambda problem: 6.0)
-    done = tune(Lengths, tmp_path, problems=_three_problems(), budget=30.0, rounds=2, batch=14)
+    done = tune(tmp_path, *_three_problems(), budget=30.0, rounds=2, batch=14, hands=Lengths)
     assert [len(r.tried) for r in done.results[:2]] == [2, 2] and all(done.results[n].config for n in (0, 1))
 
 
@@ -261,7 +235,7 @@ FOUR = dataclasses.replace(PROBLEM, densities=(1.0, 0.5, 0.25, 0.1))
 
 
 def test_a_short_budget_gives_one_entry_rather_than_half_of_many(tmp_path, busy):
-    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=60.0)
+    done = tune(tmp_path, FOUR, budget=60.0)
     assert busy[0] <= 60
     written = [r for r in done.results if r.config is not None]
     assert [r.plan.key.density for r in written] == [0.1], "the cheapest"
@@ -269,7 +243,7 @@ def test_a_short_budget_gives_one_entry_rather_than_half_of_many(tmp_path, busy)
 
 
 def test_with_more_time_every_density_has_its_entry(tmp_path, busy):
-    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=400.0)
+    done = tune(tmp_path, FOUR, budget=400.0)
     assert busy[0] <= 400
     assert [len(r.tried) for r in done.results] == [5] * 4 and len(Database.read(done.path)) == 4
     first = Database.read(done.path).exact(done.results[-1].plan.key)
@@ -277,13 +251,13 @@ def test_with_more_time_every_density_has_its_entry(tmp_path, busy):
 
 
 def test_what_an_entry_would_take_is_told_where_there_is_none(tmp_path, busy):
-    done = tune(tuning_fakes.Hands, tmp_path, problems=[FOUR], budget=25.0)
-    assert not done.path.exists()
+    done = run_tuner(tmp_path, FOUR, budget=25.0)
+    assert not done.ledger.path.exists()
     needed = done.least_budget
     assert needed == 2 * busy[0]
     busy[0] = 0.0
-    again = tune(tuning_fakes.Hands, tmp_path / "again", problems=[FOUR], budget=needed)
-    assert again.path.exists() and again.least_budget is None
+    again = run_tuner(tmp_path / "again", FOUR, budget=needed)
+    assert again.ledger.path.exists() and again.least_budget is None
 
 
 def test_small_workloads_come_first(tmp_path, clock):
@@ -296,14 +270,14 @@ def test_small_workloads_come_first(tmp_path, clock):
 
     lengths = (4096, 128, 1024)
     problems = [dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, length=n)) for n in lengths]
-    tune(Sizes, tmp_path, problems=problems, trials=1)
+    tune(tmp_path, *problems, trials=1, hands=Sizes)
     assert opened[:3] == [128, 1024, 4096]
 
 
 def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
-    done = tune(tuning_fakes.Hands, tmp_path, budget=0.0)
+    done = tune(tmp_path, budget=0.0)
     assert not done.results and not done.path.exists()
-    done = tune(tuning_fakes.Hands, tmp_path, budget=0.3)
+    done = tune(tmp_path, budget=0.3)
     assert {r.failure for r in done.results if r.config is None} <= {
         "the heuristic's configuration has no time: there was no time for it",
         "there was time for the heuristic's configuration only",
@@ -311,7 +285,7 @@ def test_without_time_nothing_is_written_and_that_is_said(tmp_path, clock):
 
 
 def test_a_heuristic_alone_is_no_entry(tmp_path):
-    done = tune(tuning_fakes.Hands, tmp_path, trials=1)
+    done = tune(tmp_path, trials=1)
     assert {r.failure for r in done.results} == {"there was time for the heuristic's configuration only"}
     assert not done.path.exists()
 
@@ -325,38 +299,26 @@ class Lengths(tuning_fakes.Hands):
 
 
 def test_winners_are_hints_for_the_next_problem(tmp_path):
-    done = tune(Lengths, tmp_path, problems=_three_problems()[:2])
+    done = tune(tmp_path, *_three_problems()[:2], hands=Lengths)
     assert done.results[2].tried[1].part == part(2), "right after the heuristic"
 
 
 def test_an_unwritable_folder_is_told_before_the_tuning(tmp_path):
     (tmp_path / "fake_9000.json").write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(OSError, match="left alone: its schema_version is 99"):
-        tune(tuning_fakes.Hands, tmp_path)
+        tune(tmp_path)
 
 
 # -- processes that are killed, and processes that work together -----------------------------------------------------
 
-_TUNE = """
-import sys, pathlib
-sys.path.insert(0, {tests!r})
-import tuning_fakes, test_autotune_tuner as t
-if __name__ == "__main__":
-    folder = pathlib.Path({folder!r})
-    t.tune({hands}, folder, isolate={isolate})
-"""
-
 
 def _start(folder: Path, hands: str, *, isolate: bool = False) -> subprocess.Popen:
-    script = folder / f"tune{time.monotonic_ns()}.py"
-    tests = str(Path(__file__).parent)
-    script.write_text(_TUNE.format(tests=tests, folder=str(folder), hands=hands, isolate=isolate))
-    return subprocess.Popen([sys.executable, str(script)], env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    source = Path(__file__).resolve().parents[1] / "src"
-    return os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    code = f"""
+import pathlib, tuning_fakes
+folder = pathlib.Path({str(folder)!r})
+tuning_fakes.tune(folder, hands={hands}, isolate={isolate})
+"""
+    return start(folder / f"tune{time.monotonic_ns()}.py", code)
 
 
 def _wait_for(condition, seconds: float = 30.0) -> None:
@@ -381,30 +343,30 @@ def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path
     told = journal.read_text().count('"end"')
     kept = sum(len(study.tried) for study in _studies(tmp_path))
     assert told - 1 <= kept <= told, "a trial may be told of and not yet closed"
-    done = tune(tuning_fakes.Hands, tmp_path)
+    done = tune(tmp_path)
     assert [len(r.tried) for r in done.results] == [5, 5] and done.results[0].config == part(2)
     labels = [(t.part["tile"]) for t in done.results[0].tried]
     assert len(set(labels)) == 5, "nothing is tried twice"
 
 
 def test_a_trial_killed_before_it_told_its_time_is_tried_again(tmp_path, monkeypatch):
-    def killed(self, candidate, value):
+    def killed(candidate, value):
         candidate.trial.set_user_attr("end", "complete")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Study, "complete", killed)
+        patch.setattr(Candidate, "complete", killed)
         patch.setattr(os, "getpid", lambda: 2**22 + 1)  # no process has this number
-        tune(tuning_fakes.Hands, tmp_path)
-    done = tune(tuning_fakes.Hands, tmp_path)
+        tune(tmp_path)
+    done = tune(tmp_path)
     assert [len(r.tried) for r in done.results] == [5, 5] and all(r.config == part(2) for r in done.results)
 
 
 def test_a_half_written_line_does_not_spoil_the_journal(tmp_path):
-    tune(tuning_fakes.Hands, tmp_path, trials=2)
+    tune(tmp_path, trials=2)
     with (tmp_path / "studies.journal").open("a") as file:
         file.write('{"op_code": 4, "worker_')
-    done = tune(tuning_fakes.Hands, tmp_path)
+    done = tune(tmp_path)
     assert [len(r.tried) for r in done.results] == [5, 5]
 
 
@@ -445,23 +407,16 @@ def test_a_worker_is_replaced_after_a_failure(worker):
 
 
 def test_a_hanging_worker_ends_with_its_parent_and_its_own_worker_too(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(
-        f"""
-import sys, threading, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+    code = """
 import tuning_fakes
 from xsake.autotune.measure.isolation import Worker
-if __name__ == "__main__":
-    worker = Worker(tuning_fakes.WithWorker)
-    print(worker._process.pid, worker.call("child", limit=60.0), flush=True)
-    worker.call("race", "forward", 1.0, [tuning_fakes.part(1, "hangs")], limit=600.0)
+worker = Worker(tuning_fakes.WithWorker)
+print(worker._process.pid, worker.call("child", limit=60.0), flush=True)
+worker.call("race", "forward", 1.0, [tuning_fakes.part(1, "hangs")], limit=600.0)
 """
-    )
     logs = tmp_path / "logs"
     logs.mkdir()
-    environment = _environment() | {"TMPDIR": str(logs)}
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = start(tmp_path / "parent.py", code, stdout=subprocess.PIPE, env={"TMPDIR": str(logs)})
     pids = parent.stdout.readline().split()
     assert len(pids) == 2
     time.sleep(0.2)

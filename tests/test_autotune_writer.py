@@ -7,14 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from sweep import sweep
-from tuning_fakes import KEY
+from tuning_fakes import KEY, start
 
 from xsake.autotune.write import writer
 from xsake.tuning_db import Database, Entry
@@ -106,7 +105,7 @@ def test_a_read_only_file_system(path, monkeypatch):
     def refuse(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(writer._atomic, "_new_part", refuse)
+    monkeypatch.setattr(writer.atomic, "_new_part", refuse)
     for write in (lambda: merge(path, entry(2)), lambda: writer.check_writable(path)):
         with pytest.raises(writer.CannotWrite, match="Read-only file system"):
             write()
@@ -115,19 +114,15 @@ def test_a_read_only_file_system(path, monkeypatch):
 
 # -- in processes of their own ---------------------------------------------------------------------------------------
 
-_HEAD = """
-import sys, pathlib, resource
-sys.path.insert(0, {tests!r})
-from test_autotune_writer import entry, merge
-path = pathlib.Path({path!r})
-"""
-
 
 def run(path: Path, code: str, **options) -> subprocess.Popen:
-    source = Path(__file__).resolve().parents[1] / "src"
-    environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    head = _HEAD.format(tests=str(Path(__file__).parent), path=str(path))
-    return subprocess.Popen([sys.executable, "-c", head + code], env=environment, text=True, **options)
+    head = f"""
+import pathlib, resource
+from test_autotune_writer import entry, merge
+path = pathlib.Path({str(path)!r})
+"""
+    script = path.parent.parent / f"run{time.monotonic_ns()}.py"
+    return start(script, head + code.strip(), **options)
 
 
 @pytest.mark.parametrize("rounds", sweep([25, 100], slow=[100]))

@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
 from xsake.autotune.measure.contest import Verdict
 from xsake.autotune.measure.environment import Facts
-from xsake.autotune.measure.isolation import Worker
+from xsake.autotune.measure.isolation import Here, Worker
+from xsake.autotune.search.direction import Settings
+from xsake.autotune.search.ledger import Ledger
 from xsake.autotune.search.problem import Part, Problem, StudyPlan
+from xsake.autotune.search.storage import open_storage
+from xsake.autotune.search.tuner import Tuner
 from xsake.autotune.workloads import Workload
+from xsake.autotune.write.progress import line
 from xsake.tuning_db import Key
 
 ENVIRONMENT = {"versions": {"xsake": "0", "jax": "0", "jaxlib": "0"}, "python": "3", "machine": "fake", "cores": 2}
@@ -147,3 +155,39 @@ PROBLEM = Problem(
     dtype="float32",
     densities=(1.0, 0.5),
 )
+ONE_DENSITY = dataclasses.replace(PROBLEM, densities=(1.0,))
+
+
+class Quiet:
+    """An `Observer` that checks what it is told."""
+
+    def doing(self, what: str, share: float) -> None:
+        assert 0 <= share <= 1
+
+    def done(self, result) -> None:
+        assert line(result)
+
+
+def run_tuner(folder: Path, *problems: Problem, hands=Hands, storage: str = "", isolate=False, **settings) -> Tuner:
+    """A tuner after it tuned the problems (`PROBLEM` without any); studies and entries are in `folder`."""
+    worker = (Worker if isolate else Here)(hands)
+    try:
+        studies = open_storage(storage or folder / "studies.journal")
+        tuner = Tuner(worker, studies, folder, Settings(**settings), Quiet())
+        tuner.tune(problems or [PROBLEM])
+    finally:
+        worker.close()
+    return tuner
+
+
+def tune(folder: Path, *problems: Problem, **options) -> Ledger:
+    return run_tuner(folder, *problems, **options).ledger
+
+
+def start(script: Path, code: str, **options) -> subprocess.Popen:
+    """A new process that runs `code`, which may import the modules of this folder."""
+    script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(code.strip(), '    ')}\n")
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths} | options.pop("env", {})
+    return subprocess.Popen([sys.executable, str(script)], text=True, env=environment, **options)

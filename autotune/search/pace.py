@@ -16,11 +16,11 @@ FIRST_BATCH = 4  # configurations at most, before their compile time is known
 class Pace:
     """Plans the time of one direction's studies up to `end` (monotonic clock), and reserves time for the last races.
 
-    `guess`: seconds to assume per configuration, until the first batch of this direction is done.
+    `budget_end`: the end of the whole run. `guess`: seconds to assume per configuration, until the first batch is done.
     """
 
-    def __init__(self, end: float, final_rounds: int, guess: float = 0.0):
-        self._end, self._final_rounds, self._guess = end, final_rounds, guess
+    def __init__(self, end: float, budget_end: float, final_rounds: int, guess: float):
+        self._end, self.budget_end, self._final_rounds, self._guess = end, budget_end, final_rounds, guess
         self._turn: dict[str, float] = {}  # seconds per contestant and round, by study
         self._longest = 0.0  # the largest sum of `_turn` over all studies
         self._part: float | None = None  # seconds per configuration in the latest batch
@@ -29,7 +29,7 @@ class Pace:
         return self._end - monotonic()
 
     def _last_races(self, rounds: int) -> float:
-        return sum(self._turn.values(), 0.0) * rounds * (1 + FINALISTS)
+        return sum(self._turn.values()) * rounds * (1 + FINALISTS)
 
     @contextlib.contextmanager
     def batch(self, parts: int) -> Iterator[None]:
@@ -55,10 +55,9 @@ class Pace:
         yield
         self._turn[str(plan.key)] = (monotonic() - start) / contestants  # the first race includes warm-up
 
-    def is_over(self, end: float | None = None) -> bool:
-        """Whether the time until `end` (None: the direction's own end) is all needed for last races of few rounds."""
-        left = self._left() if end is None else end - monotonic()
-        return left <= self._last_races(FEWEST_ROUNDS)
+    def is_over(self, end: float) -> bool:
+        """Whether last races of few rounds need all the time until `end`, or the direction's end if that is later."""
+        return max(end, self._end) - monotonic() <= self._last_races(FEWEST_ROUNDS)
 
     def least(self) -> float:
         """Seconds for one more configuration and the last races after it."""

@@ -53,10 +53,29 @@ class ClearlySlower(optuna.pruners.BasePruner):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A running trial. Report each round with `too_slow`, then end it with `complete`, `stop` or `abandon`."""
+    """A running trial of a study. Report each round with `too_slow`; then `complete`, `stop` or `abandon` the trial."""
 
+    study: Study
     trial: optuna.Trial
     part: Part
+
+    def too_slow(self, value: float, step: int) -> bool:
+        self.trial.report(value, step)
+        return self.trial.should_prune()
+
+    def complete(self, value: float) -> None:
+        self.trial.set_user_attr("end", "complete")
+        self.trial.study.tell(self.trial, value)
+
+    def stop(self, end: str, reason: str) -> None:
+        """End the trial without a value; `end` is "slower", "failed" or "wrong"."""
+        self.trial.set_user_attr("end", end)
+        self.trial.set_user_attr("reason", reason[:500])
+        self.trial.study.tell(self.trial, state=TrialState.PRUNED if end == "slower" else TrialState.FAIL)
+
+    def abandon(self) -> None:
+        """End the trial for lack of time; its configuration counts as untried."""
+        self.trial.study.tell(self.trial, state=TrialState.FAIL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,33 +161,13 @@ class Study:
         while untried := self.untried:
             trial = self._study.ask()
             part = self._choices[trial.suggest_categorical(PARAMETER, list(self._choices))]
-            candidate = Candidate(trial, part)
+            candidate = Candidate(self, trial, part)
             if part in untried:
                 trial.set_user_attr("part", part)
                 trial.set_user_attr("by", f"{socket.gethostname()}:{os.getpid()}")
                 return candidate
-            self.abandon(candidate)  # two processes queued it
+            candidate.abandon()  # two processes queued this configuration
         return None
-
-    # -- how it ended ----------------------------------------------------------------------------------------------
-
-    def too_slow(self, candidate: Candidate, value: float, step: int) -> bool:
-        candidate.trial.report(value, step)
-        return candidate.trial.should_prune()
-
-    def complete(self, candidate: Candidate, value: float) -> None:
-        candidate.trial.set_user_attr("end", "complete")
-        self._study.tell(candidate.trial, value)
-
-    def stop(self, candidate: Candidate, end: str, reason: str) -> None:
-        """End a trial without a value; `end` is "slower", "failed" or "wrong"."""
-        candidate.trial.set_user_attr("end", end)
-        candidate.trial.set_user_attr("reason", reason[:500])
-        self._study.tell(candidate.trial, state=TrialState.PRUNED if end == "slower" else TrialState.FAIL)
-
-    def abandon(self, candidate: Candidate) -> None:
-        """End a trial for lack of time; its configuration counts as untried."""
-        self._study.tell(candidate.trial, state=TrialState.FAIL)
 
 
 def _alive(pid: int) -> bool:

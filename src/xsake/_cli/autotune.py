@@ -94,7 +94,7 @@ def autotune(
     try:
         from xsake.autotune import command
         from xsake.autotune.measure.isolation import Failed
-        from xsake.autotune.search.tuner import Settings
+        from xsake.autotune.search.direction import Settings
 
         written = command.run(
             workloads=workloads.split(",") if workloads else None,
