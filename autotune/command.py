@@ -12,7 +12,7 @@ from rich.console import Console
 from xsake import tuning_db
 from xsake._op import registry
 from xsake.autotune.calls import read_calls
-from xsake.autotune.measure.bench import Bench
+from xsake.autotune.measure.device_hands import DeviceHands
 from xsake.autotune.measure.isolation import Here, Worker
 from xsake.autotune.search import problem
 from xsake.autotune.search.direction import Settings
@@ -62,7 +62,7 @@ def run(
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")
-    worker = (Worker if isolate else Here)(Bench)
+    worker = (Worker if isolate else Here)(DeviceHands)
     try:
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xsake import kernels_xla_ref
 from xsake._op import registry
-from xsake.autotune.measure.bench import Bench
+from xsake.autotune.measure.device_hands import DeviceHands
 from xsake.kernels_xla_ref import HONOURS, Tiling, default_blocks, unavailable, unsupported  # noqa: F401
 
 
@@ -83,6 +83,6 @@ def register() -> None:
     registry._BACKENDS["planted"] = ("planted", None)
 
 
-def bench() -> Bench:
+def hands() -> DeviceHands:
     register()
-    return Bench(round_seconds=0.005)
+    return DeviceHands(round_seconds=0.005)

@@ -11,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+from xsake.autotune.measure import isolation
 from xsake.autotune.measure.contest import Verdict
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.isolation import Here, Worker
@@ -46,17 +47,12 @@ def part(tile: int, how: str = "well") -> Part:
     return {"tile": tile, "how": how}
 
 
-class Hands:
+class Hands(isolation.Hands):
     """A configuration takes as many milliseconds as its `tile`; the heuristic's tile is 4."""
 
     parts = (DEFAULT, part(8), part(2), part(3), part(5))
     directions = ("forward",)
     slowness = 0.0  # seconds that a race really takes
-
-    def healthy(self) -> bool:
-        return True
-
-    def close(self) -> None: ...
 
     def facts(self) -> Facts:
         return Facts("Fake 9000", "cpu", ENVIRONMENT)
@@ -133,7 +129,7 @@ class Pair(Hands):
 
 
 class WithWorker(Hands):
-    """Has a worker of its own, as the bench on a GPU has several."""
+    """Has a worker of its own, as the hands on a GPU have several."""
 
     def __init__(self) -> None:
         self._worker = Worker(Hands)

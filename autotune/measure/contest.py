@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import time
@@ -39,6 +40,19 @@ class Verdict:
 
     errors: dict[str, dict[str, float]]
     problem: str | None
+
+
+def _once[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """The method, run once for equal arguments; configurations are known by their label."""
+
+    @functools.wraps(method)
+    def found(self: Any, *arguments: Any) -> Any:
+        key = (method.__name__, *(label(a) if isinstance(a, dict) else a for a in arguments))
+        if key not in self._made:
+            self._made[key] = method(self, *arguments)  # type: ignore[call-arg]
+        return self._made[key]
+
+    return found  # type: ignore[return-value]
 
 
 class Contest:
@@ -78,11 +92,8 @@ class Contest:
         self._config = self._backend.default_config(first)
         self._calls = {d: self._call(_bare(mask)) for d, mask in self.masks.items()}
         self._programs: dict[tuple[str, str], Callable] = {}
-        self._repeats: dict[tuple, int] = {}
-        self._statistics: dict[Any, tuple[Array, Array]] = {}
-        self._yardsticks: dict[Any, dict[str, verify.Yardstick]] = {}
+        self._made: dict[tuple, Any] = {}  # results of the methods that are called `_once`
         self._heuristic: dict[tuple, dict[str, Array]] = {}
-        self._verdicts: dict[tuple, Verdict] = {}
         self._defaults: dict[tuple, Part] = {}
         self.plans = self._plans(natural)
 
@@ -160,13 +171,11 @@ class Contest:
         call = self._calls[density]
         return (call,) if direction == "forward" else (call, *self._statistics_of(density), self._d_out)
 
+    @_once
     def _statistics_of(self, density: Any) -> tuple[Array, Array]:
         """(lse, delta) from the forward with the heuristic's configuration."""
-        if density not in self._statistics:
-            out, lse = self._program("forward", dataclasses.asdict(self._config.forward))(self._calls[density])
-            delta = jnp.einsum("bthd,bthd->bht", out, self._d_out, preferred_element_type=jnp.float32)
-            self._statistics[density] = lse, delta
-        return self._statistics[density]
+        out, lse = self._program("forward", dataclasses.asdict(self._config.forward))(self._calls[density])
+        return lse, jnp.einsum("bthd,bthd->bht", out, self._d_out, preferred_element_type=jnp.float32)
 
     # -- racing ----------------------------------------------------------------------------------------------------
 
@@ -180,31 +189,25 @@ class Contest:
         return seconds
 
     def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
+        self._warm_up(direction, density, part)
         program, arguments = self._program(direction, part), self._arguments(direction, density)
-        run = lambda: program(*arguments)  # noqa: E731
-        warm = (direction, density, label(part))
-        if warm not in self._repeats:
-            jax.block_until_ready(run())
-            self._repeats[warm] = 1
-        return run
+        return lambda: program(*arguments)
 
+    @_once
+    def _warm_up(self, direction: str, density: Any, part: Part) -> None:
+        jax.block_until_ready(self._program(direction, part)(*self._arguments(direction, density)))
+
+    @_once
     def _repeats_of(self, direction: str, density: Any) -> int:
         """Calls per contestant and round: equal for all, so many that the heuristic takes about `round_seconds`."""
-        if (direction, density) not in self._repeats:
-            run = self._runner(direction, density, self._defaults[direction, density])
-            self._repeats[direction, density] = max(1, round(self._round_seconds / seconds_per_call(run, 1)))
-        return self._repeats[direction, density]
+        run = self._runner(direction, density, self._defaults[direction, density])
+        return max(1, round(self._round_seconds / seconds_per_call(run, 1)))
 
     # -- checking --------------------------------------------------------------------------------------------------
 
+    @_once
     def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
         """Compare the last group of heads with the oracle, and all heads with the heuristic's results."""
-        key = (direction, density, label(part))
-        if key not in self._verdicts:
-            self._verdicts[key] = self._verify(direction, density, part)
-        return self._verdicts[key]
-
-    def _verify(self, direction: str, density: float | None, part: Part) -> Verdict:
         results = self._results(direction, density, part)
         errors: dict[str, dict[str, float]] = {}
         problems: list[str] = []
@@ -228,16 +231,13 @@ class Contest:
 
     def _heuristic_results(self, direction: str, density: Any) -> dict[str, Array]:
         key = (direction, density)
-        if key not in self._heuristic:
-            self._heuristic = {
-                key: self._results(direction, density, self._defaults[key])
-            }  # keep only the latest results: they are large
+        if key not in self._heuristic:  # keep only the latest results: they are large
+            self._heuristic = {key: self._results(direction, density, self._defaults[key])}
         return self._heuristic[key]
 
+    @_once
     def _yardsticks_of(self, density: Any) -> dict[str, verify.Yardstick]:
-        if density not in self._yardsticks:
-            self._yardsticks[density] = verify.yardsticks(*self._inputs, self._d_out, self.masks[density])
-        return self._yardsticks[density]
+        return verify.yardsticks(*self._inputs, self._d_out, self.masks[density])
 
 
 def _lowered(program: Program, arguments: tuple, lowering: Lowering | None) -> jax.stages.Lowered:

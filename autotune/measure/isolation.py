@@ -35,13 +35,15 @@ class Died(Failed):
     """The worker process ended by itself."""
 
 
-@runtime_checkable
-class Hands(Protocol):
+class Hands:
     """The object in the worker that does the work: a request calls one of its methods by name."""
 
-    def healthy(self) -> bool: ...
+    def healthy(self) -> bool:
+        """Whether the next request can succeed after one that raised an exception; if not, the worker is replaced."""
+        return True
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what the object has started."""
 
 
 @runtime_checkable

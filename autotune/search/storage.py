@@ -38,8 +38,9 @@ def _open(text: str) -> optuna.storages.BaseStorage:
         return optuna.storages.RDBStorage(text)
     path = Path(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _Lock(text + ".lock")
-    _mend(path, lock)
+    lock = FileLock(text + ".lock")  # freed by the system when its holder is killed; Optuna's own locks are not
+    with lock:
+        _mend(path)
     return JournalStorage(JournalFileBackend(text, lock_obj=lock))  # type: ignore[arg-type]
 
 
@@ -53,39 +54,21 @@ def _reason(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-class _Lock:
-    """A lock that the system frees when its holder is killed. Optuna's own locks stay, and are waited for."""
-
-    def __init__(self, path: str):
-        self._lock = FileLock(path)
-
-    def acquire(self) -> bool:
-        self._lock.acquire()
-        return True
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def _mend(path: Path, lock: _Lock) -> None:
+def _mend(path: Path) -> None:
     """Cut off an unfinished last line: the next record would be appended to that line, and make the journal unreadable.
 
     Raises ValueError, and changes nothing, if a finished line is no record of a journal.
     """
     if not path.exists():
         return
-    lock.acquire()
-    try:
-        with path.open("rb+") as file:
-            data = file.read()
-            whole = data.rfind(b"\n") + 1
-            for number, line in enumerate(data[:whole].splitlines(), 1):
-                if not _is_record(line):
-                    raise ValueError(f"its line {number} is no record of a journal: give another file")
-            if whole < len(data):
-                file.truncate(whole)
-    finally:
-        lock.release()
+    with path.open("rb+") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            if not _is_record(line):
+                raise ValueError(f"its line {number} is no record of a journal: give another file")
+        if whole < len(data):
+            file.truncate(whole)
 
 
 def _is_record(line: bytes) -> bool:

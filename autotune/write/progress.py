@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from xsake.autotune.write.result import Result
 
 
-class Bar:
+class Bar(Progress):
     """An `Observer` of the tuner; a context manager."""
 
     def __init__(self, console: Console, budget: float):
-        self._end = time.monotonic() + budget
-        self._bar = Progress(
-            TextColumn("{task.description}"),
+        columns = (
+            "{task.description}",
             BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
+            "{task.percentage:3.0f}%",
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
+            "{task.fields[left]}",
         )
-        self._task = self._bar.add_task("starting", total=1.0, left="")
-        self._start = time.monotonic()
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        super().__init__(*columns, console=console)
+        self._work = self.add_task("starting", total=1.0, left="")
+        self._begin = time.monotonic()
+        self._end = self._begin + budget
 
     def doing(self, what: str, share: float) -> None:
-        elapsed = time.monotonic() - self._start
+        elapsed = time.monotonic() - self._begin
         left = min(self._end - time.monotonic(), elapsed / share - elapsed if share else float("inf"))
         text = "" if left == float("inf") else f"about {max(left, 0):.0f} s left"
-        self._bar.update(self._task, description=what, completed=share, left=text)
+        self.update(self._work, description=what, completed=share, left=text)
 
     def done(self, result: Result) -> None:
-        self._bar.console.print(line(result))
+        self.console.print(line(result))
 
 
 def line(result: Result) -> str:

@@ -47,7 +47,7 @@ def _blocks(text: str) -> list[int]:
 
 def _check_together(given: dict[str, object]) -> None:
     """Refuse an option whose value another option gives, rather than ignore it."""
-    told = [option for option, value in given.items() if value]
+    told = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     sources = [option for option in ("--workloads", "--from-call", "--calls") if option in told]
     if len(sources) > 1:
         raise typer.BadParameter(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
@@ -58,6 +58,7 @@ def _check_together(given: dict[str, object]) -> None:
 
 
 def autotune(
+    context: typer.Context,
     workloads: Annotated[str, typer.Option(help="Comma-separated workloads; by default this device's set.")] = "",
     from_call: Annotated[
         list[str] | None,
@@ -80,17 +81,7 @@ def autotune(
     isolate: Annotated[bool, typer.Option(help="Measure in a separate process, which may hang or crash.")] = True,
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
-    _check_together(
-        {
-            "--workloads": workloads,
-            "--from-call": from_call,
-            "--calls": calls,
-            "--blocks": blocks,
-            "--densities": densities,
-            "--dtype": dtype,
-            "--implementation": implementation,
-        }
-    )
+    _check_together(context.params)
     try:
         from xsake.autotune import command
         from xsake.autotune.measure.isolation import Failed

@@ -1,4 +1,4 @@
-"""What the worker process does for the tuner: compile, race and verify configurations on the device."""
+"""The worker's hands on the device: they compile, race and verify configurations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from xsake._ground.device import target_gpu
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS, Contest, Verdict
+from xsake.autotune.measure.isolation import Hands
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.search.problem import Part, Problem, StudyPlan
 
 
-class Bench:
+class DeviceHands(Hands):
     """Holds one problem at a time: `open` the problem, then compile, race and verify its directions one by one."""
 
     def __init__(self, *, round_seconds: float | None = None) -> None:
