@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from xsake._ground.extras import missing
+
 if TYPE_CHECKING:
     from xsake.model.generate.generation import generate, stream
     from xsake.model.generate.hads_budget import HadsBudget
@@ -66,7 +68,12 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: a configuration needs no Flax, and training no tokenizer."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'xsake.model' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "xsake":
+            raise
+        raise ModuleNotFoundError(missing(error.name, "model"), name=error.name) from error
 
 
 def __dir__() -> list[str]:

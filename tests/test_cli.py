@@ -18,6 +18,11 @@ def test_help_teaches() -> None:
     assert "info" in result.output and "demo" in result.output
 
 
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"xsake {xsake.__version__}\n")
+
+
 def test_info_names_devices_versions_and_implementations() -> None:
     result = CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

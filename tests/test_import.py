@@ -57,6 +57,17 @@ xsake.attention(x, x, x, xsake.patterns.causal(4, 4))
 xsake.implementations()
 told["the first call"] = sorted(sys.modules)
 
+told["touched"] = [
+    thing.__module__
+    for thing in (
+        xsake.hads.select,
+        xsake.model.ModelConfig,
+        xsake.compat.ejkernel.blocksparse_attention,
+        xsake.compat.easydel.OperationRegistry,
+        xsake.patterns.causal,
+    )
+]
+told["what a configuration imports"] = sorted(sys.modules)
 from xsake import attention, BlockMask, patterns, implementations, interpret
 assert xsake.attention is attention
 assert set(xsake.__all__) <= set(dir(xsake))
@@ -130,6 +141,34 @@ def test_import_brings_little_beyond_jax(told):
     rooms = {m.split(".")[1] for m in new if m.startswith("xsake.") and not m.startswith("xsake._")}
     assert rooms == {"backend", "hads", "tuning_db"}
     assert len(new) <= 60, new
+
+
+def test_subpackages_resolve_at_first_touch(told):
+    """After `import xsake` alone: no import of `xsake.hads` and the like, and no Flax for what needs none."""
+    assert told["touched"] == [
+        "xsake.hads.selection.select",
+        "xsake.model.network.config",
+        "xsake.compat.ejkernel",
+        "xsake.compat.easydel",
+        "xsake.hads.mask.patterns",
+    ]
+    assert "flax" not in told["what a configuration imports"]
+
+
+def test_a_missing_extra_is_named():
+    """As the command line names it, with a command that works in a checkout."""
+    code = """
+import sys
+sys.modules["flax"] = None  # as if it were not installed
+import xsake.model
+xsake.model.ModelConfig
+try:
+    xsake.model.Transformer
+except ModuleNotFoundError as error:
+    print(error.name, "|", error)
+"""
+    said = "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake"
+    assert python(code) == f"flax | {said}\n"
 
 
 def test_every_module_imports(told):

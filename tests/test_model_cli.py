@@ -144,7 +144,8 @@ def test_numbers_out_of_range_are_told_in_a_sentence(folder, options, code, mess
 def test_a_missing_extra_is_named(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "flax", None)
     monkeypatch.delitem(sys.modules, "xsake.model.weights.pretrained")
-    assert "flax is not installed" in xsake("model", "info", folder, code=1).stderr
+    said = "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake\n"
+    assert xsake("model", "info", folder, code=1).stderr == said
 
 
 def test_a_role_needs_a_chat_template(folder):

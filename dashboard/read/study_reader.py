@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+from xsake._ground.extras import missing
 from xsake.dashboard.read.inside import read_inside
 
 MOST_JOURNAL = 256 << 20  # bytes
@@ -21,7 +22,7 @@ def studies_of(where: str | Path) -> list[tuple[str, list[Any]]]:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise Unreadable("optuna is not installed; pip install 'xsake[tune]' brings it") from error
+        raise Unreadable(missing("optuna", "tune")) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         storage = _open(where)

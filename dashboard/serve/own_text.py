@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from xsake._ground.extras import missing
 from xsake.dashboard.read.run_events import frame
 from xsake.dashboard.serve.problems import BadRequest, Busy, NotFound, TooLarge, Unavailable
 from xsake.dashboard.show.documents import Documents
@@ -73,8 +74,8 @@ class Texts:
 
     def unavailable(self) -> str | None:
         """Why no text can be computed here, or None."""
-        if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-            return f"{missing[0]} is not installed; models need it: pip install 'xsake[model]'"
+        if lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+            return missing(lacking[0], "model")
         from xsake.model.weights import fetch
 
         if self._model in fetch.PUBLISHED:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import xsake
 from xsake._cli import autotune, dashboard, data, generate, hads, model, plan, train, tuning
 
 app = typer.Typer(
@@ -16,6 +17,19 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"xsake {xsake.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_show_version, is_eager=True),
+) -> None:
+    pass
 
 
 @app.command("info")

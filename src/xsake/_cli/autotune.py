@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from xsake._ground.extras import missing
+
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _LONGEST = 1000 * 3600
 _DENSITIES = "1,0.5,0.43,0.25,0.1"
@@ -102,7 +104,7 @@ def autotune(
             isolate=isolate,
         )
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{error.name} is not installed; pip install 'xsake[tune]' brings it") from error
+        raise typer.BadParameter(missing(error.name, "tune")) from error
     except (ValueError, OSError, Failed) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(code=0 if written else 1)

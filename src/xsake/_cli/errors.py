@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import typer
 
+from xsake._ground.extras import Extra, missing
+
 # In errors of JAX: too little memory, or no device of the requested kind.
 _ENVIRONMENT = ("RESOURCE_EXHAUSTED", "Unable to initialize backend")
 
 
 @contextlib.contextmanager
-def plain_errors(extra: str = "model") -> Iterator[None]:
+def plain_errors(extra: Extra = "model") -> Iterator[None]:
     """Print an error that the user can mend as one sentence, without a traceback, and exit with code 1.
 
     `extra` is what installs the packages that the command needs.
@@ -20,8 +22,7 @@ def plain_errors(extra: str = "model") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        who = {"model": "models need it", "dashboard": "the dashboard needs it"}[extra]
-        typer.echo(f"{error.name} is not installed; {who}: pip install 'xsake[{extra}]'", err=True)
+        typer.echo(missing(error.name, extra), err=True)
         raise typer.Exit(1) from error
     except (ValueError, NotImplementedError, OSError) as error:
         typer.echo(_sentence(error), err=True)

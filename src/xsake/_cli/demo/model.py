@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from xsake._cli.demo import prompt
+from xsake._ground.extras import missing
 from xsake.hads.profile.profile import HadsProfile, shipped
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.methods.shipped import GROUPS
@@ -42,7 +43,7 @@ def show(folder: Path, console: Console | None = None) -> bool:
             dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
             model, tokenizer = load_pretrained(weights, dtype=dtype, param_dtype=dtype), load_tokenizer(weights)
     except ModuleNotFoundError as error:
-        console.print(f"left out: {error.name} is not installed; models need it: pip install 'xsake\\[model]'")
+        console.print(f"left out: {missing(error.name, 'model')}", markup=False)
         return False
     except (OSError, ValueError) as error:
         console.print(f"left out: {error}", markup=False)

@@ -1,0 +1,20 @@
+"""The extras of the package, and the sentence that tells which of them brings a missing package."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Extra = Literal["model", "dashboard", "tune"]
+_WHO: dict[Extra, str] = {
+    "model": "models need it",
+    "dashboard": "the dashboard needs it",
+    "tune": "the tuner needs it",
+}
+
+
+def missing(package: str | None, extra: Extra) -> str:
+    """
+    >>> missing("flax", "model")
+    "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake"
+    """
+    return f"{package} is not installed; {_WHO[extra]}: pip install '.[{extra}]' in the checkout of xsake"
