@@ -25,7 +25,7 @@ from xsake._plan.models import matmul_weights
 from xsake._plan.rates import BOTH, BOTH_FLOPS, FILE, FORWARD, Point, Rest, attention_rate
 from xsake.autotune.workloads import WORKLOADS
 from xsake.model.network.config import PRESETS
-from xsake.model.train.watch.mfu import PEAK_FLOPS
+from xsake.model.training.watch.mfu import PEAK_FLOPS
 
 RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_schedule")
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant

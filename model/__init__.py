@@ -8,39 +8,39 @@ from typing import TYPE_CHECKING, Any
 from xsake._ground.extras import missing
 
 if TYPE_CHECKING:
-    from xsake.model.generate.generation import generate, stream
-    from xsake.model.generate.hads_budget import HadsBudget
-    from xsake.model.generate.sampling import Sampler
+    from xsake.model.generation.generation import generate, stream
+    from xsake.model.generation.hads_budget import HadsBudget
+    from xsake.model.generation.sampling import Sampler
     from xsake.model.network.cache import KVCache
     from xsake.model.network.config import PRESETS, ModelConfig
     from xsake.model.network.flax_attention import attention_fn
     from xsake.model.network.transformer import Transformer
     from xsake.model.text.tokenizer import Tokenizer
-    from xsake.model.train.config import TrainConfig
-    from xsake.model.train.loop import train
-    from xsake.model.train.trained import load_trained
+    from xsake.model.training.config import TrainConfig
+    from xsake.model.training.loop import train
+    from xsake.model.training.trained import load_trained
     from xsake.model.weights.model_file import open_model
     from xsake.model.weights.pretrained import load_pretrained, load_tokenizer
     from xsake.model.weights.safetensors_file import save_pretrained
 
 _PUBLIC = {
-    "HadsBudget": "xsake.model.generate.hads_budget",
+    "HadsBudget": "xsake.model.generation.hads_budget",
     "KVCache": "xsake.model.network.cache",
     "ModelConfig": "xsake.model.network.config",
     "PRESETS": "xsake.model.network.config",
-    "Sampler": "xsake.model.generate.sampling",
+    "Sampler": "xsake.model.generation.sampling",
     "Tokenizer": "xsake.model.text.tokenizer",
-    "TrainConfig": "xsake.model.train.config",
+    "TrainConfig": "xsake.model.training.config",
     "Transformer": "xsake.model.network.transformer",
     "attention_fn": "xsake.model.network.flax_attention",
-    "generate": "xsake.model.generate.generation",
+    "generate": "xsake.model.generation.generation",
     "load_pretrained": "xsake.model.weights.pretrained",
     "load_tokenizer": "xsake.model.weights.pretrained",
-    "load_trained": "xsake.model.train.trained",
+    "load_trained": "xsake.model.training.trained",
     "open_model": "xsake.model.weights.model_file",
     "save_pretrained": "xsake.model.weights.safetensors_file",
-    "stream": "xsake.model.generate.generation",
-    "train": "xsake.model.train.loop",
+    "stream": "xsake.model.generation.generation",
+    "train": "xsake.model.training.loop",
 }
 
 __all__ = [

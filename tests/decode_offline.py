@@ -17,8 +17,8 @@ from xsake._op import tuned
 from xsake.hads import PooledKeys
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.model import HadsBudget, KVCache, Transformer
-from xsake.model.generate import sparse_decode
-from xsake.model.generate.sampling import Sampler
+from xsake.model.generation import sparse_decode
+from xsake.model.generation.sampling import Sampler
 from xsake.model.network.config import ModelConfig
 from xsake.model.weights import writer
 

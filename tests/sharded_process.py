@@ -17,7 +17,7 @@ def main() -> None:
 
     import xsake
     from xsake.kernels_xla_ref import oracle
-    from xsake.model.train.distributed import initialize
+    from xsake.model.training.distributed import initialize
 
     exchange, address, *numbers = sys.argv[1:]
     initialize(address, *map(int, numbers))

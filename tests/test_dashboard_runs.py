@@ -26,7 +26,7 @@ from xsake.dashboard.read.run import Noted, Run
 from xsake.dashboard.read.thinning import Curve, Points, thin
 from xsake.dashboard.serve.live import Live
 from xsake.dashboard.show import run_documents
-from xsake.model.train.watch.run_file import RunFile
+from xsake.model.training.watch.run_file import RunFile
 
 
 def points(values, start=0):

@@ -28,7 +28,7 @@ from xsake.hads.selection.gpu import estimate
 from xsake.hads.selection.gpu.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
-from xsake.model.generate.prefill import read_prompts
+from xsake.model.generation.prefill import read_prompts
 
 LENGTH, SHORTER, CHUNK, BUDGET = 121, 90, 64, 0.8
 PROFILE = case.random_profile()

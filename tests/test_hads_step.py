@@ -20,9 +20,9 @@ from xsake.hads.selection.step.blocks import select_step, step_count
 from xsake.hads.selection.step.mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
 from xsake.model import HadsBudget, KVCache, generate
-from xsake.model.generate import sparse_decode
-from xsake.model.generate.prefill import read_prompts
-from xsake.model.generate.sparse_decode import attend_listed
+from xsake.model.generation import sparse_decode
+from xsake.model.generation.prefill import read_prompts
+from xsake.model.generation.sparse_decode import attend_listed
 
 PROFILE = case.random_profile(head_dim=16)
 BLOCK, CAPACITY, LENGTHS = PROFILE.block, 320, np.array([301, 190], np.int32)

@@ -85,6 +85,8 @@ for name in {MODULES!r}:
     except ModuleNotFoundError as error:
         told["missing"][name] = error.name or str(error)
 told["shadowed"] = [name for name, value in names.items() if getattr(xsake, name) is not value]
+for door in (xsake.hads, xsake.model):
+    told["shadowed"] += [name for name in door.__all__ if type(getattr(door, name)).__name__ == "module"]
 print(json.dumps(told))
 """
 

@@ -12,7 +12,7 @@ from tiny_model import TINY, TOKENS, build, run
 
 import xsake
 from xsake.model import Sampler, generate, stream
-from xsake.model.generate import generation, prefill
+from xsake.model.generation import generation, prefill
 from xsake.model.weights import writer
 
 # One worker for the tests of the model: it has its programs.

@@ -13,7 +13,7 @@ from tiny_model import FOUR_PROMPTS, TINY, build
 
 import xsake
 from xsake.model import HadsBudget, Transformer, generate
-from xsake.model.generate.prefill import read_prompts
+from xsake.model.generation.prefill import read_prompts
 from xsake.model.network.sharding import make_mesh, shard_model
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from xsake.model.network.config import PRESETS
-from xsake.model.train.attention import ATTENTION, attention_of, fixed_pattern
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.distributed import initialize
-from xsake.model.train.optimizer import learning_rate, make_optimizer
-from xsake.model.train.watch.mfu import peak_flops, utilisation
+from xsake.model.training.attention import ATTENTION, attention_of, fixed_pattern
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.distributed import initialize
+from xsake.model.training.optimizer import learning_rate, make_optimizer
+from xsake.model.training.watch.mfu import peak_flops, utilisation
 
 CONFIG = TrainConfig(model=PRESETS["tiny"], length=64, batch=4, steps=50, warmup=10)
 

@@ -9,7 +9,7 @@ import pytest
 from training import make_config, make_data
 
 from xsake.model import load_trained
-from xsake.model.train.loop import train
+from xsake.model.training.loop import train
 
 pytestmark = pytest.mark.xdist_group("training")
 

@@ -12,7 +12,7 @@ from benchmarks import plan_rates, record
 from benchmarks.report import model as report
 from benchmarks.train import gpu as train_gpu
 from xsake.dashboard.show.benchmark_plots import plots
-from xsake.model.train.trainer import Trainer
+from xsake.model.training.trainer import Trainer
 
 KINDS = ["dense", "sparse", "hads"]
 SMALL = ["--skip-training", "--only", "tiny", "--tokens-per-step", "128", "--block", "4", "--dense", "xsake"]

@@ -12,8 +12,8 @@ import pytest
 from train_process import start
 from training import losses, make_config, make_data
 
-from xsake.model.train.loop import train
-from xsake.model.train.watch.run_file import read_events
+from xsake.model.training.loop import train
+from xsake.model.training.watch.run_file import read_events
 
 pytestmark = pytest.mark.xdist_group("training")
 STEPS = {"steps": 40, "warmup": 2}

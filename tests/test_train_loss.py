@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sweep import sweep
 
-from xsake.model.train.loss import next_token_loss
+from xsake.model.training.loss import next_token_loss
 
 BATCH, LENGTH, WIDTH, VOCAB = 3, 20, 16, 50
 

@@ -9,7 +9,7 @@ import pytest
 from train_process import free_port, start
 from training import losses, make_config, make_data
 
-from xsake.model.train.loop import train
+from xsake.model.training.loop import train
 
 pytestmark = pytest.mark.xdist_group("training")
 

@@ -14,10 +14,10 @@ from training import MODEL, events, losses, make_config, make_data
 
 from xsake import patterns
 from xsake.hads.selection.mask_function import mask_shape
-from xsake.model.train.attention import FixedMask
-from xsake.model.train.loop import train
-from xsake.model.train.trainer import Trainer
-from xsake.model.train.watch.run_file import RunFile, read_events
+from xsake.model.training.attention import FixedMask
+from xsake.model.training.loop import train
+from xsake.model.training.trainer import Trainer
+from xsake.model.training.watch.run_file import RunFile, read_events
 
 # One worker for all tests of training: it has their programs.
 pytestmark = pytest.mark.xdist_group("training")

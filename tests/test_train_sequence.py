@@ -13,8 +13,8 @@ from xsake.model.network.cache import KVCache
 from xsake.model.network.sequence_cut import SequenceCut
 from xsake.model.network.sharding import make_mesh
 from xsake.model.network.transformer import Transformer
-from xsake.model.train.loop import train
-from xsake.model.train.trainer import Trainer
+from xsake.model.training.loop import train
+from xsake.model.training.trainer import Trainer
 
 pytestmark = [
     pytest.mark.xdist_group("training"),
@@ -123,7 +123,7 @@ def test_what_cannot_be_cut_is_said(data, monkeypatch):
         with pytest.raises(ValueError, match=message):
             Trainer(make_config(**changes), data=data, mesh=mesh, order=order, exchange=exchange)
 
-    monkeypatch.setattr("xsake.model.train.trainer.check_cudnn", lambda config: None)
+    monkeypatch.setattr("xsake.model.training.trainer.check_cudnn", lambda config: None)
     refused("length=63 cannot be divided over the mesh's sequence=2: use a multiple of 2 tokens", length=63)
     refused(r"use a multiple of 64 tokens \(2 x 2 pieces of whole blocks of 16\)", length=96, order="zigzag")
     refused(r"use attention=\"dense\"", attention="cudnn", density=1.0, dtype="bfloat16")

@@ -15,8 +15,8 @@ from training import MODEL, losses, make_config, make_data
 from xsake.model.network.config import PRESETS
 from xsake.model.network.sharding import RULES, make_mesh, parameter_name, parameter_shardings
 from xsake.model.network.transformer import Transformer
-from xsake.model.train.loop import train
-from xsake.model.train.trainer import Trainer
+from xsake.model.training.loop import train
+from xsake.model.training.trainer import Trainer
 
 pytestmark = pytest.mark.xdist_group("training")
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")

@@ -13,8 +13,8 @@ import sys
 import pytest
 from training import events, losses, make_config, make_data
 
-from xsake.model.train.loop import train
-from xsake.model.train.watch import trackers
+from xsake.model.training.loop import train
+from xsake.model.training.watch import trackers
 
 pytestmark = pytest.mark.xdist_group("training")
 

@@ -54,9 +54,9 @@ def main() -> None:
     """Prints the losses that this process saw, as JSON."""
     from training import make_config
 
-    from xsake.model.train import loop
-    from xsake.model.train.distributed import initialize
-    from xsake.model.train.trainer import Trainer
+    from xsake.model.training import loop
+    from xsake.model.training.distributed import initialize
+    from xsake.model.training.trainer import Trainer
 
     given = json.loads(sys.argv[1])
     if given["join"] is not None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from xsake.model.data.shards import write_shard
 from xsake.model.network.config import PRESETS, ModelConfig
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.watch.run_file import read_events
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.watch.run_file import read_events
 
 MODEL: ModelConfig = dataclasses.replace(PRESETS["tiny"], vocab_size=128, layers=1)
 

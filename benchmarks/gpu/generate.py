@@ -46,9 +46,9 @@ from xsake.hads.profile.profile import shipped
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer, load_pretrained
-from xsake.model.generate.prefill import read_prompts
-from xsake.model.generate.sampling import Sampler
-from xsake.model.generate.sparse_decode import StepRule
+from xsake.model.generation.prefill import read_prompts
+from xsake.model.generation.sampling import Sampler
+from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.weights.published import name_of
 from xsake.model.weights.writer import Writer
 

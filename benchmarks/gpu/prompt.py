@@ -41,8 +41,8 @@ from xsake.autotune.measure.timing import race
 from xsake.hads import HadsProfile, calibrate
 from xsake.hads.study.texts import load_texts
 from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer, load_pretrained
-from xsake.model.generate.prefill import read_prompts
-from xsake.model.train.watch.mfu import utilisation
+from xsake.model.generation.prefill import read_prompts
+from xsake.model.training.watch.mfu import utilisation
 from xsake.model.weights.published import name_of
 
 MODELS = {

@@ -28,7 +28,7 @@ from xsake.hads.study.divergence import compare
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
 from xsake.model import HadsBudget, Transformer, load_pretrained, load_tokenizer
-from xsake.model.generate.prefill import Prompt, read_prompts
+from xsake.model.generation.prefill import Prompt, read_prompts
 from xsake.model.weights.published import name_of
 
 

@@ -17,9 +17,9 @@ from jax import Array
 
 from xsake.hads import HadsProfile, LayerWeights, PooledKeys
 from xsake.model import HadsBudget, KVCache
-from xsake.model.generate.prefill import Prompt
-from xsake.model.generate.sampling import Sampler
-from xsake.model.generate.sparse_decode import StepRule, forward
+from xsake.model.generation.prefill import Prompt
+from xsake.model.generation.sampling import Sampler
+from xsake.model.generation.sparse_decode import StepRule, forward
 from xsake.model.network.transformer import Transformer
 from xsake.model.weights.writer import Writer
 

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks import record
 from xsake.dashboard.show.words import model
 from xsake.hads.study.methods.words import in_words
-from xsake.model.train.watch.run_file import read_events
+from xsake.model.training.watch.run_file import read_events
 
 COLOURS = {"dense": "grey", "sparse": "#0072b2", "hads": "#d55e00"}
 SMOOTHED_STEPS = 15

@@ -19,14 +19,14 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.layerwise import attend, project
-from xsake.model.generate.prefill import Prompt
+from xsake.model.generation.prefill import Prompt
 from xsake.model.network.cache import KVCache
 
 
 def read_masked(
     model: Any, prompts: Sequence[Sequence[int]], *, capacity: int, method: str, budget: float, profile: HadsProfile
 ) -> Prompt:
-    """As `xsake.model.generate.prefill.read_prompts`, but with the masks of a method of the study.
+    """As `xsake.model.generation.prefill.read_prompts`, but with the masks of a method of the study.
 
     Every layer keeps as many blocks as HADS would keep there: exactly, for every prompt. The prompts are padded to the
     cache's `capacity`. Memory: a method's scores, [B, H, n, n] for n blocks, and for XAttention [B, H, T/8, T/8].

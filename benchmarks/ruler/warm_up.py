@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from benchmarks.ruler.way import Way, read
 from xsake.hads.profile.profile import HadsProfile
-from xsake.model.generate.generation import write
-from xsake.model.generate.prefill import Prompt
-from xsake.model.generate.sampling import Sampler
+from xsake.model.generation.generation import write
+from xsake.model.generation.prefill import Prompt
+from xsake.model.generation.sampling import Sampler
 from xsake.model.network.cache import KVCache
 
 _AT_ONCE = 8

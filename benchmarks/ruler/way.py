@@ -12,9 +12,9 @@ from benchmarks.ruler.prompt_layer import program_of
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.methods.groups import expand
 from xsake.model import HadsBudget
-from xsake.model.generate.generation import write
-from xsake.model.generate.prefill import Prompt, read_prompts
-from xsake.model.generate.sampling import Sampler
+from xsake.model.generation.generation import write
+from xsake.model.generation.prefill import Prompt, read_prompts
+from xsake.model.generation.sampling import Sampler
 
 
 class Way(NamedTuple):

@@ -50,10 +50,10 @@ from xsake.autotune.measure.timing import Timing, race
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.data.shards import write_shard
 from xsake.model.network.config import PRESETS
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.loop import train
-from xsake.model.train.trainer import Trainer
-from xsake.model.train.watch.run_file import read_events
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.loop import train
+from xsake.model.training.trainer import Trainer
+from xsake.model.training.watch.run_file import read_events
 
 Row = dict[str, Any]
 

@@ -33,10 +33,10 @@ from xsake.model.data.build import build
 from xsake.model.data.shards import open_shards
 from xsake.model.network.config import ModelConfig
 from xsake.model.text.tokenizer import from_folder
-from xsake.model.train.checkpoints import Checkpoints
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.loop import CHECKPOINTS_FOLDER, train
-from xsake.model.train.trainer import Trainer
+from xsake.model.training.checkpoints import Checkpoints
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.loop import CHECKPOINTS_FOLDER, train
+from xsake.model.training.trainer import Trainer
 
 MODEL = ModelConfig(
     vocab_size=1024,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from xsake.dashboard.read.inside import is_plain_name
 from xsake.dashboard.read.run import Run
-from xsake.model.train.watch.run_file import METRICS_FILE
+from xsake.model.training.watch.run_file import METRICS_FILE
 
 DEPTH = 4  # folders below a given one
 MOST_FOLDERS = 2000  # visited per search

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from xsake.hads import LayerWeights, PooledKeys
-from xsake.model.generate import sparse_decode
-from xsake.model.generate.sampling import Sampler
+from xsake.model.generation import sparse_decode
+from xsake.model.generation.sampling import Sampler
 from xsake.model.network.cache import KVCache
 from xsake.model.network.transformer import Transformer
 

@@ -14,7 +14,7 @@ import pytest
 from training import events, make_data
 
 from web.browser import Dashboard, Watched, environment
-from xsake.model.train.watch.run_file import RunFile
+from xsake.model.training.watch.run_file import RunFile
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-web installs it")
 Open = Callable[..., Watched]

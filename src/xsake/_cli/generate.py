@@ -66,7 +66,7 @@ def generate(
 
         import xsake
         from xsake.model import load_pretrained, load_tokenizer, stream
-        from xsake.model.generate.sampling import Sampler
+        from xsake.model.generation.sampling import Sampler
         from xsake.model.weights.fetch import cache_folder
 
         # Compiling takes longer than answering: the next run reads the compiled programs from this cache.

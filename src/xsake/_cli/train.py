@@ -63,9 +63,9 @@ def train(
         import jax
 
         from xsake.model.network.config import PRESETS
-        from xsake.model.train.config import TrainConfig
-        from xsake.model.train.distributed import initialize
-        from xsake.model.train.loop import train
+        from xsake.model.training.config import TrainConfig
+        from xsake.model.training.distributed import initialize
+        from xsake.model.training.loop import train
         from xsake.model.weights.fetch import cache_folder
 
         if preset not in PRESETS:

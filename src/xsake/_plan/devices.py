@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from xsake.model.train.watch.mfu import peak_flops
+from xsake.model.training.watch.mfu import peak_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Device:
     def peak(self) -> float:
         """Dense bfloat16 FLOP/s."""
         found = peak_flops(self.kind)
-        assert found is not None, f"{self.kind} has no peak in xsake.model.train.watch.mfu"
+        assert found is not None, f"{self.kind} has no peak in xsake.model.training.watch.mfu"
         return found
 
 

@@ -10,7 +10,7 @@ from xsake._plan.meshes import Mesh, every_mesh, mesh_problem
 from xsake._plan.predict import Prediction, predict
 from xsake._plan.question import Question
 from xsake._plan.rates import Rate, rest_rate, shipped_points, shipped_rest
-from xsake.model.train.watch.mfu import peak_flops
+from xsake.model.training.watch.mfu import peak_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

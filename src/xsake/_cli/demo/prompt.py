@@ -28,7 +28,7 @@ def show(model: Any, encode: Callable[[str], list[int]], console: Console) -> No
 
 def race(model: Any, tokens: list[int], profile: Any, budget: float, console: Console) -> dict[str, float]:
     from xsake.model import HadsBudget
-    from xsake.model.generate.prefill import read_prompts
+    from xsake.model.generation.prefill import read_prompts
 
     def seconds(model: Any, hads: HadsBudget | None) -> tuple[float, int]:
         start = time.perf_counter()

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from xsake.model.train.watch.progress import TrainingProgress
-from xsake.model.train.watch.run_file import METRICS_FILE, RunFile
-from xsake.model.train.watch.trackers import Trackers, check_trackers
+from xsake.model.training.watch.progress import TrainingProgress
+from xsake.model.training.watch.run_file import METRICS_FILE, RunFile
+from xsake.model.training.watch.trackers import Trackers, check_trackers
 
 
 class Report:

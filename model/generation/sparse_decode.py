@@ -20,8 +20,8 @@ from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.step.blocks import select_step, step_count
 from xsake.hads.selection.step.mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
-from xsake.model.generate.hads_budget import HadsBudget
-from xsake.model.generate.sampling import Sampler
+from xsake.model.generation.hads_budget import HadsBudget
+from xsake.model.generation.sampling import Sampler
 from xsake.model.network.cache import KVCache
 from xsake.model.network.transformer import Transformer
 

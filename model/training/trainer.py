@@ -20,11 +20,11 @@ from xsake.model.network.attend import MaskFn
 from xsake.model.network.sequence_cut import choose_order
 from xsake.model.network.sharding import make_mesh
 from xsake.model.network.transformer import Transformer
-from xsake.model.train.attention import FixedMask, attention_of, check_cudnn, hads_recalibration
-from xsake.model.train.checkpoints import Checkpoints
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.step import Program, TrainState
-from xsake.model.train.watch.mfu import utilisation
+from xsake.model.training.attention import FixedMask, attention_of, check_cudnn, hads_recalibration
+from xsake.model.training.checkpoints import Checkpoints
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.step import Program, TrainState
+from xsake.model.training.watch.mfu import utilisation
 
 Recalibrate = Callable[[int, Transformer, Array], MaskFn]
 _program = lru_cache(maxsize=16)(Program)  # a second run of a configuration in one process compiles nothing

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from xsake.model.train.config import TrainConfig
+from xsake.model.training.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:

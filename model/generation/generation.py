@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xsake.model.generate.hads_budget import HadsBudget
-from xsake.model.generate.prefill import Prompt, check_reading, read_prompts
-from xsake.model.generate.sampling import Sampler
-from xsake.model.generate.sparse_decode import StepRule
+from xsake.model.generation.hads_budget import HadsBudget
+from xsake.model.generation.prefill import Prompt, check_reading, read_prompts
+from xsake.model.generation.sampling import Sampler
+from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.network.attend import MaskFn
 from xsake.model.network.cache import KVCache
 from xsake.model.network.fields import Whole, check

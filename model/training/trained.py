@@ -11,10 +11,10 @@ from flax import nnx
 import xsake
 from xsake.model.network.sharding import make_mesh
 from xsake.model.network.transformer import Transformer
-from xsake.model.train.checkpoints import Checkpoints
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.loop import CHECKPOINTS_FOLDER
-from xsake.model.train.step import Program
+from xsake.model.training.checkpoints import Checkpoints
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.loop import CHECKPOINTS_FOLDER
+from xsake.model.training.step import Program
 
 
 def load_trained(run: Path, *, step: int | None = None, dtype: Any = jnp.bfloat16) -> Transformer:

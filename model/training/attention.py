@@ -20,7 +20,7 @@ from xsake import BlockMask, patterns
 from xsake._ground.device import compute_capability
 from xsake.hads.mask.row_shards import RowShards
 from xsake.model.network.attend import MaskFn
-from xsake.model.train.config import TrainConfig
+from xsake.model.training.config import TrainConfig
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("mask",), meta_fields=())

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from xsake.model.train.checkpoints import Checkpoints
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.trainer import Recalibrate, Trainer
-from xsake.model.train.watch.report import Report
-from xsake.model.train.watch.run_file import METRICS_FILE, read_events
+from xsake.model.training.checkpoints import Checkpoints
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.trainer import Recalibrate, Trainer
+from xsake.model.training.watch.report import Report
+from xsake.model.training.watch.run_file import METRICS_FILE, read_events
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _AHEAD = 2  # steps: metrics are read so much later, so that the device never waits for the host

@@ -23,7 +23,7 @@ from xsake.hads import chunk_counts, density_bucket
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights, select_chunk
 from xsake.hads.selection.pooled_keys import PooledKeys
-from xsake.model.generate.hads_budget import HadsBudget
+from xsake.model.generation.hads_budget import HadsBudget
 from xsake.model.network.cache import KVCache, check_size
 from xsake.model.network.config import ModelConfig
 from xsake.model.network.rope import Rotation

@@ -18,9 +18,9 @@ from xsake.model.network.attend import MaskFn
 from xsake.model.network.sequence_cut import SequenceCut
 from xsake.model.network.sharding import BATCH, parameter_shardings
 from xsake.model.network.transformer import Transformer
-from xsake.model.train.config import TrainConfig
-from xsake.model.train.loss import next_token_loss, output_weight
-from xsake.model.train.optimizer import learning_rate, make_optimizer
+from xsake.model.training.config import TrainConfig
+from xsake.model.training.loss import next_token_loss, output_weight
+from xsake.model.training.optimizer import learning_rate, make_optimizer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "optimizer"), meta_fields=())

@@ -47,7 +47,7 @@ class TrainConfig:
       weight_decay: of AdamW, on matrices only.
       beta1, beta2: of AdamW.
       clip: the largest norm of the gradients of all parameters; larger gradients are scaled down to it.
-      attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.train.attention`.
+      attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.training.attention`.
       density: the share of active blocks; a pattern takes the nearest density that it can have.
       block: tokens per block.
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
