@@ -123,7 +123,7 @@ class Tile:
 
     def attended(self, part: int, *_: Any) -> Any:
         first = self.cta.q_vectors["index"][self.ring, self.slot, part * self.width]
-        return self.plan.rule.may_attend(first, self.column.kv_start, self.plan.packing.queries, ROWS)
+        return self.plan.elements.may_attend(first, self.plan.packing.queries, self.column.kv_start, ROWS)
 
     def multiply(self, dk: Any, dv: Any, part: int) -> None:
         scratch, queries = self.scratch, pl.ds(part * self.width, self.width)

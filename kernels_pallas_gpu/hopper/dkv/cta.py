@@ -163,14 +163,12 @@ class Cta:
     ) -> Any:
         q = {name: plgpu.load(r.at[self.ring, slot, queries], layout=ALONG_COLS) for name, r in self.q_vectors.items()}
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + kv_start
-        ok = self.plan.rule.attends(
+        ok = self.plan.elements.attends(
             (ROWS, PART),
-            1,
             q.get("position", q.get("index")),
             kv_rows.get("position", kv_index),
-            q.get("segment"),
-            kv_rows.get("segment"),
-            None,
+            q_segment=q.get("segment"),
+            kv_segment=kv_rows.get("segment"),
         )
         kv_first = lax.rem(kv_start, self.plan.block_kv)
         return ok if own_bits is None else own_bits.tile(ok, part * PART, kv_first, (ROWS, PART), 1)

@@ -49,7 +49,9 @@ def dkv(
         statistic=packing.of_heads(pad(rule.row_statistic(lse), 2, q_size, -jnp.inf if rule.folds_lse else jnp.inf)),
         minus_delta=packing.of_heads(pad(minus_delta, 2, q_size)),
         q_vectors={name: packing.of_tokens(pad(per_query[name], 1, q_size)) for name in plan.q_vectors},
-        kv_vectors=vectors(kv_size, position=call.kv_positions if rule.by_position else None, segment=call.kv_segments),
+        kv_vectors=vectors(
+            kv_size, position=call.kv_positions if plan.elements.by_position else None, segment=call.kv_segments
+        ),
         lists=ListRefs(*lists),
         interleaved=columns.interleaved(lists, plan.batch_size),
         bias=None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),

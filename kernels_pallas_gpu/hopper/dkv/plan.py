@@ -74,7 +74,7 @@ class Plan(ColumnPlan):
     @classmethod
     def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "Plan":
         fields = cls.of_call(call)
-        by_position, block_q = fields["rule"].by_position, call.mask.block_q
+        by_position, block_q = fields["elements"].by_position, call.mask.block_q
         if packing.rows % config.tile:
             raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
         has_numbers = dict(
@@ -117,7 +117,7 @@ class Plan(ColumnPlan):
     @property
     def one_copy(self) -> bool:
         """Whether full and masked tiles share their code, because every copy takes time to compile."""
-        tests = self.rule.by_position or "segment" in self.q_vectors
+        tests = self.elements.by_position or "segment" in self.q_vectors
         return tests and self.rule.folds_lse and not self.has_bits and self.tile == PART and not self.split
 
     # -- which column --------------------------------------------------------------------------------------------------

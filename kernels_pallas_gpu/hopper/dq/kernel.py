@@ -40,6 +40,7 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits, TileBits
 from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, list_coords, pad_to, swizzled, wgmma_full
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
 
@@ -78,7 +79,9 @@ def dq(
     tile, wgs = config.tile, config.compute_wgs
     if block_kv % tile:
         raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
-    rule = LogitRule(scale=call.scale, band=call.band, soft_cap=call.soft_cap, has_bias=bias is not None)
+    ragged = kv_len % block_kv != 0  # a tile of the last block may lie wholly past the end
+    elements = ElementRule(band=call.band, kv_len=kv_len if ragged else None, q_axis=0)
+    rule = LogitRule(scale=call.scale, soft_cap=call.soft_cap, has_bias=bias is not None)
     # The heads of a group follow one another and find the K and V that they share in the L2 cache.
     work = WorkGrid.make(
         batch * q_heads, packing.length(q_len), packing.rows, wgs, kv_len * (d + dv_dim) * 2 // group or 1
@@ -88,16 +91,15 @@ def dq(
     kv_size = pl.cdiv(kv_len, block_kv) * block_kv
     statistic = packing.of_heads(pad(rule.row_statistic(lse), 2, q_size))
     parts = minus_delta if isinstance(minus_delta, DeltaParts) else None
-    ragged = kv_len % block_kv != 0  # a tile of the last block may lie wholly past the end
-    skips = rule.by_position and call.kv_positions is None
+    skips = elements.by_position and call.kv_positions is None
     by_index = ragged or skips
     # Most tiles of a list lie wholly before the queries: their elements need no test beside the bits.
     bits_alone = bits is not None and skips and not ragged and call.kv_segments is None
-    q_vectors = vectors(q_size, position=call.q_positions if rule.by_position else None, segment=call.q_segments)
+    q_vectors = vectors(q_size, position=call.q_positions if elements.by_position else None, segment=call.q_segments)
     q_vectors = {name: packing.of_tokens(x) for name, x in q_vectors.items()}
     kv_vectors = vectors(
         kv_size,
-        position=call.kv_positions if rule.by_position else None,
+        position=call.kv_positions if elements.by_position else None,
         segment=call.kv_segments,
         index=jnp.arange(kv_size, dtype=jnp.int32)[None] if by_index else None,
     )
@@ -208,14 +210,13 @@ def dq(
                     return own_bits.tile(None, 0, kv_first, (ROWS, PART), 0)
                 kv = {name: plgpu.load(r.at[ring, slot, keys], layout=ALONG_COLS) for name, r in kv_vector_smem.items()}
                 row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS)
-                ok = rule.attends(
+                ok = elements.attends(
                     (ROWS, PART),
-                    0,
                     q_rows.get("position", packing.query(row) + first_query),
                     kv.get("position", kv.get("index")),
-                    q_rows.get("segment"),
-                    kv.get("segment"),
-                    kv["index"] < kv_len if ragged else None,
+                    q_segment=q_rows.get("segment"),
+                    kv_segment=kv.get("segment"),
+                    kv_index=kv.get("index"),
                 )
                 return ok if own_bits is None else own_bits.tile(ok, 0, kv_first, (ROWS, PART), 0)
 
@@ -272,10 +273,10 @@ def dq(
                         near, live = None, None if own_bits is None else own_bits.any(0)
                         if skips and masked:
                             first_key = kv_vector_smem["index"][ring, slot, part * width]
-                            place = first_query, first_key, packing.queries, width
-                            near = rule.may_attend(*place)
+                            place = first_query, packing.queries, first_key, width
+                            near = elements.may_attend(*place)
                             if bits_alone:
-                                whole = rule.all_attend(*place)
+                                whole = elements.all_attend(*place)
                                 run_where(functools.partial(run, ruled=False), whole, live)
                                 near &= ~whole
                         run_where(run, near, live)

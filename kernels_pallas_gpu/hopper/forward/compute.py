@@ -201,10 +201,7 @@ class Tile:
         logits, starts = self.first
 
         def with_rule(_: Any, logits: Any) -> Any:
-            mask = self.plan.rule.tile(
-                logits.shape, q_start=self.first_query(), kv_start=starts, test_runs=True, **self.q_vectors
-            )
-            return jnp.where(mask, logits, -jnp.inf)
+            return jnp.where(self.element_mask(logits.shape, starts, {}, test_runs=True), logits, -jnp.inf)
 
         logits = self.element_wise(logits, None, {}, partial=False)
         logits = lax.fori_loop(0, as_number(self.full_steps == 0), with_rule, logits)
@@ -225,7 +222,7 @@ class Tile:
             for i in range(plan.tile_kv // HALF)
         ]
         first, count = self.first_query(), plan.packing.queries
-        live = [plan.rule.any_in_band(first, count, key, HALF) & (key >= 0) for key in first_keys]
+        live = [plan.elements.may_attend(first, count, key, HALF) & (key >= 0) for key in first_keys]
 
         num_live = sum(as_number(x) for x in live)
         when(num_live == 0)(lambda: self.idle_step(step))
@@ -246,7 +243,7 @@ class Tile:
         """A partial step of short runs: the whole tile, if any of them has an element that may attend."""
         plan, first, count = self.plan, self.first_query(), self.plan.packing.queries
         starts = self.warpgroup.starts(self.slot(step))
-        live = [plan.rule.any_in_band(first, count, start, plan.unit) & (start >= 0) for start in starts]
+        live = [plan.elements.may_attend(first, count, start, plan.unit) & (start >= 0) for start in starts]
         any_live = functools.reduce(lambda a, b: a | b, live)
         when(~any_live)(lambda: self.idle_step(step))
         return lax.fori_loop(0, as_number(any_live), lambda _, c: self.kv_step(step, c, partial=True), carry)
@@ -263,7 +260,7 @@ class Tile:
             plain = jnp.bool_(False)
         else:
             first, count = self.first_query(), plan.packing.queries
-            inside = [plan.rule.all_in_band(first, count, start, plan.unit) for start in starts]
+            inside = [plan.elements.all_attend(first, count, start, plan.unit) for start in starts]
             plain = functools.reduce(lambda a, b: a & b, [x | ~y for x, y in zip(inside, live, strict=True)])
         num_live = sum(as_number(x) for x in live)
         # One number for the way of the step: what lives through all of them would take registers.
@@ -314,18 +311,17 @@ class Tile:
             interpret=bool(plan.interpret),
             overlap=lambda: self.take_tensor_core(step),
         )
-        vectors = dict(self.q_vectors)
-        numbers = ()
+        kv_vectors, numbers = {}, ()
         if partial and plan.has_bits:
             numbers = tuple(cta.scratch.notes[cta.bitmap_field(slot, part)] for part in range(plan.parts))
             if half is not None:
                 numbers = (jnp.where(half == 0, *numbers),)
         if partial:
             for name in plan.kv_vectors:
-                vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
+                kv_vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
-        logits = self.element_wise(logits, starts, vectors, partial=partial and ruled)
+        logits = self.element_wise(logits, starts, kv_vectors, partial=partial and ruled)
         if numbers:
             assert starts is not None
             logits = jnp.where(self.bits(numbers, starts[0], logits.shape), logits, -jnp.inf)
@@ -371,7 +367,7 @@ class Tile:
                 self.cta.stage(self.cta.barriers.k_ready, slot_of(self.step0 + step + 1, self.plan.stages))
             )
 
-    def element_wise(self, logits: Any, starts: Any, vectors: Any, *, partial: bool) -> Any:
+    def element_wise(self, logits: Any, starts: Any, kv_vectors: Any, *, partial: bool) -> Any:
         plan, shape = self.plan, logits.shape
         if not plan.plain_logits:
             logits = logits * jnp.float32(plan.scale)
@@ -381,11 +377,36 @@ class Tile:
         if plan.soft_cap is not None:
             logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
-            where = dict(q_start=self.first_query(), kv_start=starts, test_runs=self.short_runs)
-            mask = plan.rule.tile(shape, **where, **vectors)
+            mask = self.element_mask(shape, starts, kv_vectors, test_runs=self.short_runs)
             if mask is not None:
                 logits = jnp.where(mask, logits, -jnp.inf)
         return logits
+
+    def element_mask(self, shape: tuple[int, int], starts: Any, kv_vectors: Any, *, test_runs: bool) -> Any:
+        """bool[queries, keys], or None where nothing is tested.
+
+        `starts`: first keys of the tile's runs, which are of equal length. `test_runs`: test for runs that do not
+        exist, which start below 0. Queries past the last are not tested: the store clips them.
+        """
+        plan, q_vectors, (rows, columns), first_query = self.plan, self.q_vectors, shape, self.first_query()
+        # Along one axis: JAX would compute the number of each element of a tile for itself.
+        row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
+        query, run, key = plan.packing.query(row) + first_query, columns // len(starts), column + starts[0]
+        for i, start in enumerate(starts[1:], 1):
+            key = jnp.where(column < i * run, key, column + (start - i * run))
+        mask = plan.elements.attends(
+            shape,
+            q_vectors.get("q_positions", query),
+            kv_vectors.get("kv_positions", key),
+            q_segment=q_vectors.get("q_segments"),
+            kv_segment=kv_vectors.get("kv_segments"),
+            kv_index=key if plan.ragged else None,
+        )
+        if not test_runs:
+            return mask
+        exists = common.per_col(key >= 0, shape)
+        return exists if mask is None else mask & exists
 
     def accumulate(self, step: Any, sums: Sums, logits: Any, values: Any, weigh: Any) -> Sums:
         """`weigh`: a method of `Softmax`."""

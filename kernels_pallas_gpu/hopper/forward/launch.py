@@ -25,8 +25,9 @@ from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
 from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ElementRule, RowLists
+from xsake.kernels_pallas_gpu.hopper.tile.common import RowLists
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.lists.merge import merged_rows
 from xsake.kernels_pallas_gpu.lists.row_pairs import row_pairs
@@ -94,7 +95,7 @@ def forward(
         page=page,
         own_lists=lists.indices.shape[:2] == (batch_size, heads),
         pairing=pairing,
-        rule=ElementRule(kv_len=kv_len, block_kv=block_kv, band=band, packing=packing),
+        elements=ElementRule(band=band, kv_len=kv_len, q_axis=0),
         config=config,
         interpret=interpret,
     )

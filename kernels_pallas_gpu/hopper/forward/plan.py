@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.hopper.tile import common
-from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E, ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E
+from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_ITEMS
 
@@ -100,7 +100,7 @@ class Plan:
     page: int | None
     own_lists: bool
     pairing: Pairing
-    rule: ElementRule
+    elements: ElementRule
     config: ForwardConfig
     interpret: Any
 
@@ -218,7 +218,7 @@ class Plan:
         keep a few workers busy when the others have nothing left to do; where workers take many turns, that is little.
         """
         few_turns = self.persistent and self.num_items <= MOST_TURNS * self.num_workers
-        left, right = self.rule.band
+        left, right = self.elements.band
         is_chunk = left is None and right is not None and right > 0
         known = self.num_items + self.num_workers <= MOST_ITEMS
         return is_chunk and self.own_lists and self.head_group > 1 and few_turns and known
@@ -284,7 +284,12 @@ class Plan:
     @property
     def testable(self) -> bool:
         """Whether a partial step leaves out the halves of its tile that no query can attend to."""
-        return self.plain_rules and (self.rule.band != Band() or self.parts > 1 or self.rule.ragged)
+        return self.plain_rules and (self.elements.by_position or self.parts > 1 or self.ragged)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block has keys past the end, and so perhaps tiles that are past the end as a whole."""
+        return self.kv_len % self.block_kv != 0
 
     @property
     def separate_out(self) -> bool:

@@ -221,15 +221,13 @@ class Tile:
         queries = {name: plgpu.load(x.at[self.q_slot], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()}
         keys = self.warpgroup.kv_vectors
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start
-        ok = self.plan.rule.attends(
+        ok = self.plan.elements.attends(
             (ROWS, self.plan.tile),
-            1,
             queries.get("position", queries.get("index")),
             keys.get("position", kv_index),
-            queries.get("segment"),
-            keys.get("segment"),
-            # Keys past the end are zeros, but times a probability that is no number (lse is far below 0) they are not.
-            kv_index < self.plan.kv_len if self.plan.kv_len % self.plan.block_kv else None,
+            q_segment=queries.get("segment"),
+            kv_segment=keys.get("segment"),
+            kv_index=kv_index,
         )
         if self.cta.given.bits is None:
             return ok

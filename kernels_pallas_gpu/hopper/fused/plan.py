@@ -91,10 +91,14 @@ class Plan(ColumnPlan):
     @classmethod
     def of(cls, call: Call, config: FusedConfig, interpret: Any = False) -> "Plan":
         fields = cls.of_call(call)
-        positions = ("position",) if fields["rule"].by_position else ()
+        elements = fields["elements"]
+        if call.kv_len % call.mask.block_kv:
+            # Keys past the end are zeros; times a probability that is no number (lse is far below 0) dQ would be NaN.
+            elements = dataclasses.replace(elements, kv_len=call.kv_len)
+        positions = ("position",) if elements.by_position else ()
         segments = ("segment",) if call.q_segments is not None else ()
         return cls(
-            **fields,
+            **fields | {"elements": elements},
             q_vectors=(*(("index",) if call.q_positions is None and positions else positions), *segments),
             kv_vectors=(*(() if call.kv_positions is None else positions), *segments),
             deterministic=call.deterministic,

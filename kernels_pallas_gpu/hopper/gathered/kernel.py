@@ -83,7 +83,7 @@ def dkv(
     stages = config.stages + config.inner_stages
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
-    rule = LogitRule(scale=call.scale, band=call.band, soft_cap=None, has_bias=False)
+    rule = LogitRule(scale=call.scale, soft_cap=None, has_bias=False)
     pairs = batch * kv_heads
     ranks, per_block = pl.cdiv(kv_len, block_kv) * (block_kv // ROWS), block_kv // ROWS
     num_parts = min(max(2, q_len // QUERIES_PER_PART), MOST_PARTS)

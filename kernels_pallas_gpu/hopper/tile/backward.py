@@ -21,11 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E, ListRefs, soft_cap_tanh
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 
 Array = jax.Array
@@ -38,18 +38,13 @@ PART = 64  # columns at a time of a tile with a mask, bias or soft cap: their va
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitRule:
-    """How logits become probabilities, and which elements attend; all of it known while tracing."""
+    """How logits become probabilities; all of it known while tracing."""
 
     scale: float
-    band: Band
     soft_cap: float | None
     has_bias: bool
     # Rows past the last query have no weight, but a bias of NaN for keys that they alone attend would reach dK.
     rows_share_bias: bool = False
-
-    @property
-    def by_position(self) -> bool:
-        return self.band != Band()
 
     @property
     def folds_lse(self) -> bool:
@@ -93,47 +88,6 @@ class LogitRule:
                 slope = jnp.where(mask, slope, 0.0)  # the slope at a NaN bias is NaN
         return p, p if slope is None else p * slope
 
-    def may_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:
-        """Whether the band allows any element of a tile, by the tile's indices; None where there is no band."""
-        left, right = self.band
-        tests = []
-        if right is not None:
-            tests.append(kv_first <= q_first + (q_count - 1 + right))
-        if left is not None:
-            tests.append(kv_first + (kv_count - 1 + left) >= q_first)
-        return functools.reduce(jnp.logical_and, tests) if tests else None
-
-    def all_attend(self, q_first: Any, kv_first: Any, q_count: int, kv_count: int) -> Any:
-        """Whether the band allows every element of a tile, by the tile's indices; None where there is no band."""
-        left, right = self.band
-        tests = []
-        if right is not None:
-            tests.append(kv_first + (kv_count - 1 - right) <= q_first)
-        if left is not None:
-            tests.append(kv_first + left >= q_first + (q_count - 1))
-        return functools.reduce(jnp.logical_and, tests) if tests else None
-
-    def attends(self, shape, q_axis: int, q_pos, kv_pos, q_seg, kv_seg, kv_in_range) -> Array | None:
-        """bool[shape], or None where nothing is tested. Queries lie along `q_axis`, keys along the other."""
-
-        def over_q(x: Array) -> Array:
-            return lax.broadcast_in_dim(x, shape, [q_axis])
-
-        def over_kv(x: Array) -> Array:
-            return lax.broadcast_in_dim(x, shape, [1 - q_axis])
-
-        left, right = self.band
-        tests = []
-        if right is not None:
-            tests.append(over_q(q_pos + right) >= over_kv(kv_pos))
-        if left is not None:
-            tests.append(over_q(q_pos - left) <= over_kv(kv_pos))
-        if q_seg is not None:
-            tests.append(over_q(q_seg) == over_kv(kv_seg))
-        if kv_in_range is not None:
-            tests.append(over_kv(kv_in_range))
-        return functools.reduce(jnp.logical_and, tests) if tests else None
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ColumnPlan:
@@ -149,6 +103,7 @@ class ColumnPlan:
     dtype: Any
     block_q: int
     block_kv: int
+    elements: ElementRule
     rule: LogitRule
     full_is_exact: bool
     has_bias: bool
@@ -160,7 +115,6 @@ class ColumnPlan:
         bias, block_q = call.bias, call.mask.block_q
         rule = LogitRule(
             scale=call.scale,
-            band=call.band,
             soft_cap=call.soft_cap,
             has_bias=bias is not None,
             rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
@@ -176,6 +130,7 @@ class ColumnPlan:
             dtype=call.query.dtype,
             block_q=block_q,
             block_kv=call.mask.block_kv,
+            elements=ElementRule(band=call.band, kv_len=None, q_axis=1),  # the store drops keys past the end
             rule=rule,
             full_is_exact=call.full_is_exact,
             has_bias=bias is not None,

@@ -3,7 +3,6 @@
     RowLists             the block lists of one direction (rows for forward and dQ, columns for dK/dV)
     ListRefs             `RowLists` as kernel refs; `.row(b, h, i)` -> (begin, full_end, end), clamped to capacity
     list_coords          which (batch, head) of the lists serves a query head
-    ElementRule          the forward's element test; `.tile(shape, ...)` -> bool tile in the WGMMA layout
     add_columns          sums of every n-th column of a tile, one operation for the layout solver
     soft_cap_tanh        tanh(x / cap): the capped logit is cap * t, its derivative 1 - t * t
     matmul, matmul_add   a @ b and acc + a @ b on the tensor core, or by `lax.dot_general` when interpreted
@@ -15,7 +14,6 @@
 Tiles are [rows, columns] of a WGMMA accumulator: queries are rows in forward and dQ, columns in dK/dV.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +26,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-
-from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -101,98 +96,6 @@ def wgmma_full(shape: Sequence[int], value: float) -> jax.Array:
     """A float32 constant in the accumulator layout: [m, n], or [m] as a row vector."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(tuple(shape), value, jnp.float32), layout)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ElementRule:
-    """Which elements of a listed block attend: kv < kv_len, and kv - q inside the band, and equal segments."""
-
-    kv_len: int
-    block_kv: int
-    band: Band
-    packing: Packing
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last block has keys past the end, and so perhaps tiles that are past the end as a whole."""
-        return self.kv_len % self.block_kv != 0
-
-    def any_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
-        """Whether the indices of a tile allow any of its elements to attend."""
-        left, right = self.band
-        test = kv_start < self.kv_len
-        if right is not None:
-            test &= kv_start <= q_start + (num_queries - 1 + right)
-        if left is not None:
-            test &= kv_start + (num_keys - 1 + left) >= q_start
-        return test
-
-    def all_in_band(self, q_start: Any, num_queries: int, kv_start: Any, num_keys: int) -> Any:
-        """Whether the indices of a tile allow all of its elements to attend."""
-        left, right = self.band
-        test = kv_start + (num_keys - 1) < self.kv_len
-        if right is not None:
-            test &= kv_start + (num_keys - 1 - right) <= q_start
-        if left is not None:
-            test &= kv_start + left >= q_start + (num_queries - 1)
-        return test
-
-    def tile(
-        self,
-        shape: tuple[int, int],
-        *,
-        q_start: Any,
-        kv_start: Any,
-        q_positions: jax.Array | None = None,
-        kv_positions: jax.Array | None = None,
-        q_segments: jax.Array | None = None,
-        kv_segments: jax.Array | None = None,
-        test_runs: bool = False,
-    ) -> jax.Array | None:
-        """bool[queries, keys], or None where nothing is tested.
-
-        `q_start`, `kv_start`: index of the tile's first query and key; `kv_start` is a tuple where the tile is made of
-        several equal runs of keys. Positions and segments are vectors along the tile's queries or keys, in the matching
-        reduced WGMMA layout. Queries past the last are not tested: the store clips them. `test_runs`: test for runs of
-        keys that do not exist, which start below 0.
-        """
-        kv_starts = kv_start if isinstance(kv_start, tuple) else (kv_start,)
-
-        # Along one axis, then broadcast: JAX would compute the number of each element of a tile for itself.
-        row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        column = per_col(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0)), shape)
-
-        def kv_index() -> jax.Array:
-            run = shape[1] // len(kv_starts)
-            index = column + kv_starts[0]
-            for i, start in enumerate(kv_starts[1:], 1):
-                index = jnp.where(column < i * run, index, column + (start - i * run))
-            return index
-
-        left, right = self.band
-        tests = []
-        if left is not None or right is not None:
-            q_pos = per_row(self.packing.query(row) + q_start if q_positions is None else q_positions, shape)
-            kv_pos = kv_index() if kv_positions is None else per_col(kv_positions, shape)
-            if right is not None:
-                tests.append(q_pos + jnp.int32(right) >= kv_pos)
-            if left is not None:
-                tests.append(q_pos - jnp.int32(left) <= kv_pos)
-        if q_segments is not None and kv_segments is not None:
-            tests.append(per_row(q_segments, shape) == per_col(kv_segments, shape))
-        if self.ragged:
-            if len(kv_starts) == 1:
-                tests.append(column < self.kv_len - kv_starts[0])
-            else:
-                tests.append(kv_index() < self.kv_len)
-        if test_runs:
-            tests.append(kv_index() >= 0)
-        if not tests:
-            return None
-        mask = tests[0]
-        for test in tests[1:]:
-            mask = mask & test
-        return mask
 
 
 def soft_cap_tanh(x: jax.Array, cap: float) -> jax.Array:
