@@ -6,11 +6,18 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web
+.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
+	@echo "pytest, a process per core: all tests that need neither minutes nor an accelerator. Two cores take a quarter of an hour; 'make kernel K=forward' tries one kernel in a minute."
 	$(BIN)/python -m pytest -q -n auto --dist loadgroup $(if $(INTERPRETED),-m "not slow and not gpu and not tpu and not compile and not pretrained")
+
+# One kernel, after every edit: three interpreted calls, and what became of its machine code; alone, it lists the kernels.
+# K=forward, AGAINST=REVISION or a folder. Machine code needs .venv-cuda, which compare-code makes.
+kernel: $(STAMP)
+	@PYTHONPATH=src:tests $(BIN)/python -m tests.try_kernel $(K) --against '$(or $(AGAINST),HEAD)' \
+		$(if $(wildcard .venv-cuda/.installed),--compiler .venv-cuda/bin/python)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not tpu"
@@ -104,6 +111,7 @@ clean:
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "Installing into $(VENV), once: one or two minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[dev]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))

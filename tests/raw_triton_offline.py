@@ -88,6 +88,11 @@ def backward_arrays(call: Call) -> tuple[Any, Any, Any]:
 
 def assembled(call: Call, config: raw.Config, chip: int) -> dict[str, Assembled]:
     """By kernel, what ptxas says for a chip such as 80."""
+    return {name: _assemble(compiled) for name, compiled in compiled_kernels(call, config, chip).items()}
+
+
+def compiled_kernels(call: Call, config: raw.Config, chip: int) -> dict[str, Any]:
+    """By kernel, forward and gradients, what Triton compiled; `.asm["ptx"]` is its code."""
     asked: list[dict[str, Any]] = []
 
     def record(*arrays: Any, **given: Any) -> list[Any]:
@@ -97,10 +102,10 @@ def assembled(call: Call, config: raw.Config, chip: int) -> dict[str, Assembled]
     with mock.patch.object(launch, "_triton_call", lambda: record):
         jax.eval_shape(lambda call: raw.forward(call, config), call)
         jax.eval_shape(lambda call, *x: raw.backward(call, config, *x, with_bias=False), call, *backward_arrays(call))
-    return {given["kernel"].__name__: _assemble(given, chip) for given in asked}
+    return {given["kernel"].__name__: _compile(given, chip) for given in asked}
 
 
-def _assemble(given: dict[str, Any], chip: int) -> Assembled:
+def _compile(given: dict[str, Any], chip: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,7 +116,10 @@ def _assemble(given: dict[str, Any], chip: int) -> Assembled:
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(dtypes))}
     options = {"num_warps": given["num_warps"], "num_stages": given["num_stages"]}
     source = ASTSource(kernel, signature, {"F": given["F"]}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+
+
+def _assemble(compiled: Any) -> Assembled:
     said = _ptxas(compiled.asm["ptx"])
     return Assembled(
         registers=_number(r"Used (\d+) registers", said),

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import compare_trees
 from benchmarks.harness import checkouts, tree_runner
 from benchmarks.record import ROOT
-from tests import compare_machine_code as code
+from tests import machine_code as code
 
 NOT_COPIED = shutil.ignore_patterns(".*", "results", "web", "node_modules", "_build", "out", "vendor")
 
@@ -93,5 +93,5 @@ def test_machine_code_is_compared_instruction_by_instruction():
     fewer = code.Kernel("dq", lines[:2], 168, 8)
     assert code.row(fewer, this) == ("4 -> 2", "168", "0 -> 8", "-1 BAR.SYNC.DEFER_BLOCKING, -1 FADD")
     moved = code.Kernel("dq", lines[::-1], 168, 0)
-    assert code.row(moved, this)[-1] == "in another order, or other registers"
+    assert code.row(moved, this)[-1] == "in another order, or other operands"
     assert code.row(None, this) == ("4 -> none", "168 -> none", "0 -> none", "gone")
