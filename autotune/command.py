@@ -1,4 +1,4 @@
-"""What `xsake autotune` does, step by step."""
+"""The steps of `xsake autotune`."""
 
 from __future__ import annotations
 

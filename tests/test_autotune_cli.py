@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from tuning_fakes import entry
 from typer.testing import CliRunner
 
 import xsake
@@ -49,7 +50,7 @@ def test_tuning_from_nothing_to_the_next_call(home):
     assert "| 1x64x2x16 | 32 x 32 | forward | 100.0% |" in report
     assert len(list((home / "report").glob("*.png"))) == 2
     assert "cpu.json: valid" in xsake_("tuning", "validate", home / "cpu.json")
-    # What was tuned serves the next call: made to differ from the heuristic, so that it shows.
+    # The entries serve the next call; they are made to differ from the heuristic, so that it shows.
     marked = [Entry(e.key, dict(e.config) | {"chunk": 7}, e.about) for e in database.entries]
     (home / "cpu.json").write_text(Database("cpu", marked, database.environments).dump())
     x, used = jnp.ones((1, 64, 2, 16)), []
@@ -62,11 +63,9 @@ def test_tuning_from_nothing_to_the_next_call(home):
 
 
 def test_info_says_where_a_configuration_comes_from(home):
-    key = dict(dtype="float32", head_dim=64, value_dim=64, group=1, block_q=128, block_kv=128, causal=True)
-    key |= dict(q_len=4096, kv_len=4096, heads=8, density=1.0, implementation="xla", direction="forward")
-    about = {"source": "measured", "kernel": tuned.kernel_hash("xla")}
-    entry = Entry(tuning_db.Key.of(**key), {"q": 128, "kv": 128, "chunk": 11}, about)
-    (home / "cpu.json").write_text(Database("cpu", [entry]).dump())
+    call = dict(q_len=4096, kv_len=4096, heads=8, head_dim=64, value_dim=64, block_q=128, block_kv=128)
+    mine = entry(config={"q": 128, "kv": 128, "chunk": 11}, **call)
+    (home / "cpu.json").write_text(Database("cpu", [mine]).dump())
     output = xsake_("info")
     assert re.search(r"forward .* chunk=11 .* user, exact", output) and re.search(r"backward .* heuristic", output)
 
@@ -161,17 +160,10 @@ def test_a_recording_that_is_none(tmp_path, text):
 # -- looking after files -----------------------------------------------------------------------------------------------
 
 
-def entry(chunk: int, *, kernel: str = "0" * 16, **changes) -> Entry:
-    key = dict(dtype="float32", head_dim=16, value_dim=16, group=1, block_q=32, block_kv=32, causal=True)
-    key |= dict(q_len=64, kv_len=64, heads=2, density=1.0, implementation="xla", direction="forward")
-    about = {"source": "measured", "kernel": kernel, "date": f"2026-01-{chunk:02}", "speedup": 1.25}
-    return Entry(tuning_db.Key.of(**key | changes), {"q": 32, "kv": 32, "chunk": chunk}, about)
-
-
 @pytest.fixture
 def two(home):
     a, b = home / "a" / "cpu.json", home / "b" / "cpu.json"
-    for path, entries in ((a, [entry(1), entry(2, q_len=128)]), (b, [entry(3), entry(4, heads=8)])):
+    for path, entries in ((a, [entry(1), entry(2, q_len=256)]), (b, [entry(3), entry(4, heads=8)])):
         path.parent.mkdir()
         path.write_text(Database("cpu", entries).dump())
     return a, b
@@ -179,7 +171,7 @@ def two(home):
 
 def test_show(two):
     output = xsake_("tuning", "show", *two)
-    assert "64x64" in output and "chunk=4" in output and "1.25x" in output
+    assert "128x128" in output and "chunk=4" in output and "1.25x" in output
 
 
 def test_show_without_files_shows_those_in_use(home):
@@ -203,7 +195,7 @@ def test_merge(two, home):
 
 def test_prune(home):
     path = home / "cpu.json"
-    stale, fresh = entry(1), entry(2, q_len=128, kernel=tuned.kernel_hash("xla"))
+    stale, fresh = entry(1), entry(2, q_len=256, kernel=tuned.kernel_hash("xla"))
     path.write_text(Database("cpu", [stale, fresh, entry(3, implementation="gone", heads=8)]).dump())
     assert "2 stale entries found, 1 kept" in xsake_("tuning", "prune", "--dry-run", path)
     assert len(Database.read(path)) == 3

@@ -112,7 +112,7 @@ def test_nan_is_wrong():
     assert "max error nan" in yardstick.problem("out", np.array([0, np.nan, 0]))
 
 
-@pytest.mark.slow  # the verdict is asked for above, and what a worker survives in test_autotune_tuner.py
+@pytest.mark.slow  # the verdict is tested above, and the worker's failures in test_autotune_tuner.py
 def test_planted_configurations_never_win(tmp_path):
     """In a real worker: a wrong configuration is rejected, a hanging one is killed, the others are measured."""
 

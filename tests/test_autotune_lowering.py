@@ -1,4 +1,4 @@
-"""Programs that are lowered in child processes: the same as those of the parent, which lowers what a child cannot."""
+"""Programs lowered in child processes equal the parent's; the parent lowers programs that a child cannot."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def contest(lowering: Lowering | None, implementation: str = "xla") -> Contest:
     return Contest(problem, 0.001, lowering)
 
 
-# -- what a child lowers ---------------------------------------------------------------------------------------------
+# -- programs of a child ---------------------------------------------------------------------------------------------
 
 
 def decoding() -> tuple:
@@ -97,7 +97,7 @@ def test_a_child_without_a_gpu_lowers_for_the_gpu_of_its_parent(on_cpu, name, di
         assert f"grid_x = {min(gpu.core_count, 128)} : i32" in here, "the keys are cut for all multiprocessors"
 
 
-# -- what a contest does with it -------------------------------------------------------------------------------------
+# -- contests --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])

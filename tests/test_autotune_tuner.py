@@ -1,4 +1,4 @@
-"""The tuning loop with `tuning_fakes.Hands` in place of a device: what it finds, what it survives, what it keeps."""
+"""The tuning loop with `tuning_fakes.Hands` in place of a device: its winners, its budget, failures and kills."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def _studies(folder: Path) -> list[Study]:
     return [Study(storage, "Fake 9000", plan, 0) for plan in tuning_fakes.Hands().open(PROBLEM)]
 
 
-@pytest.mark.slow  # the two tests after it are what such a kill leaves
+@pytest.mark.slow  # the next two tests begin with the state that such a kill leaves
 def test_kill_9_in_the_middle_of_a_study_loses_the_trial_in_flight_only(tmp_path):
     journal = tmp_path / "studies.journal"
     process = _start(tmp_path, "tuning_fakes.Slow", isolate=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,15 +12,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from sweep import sweep
-from tuning_fakes import KEY, start
+from tuning_fakes import KEY, entry, start
 
 from xsake.autotune.write import writer
 from xsake.tuning_db import Database, Entry
-
-
-def entry(chunk: int = 3, *, date: str = "2026-01-01", source: str = "measured", **changes) -> Entry:
-    about = {"source": source, "kernel": "0" * 16, "date": date, "environment": "e"}
-    return Entry(dataclasses.replace(KEY, **changes), {"q": 32, "kv": 32, "chunk": chunk}, about)
 
 
 def merge(path: Path, *entries: Entry) -> Database:
@@ -118,7 +112,8 @@ def test_a_read_only_file_system(path, monkeypatch):
 def run(path: Path, code: str, **options) -> subprocess.Popen:
     head = f"""
 import pathlib, resource
-from test_autotune_writer import entry, merge
+from test_autotune_writer import merge
+from tuning_fakes import entry
 path = pathlib.Path({str(path)!r})
 """
     script = path.parent.parent / f"run{time.monotonic_ns()}.py"

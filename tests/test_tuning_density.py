@@ -68,7 +68,7 @@ ENTRIES = [(budget, chunk, t) for t in (False, True) for budget, chunk in ((1.0,
 
 @pytest.mark.parametrize("of", sweep(ENTRIES, slow=[ENTRIES[n] for n in (0, 1, 2, 4, 5, 7)]), ids=str)
 def test_a_hads_mask_finds_the_entry_of_its_density(of):
-    """Of a mask for inference, and for training."""
+    """For a mask for inference, and for a mask for training."""
     budget, chunk, transpose = of
     mask_fn = hads.HadsMask.of(PROFILE, budget, LENGTH, transpose=transpose)
     assert found_for(lambda query, key, mask_fn: mask_fn(0, query, key), mask_fn)[1] == chunk

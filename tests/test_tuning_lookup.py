@@ -10,7 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from tuning_fakes import KEY
+from tuning_fakes import KEY, entry
 
 import xsake
 from xsake import tuning_db
@@ -18,16 +18,6 @@ from xsake._op import tuned
 from xsake._op.arguments import build_call
 from xsake.kernels_xla_ref import Config, Tiling
 from xsake.tuning_db import Database, Entry
-
-
-def entry(chunk: int = 3, *, kernel: str | None = None, config: dict | None = None, **changes) -> Entry:
-    about = {
-        "source": "measured",
-        "kernel": kernel or tuned.kernel_hash("xla"),
-        "date": "2026-01-01T00:00:00+00:00",
-        "environment": "e",
-    }
-    return Entry(dataclasses.replace(KEY, **changes), config or {"q": 32, "kv": 32, "chunk": chunk}, about)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.tuner import Tuner
 from xsake.autotune.workloads import Workload
 from xsake.autotune.write.progress import line
-from xsake.tuning_db import Key
+from xsake.tuning_db import Entry, Key
 
 ENVIRONMENT = {"versions": {"xsake": "0", "jax": "0", "jaxlib": "0"}, "python": "3", "machine": "fake", "cores": 2}
 KEY = Key.of(
@@ -41,6 +41,13 @@ KEY = Key.of(
     density=1.0,
 )
 DEFAULT = {"tile": 4, "how": "well"}
+
+
+def entry(
+    chunk: int = 3, *, config=None, kernel="0" * 16, date="2026-01-01", source="measured", **changes: object
+) -> Entry:
+    about = {"source": source, "kernel": kernel, "date": date, "environment": "e", "speedup": 1.25}
+    return Entry(dataclasses.replace(KEY, **changes), config or {"q": 32, "kv": 32, "chunk": chunk}, about)
 
 
 def part(tile: int, how: str = "well") -> Part:
@@ -114,7 +121,7 @@ class Slow(Hands):
 
 
 class Pair(Hands):
-    """Of two processes none compiles before the other has asked what to compile: both have a share of every study."""
+    """Neither of two processes compiles before the other has asked for trials: both have a share of every study."""
 
     def __init__(self, folder: Path):
         self._folder = folder

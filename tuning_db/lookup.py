@@ -1,4 +1,4 @@
-"""Which entry serves a call: an overlay's; else an exact one, the user's before a shipped one; else a near one."""
+"""The look-up of the entry for a call: in overlays, then exact in the user's and the shipped file, then near."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _overlays: contextvars.ContextVar[tuple[Database | None, ...]] = contextvars.Con
 def overlay(source: str | os.PathLike | Database) -> Iterator[Database]:
     """Inside the `with` block, entries of this database (or its file) come before the user's and the shipped entries.
 
-    Of nested overlays the innermost comes first. Overlays are read while tracing: a function that was compiled outside
+    The innermost of nested overlays comes first. Overlays are read while tracing: a function that was compiled outside
     the block is not changed inside.
 
     >>> from xsake import tuning_db

@@ -1,1 +1,1 @@
-"""What a candidate is put through: compiled, raced, verified."""
+"""Configurations are compiled, raced and verified here, in a process of their own."""

@@ -140,7 +140,7 @@ class Contest:
             oracle.result()
 
     def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
-        """Compile the parts in parallel, before they are timed. Returns, per part, None or what went wrong."""
+        """Compile the parts in parallel, before they are timed. Returns an error or None per part."""
         lowering = self._lowering if len(parts) > 1 else None  # a child would take as long for one part alone
 
         def attempt(part: Part) -> str | None:

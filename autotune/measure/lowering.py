@@ -1,7 +1,7 @@
 """Programs lowered in child processes: lowering is Python, so that the threads of one process do it one by one.
 
-A child has no GPU. The child traces a program for the GPU of its parent and exports it; what is left to the parent are
-XLA's and Mosaic's compilers, which run in threads.
+A child has no GPU. The child traces a program for the GPU of its parent and exports it; the parent then runs XLA's
+and Mosaic's compilers in threads.
 """
 
 from __future__ import annotations

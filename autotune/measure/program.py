@@ -1,4 +1,4 @@
-"""The program of one candidate: what is lowered, compiled and timed."""
+"""The program of one candidate, to be lowered, compiled and timed."""
 
 from __future__ import annotations
 

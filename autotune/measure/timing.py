@@ -1,7 +1,7 @@
 """Timing that can be trusted: contestants take turns in random order, and the median comes with its quartiles.
 
-A chip at its power cap runs slower after a hot contestant than after a cool one: a fixed order favours the contestant
-after a cool one. So the order is drawn anew in every round, and every turn begins with the same pause.
+A chip at its power cap runs slower after a contestant that heats it: a fixed order favours the contestant after a cool
+neighbour. So the order is drawn anew in every round, and every turn begins with the same pause.
 """
 
 from __future__ import annotations

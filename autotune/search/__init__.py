@@ -1,1 +1,1 @@
-"""What is searched, and how: problems, spaces, studies, and the loop over them."""
+"""Problems, studies of their configurations, and the loop over them."""

@@ -108,7 +108,7 @@ class Direction:
         return sorted(batch, key=lambda candidate: order.index(label(candidate.part)))
 
     def _compile(self, batch: list[Candidate]) -> tuple[dict[str, str], float]:
-        """Returns (what went wrong by label, the time until which the rest may race).
+        """Returns (errors by label, the time until which the other candidates may race).
 
         Races may last as long as compiling took: beyond the direction's share of time, but not beyond the budget.
         """
@@ -135,7 +135,7 @@ class Direction:
                 self._try(candidate)
 
     def _try(self, candidate: Candidate) -> None:
-        """Race the candidate against the best one so far, and check its numbers if it is faster."""
+        """Race the candidate against the best configuration so far, and check its numbers if it is faster."""
         study, part = candidate.study, candidate.part
         plan = study.plan
         is_default = part == plan.default  # the measure of all others, so never stopped early
@@ -162,9 +162,9 @@ class Direction:
 
 
 def last_race(study: Study, referee: Referee, workload: str, rounds: int) -> Result:
-    """Race the finalists. The fastest one wins that is correct and beats the heuristic in three rounds of four.
+    """Race the finalists. The winner is the fastest that is correct and beats the heuristic in three rounds of four.
 
-    If there is none, the heuristic wins.
+    Without such a finalist the heuristic wins.
     """
     plan, tried = study.plan, study.tried
     if not any(t.part == plan.default and t.state == "complete" for t in tried):
@@ -199,7 +199,7 @@ def last_race(study: Study, referee: Referee, workload: str, rounds: int) -> Res
 def _ranking(rounds: list[list[list[float]]]) -> list[int]:
     """Indices of the finalists that beat the heuristic (index 0), fastest first, and then 0.
 
-    Compared are ratios within a round, finalist's time / heuristic's time, so that drift cancels.
+    It compares ratios within a round, finalist's time / heuristic's time, so that drift cancels.
     """
     ratios = [
         Timing.of([geometric_mean([mine[i] / mine[0] for mine in seconds]) for seconds in rounds])

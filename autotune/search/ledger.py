@@ -20,7 +20,7 @@ class Observer(Protocol):
     """Is told what the tuner does, and the result of every study."""
 
     def doing(self, what: str, share: float) -> None:
-        """`what` begins; `share`, from 0 to 1, is the part of the whole work that is done."""
+        """The step `what` begins; `share`, from 0 to 1, is the part of the whole work that is done."""
 
     def done(self, result: Result) -> None: ...
 

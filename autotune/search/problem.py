@@ -1,4 +1,4 @@
-"""What is tuned: `Problem` is a workload in one precision, `StudyPlan` is what one study searches."""
+"""`Problem`, a workload in one precision, and `StudyPlan`, the configurations that a study searches for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """What one study searches to find one entry: a direction at the densities of one bucket.
+    """The search for one entry of the database: one direction, at the densities of one bucket.
 
     `default` is the heuristic's configuration, `parts` are all feasible configurations.
     """

@@ -34,7 +34,7 @@ class Referee:
         return self._worker.call(method, *arguments, limit=limit)
 
     def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:
-        """Compile the parts. Returns what went wrong, by label; parts without an entry are ready."""
+        """Compile the parts. Returns errors by label; parts without an error are ready."""
         limit = _COMPILE * self._limit * math.ceil(len(parts) / COMPILERS)
         try:
             told = self._ask("compile", direction, list(parts), limit=limit)

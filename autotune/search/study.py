@@ -1,6 +1,6 @@
 """One Optuna study: which configurations of a direction were tried, how fast they were, and which to try next.
 
-A trial's value = its time / the heuristic's time, so that trials of two machines of one kind can be compared.
+A trial's value = its time / the heuristic's time, so that trials of different machines of a kind can be compared.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Study:
             if host == socket.gethostname() and not _alive(int(pid)):
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
-    # -- what was tried --------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
     @property
     def tried(self) -> list[Tried]:
@@ -149,7 +149,7 @@ class Study:
         labels = set(map(label, known))
         return [part for part in self.plan.parts if label(part) not in labels]
 
-    # -- what to try -----------------------------------------------------------------------------------------------
+    # -- the next trial --------------------------------------------------------------------------------------------
 
     def enqueue(self, part: Part) -> None:
         """Try this configuration before the sampler's choices, unless it was tried or is queued already."""

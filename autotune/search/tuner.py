@@ -60,7 +60,7 @@ class Tuner:
         self._observer.doing("done", 1.0)
 
     def _turn(self, problem: Problem, needs: _Needs, number: int, turns: int) -> dict[str, float]:
-        """Tune a problem, the one with this number among all turns of the round. Returns the unfinished directions."""
+        """Tune a problem in turn `number` of `turns`. Returns the seconds that its unfinished directions need."""
         start = monotonic()
         if needs is not None:
             needs = {direction: least for direction, least in needs.items() if least < self._end - start}

@@ -1,1 +1,1 @@
-"""What tuning leaves behind: entries, tables and plots."""
+"""Entries, tables and plots of the results."""

@@ -1,4 +1,4 @@
-"""Progress on the terminal: what is being tuned, how far it is, how much time is left."""
+"""Progress on the terminal: the direction that is being tuned, the share that is done, and the time left."""
 
 from __future__ import annotations
 

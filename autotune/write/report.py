@@ -1,4 +1,4 @@
-"""What tuning gained: the heuristic's time beside the tuned time, and what was rejected; as a table and as a page."""
+"""Tables of the heuristic's times beside the tuned times, and the rejected configurations: printed, and as a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xsake.autotune.search.problem import Part
 from xsake.autotune.write.result import Result
 
 COLUMNS = ("workload", "block", "direction", "density", "heuristic", "tuned", "speed-up", "what changed", "trials")
-FASTER, SAME = 1.05, 1.03  # a speed-up from FASTER on is a gain, one up to SAME is none
+FASTER, SAME = 1.05, 1.03  # a speed-up of at least FASTER is a gain, a speed-up of at most SAME is none
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:

@@ -70,7 +70,7 @@ def autotune(
     densities: Annotated[str, typer.Option(help=f"Densities of the masks; by default {_DENSITIES}.")] = "",
     blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; by default this device's set.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; by default this device's usual one.")] = "",
-    implementation: Annotated[str, typer.Option(help="A backend; by default the one that serves the calls.")] = "",
+    implementation: Annotated[str, typer.Option(help="A backend; by default the best that serves the calls.")] = "",
     budget: Annotated[str, typer.Option(help="Total time, such as 90s, 5m or 1h.")] = "5m",
     trials: Annotated[int, typer.Option(help="Configurations to try per study, at most.", min=1)] = 1000,
     out: Annotated[Path | None, typer.Option(help="Folder of the database; by default the user's own.")] = None,

@@ -1,4 +1,4 @@
-"""`xsake info`: devices, versions, and what serves a call."""
+"""`xsake info`: devices, versions, and the implementation and configuration of a call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show(console: Console | None = None) -> None:
     for whose, folder in (("your own", tuning_db.user_directory()), ("shipped", tuning_db.SHIPPED)):
         there = "" if (folder / kind).exists() else " (not there)"
         console.print(f"tuning: {whose} in {folder / kind}{there}", soft_wrap=True)
-    console.print("`xsake autotune` tunes for this device; config= of attention overrides what was tuned")
+    console.print("`xsake autotune` tunes for this device; config= of attention overrides its entries")
 
 
 def _version(name: str) -> str:

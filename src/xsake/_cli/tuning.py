@@ -89,7 +89,8 @@ def diff(old: _File, new: _File) -> None:
 
 @app.command()
 def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Databases to take entries from.")]) -> None:
-    """Merge databases into one file. Of two entries for one key, a measured one stays, or else the later one."""
+    """Merge databases into one file. If a key has two entries, a measured entry stays before an estimated one, and the
+    later entry otherwise."""
     from xsake.autotune.write import writer
 
     for path in sources:
@@ -137,7 +138,7 @@ def validate(files: _Files = None) -> None:
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with a file: its format (by JSON Schema if jsonschema is installed), its order or its name."""
+    """Errors in a file's format (by JSON Schema if jsonschema is installed), in its order or in its name."""
     try:
         database = Database.read(path)
     except (OSError, UnreadableDatabase) as error:
