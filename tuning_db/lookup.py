@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -44,23 +45,21 @@ def user_directory() -> Path:
 
 def find(device_kind: str, key: Key) -> Found | None:
     """The entry for a call, or None for the heuristic."""
-    overlays = _overlays.get()
-    for database in overlays:
-        if database is None:
-            return None
-        for exact, entry in ((True, database.exact(key)), (False, database.nearest(key))):
-            if entry is not None:
-                return Found(entry, "overlay", exact)
-    files = [("user", user_directory()), ("shipped", SHIPPED)]
-    databases = [(origin, _current(folder / file_name(device_kind))) for origin, folder in files]
-    for exact in (True, False):
-        for origin, database in databases:
-            if database is None:
-                continue
-            entry = database.exact(key) if exact else database.nearest(key)
-            if entry is not None:
+    for group in _sources(device_kind):
+        for exact, (origin, database) in itertools.product((True, False), group):
+            if entry := database.exact(key) if exact else database.nearest(key):
                 return Found(entry, origin, exact)
     return None
+
+
+def _sources(device_kind: str) -> Iterator[list[tuple[str, Database]]]:
+    """Each overlay alone, then the user's and the shipped file together; nothing below `heuristics_only`."""
+    for database in _overlays.get():
+        if database is None:
+            return
+        yield [("overlay", database)]
+    files = [("user", user_directory()), ("shipped", SHIPPED)]
+    yield [(origin, found) for origin, folder in files if (found := _current(folder / file_name(device_kind)))]
 
 
 # -- files, read once ----------------------------------------------------------------------------------------------
