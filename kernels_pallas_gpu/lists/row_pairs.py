@@ -1,13 +1,13 @@
 """Lists of pairs of neighbouring mask rows, for two warpgroups that share what they load.
 
-A warpgroup takes the 64 queries of one row. Blocks that both rows list are loaded once. The others are ordered so that
-the two warpgroups have something to multiply in every step, as long as both have something left:
+A warpgroup takes the 64 queries of one row. A block that both rows list is loaded once. The other blocks are ordered so
+that both warpgroups multiply in every step, as long as both rows have blocks left:
 
     first row    0 1 2 5 7            both        1 2       a step of two blocks, for both warpgroups
     second row   1 2 3                by turns    0 3       a step of one block for each
                                       rest        5 7       a step of two blocks, for the first warpgroup
 
-Lowered by Pallas-Triton: one kernel, where XLA would need several and dense arrays of all blocks.
+Pallas-Triton lowers this to one kernel; XLA would need several kernels and dense arrays of all blocks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from jaxtyping import Int
 
 from xsake.hads.mask.lists.triton_call import iota, triton_call, whole
 
-OWNERS = 4  # an entry is OWNERS * block + 1 if the first row lists the block + 2 if the second row does
-_CHUNK, _OTHERS = 128, 32  # entries of a row at a time, and entries of the other row that they are compared with
+OWNERS = 4  # an entry is OWNERS * block, + 1 if the first row lists the block, + 2 if the second row lists it
+_CHUNK, _OTHERS = 128, 32  # a program compares 128 entries of a row with 32 entries of the other row at a time
 _WARPS = 4
 
 
 class RowPairs(NamedTuple):
-    """`indices`: entries of pair p begin at begins[p]; what follows the last of them is anything.
+    """Pair p has the entries indices[begins[p] : begins[p] + num_entries[p]]; other slots hold anything.
 
-    `num_both`: entries at the beginning whose blocks both rows list and attend to in full; an even number. `by_turns`:
-    how many blocks that follow each row has by turns and attends to in full. `order`: the pairs, longest first.
+    `num_both`: the pair begins with so many entries that both rows list and attend to in full; an even number.
+    `by_turns`: so many entries of each row follow, alternating, to which the row attends in full. `order`: the pairs,
+    longest first.
     """
 
     indices: Int[Array, "b h slots"]
@@ -96,7 +97,7 @@ def row_pairs(
                 by_turns = jnp.where(of_alone < fewer, 2 * of_alone + i, of_alone + fewer)
                 slot = jnp.where(both, of_both, num_both + by_turns)
                 written_here = exists if i == 0 else alone
-                # Interpretation writes masked elements too: a spare slot takes those.
+                # Interpreted stores write masked elements too: they go to a spare slot.
                 plgpu.store(
                     out_ref.at[jnp.where(written_here, begin + slot, capacity)],
                     block * OWNERS + jnp.where(both, 3, 1 << i),
@@ -135,7 +136,7 @@ class _Row(NamedTuple):
     length: Any
 
     def over(self, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
-        """carry = body(blocks, their places in the row, carry), chunk by chunk; past the end a block is -1."""
+        """carry = body(blocks, places of the blocks in the row, carry) for each chunk; past the end a block is -1."""
 
         def step(chunk: Any, carry: Any) -> Any:
             place = chunk * _CHUNK + iota(_CHUNK)
@@ -144,7 +145,7 @@ class _Row(NamedTuple):
         return lax.fori_loop(jnp.int32(0), lax.div(self.length + (_CHUNK - 1), jnp.int32(_CHUNK)), step, carry)
 
     def has(self, block: Array, first: Any) -> Array:
-        """Whether each of `block` is among the row's `first` entries."""
+        """Which elements of `block` are among the row's first `first` entries."""
 
         def step(chunk: Any, found: Array) -> Array:
             place = chunk * _OTHERS + iota(_OTHERS)

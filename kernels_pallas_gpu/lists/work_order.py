@@ -1,8 +1,8 @@
-"""The order in which a forward's workers take the rows of several heads: the longest first, very long ones in parts.
+"""The order in which a forward's workers take the rows of several heads: longest first, very long rows in parts.
 
-A chunk of a prompt has few rows, and those of a head that looks broadly are much longer than others. Each worker would
-take three or so, and the worker with the longest would keep the others waiting. `lists.merge.merged_rows` merges the
-parts. Lowered by Pallas-Triton: XLA would sort in several kernels.
+A chunk of a prompt has few rows, and the rows of a head that looks broadly are much longer than others. Each worker
+takes about three rows, and all would wait for the worker with the longest. `lists.merge.merged_rows` merges the parts.
+Pallas-Triton lowers this to one kernel; XLA would sort in several.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from jaxtyping import Int
 
 from xsake.hads.mask.lists.triton_call import iota, triton_call, whole
 
-MOST_PARTS = 4  # of a row
-LEAST_BLOCKS = 16  # of a part: fewer would not pay for the merge
-MOST_ITEMS = (1 << 15) - 1  # so that two numbers of them are one number of 32 bits
-_ROWS, _OTHERS = 8, 1024  # rows of a program, and rows at most that they are compared with at a time
+MOST_PARTS = 4  # per row
+LEAST_BLOCKS = 16  # per part: a part of fewer blocks would not pay for the merge
+MOST_ITEMS = (1 << 15) - 1  # two counts of items are packed into 32 bits
+_ROWS, _OTHERS = 8, 1024  # a program ranks 8 rows, and compares them with at most 1024 rows at a time
 _WARPS = 8
 _HIGH = MOST_ITEMS + 1
 
 
 class WorkOrder(NamedTuple):
-    """Rows are numbered head * n + row, the head counted in its section.
+    """A section is several heads. Its rows are numbered head * n + row, the head counted in the section.
 
-    `items`: row * MOST_PARTS + part, in the order of the work; there are `count` of them in every section, and what
-    follows is anything. `parts_of`: for every row its number of parts less one and, if it is cut, MOST_PARTS times the
-    number of its first part among the parts of all such rows; after the last row follows a number that means nothing.
+    items[section, :count] = row * MOST_PARTS + part, in the order of the work; other slots hold anything.
+
+    parts_of[section, row] = (number of the row's first part) * MOST_PARTS + (parts of the row - 1). Only the parts of
+    cut rows are numbered, one row after another. The last slot holds anything.
     """
 
     items: Int[Array, "sections slots"]
@@ -39,12 +40,12 @@ class WorkOrder(NamedTuple):
 
 
 def room_for_parts(workers: int) -> int:
-    """Parts at most: a row that is cut is longer than a worker's share, and its parts longer than half of that."""
+    """The most parts of cut rows: a cut row is longer than a worker's share, so each part is longer than half of it."""
     return 2 * workers
 
 
 def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: int, cut: bool) -> WorkOrder:
-    """Of `section` heads at a time. `cut` needs all heads in one section: rows beyond a worker's share are cut."""
+    """Orders `section` heads at a time. `cut`: cut rows that are longer than a worker's share; needs one section."""
     n = row_ptr.shape[2] - 1
     pointers = row_ptr.reshape(-1, section, n + 1)
     sections, rows = pointers.shape[0], section * n
@@ -71,7 +72,7 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
             share = lax.max(lax.div(total + (workers - 1), jnp.int32(workers)), jnp.int32(LEAST_BLOCKS))
 
         def parts_and_longest(row: Array) -> tuple[Array, Array]:
-            """Parts of a row, 0 if there is no such row, and the blocks of its longest part."""
+            """(parts of a row, blocks of its longest part); a row that does not exist has 0 parts."""
             length, exists = length_of(row), row < rows
             if not cut:
                 return exists.astype(jnp.int32), length
@@ -83,7 +84,7 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
         parts, longest = parts_and_longest(row)
 
         def add(step: Any, carry: Any) -> Any:
-            """Two numbers in one: parts of all rows, and _HIGH times parts of rows that are cut."""
+            """Adds up the parts of longer rows, and in the high bits (times _HIGH) the parts of those that are cut."""
             before, count = carry
             other = others(step)
             their_parts, their_longest = parts_and_longest(other)
@@ -96,7 +97,7 @@ def work_order(row_ptr: Int[Array, "b h pointers"], *, section: int, workers: in
         before, count = over_others(add, (jnp.zeros(_ROWS, jnp.int32), jnp.int32(0)))
         place, slot = lax.rem(before, jnp.int32(_HIGH)), lax.div(before, jnp.int32(_HIGH))
         for part in range(MOST_PARTS if cut else 1):
-            # Interpretation writes masked elements too: a spare slot takes those.
+            # Interpreted stores write masked elements too: they go to a spare slot.
             there = exists & (part < parts)
             plgpu.store(items_ref.at[jnp.where(there, place + part, slots)], row * MOST_PARTS + part, mask=there)
         plgpu.store(parts_ref.at[jnp.where(exists, row, rows)], slot * MOST_PARTS + parts - 1, mask=exists)

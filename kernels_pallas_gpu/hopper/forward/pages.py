@@ -1,12 +1,12 @@
 """Keys and values in pages, for the Hopper forward: where each run of keys lies, and padding that may hold NaN.
 
-The memory warpgroup reads where a run lies from an array of places, one number per run of a sequence:
+The memory warpgroup reads from an array where each run of a sequence lies:
 
     place = 2 * run + mixed
 
-`run` counts the runs of all pages. A run of padding alone lies past the last page: the copy engine then writes zeros. A
-`mixed` run has keys and padding. Its padding is zeroed in shared memory before the product, where a weight of 0 times
-NaN would be NaN.
+`run` is the number of the run among the runs of all pages. A run of padding alone gets a place past the last page, for
+which the copy engine writes zeros. A `mixed` run has keys and padding: its padding is zeroed in shared memory before
+the product, where a weight of 0 times NaN would be NaN.
 """
 
 import math
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.tile import common
 
-ROWS, COLUMNS = 64, 64  # that are zeroed at a time, at most: the memory warpgroup has few registers
+ROWS, COLUMNS = 64, 64  # zeroed at a time, at most: the memory warpgroup has few registers
 
 
 def places(

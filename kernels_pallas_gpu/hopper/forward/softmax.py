@@ -1,9 +1,9 @@
 """The online softmax of the Hopper forward: the weights of a tile of keys, and the sums over all tiles so far.
 
-A softmax takes as long as its instructions take to issue, and it keeps the tensor core waiting. Looking for the maximum
-of a row is a fifth of them. Any number near the maximum serves as well, because float32 and the 16-bit weights are as
-exact for sums that are thousands of times as large. So a tile is first weighed by the maximum of the tiles before it;
-if the sum of a row is large, some logit is far above that, and the tile is weighed again.
+The tensor core waits while the softmax's instructions are issued, and a fifth of them look for the maximum of a row.
+Any number near the maximum serves as well, because float32 and the 16-bit weights are as exact for sums that are
+thousands of times as large. So a tile is first weighed by the maximum of the tiles before it. If the sum of a row is
+then large, some logit is far above that maximum, and the tile is weighed again.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +16,20 @@ from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
 from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.common import LOWEST
 
-# Columns after which an accumulator's layout repeats: a thread holds all of a row's columns c, c + 8, c + 16, ...
+# An accumulator's layout repeats after 8 columns: a thread holds all of a row's columns c, c + 8, c + 16, ...
 LANE_COLUMNS = 8
-# A row's maximum stays until a logit exceeds it by this, in powers of two: so the output is seldom rescaled.
+# A row keeps its maximum until a logit exceeds it by so many powers of two, so that the output is seldom rescaled.
 RISE = 8.0
-# Of a row's sum over one tile, or of a lane's part of it. No weight is larger than that, and float16 can hold it.
+# A tile is weighed again where a row's sum over the tile, or a lane's part of that sum, is larger. No weight exceeds
+# the sum, and float16 can hold this number.
 LARGE = 2.0**15
 
 
 class Sums(NamedTuple):
-    """Of 64 rows: sum of weighted values, maximum of the logits or up to 15 powers of two less, and sum of weights. The
-    last is kept by lane where `Plan.lane_sums`.
+    """Sums of 64 rows.
+
+    `out`: of the weighted values. `maximum`: of the logits, or up to 15 powers of two less. `total`: of the weights,
+    one per lane where `Plan.lane_sums`.
     """
 
     out: Any
@@ -44,17 +47,14 @@ class Softmax:
         return Sums(out, common.wgmma_full((WG_ROWS,), LOWEST), self._no_total())
 
     def weigh(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
-        """The sums with the tile's logits in the maximum and its weights in the total, and the weights.
-
-        The tile's values are not in the output yet.
-        """
+        """(sums, weights of the tile). The sums' maximum and total include the tile; the output does not yet."""
         largest = self._largest(sums, logits)
         return self._weigh_by(jnp.where(largest > sums.maximum + RISE, largest, sums.maximum), sums, logits)
 
     def weigh_by_old_maximum(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
-        """As `weigh`, but the maximum is only looked for where the sum of some row of the warp is large.
+        """As `weigh`, but looks for the maximum only where the sum of some row of the warp is large.
 
-        Rows with small sums then keep their maximum: no row's result depends on the rows beside it.
+        Even then, rows with small sums keep their maximum: no row's result depends on the rows beside it.
         """
         weights = self._weights(logits, sums.maximum)
         of_tile = self._added(self._no_total(), weights)

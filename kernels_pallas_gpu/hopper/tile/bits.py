@@ -1,6 +1,6 @@
-"""The mask's bitmaps inside the Hopper kernels: a word holds 32 queries of one key, and is read where it is needed.
+"""The mask's bitmaps inside the Hopper kernels: a word has the bits of 32 queries for one key.
 
-Where a bitmap is a single word, as for tokens that choose blocks, the lists hold it in place of the bitmap's number.
+A bitmap of a single word, as for tokens that choose blocks, stands in the lists in place of the bitmap's number.
 """
 
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ def fits_in_lists(shape: tuple[int, ...]) -> bool:
 
 
 class Bits(NamedTuple):
-    """As arrays, or as refs inside a kernel: `number` i32[b, h, N], the bitmap of each slot of the lists, and `words`
-    i32[b | 1, h | 1, bitmaps, block_q / 32, block_kv | 1]; without `words`, `number` is the one word of each slot.
+    """Arrays, or refs inside a kernel.
+
+    `number` i32[b, h, N]: the bitmap of each slot of the lists, or its one word where there are no `words`.
+    `words` i32[b | 1, h | 1, bitmaps, block_q / 32, block_kv | 1].
     """
 
     number: Any
@@ -41,11 +43,11 @@ class Bits(NamedTuple):
         return cls(words[b[..., None], h[..., None], number, 0, 0])
 
     def of_slot(self, coords: tuple[Any, Any], slot: Any) -> Any:
-        """What `tile` and `any` take for `number`. A slot past the last may be read: it belongs to no tile."""
+        """The `number` that `tile` and `any` take. A slot past the last may be read: it belongs to no tile."""
         return self.number[(*coords, lax.min(slot, jnp.int32(self.number.shape[2] - 1)))]
 
     def any(self, number: Any, row: Any, packing: Packing) -> Any:
-        """Whether one of the 64 rows from `row` of their block on attends to a slot; None where only elements tell."""
+        """Whether any of 64 rows attends to a slot; None where `words` must tell. `row`: the first, in its block."""
         if self.words is not None:
             return None
         each = jnp.int32(-1 if packing.queries == 32 else (1 << packing.queries) - 1)
@@ -61,10 +63,10 @@ class Bits(NamedTuple):
         q_axis: int,
         packing: Packing,
     ) -> jax.Array:
-        """bool[shape] of a tile whose first row and key are number `row` and `kv_first` of their blocks.
+        """bool[shape]: the bits of a tile. `row`, `kv_first`: its first row and key, counted in their blocks.
 
-        `number` may differ between elements where it is the bitmap itself. `coords` is the (batch, head) of the lists.
-        Queries lie along `q_axis`, keys along the other.
+        `coords`: (batch, head) of the lists. `number` may be a tile itself where there are no `words`. Queries lie
+        along `q_axis`, keys along the other axis.
         """
         query = packing.query(plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA))
         if packing.group > 1:  # the queries of a packed block fit in one word

@@ -1,9 +1,9 @@
 """Long columns of keys that several CTAs share: which part a CTA computes, and the sum of the parts in a fixed order.
 
 A pair is a batch entry and a K/V head. Its columns are ranked by length, longest first. The first ranks of all pairs
-are early: they come before all other columns, cut into parts. The others come section by section, so that what their
-CTAs stream shares the L2 cache; or rank by rank, where the long columns of the last section would keep few SMs busy
-while the others have nothing left to do.
+are early: they come before all other columns, cut into parts. The other columns come section by section, so that the
+tiles their CTAs stream share the L2 cache. They come rank by rank (interleaved) where the long columns of the last
+section would keep a few SMs busy while the others have nothing left to do.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.common import RowLists
 
 Array = jax.Array
-# A column is long if it takes more than a fifth of an SM's share of the work. Where long columns are more than a
-# quarter of all work, pairs are interleaved. Random masks have none; masks of vertical lines have little else.
+# A column is long if it takes more than a fifth of an SM's share of the work. Pairs are interleaved where long columns
+# are more than a quarter of all work. Random masks have no long columns; masks of vertical lines have few others.
 LONG, MANY = 0.2, 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns:
     pairs: int
-    section: int  # pairs with interleaved columns: few enough for what they stream to share the L2 cache
+    section: int  # pairs with interleaved columns: few enough for their streamed tiles to share the L2 cache
     ranks: int  # columns per pair
     early: int = 0  # ranks that come before all sections
     parts: int = 1  # CTAs that share one early column
@@ -35,7 +35,7 @@ class Columns:
         return self.pairs * (self.early * self.parts + self.ranks - self.early)
 
     def place(self, item: Any, interleaved: Any = None) -> tuple[Any, Any, Any]:
-        """(pair, rank, part) of an item. `interleaved`: what the method of that name says, as an array or a ref."""
+        """(pair, rank, part) of an item. `interleaved`: the result of the method of that name, or a ref to it."""
         ahead = self.pairs * self.early * self.parts
         number = lax.max(item - ahead, jnp.int32(0))
         rank, pair = in_sections(number, self.pairs, self.section, self.ranks - self.early)
@@ -67,7 +67,7 @@ class Columns:
         return (long > MANY * total).astype(jnp.int32)[None]
 
     def room_for_parts(self, keys: int, dim: int) -> jax.ShapeDtypeStruct | None:
-        """Where the CTAs of early columns, of so many keys each, write their parts."""
+        """The array to which the CTAs of early columns, of `keys` keys each, write their parts."""
         shape = (self.pairs, self.early, self.parts, keys, dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32) if self.parts > 1 else None
 
