@@ -34,7 +34,7 @@ def tried(result) -> dict[tuple, str]:
 
 def test_the_fastest_is_found_and_written(tmp_path):
     done = tune(tmp_path)
-    assert [r.config for r in done.results] == [part(2)] * 2, "one study a density"
+    assert [r.config for r in done.results] == [part(2)] * 2, "one study per density"
     assert [r.speedup for r in done.results] == [pytest.approx(2.0)] * 2
     first = done.results[0]
     assert tried(first) == {(4, "well"): "complete", (8, "well"): "slower", (2, "well"): "complete"} | {

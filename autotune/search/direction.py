@@ -21,18 +21,13 @@ from xsake.autotune.write.result import Measured, Result, geometric_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """budget: seconds for the whole run; trials: at most, per study; rounds: rounds of a trial's race; final_rounds:
-    rounds of the last race; batch: configurations compiled at the same time; limit: seconds after which a race counts
-    as hanging; seed: of the sampler.
-    """
-
-    budget: float = math.inf
-    trials: int = 1000
-    rounds: int = 5
-    final_rounds: int = 9
-    batch: int = max(4, COMPILERS)
-    limit: float = 60.0
-    seed: int = 0
+    budget: float = math.inf  # seconds for the whole run
+    trials: int = 1000  # at most, per study
+    rounds: int = 5  # rounds of a trial's race
+    final_rounds: int = 9  # rounds of the last race
+    batch: int = max(4, COMPILERS)  # configurations compiled at the same time
+    limit: float = 60.0  # seconds after which a race counts as hanging
+    seed: int = 0  # of the sampler
 
 
 class Direction:
