@@ -16,8 +16,8 @@ import xsake
 from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
 from xsake.kernels_pallas_gpu.hopper.fused import plan
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
-from xsake.kernels_pallas_gpu.hopper.tile import backward
 from xsake.kernels_pallas_gpu.hopper.tile import parts as tile_parts
+from xsake.kernels_pallas_gpu.hopper.tile import plan as tile_plan
 
 TARGET = dataclasses.replace(
     next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, head_dim=128, value_dim=64, marks=()
@@ -133,7 +133,7 @@ def test_integers_hold_what_floats_hold(name):
 @pytest.mark.parametrize("use", [False, True])
 def test_pairs_in_sections_or_interleaved(monkeypatch, many, use):
     monkeypatch.setattr(plan, "HOPPER_L2_BYTES", 1)  # a section per pair
-    monkeypatch.setattr(backward, "L2_SHARE", 1)
+    monkeypatch.setattr(tile_plan, "L2_SHARE", 1)
     monkeypatch.setattr(tile_parts, "MANY", many)
     case = make(TARGET, **(SMALL | dict(kv_len=300, exact_lengths=True, kv_heads=2, q_heads=2, mask=(1, 2), seed=1)))
     check_run(TARGET, case, config=config(FusedConfig(use=use)))

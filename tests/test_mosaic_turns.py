@@ -70,7 +70,7 @@ def test_the_longest_columns_are_cut_by_heads(sizes, monkeypatch):
     with TARGET.context():
         call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
         packing = mosaic._packing(call)
-        assert dkv_plan.Plan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
+        assert dkv_plan.DkvPlan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
     check_run(TARGET, case)
 
 
@@ -85,7 +85,7 @@ def test_columns_are_cut_where_an_sm_would_wait_for_one():
         def look(q, k):
             call = build_call(query=q, key=k, value=k, mask=mask, is_causal=True, default_blocks=(128, 128))
             config = mosaic.default_config(call)
-            plan = dkv_plan.Plan.of(call, mosaic._packing(call), config.dkv)
+            plan = dkv_plan.DkvPlan.of(call, mosaic._packing(call), config.dkv)
             found.append({"dkv": plan.parts, "fused": config.fused.parts}[kind])
 
         jax.eval_shape(look, q, k)

@@ -22,14 +22,14 @@ from xsake.backend.delta import DeltaParts
 from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.hopper.dkv import launch as dkv_kernel
 from xsake.kernels_pallas_gpu.hopper.dkv.copied_heads import CopiedHeads
-from xsake.kernels_pallas_gpu.hopper.dq import kernel as dq_kernel
+from xsake.kernels_pallas_gpu.hopper.dq import launch as dq_kernel
 from xsake.kernels_pallas_gpu.hopper.forward import config as forward_config
 from xsake.kernels_pallas_gpu.hopper.forward import launch as forward_kernel
 from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing, mergeable
 from xsake.kernels_pallas_gpu.hopper.fused import launch as fused_kernel
 from xsake.kernels_pallas_gpu.hopper.fused import plan as fused_plan
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
-from xsake.kernels_pallas_gpu.hopper.gathered import kernel as gathered
+from xsake.kernels_pallas_gpu.hopper.gathered import launch as gathered
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile import backward_config
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.kernels_pallas_gpu.hopper.dkv.cta import Cta, Streaming
+from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, Streaming
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import PAIR, PIECE
 from xsake.kernels_pallas_gpu.hopper.tile.backward import (
     PART,
@@ -23,7 +23,6 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward import (
     opaque,
     over_columns,
     read,
-    release,
     run_where,
     with_values,
     with_zeros,
@@ -36,11 +35,11 @@ from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 class Column:
     """An item: 64 keys and their values."""
 
-    def __init__(self, cta: Cta, item: Item) -> None:
-        self.cta, self.plan, self.item, self.scratch, self.barriers = cta, cta.plan, item, cta.scratch, cta.barriers
+    def __init__(self, cta: DkvCta, item: Item) -> None:
+        self.cta, self.plan, self.item, self.memory = cta, cta.plan, item, cta.memory
         self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
         self.place = item.place * cta.plan.compute_wgs + cta.wg
-        self.buffers = [x.at[cta.wg] for x in cta.scratch.simulated]
+        self.buffers = [x.at[cta.wg] for x in cta.memory.simulated]
         self.kv_rows: dict[str, Any] = {}
 
     def run(self, done: Any) -> Any:
@@ -48,9 +47,9 @@ class Column:
         cta, plan = self.cta, self.plan
         rows = pl.ds(self.kv_start, ROWS)
         if not plan.ahead:
-            cta.load_keys(self.batch, self.kv_start, self.kv_head, self.place)
+            cta.load_residents(self.batch, self.kv_start, self.kv_head, self.place)
         self.kv_rows = load_rows(cta.given.kv_vectors, self.batch, rows)
-        plgpu.barrier_wait(self.barriers.resident.at[self.place])
+        plgpu.barrier_wait(cta.barriers.resident.at[self.place])
         if plan.ahead:
             self.item.leave_the_last()
 
@@ -65,7 +64,7 @@ class Column:
 
     def store(self, dk: Any, dv: Any) -> None:
         plan, results = self.plan, self.cta.results
-        k_tile, v_tile = self.scratch.k.at[self.place], self.scratch.v.at[self.place]
+        k_tile, v_tile = self.memory.k.at[self.place], self.memory.v.at[self.place]
         k_tile[...] = (dk * plan.rule.scale).astype(plan.dtype)
         v_tile[...] = dv.astype(plan.dtype)
         plgpu.commit_smem()
@@ -93,24 +92,23 @@ class Tile:
 
     def __init__(self, column: Column, streaming: Streaming) -> None:
         self.column, self.cta, self.plan = column, column.cta, column.plan
-        self.scratch, self.barriers, self.streaming = column.scratch, column.barriers, streaming
-        self.ring, self.simulate, self.masked = column.cta.ring, column.plan.simulate, streaming.masked
-        self.slot, self.inner = column.cta.slots(streaming.n)
-        self.q_start = streaming.start_of(streaming.n) if self.plan.has_bias else 0
+        self.memory, self.streaming = column.memory, streaming
+        self.simulate, self.masked = column.plan.simulate, streaming.masked
+        self.queries, self.d_outs = column.cta.slots(streaming.n, column.cta.ring)
+        self.q_start = streaming.start if self.plan.has_bias else 0
         plan = self.plan
         self.width = PART if plan.one_copy or self.masked or not plan.rule.folds_lse else plan.tile
 
     def run(self, dk: Any, dv: Any) -> None:
-        plan, ring, q_slot, do_slot = self.plan, self.ring, self.slot, self.inner
-        do_free = self.barriers.do_free.at[ring, do_slot]
-        plgpu.barrier_wait(self.barriers.q_ready.at[ring, q_slot])
-        plgpu.barrier_wait(self.barriers.do_ready.at[ring, do_slot])
+        plan = self.plan
+        self.queries.wait()
+        self.d_outs.wait()
         for part in range(plan.tile // self.width):
             near = None
             if plan.one_copy and plan.skips:
                 attended = functools.partial(self.attended, part)
                 near = lax.fori_loop(0, as_number(self.masked), attended, jnp.bool_(True))
-                when(~near)(lambda: release(do_free, interpret=self.simulate))
+                when(~near)(self.d_outs.release)
             elif plan.skips and self.masked:
                 near = self.attended(part)
             bits = self.streaming.bits
@@ -118,42 +116,42 @@ class Tile:
                 functools.partial(self.multiply, dk, dv, part), near, None if bits is None else bits.any(part * PART)
             )
         if not plan.one_copy and self.masked:
-            release(do_free, interpret=self.simulate)
-        release(self.barriers.q_free.at[ring, q_slot], interpret=self.simulate)
+            self.d_outs.release()
+        self.queries.release()
 
     def attended(self, part: int, *_: Any) -> Any:
-        first = self.cta.q_vectors["index"][self.ring, self.slot, part * self.width]
+        first = self.cta.q_vectors["index"][*self.queries.at, part * self.width]
         return self.plan.elements.may_attend(first, self.plan.packing.queries, self.column.kv_start, ROWS)
 
     def multiply(self, dk: Any, dv: Any, part: int) -> None:
-        scratch, queries = self.scratch, pl.ds(part * self.width, self.width)
+        memory, queries = self.memory, pl.ds(part * self.width, self.width)
         s = wgmma_full((ROWS, self.width), 0.0)
         if self.plan.rule.folds_lse:
-            s = over_columns(scratch.statistic.at[self.ring, self.slot, queries])
-        dp = over_columns(scratch.delta.at[self.ring, self.inner, queries])
+            s = over_columns(memory.statistic.at[*self.queries.at, queries])
+        dp = over_columns(memory.delta.at[*self.d_outs.at, queries])
         buffers = [x.at[:, pl.ds(0, self.width)] for x in self.column.buffers[2:]]
         products = functools.partial(self.products, dk, dv, part)
         with_values(products, buffers, [s, dp], interpret=self.simulate)
 
     def products(self, dk: Any, dv: Any, part: int, s_acc: Any, dp_acc: Any) -> None:
-        plan, scratch, column, width = self.plan, self.scratch, self.column, self.width
+        plan, memory, column, width = self.plan, self.memory, self.column, self.width
         rule, masked, simulate = plan.rule, self.masked, self.simulate
         queries, start = pl.ds(part * width, width), self.q_start + part * width
-        q_tile, do_tile = scratch.q.at[self.ring, self.slot, queries], scratch.do.at[self.ring, self.inner, queries]
+        q_tile, do_tile = memory.q.at[*self.queries.at, queries], memory.do.at[*self.d_outs.at, queries]
         # S and dP, transposed: keys by queries
         own = opaque(column.place, interpret=simulate)
-        mma(s_acc, scratch.k.at[own], q_tile, transpose_b=True, interpret=simulate)
-        mma(dp_acc, scratch.v.at[own], do_tile, transpose_b=True, interpret=simulate)
+        mma(s_acc, memory.k.at[own], q_tile, transpose_b=True, interpret=simulate)
+        mma(dp_acc, memory.v.at[own], do_tile, transpose_b=True, interpret=simulate)
         s = read(s_acc, in_flight=1, interpret=simulate)
         # P, while dP is computed
         mask = functools.partial(
-            self.cta.element_mask, self.slot, queries, column.kv_start, column.kv_rows, self.streaming.bits, part
+            self.cta.element_mask, self.queries, queries, column.kv_start, column.kv_rows, self.streaming.bits, part
         )
         if plan.one_copy:
             s = lax.fori_loop(0, as_number(masked), lambda _, s: jnp.where(mask(), s, -jnp.inf), s)
         p, weight = rule.probabilities(
             s,
-            None if rule.folds_lse else over_columns(scratch.statistic.at[self.ring, self.slot, queries]),
+            None if rule.folds_lse else over_columns(memory.statistic.at[*self.queries.at, queries]),
             self.bias(start) if plan.has_bias else None,
             None if plan.one_copy or not masked else mask(),
         )
@@ -165,7 +163,7 @@ class Tile:
         if plan.one_copy or (not masked and (part + 1) * width == plan.tile):
             if not simulate:
                 plgpu.wgmma_wait(1)
-            release(self.barriers.do_free.at[self.ring, self.inner], interpret=simulate)
+            self.d_outs.release()
 
     def bias(self, start: Any) -> Any:
         column, shape = self.column, (ROWS, self.width)

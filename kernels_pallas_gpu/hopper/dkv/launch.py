@@ -9,19 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.dkv.compute import Column
-from xsake.kernels_pallas_gpu.hopper.dkv.cta import Cta, Operands, Results
-from xsake.kernels_pallas_gpu.hopper.dkv.memory import load
-from xsake.kernels_pallas_gpu.hopper.dkv.plan import Plan
+from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, DkvOperands, DkvResults
+from xsake.kernels_pallas_gpu.hopper.dkv.memory import load_item
+from xsake.kernels_pallas_gpu.hopper.dkv.plan import DkvPlan
 from xsake.kernels_pallas_gpu.hopper.dkv.split import Keys, Values
 from xsake.kernels_pallas_gpu.hopper.tile.backward import pad, pad_bias, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, pad_to
-from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 Array = jax.Array
@@ -34,13 +32,13 @@ def dkv(
     mask, bias = call.mask, call.bias
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
     packing = Packing.required(mask.block_q, lists, call.q_heads, call.kv_heads, bias)
-    plan = Plan.of(call, packing, config, interpret)
+    plan = DkvPlan.of(call, packing, config, interpret)
     rule, columns, q_size, kv_size = plan.rule, plan.work.columns, plan.q_size, plan.kv_size
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
     indices = jnp.arange(q_size, dtype=jnp.int32)[None]
     per_query = dict(position=call.q_positions, segment=call.q_segments, index=indices)
-    given = Operands(
+    given = DkvOperands(
         q=q,
         k=k,
         v=v,
@@ -59,47 +57,23 @@ def dkv(
         counter=plan.turns.counter(),
     )
 
-    def kernel(given: Operands, *refs: Any) -> None:
-        results, shared = refs[: len(Results._fields)], refs[len(Results._fields) :]
-        _share_the_work(Cta(plan, given, Results(*results), *shared))
-
     found = run_kernel(
-        kernel,
+        lambda *refs: DkvCta(plan, *refs).share_the_work([Values, Keys] if plan.split else [Column], load_item),
         "block_sparse_dkv",
         plan.turns.ctas,
         plan.compute_wgs,
-        Results(
+        given,
+        DkvResults(
             dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
             dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
             dk_parts=columns.room_for_parts(plan.work.unit, plan.head_dim),
             dv_parts=columns.room_for_parts(plan.work.unit, plan.v_head_dim),
         ),
-        [given],
-        [plan.scratch(), plan.barriers(), plan.hand_over(), plan.turns.scratch()],
+        [plan.memory(), plan.barriers(), plan.hand_over(), plan.turns.scratch()],
         interpret,
     )
-    found = Results(*found)
     dk, dv = (
         columns.merged(whole, parts, lists, plan.work.units_per_block)
         for whole, parts in ((found.dk, found.dk_parts), (found.dv, found.dv_parts))
     )
     return dk[:, : call.kv_len], dv[:, : call.kv_len]
-
-
-def _share_the_work(cta: Cta) -> None:
-    plan = cta.plan
-
-    def compute(work: Any) -> None:
-        plgpu.set_max_registers(plan.config.compute_registers, action="increase")
-        cta.turns.take(cta.turn, lambda item, done: work(cta, item).run(done), jnp.int32(0))
-
-    if plan.split:
-        when(cta.wg == 0)(lambda: compute(Values))
-        when(cta.wg == 1)(lambda: compute(Keys))
-    else:
-        when(cta.wg < plan.compute_wgs)(lambda: compute(Column))
-
-    @when(cta.wg == plan.compute_wgs)
-    def _memory() -> None:
-        plgpu.set_max_registers(plan.config.memory_registers, action="decrease")
-        load(cta)

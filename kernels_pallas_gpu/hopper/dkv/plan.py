@@ -7,28 +7,25 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    PART,
-    ROWS,
-    ColumnPlan,
-    WorkGrid,
-    early_ranks,
-    int_vectors,
-    longest_share,
-)
+from xsake.kernels_pallas_gpu.hopper.tile.backward import PART, ROWS, int_vectors
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
+from xsake.kernels_pallas_gpu.hopper.tile.plan import (
+    StreamBarriers,
+    StreamingPlan,
+    WorkGrid,
+    early_ranks,
+    longest_share,
+)
 
 # Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
 # resident key (below 0: there is none) and the mask column.
 PAIR, PIECE, START, COLUMN = range(4)
-FIELDS_OF_RING = 2
 MOST_PARTS = 8
 
 
-class Scratch(NamedTuple):
+class DkvMemory(NamedTuple):
     """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
 
     k: Any
@@ -41,14 +38,6 @@ class Scratch(NamedTuple):
     simulated: list[Any]
 
 
-class Barriers(NamedTuple):
-    resident: Any
-    q_ready: Any
-    do_ready: Any
-    q_free: Any
-    do_free: Any
-
-
 class HandOver(NamedTuple):
     """Where two warpgroups share keys: P, on its way from one to the other, and `finished`, once both have read all."""
 
@@ -59,20 +48,18 @@ class HandOver(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ColumnPlan):
-    """All that is known while tracing. Packed heads count as one. `q_vectors`: names of the operands with one number
-    per query; `has_bits`: whether the mask has bitmaps. `parts`: items that share an early column, each with some of
-    the group's heads.
+class DkvPlan(StreamingPlan):
+    """All that is known while tracing. `q_vectors`: names of the operands with one number per query. `parts`: items
+    that share an early column, each with some of the group's heads.
     """
 
-    packing: Packing
-    has_bits: bool
     q_vectors: tuple[str, ...]
     parts: int
-    config: BackwardConfig
+
+    FIELDS = START, 2
 
     @classmethod
-    def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "Plan":
+    def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "DkvPlan":
         fields = cls.of_call(call)
         by_position, block_q = fields["elements"].by_position, call.mask.block_q
         if packing.rows % config.tile:
@@ -95,14 +82,6 @@ class Plan(ColumnPlan):
             dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
             raise ValueError(f"{dims} need compute_wgs=2, tile={ROWS} and resident_stages=1, got {config}")
         return plan
-
-    @property
-    def tile(self) -> int:
-        return self.config.tile
-
-    @property
-    def compute_wgs(self) -> int:
-        return self.config.compute_wgs
 
     @property
     def split(self) -> bool:
@@ -128,17 +107,6 @@ class Plan(ColumnPlan):
         cut = dict(early=early_ranks(self.pairs), parts=self.parts)
         return WorkGrid.make(self.pairs, self.kv_len, self.block_kv, self._tile_wgs, streamed_bytes, **cut)
 
-    @property
-    def turns(self) -> Turns:
-        work = self.work
-        return Turns(
-            items=work.items,
-            fields=START + FIELDS_OF_RING * work.rings,
-            ahead=self.ahead,
-            compute_wgs=self.compute_wgs,
-            interpret=self.simulate,
-        )
-
     # -- shared memory -------------------------------------------------------------------------------------------------
 
     @property
@@ -152,17 +120,10 @@ class Plan(ColumnPlan):
             "dkv", self.block_kv, self.head_dim, self.v_head_dim, vectors=len(self.q_vectors)
         )
 
-    @property
-    def _rings(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of Q and of dO: (rings, stages)."""
-        rings = self.work.rings
-        return (rings, self.config.stages), (rings, self.config.inner_stages)
-
-    def scratch(self) -> Scratch:
-        (outer, inner), tile = self._rings, self.tile
+    def memory(self) -> DkvMemory:
+        (outer, inner), tile = self.rings, self.tile
         residents = (1 + self.ahead) * self._tile_wgs, ROWS
-        accumulators = (ROWS, self.head_dim), (ROWS, self.v_head_dim), (ROWS, tile), (ROWS, tile)
-        return Scratch(
+        return DkvMemory(
             k=swizzled((*residents, self.head_dim), self.dtype),
             v=swizzled((*residents, self.v_head_dim), self.dtype),
             q=swizzled((*outer, tile, self.head_dim), self.dtype),
@@ -170,21 +131,13 @@ class Plan(ColumnPlan):
             do=swizzled((*inner, tile, self.v_head_dim), self.dtype),
             delta=plgpu.SMEM((*inner, tile), jnp.float32),
             q_vectors=int_vectors(len(self.q_vectors), outer, tile),
-            simulated=[plgpu.SMEM((self.compute_wgs, *s), jnp.float32) for s in accumulators if self.simulate],
+            simulated=self.simulated((ROWS, self.head_dim), (ROWS, self.v_head_dim), (ROWS, tile), (ROWS, tile)),
         )
 
-    def barriers(self) -> Barriers:
-        (outer, inner), pieces = self._rings, self.packing.pieces(self.tile)
-        readers = self.compute_wgs // self.work.rings
-        return Barriers(
-            resident=plgpu.Barrier(
-                num_arrivals=1 if self.split else 2, num_barriers=(1 + self.ahead) * self.compute_wgs
-            ),
-            q_ready=plgpu.Barrier(num_arrivals=pieces + 1 + len(self.q_vectors), num_barriers=outer),
-            do_ready=plgpu.Barrier(num_arrivals=pieces + 1, num_barriers=inner),
-            q_free=plgpu.Barrier(num_arrivals=readers, num_barriers=outer),
-            do_free=plgpu.Barrier(num_arrivals=readers, num_barriers=inner),
-        )
+    def barriers(self) -> StreamBarriers:
+        pieces = self.packing.pieces(self.tile)
+        outer, inner = pieces + 1 + len(self.q_vectors), pieces + 1
+        return self.barriers_of(resident=1 if self.split else 2, outer=outer, inner=inner)
 
     def hand_over(self) -> HandOver:
         if not self.split:

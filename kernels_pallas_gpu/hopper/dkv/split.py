@@ -8,7 +8,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.kernels_pallas_gpu.hopper.dkv.cta import Cta, Streaming
+from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, Streaming
 from xsake.kernels_pallas_gpu.hopper.tile.backward import (
     ROWS,
     WGMMA,
@@ -29,16 +29,16 @@ from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 class Values:
     """An item of the first warpgroup."""
 
-    def __init__(self, cta: Cta, item: Item) -> None:
+    def __init__(self, cta: DkvCta, item: Item) -> None:
         self.cta, self.plan, self.item, self.simulate = cta, cta.plan, item, cta.plan.simulate
         self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
-        self.buffers = [x.at[0] for x in cta.scratch.simulated]
+        self.buffers = [x.at[0] for x in cta.memory.simulated]
         self.kv_rows: dict[str, Any] = {}
 
     def run(self, done: Any) -> Any:
         cta, hand_over = self.cta, self.cta.hand_over
         rows, resident = pl.ds(self.kv_start, ROWS), cta.barriers.resident.at[0]
-        plgpu.copy_gmem_to_smem(cta.given.k.at[self.batch, rows, self.kv_head], cta.scratch.k.at[0], resident)
+        plgpu.copy_gmem_to_smem(cta.given.k.at[self.batch, rows, self.kv_head], cta.memory.k.at[0], resident)
         self.kv_rows = load_rows(cta.given.kv_vectors, self.batch, rows)
         plgpu.barrier_wait(resident)
 
@@ -49,58 +49,58 @@ class Values:
 
         shapes = [(ROWS, self.plan.v_head_dim)]
         dv, total = with_zeros(accumulate, self.buffers[1:2], shapes, interpret=self.simulate)
-        _store_when_both_finished(cta, dv, cta.scratch.v.at[0], cta.results.dv.at[self.batch, rows, self.kv_head])
+        _store_when_both_finished(cta, dv, cta.memory.v.at[0], cta.results.dv.at[self.batch, rows, self.kv_head])
         return total
 
     def step(self, streaming: Streaming, dv: Any, done: Any) -> None:
-        cta, plan, barriers, hand_over = self.cta, self.plan, self.cta.barriers, self.cta.hand_over
-        ring, rule, tile, (slot, inner) = cta.ring, plan.rule, plan.tile, cta.slots(streaming.n)
-        q_tile, do_tile = cta.scratch.q.at[ring, slot], cta.scratch.do.at[ring, inner]
-        start = streaming.start_of(streaming.n) if plan.has_bias else 0
-        plgpu.barrier_wait(barriers.q_ready.at[ring, slot])
+        cta, plan, hand_over = self.cta, self.plan, self.cta.hand_over
+        rule, tile, (queries, d_outs) = plan.rule, plan.tile, cta.slots(streaming.n, cta.ring)
+        q_tile, do_tile = cta.memory.q.at[queries.at], cta.memory.do.at[d_outs.at]
+        start = streaming.start if plan.has_bias else 0
+        queries.wait()
 
         def statistic() -> Any:
-            return over_columns(cta.scratch.statistic.at[ring, slot])
+            return over_columns(cta.memory.statistic.at[queries.at])
 
         def bias() -> Any:
             at = self.batch, streaming.head, self.kv_start, start
             return load_bias(cta.given.bias, *at, (ROWS, tile))
 
         def mask() -> Any:
-            return cta.element_mask(slot, pl.ds(0, tile), self.kv_start, self.kv_rows, streaming.bits, 0)
+            return cta.element_mask(queries, pl.ds(0, tile), self.kv_start, self.kv_rows, streaming.bits, 0)
 
         def products(s_acc: Any) -> None:
-            mma(s_acc, cta.scratch.k.at[0], q_tile, transpose_b=True, interpret=self.simulate)
+            mma(s_acc, cta.memory.k.at[0], q_tile, transpose_b=True, interpret=self.simulate)
             p, weight = rule.probabilities(
                 read(s_acc, in_flight=0, interpret=self.simulate),
                 None if rule.folds_lse else statistic(),
                 bias() if plan.has_bias else None,
                 mask() if streaming.masked else None,
             )
-            release(barriers.q_free.at[ring, slot], interpret=self.simulate)
+            queries.release()
             when(streaming.n > done)(lambda: plgpu.barrier_wait(hand_over.p_free))
             hand_over.p[...] = weight
             plgpu.commit_smem()
             plgpu.barrier_arrive(hand_over.p_ready)
-            plgpu.barrier_wait(barriers.do_ready.at[ring, inner])
+            d_outs.wait()
             mma(dv, p.astype(plan.dtype), do_tile, interpret=self.simulate)
 
         s = statistic() if rule.folds_lse else wgmma_full((ROWS, tile), 0.0)
         with_values(products, self.buffers[2:3], [s], interpret=self.simulate)
-        release(barriers.do_free.at[ring, inner], interpret=self.simulate)
+        d_outs.release()
 
 
 class Keys:
     """An item of the second warpgroup."""
 
-    def __init__(self, cta: Cta, item: Item) -> None:
+    def __init__(self, cta: DkvCta, item: Item) -> None:
         self.cta, self.plan, self.item, self.simulate = cta, cta.plan, item, cta.plan.simulate
         self.batch, self.kv_head, self.kv_start, _ = cta.keys(item)
-        self.buffers = [x.at[1] for x in cta.scratch.simulated]
+        self.buffers = [x.at[1] for x in cta.memory.simulated]
 
     def run(self, done: Any) -> Any:
         cta, rows, resident = self.cta, pl.ds(self.kv_start, ROWS), self.cta.barriers.resident.at[1]
-        plgpu.copy_gmem_to_smem(cta.given.v.at[self.batch, rows, self.kv_head], cta.scratch.v.at[0], resident)
+        plgpu.copy_gmem_to_smem(cta.given.v.at[self.batch, rows, self.kv_head], cta.memory.v.at[0], resident)
         plgpu.barrier_wait(resident)
 
         def accumulate(dk: Any) -> Any:
@@ -110,31 +110,31 @@ class Keys:
         shapes = [(ROWS, self.plan.head_dim)]
         dk, total = with_zeros(accumulate, self.buffers[:1], shapes, interpret=self.simulate)
         out = cta.results.dk.at[self.batch, rows, self.kv_head]
-        _store_when_both_finished(cta, dk * self.plan.rule.scale, cta.scratch.k.at[0], out)
+        _store_when_both_finished(cta, dk * self.plan.rule.scale, cta.memory.k.at[0], out)
         return total
 
     def step(self, streaming: Streaming, dk: Any) -> None:
-        cta, plan, barriers, hand_over = self.cta, self.plan, self.cta.barriers, self.cta.hand_over
-        ring, (slot, inner) = cta.ring, cta.slots(streaming.n)
-        q_tile, do_tile = cta.scratch.q.at[ring, slot], cta.scratch.do.at[ring, inner]
-        plgpu.barrier_wait(barriers.do_ready.at[ring, inner])
+        cta, plan, hand_over = self.cta, self.plan, self.cta.hand_over
+        queries, d_outs = cta.slots(streaming.n, cta.ring)
+        q_tile, do_tile = cta.memory.q.at[queries.at], cta.memory.do.at[d_outs.at]
+        d_outs.wait()
 
         def products(dp_acc: Any) -> None:
-            mma(dp_acc, cta.scratch.v.at[0], do_tile, transpose_b=True, interpret=self.simulate)
+            mma(dp_acc, cta.memory.v.at[0], do_tile, transpose_b=True, interpret=self.simulate)
             plgpu.barrier_wait(hand_over.p_ready)
             p = plgpu.load(hand_over.p, layout=WGMMA)
             release(hand_over.p_free, interpret=self.simulate)
             ds = p * read(dp_acc, in_flight=0, interpret=self.simulate)
-            release(barriers.do_free.at[ring, inner], interpret=self.simulate)
-            plgpu.barrier_wait(barriers.q_ready.at[ring, slot])
+            d_outs.release()
+            queries.wait()
             mma(dk, ds.astype(plan.dtype), q_tile, interpret=self.simulate)
 
-        dp = over_columns(cta.scratch.delta.at[ring, inner])
+        dp = over_columns(cta.memory.delta.at[d_outs.at])
         with_values(products, self.buffers[3:4], [dp], interpret=self.simulate)
-        release(barriers.q_free.at[ring, slot], interpret=self.simulate)
+        queries.release()
 
 
-def _store_when_both_finished(cta: Cta, x: Any, tile: Any, out: Any) -> None:
+def _store_when_both_finished(cta: DkvCta, x: Any, tile: Any, out: Any) -> None:
     """Writes x by way of a tile that the other warpgroup may still read."""
     finished = cta.hand_over.finished
     plgpu.barrier_arrive(finished)

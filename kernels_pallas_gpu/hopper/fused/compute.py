@@ -31,7 +31,6 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward import (
     opaque,
     over_columns,
     read,
-    release,
     with_zeros,
 )
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
@@ -109,11 +108,11 @@ class ComputeWarpgroup:
 
     def start_s(self, s: Any, n: Any) -> None:
         """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
-        scratch, rule, slot = self.scratch, self.plan.rule, lax.rem(n, self.plan.config.q_stages)
-        when(n < self.cta.hi - self.cta.lo)(lambda: plgpu.barrier_wait(self.barriers.q_ready.at[slot]))
+        scratch, rule, queries = self.scratch, self.plan.rule, self.cta.q_ring.slot(n)
+        when(n < self.cta.hi - self.cta.lo)(queries.wait)
         if rule.folds_lse:
-            s[...] = over_columns(scratch.statistic.at[slot])
-        mma(s, scratch.k.at[self.own_keys()], scratch.q.at[slot], transpose_b=True, interpret=self.plan.simulate)
+            s[...] = over_columns(scratch.statistic.at[queries.at])
+        mma(s, scratch.k.at[self.own_keys()], scratch.q.at[queries.at], transpose_b=True, interpret=self.plan.simulate)
 
     def own_keys(self) -> Any:
         return pl.ds(opaque(self.cta.wg, interpret=self.plan.simulate) * ROWS, ROWS)
@@ -151,9 +150,8 @@ class Tile:
         self.scratch, self.barriers = warpgroup.scratch, warpgroup.barriers
         self.n, self.column, self.masked = n, column, masked
         self.head, self.q_start = column.head, column.start_of(n)
-        config = self.plan.config
-        self.q_slot, self.do_slot = (lax.rem(n, x) for x in (config.q_stages, config.do_stages))
-        self.q, self.d_out = self.scratch.q.at[self.q_slot], self.scratch.do.at[self.do_slot]
+        self.queries, self.d_outs = self.cta.q_ring.slot(n), self.cta.do_ring.slot(n)
+        self.q, self.d_out = self.scratch.q.at[self.queries.at], self.scratch.do.at[self.d_outs.at]
         self.simulate = self.plan.simulate
 
     def run(self, s: Any, dk: Any, dv: Any) -> Any:
@@ -161,7 +159,7 @@ class Tile:
         plan, buffers = self.plan, self.warpgroup.buffers
 
         def weigh(dp: Any) -> Any:
-            dp[...] = over_columns(self.scratch.delta.at[self.do_slot])
+            dp[...] = over_columns(self.scratch.delta.at[self.d_outs.at])
             values = self.scratch.v.at[self.warpgroup.own_keys()]
             mma(dp, values, self.d_out, transpose_b=True, interpret=self.simulate)
             p, weight = self.probabilities(s)
@@ -170,11 +168,11 @@ class Tile:
             rounded = ds.astype(plan.dtype)
             if not plan.deterministic:
                 return rounded, rounded
-            steps = over_columns(self.scratch.row_steps.at[self.q_slot])
+            steps = over_columns(self.scratch.row_steps.at[self.queries.at])
             scaled = rounded * steps if plan.dtype == jnp.bfloat16 else (ds * steps).astype(plan.dtype)
             return rounded, scaled
 
-        plgpu.barrier_wait(self.barriers.do_ready.at[self.do_slot])
+        self.d_outs.wait()
         ds, scaled = with_zeros(weigh, buffers[3:4], [(ROWS, self.plan.tile)], interpret=self.simulate)
         warpgroup, slot = self.warpgroup, lax.rem(self.n, DS_STAGES)
         mma(dk, ds, self.q, interpret=self.simulate)
@@ -189,8 +187,8 @@ class Tile:
             warpgroup.start_s(s, self.n + 1)
             warpgroup.start_dq(dq, self.n)
             s = read(s, in_flight=1, interpret=self.simulate)
-            release(self.barriers.q_free.at[self.q_slot], interpret=self.simulate)
-            release(self.barriers.do_free.at[self.do_slot], interpret=self.simulate)
+            self.queries.release()
+            self.d_outs.release()
             warpgroup.add_dq(read(dq, in_flight=0, interpret=self.simulate), self.q_start, self.head)
             return s
 
@@ -198,7 +196,7 @@ class Tile:
         return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate)
 
     def probabilities(self, s: Any) -> tuple[Any, Any]:
-        plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.q_slot]
+        plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.queries.at]
         bias = None
         if plan.has_bias:
             bias = load_bias(
@@ -218,7 +216,9 @@ class Tile:
         return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
     def element_mask(self) -> Any:
-        queries = {name: plgpu.load(x.at[self.q_slot], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()}
+        queries = {
+            name: plgpu.load(x.at[self.queries.at], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()
+        }
         keys = self.warpgroup.kv_vectors
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start
         ok = self.plan.elements.attends(

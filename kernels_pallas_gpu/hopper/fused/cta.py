@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, Barriers, Plan, Scratch
-from xsake.kernels_pallas_gpu.hopper.tile.backward import Streamed
 from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, Stream, Streamed
 
 
 class Operands(NamedTuple):
@@ -50,6 +50,7 @@ class Cta:
 
     def __init__(self, plan: Plan, given: Operands, results: Results, scratch: Scratch, barriers: Barriers) -> None:
         self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers
+        self.q_ring, self.do_ring = self.streams()
         self.wg = lax.axis_index("wg")
         self.number = lax.axis_index("cta")
         self.pair, self.rank, self.part = plan.columns.place(self.number, given.interleaved)
@@ -66,6 +67,22 @@ class Cta:
             early = self.is_early
             self.lo = jnp.where(early, lax.div(total * self.part, plan.parts), 0)
             self.hi = jnp.where(early, lax.div(total * (self.part + 1), plan.parts), total)
+
+    def streams(self) -> tuple[Stream, Stream]:
+        """Of Q and of dO."""
+        plan, given, scratch, barriers = self.plan, self.given, self.scratch, self.barriers
+        numbers = [(given.statistic, scratch.statistic)]
+        numbers += [(given.steps.rows, scratch.row_steps)] if plan.deterministic else []
+        numbers += [(x, scratch.q_vectors[name]) for name, x in given.q_vectors.items()]
+        of_both = dict(packing=PLAIN, interpret=plan.simulate)
+        of_q = dict(ready=barriers.q_ready, free=barriers.q_free, stages=plan.config.q_stages)
+        of_do = dict(ready=barriers.do_ready, free=barriers.do_free, stages=plan.config.do_stages)
+        return (
+            Stream(**of_both, **of_q, source=given.q, tiles=scratch.q, numbers=numbers),
+            Stream(
+                **of_both, **of_do, source=given.d_out, tiles=scratch.do, numbers=[(given.minus_delta, scratch.delta)]
+            ),
+        )
 
     @property
     def is_early(self) -> Any:

@@ -62,21 +62,16 @@ def backward(
         dq=sums,
     )
 
-    def kernel(given: Operands, *refs: Any) -> None:
-        *results, scratch, barriers = refs
-        _share_the_work(Cta(plan, given, Results(*results), scratch, barriers))
-
     found = run_kernel(
-        kernel,
+        lambda *refs: _share_the_work(Cta(plan, *refs)),
         "block_sparse_backward",
         plan.columns.ctas,
         COMPUTE_WGS,
+        given,
         _results(plan, k, v),
-        [given],
         [plan.scratch(), plan.barriers()],
         interpret,
     )
-    found = Results(*found)
     sums = (_dq_of_ctas(plan, found.dq_per_cta, interleaved) if sums is None else jax.freeze(sums))[:, : call.q_len]
     dq = (sums if units is None else units.value(sums, _summands(call, plan))) * jnp.float32(call.scale)
     dk, dv = (

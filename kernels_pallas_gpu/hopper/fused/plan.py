@@ -12,9 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, ColumnPlan, active_keys, early_ranks, longest_share
+from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
 from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.tile.plan import BackwardPlan, active_keys, early_ranks, longest_share
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
@@ -80,7 +81,7 @@ class Barriers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ColumnPlan):
+class Plan(BackwardPlan):
     """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
 
     q_vectors: tuple[str, ...]

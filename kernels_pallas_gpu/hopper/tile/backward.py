@@ -1,18 +1,18 @@
-"""What the dQ and dK/dV kernels for Hopper share. dQ walks the row lists, dK/dV the transposed lists; no atomic sums.
+"""What the gradient kernels for Hopper share: rows of weights, products, loads, and how a kernel is started.
 
     P = exp(S - lse)    S = soft_cap(scale * Q K^T + bias), masked
     dS = P * (dO V^T - delta) * soft_cap'
     dQ = scale * dS K    dK = scale * dS^T Q    dV = P^T dO
 
-Each compute warpgroup holds 64 *resident* rows (Q and dO for dQ, K and V for dK/dV) and walks the list of their mask
-row. The memory warpgroup reads the same list and *streams* the tiles of the other side through two rings of shared
-memory. Resident rows are the M of every wgmma, so that P and dS are the left operands of the next product as they come,
-in registers.
+dQ walks the row lists, dK/dV the transposed lists; there are no atomic sums but the fused kernel's. The rows that a
+compute warpgroup holds are the M of every wgmma, so that P and dS are the left operands of the next product as they
+come, in registers.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
-from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E, ListRefs, soft_cap_tanh
+from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E, soft_cap_tanh
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
-from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 
 Array = jax.Array
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS, ALONG_COLS = WGMMA.reduce(1), WGMMA.reduce(0)
-L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache
 PART = 64  # columns at a time of a tile with a mask, bias or soft cap: their values take registers
 
 
@@ -87,192 +82,6 @@ class LogitRule:
             if slope is not None and self.has_bias:
                 slope = jnp.where(mask, slope, 0.0)  # the slope at a NaN bias is NaN
         return p, p if slope is None else p * slope
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ColumnPlan:
-    """What kernels that hold columns of keys know of a call while tracing."""
-
-    batch_size: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: Any
-    block_q: int
-    block_kv: int
-    elements: ElementRule
-    rule: LogitRule
-    full_is_exact: bool
-    has_bias: bool
-    interpret: Any
-
-    @staticmethod
-    def of_call(call: Call) -> dict[str, Any]:
-        """All fields but `interpret`."""
-        bias, block_q = call.bias, call.mask.block_q
-        rule = LogitRule(
-            scale=call.scale,
-            soft_cap=call.soft_cap,
-            has_bias=bias is not None,
-            rows_share_bias=bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
-        )
-        return dict(
-            batch_size=call.batch,
-            q_len=call.q_len,
-            kv_len=call.kv_len,
-            num_q_heads=call.q_heads,
-            num_kv_heads=call.kv_heads,
-            head_dim=call.head_dim,
-            v_head_dim=call.value_dim,
-            dtype=call.query.dtype,
-            block_q=block_q,
-            block_kv=call.mask.block_kv,
-            elements=ElementRule(band=call.band, kv_len=None, q_axis=1),  # the store drops keys past the end
-            rule=rule,
-            full_is_exact=call.full_is_exact,
-            has_bias=bias is not None,
-        )
-
-    @property
-    def group(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def pairs(self) -> int:
-        return self.batch_size * self.num_kv_heads
-
-    @property
-    def simulate(self) -> bool:
-        return bool(self.interpret)
-
-    @property
-    def q_size(self) -> int:
-        return pl.cdiv(self.q_len, self.block_q) * self.block_q
-
-    @property
-    def kv_size(self) -> int:
-        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkGrid:
-    """Which resident rows each ring of a CTA works on, item by item.
-
-    A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. Items are
-    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
-    longest of all pairs, a column for a sink for instance, may come before all sections, cut into parts
-    (`tile.parts`).
-    """
-
-    pairs: int  # (batch, head) pairs
-    section: int  # pairs per section: few enough for their streamed tiles to share the L2 cache
-    blocks: int  # mask rows per pair
-    unit: int  # resident rows per ring
-    units_per_block: int
-    rings: int
-    early: int = 0  # ranks that come before all sections
-    parts: int = 1  # items that share an early rank
-
-    @classmethod
-    def make(
-        cls,
-        pairs: int,
-        length: int,
-        block: int,
-        compute_wgs: int,
-        streamed_bytes: int,
-        *,
-        early: int = 0,
-        parts: int = 1,
-    ) -> "WorkGrid":
-        """Early ranks are cut into `parts` only where a CTA has one ring."""
-        shared = block % (ROWS * compute_wgs) == 0
-        unit = ROWS * compute_wgs if shared else ROWS
-        return cls(
-            pairs=pairs,
-            section=max(1, min(pairs, L2_SHARE // streamed_bytes)),
-            blocks=pl.cdiv(length, block),
-            unit=unit,
-            units_per_block=block // unit,
-            rings=1 if shared else compute_wgs,
-            early=early,
-            parts=parts if shared else 1,
-        )
-
-    @property
-    def ranks(self) -> int:
-        return pl.cdiv(self.blocks * self.units_per_block, self.rings)
-
-    @property
-    def all_exist(self) -> bool:
-        """Whether every rank has rows for every ring."""
-        return self.blocks * self.units_per_block % self.rings == 0
-
-    @property
-    def items(self) -> int:
-        return self.columns.ctas
-
-    @property
-    def columns(self) -> Columns:
-        early = min(self.early, self.ranks)
-        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early, parts=self.parts)
-
-    def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
-        """(first resident row, mask row, whether the rank has rows for this ring: if not, the first row is -1)."""
-        unit, units = rank * self.rings + ring, self.blocks * self.units_per_block
-        exists: Any = True
-        if not self.all_exist:
-            exists, unit = unit < units, jnp.minimum(unit, units - 1)
-        block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
-        first = (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit
-        return first if exists is True else jnp.where(exists, first, -1), block, exists
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """The tiles that are streamed past resident rows: those of the blocks in a list."""
-
-    lists: ListRefs
-    full_is_exact: bool
-    block: int
-    tile: int
-
-    @property
-    def per_block(self) -> int:
-        return self.block // self.tile
-
-    def span(self, coords: tuple[Any, Any], row: Any, exists: Any) -> tuple[Any, Any, Any]:
-        """(first list entry, tiles of full blocks, tiles of all blocks) of a list."""
-        begin, full_end, end = self.lists.row(*coords, row)
-        full, total = full_end - begin if self.full_is_exact else jnp.int32(0), end - begin
-        if exists is not True:
-            full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
-        return begin, full * self.per_block, total * self.per_block
-
-    def start(self, coords: tuple[Any, Any], begin: Any, t: Any) -> Any:
-        """The first row of tile t of a list."""
-        block = self.lists.indices[(*coords, begin + lax.div(t, self.per_block))]
-        return block * self.block + lax.rem(t, self.per_block) * self.tile
-
-
-def active_keys(call: Call) -> float:
-    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
-    density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
-    return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
-
-
-def longest_share(call: Call) -> float:
-    """A column of 128 keys that every query lists, as a part of the work that there is for one SM."""
-    columns = call.batch * call.kv_heads * max(active_keys(call), 1.0) / (2 * ROWS)  # of such a length
-    return hopper_sms() / columns
-
-
-def early_ranks(pairs: int) -> int:
-    """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
-    return max(1, hopper_sms() // 2 // pairs)
 
 
 def load_rows(refs: dict[str, Any], batch: Any, rows: Any) -> dict[str, Array]:
@@ -342,15 +151,6 @@ def release(barrier: Any, *, interpret: bool) -> None:
     plgpu.barrier_arrive(barrier)
 
 
-def drain(free: Any, stages: int, count: Any, ring: tuple[int, ...] = ()) -> None:
-    """Waits for the last releases of a ring: the interpreter requires that every completed barrier was waited for."""
-    for i in range(stages):
-
-        @when(i < count)
-        def _(i=i):
-            plgpu.barrier_wait(free.at[(*ring, lax.rem(count - 1 - i, stages))])
-
-
 def pad(x: Array, axis: int, size: int, value: float = 0) -> Array:
     if x.shape[axis] == size:
         return x
@@ -381,19 +181,25 @@ def load_bias(ref: Any, b: Any, h: Any, row: Any, col: Any, shape: tuple[int, in
 
 
 def run_kernel(
-    kernel: Any,
+    kernel: Callable[..., None],
     name: str,
     ctas: int,
     compute_wgs: int,
-    out_type: Any,
-    operands: list[Any],
-    scratch: list[Any],
+    given: NamedTuple,
+    results: NamedTuple,
+    shared: list[Any],
     interpret: Any,
 ) -> Any:
-    return plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        scratch_types=scratch,
+    """`results` as arrays, in their named tuple, of `kernel(given, results, *shared)`, which gets refs."""
+
+    def of_refs(given: Any, *refs: Any) -> None:
+        count = len(results._fields)
+        kernel(given, type(results)(*refs[:count]), *refs[count:])
+
+    found = plgpu.kernel(
+        of_refs,
+        out_type=results,
+        scratch_types=shared,
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=compute_wgs + 1,
@@ -408,4 +214,5 @@ def run_kernel(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=0,  # the numbers of a row are in one warp
         ),
-    )(*operands)
+    )(given)
+    return type(results)(*found)

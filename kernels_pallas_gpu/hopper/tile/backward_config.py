@@ -23,7 +23,7 @@ class BackwardConfig:
       split: dK/dV only: one warpgroup computes dV and the other dK of the same keys. None: split where the accumulators
         of both do not fit in one warpgroup.
       gather: dK/dV only: read only the queries that chose a block of keys, where the mask has a bit per query; both
-        warpgroups then share one ring. None: wherever `gathered.kernel` knows the call.
+        warpgroups then share one ring. None: wherever `gathered.plan` knows the call.
       resident_stages: 2 loads the resident rows of the next item ahead; None does so where shared memory has room.
       compute_registers, memory_registers: registers per thread of a compute and of a memory warpgroup.
     """

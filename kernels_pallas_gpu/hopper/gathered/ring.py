@@ -5,6 +5,7 @@ float32 numbers are. Here one thread starts the copies and arrives once, with th
 copies and barriers are those of Pallas.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,14 +17,16 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from xsake.kernels_pallas_gpu.hopper.tile.streaming import Ring
+
 SPLAT = plgpu.Layout.WG_SPLAT
 
 
-class GatherRing:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherRing(Ring):
     """`ready`: what `GatherRing.scratch` gives, as a ref. `tile_bytes`: of all copies of a tile."""
 
-    def __init__(self, ready: Any, stages: int, tile_bytes: int, *, interpret: bool) -> None:
-        self.ready, self.stages, self.tile_bytes, self.interpret = ready, stages, tile_bytes, interpret
+    tile_bytes: int
 
     @staticmethod
     def scratch(stages: int, copies: int, *, interpret: bool) -> Any:

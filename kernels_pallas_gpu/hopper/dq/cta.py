@@ -1,0 +1,71 @@
+"""What the warpgroups of a CTA in the Hopper dQ kernel share: operands, shared memory, tiles of queries."""
+
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from xsake.kernels_pallas_gpu.hopper.dq.plan import DqMemory, DqPlan
+from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers
+from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, StreamingCta
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Scratch as Turn
+
+
+class DqOperands(NamedTuple):
+    """`statistic`: lse as `LogitRule.row_statistic` gives it. `minus_delta`: or what delta is made of. `lists`: of
+    rows. `counter`: the number of the next item.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    statistic: Any
+    minus_delta: Any
+    q_vectors: dict[str, Any]
+    kv_vectors: dict[str, Any]
+    lists: Any
+    bias: Any
+    bits: Any
+    counter: Any
+
+
+class DqResults(NamedTuple):
+    """`minus_delta`: if the kernel sums it, otherwise None."""
+
+    dq: Any
+    minus_delta: Any
+
+
+class DqCta(StreamingCta[DqPlan]):
+    """Takes one item of work after another: the queries of a tile, or of a tile per ring."""
+
+    def __init__(
+        self,
+        plan: DqPlan,
+        given: DqOperands,
+        results: DqResults,
+        memory: DqMemory,
+        barriers: StreamBarriers,
+        turn: Turn,
+    ) -> None:
+        super().__init__(plan, given, results, memory, barriers, turn)
+        self.kv_vectors = {name: memory.kv_vectors.at[i] for i, name in enumerate(plan.kv_vectors)}
+        self.residents, self.resident_packing = ((given.q, memory.q), (given.d_out, memory.do)), plan.packing
+        numbers = [(x, self.kv_vectors[name]) for name, x in given.kv_vectors.items()]
+        self.stream(
+            plan.block_kv,
+            outer=dict(source=given.k, tiles=memory.k, numbers=numbers, packing=PLAIN),
+            inner=dict(source=given.v, tiles=memory.v, numbers=[], packing=PLAIN),
+        )
+
+    def head(self, pair: Any) -> tuple[Any, Any]:
+        """(batch, head) of a pair."""
+        heads = self.plan.num_q_heads
+        return lax.div(pair, heads), lax.rem(pair, heads)
+
+    def coords(self, pair: Any) -> tuple[Any, Any]:
+        plan = self.plan
+        return list_coords(
+            self.given.lists, *self.head(pair), num_q_heads=plan.num_q_heads, num_kv_heads=plan.num_kv_heads
+        )

@@ -1,0 +1,108 @@
+"""How the Hopper dQ kernel cuts a call into items, and the shared memory of a CTA."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, int_vectors
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan, WorkGrid
+
+# Fields of an item: the pair, and for every ring the first resident row (below 0: there is none), the first list entry,
+# tiles of full blocks, and tiles of all blocks.
+PAIR, START, BEGIN, FULL, TILES = range(5)
+
+
+class DqMemory(NamedTuple):
+    """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    kv_vectors: Any
+    simulated: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DqPlan(StreamingPlan):
+    """All that is known while tracing. `kv_vectors`: names of the operands with one number per key. `sums_delta`:
+    whether the kernel sums delta itself: it has dO in shared memory anyway.
+    """
+
+    kv_vectors: tuple[str, ...]
+    sums_delta: bool
+
+    FIELDS = START, 4
+
+    @classmethod
+    def of(cls, call: Call, packing: Packing, config: BackwardConfig, *, sums_delta: bool, interpret: Any) -> "DqPlan":
+        mask, fields = call.mask, cls.of_call(call, holds_keys=False)
+        block_q, block_kv, by_position = mask.block_q, mask.block_kv, fields["elements"].by_position
+        if block_kv % config.tile:
+            raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
+        # A packed tile takes many copies, for which the memory warpgroup has too few registers.
+        if packing.group > 1 and config.resident_stages == 2:
+            raise ValueError(f"{block_q=} is packed: it needs resident_stages=1, got {config}")
+        has_numbers = dict(
+            position=by_position and call.kv_positions is not None,
+            segment=call.kv_segments is not None,
+            index=fields["elements"].kv_len is not None or (by_position and call.kv_positions is None),
+        )
+        return cls(
+            **fields | {"num_q_heads": call.q_heads // packing.group},
+            packing=packing,
+            has_bits=mask.bitmaps is not None,
+            kv_vectors=tuple(name for name, there in has_numbers.items() if there),
+            sums_delta=sums_delta,
+            config=config,
+            interpret=interpret,
+        )
+
+    @property
+    def pairs(self) -> int:
+        return self.batch_size * self.num_q_heads
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a tile of the last block may lie wholly past the end."""
+        return self.elements.kv_len is not None
+
+    @property
+    def skips(self) -> bool:
+        """Whether keys that the band keeps from 64 queries are told by their indices."""
+        return self.elements.by_position and "position" not in self.kv_vectors
+
+    @property
+    def bits_alone(self) -> bool:
+        """Whether tiles wholly before the queries, most tiles of a list, need no test beside the bits."""
+        return self.has_bits and self.skips and not self.ragged and "segment" not in self.kv_vectors
+
+    @property
+    def work(self) -> WorkGrid:
+        # The heads of a group follow one another and find the K and V that they share in the L2 cache.
+        streamed_bytes = self.kv_len * (self.head_dim + self.v_head_dim) * 2 // self.group or 1
+        rows = self.packing.length(self.q_len)
+        return WorkGrid.make(self.pairs, rows, self.packing.rows, self.compute_wgs, streamed_bytes)
+
+    @property
+    def ahead(self) -> bool:
+        sizes = self.packing.rows, self.head_dim, self.v_head_dim, len(self.kv_vectors)
+        return self.packing.group == 1 and self.config.loads_ahead("dq", *sizes)
+
+    def memory(self) -> DqMemory:
+        (outer, inner), tile = self.rings, self.tile
+        residents = (1 + self.ahead) * self.compute_wgs, ROWS
+        return DqMemory(
+            q=swizzled((*residents, self.head_dim), self.dtype),
+            do=swizzled((*residents, self.v_head_dim), self.dtype),
+            k=swizzled((*outer, tile, self.head_dim), self.dtype),
+            v=swizzled((*inner, tile, self.v_head_dim), self.dtype),
+            kv_vectors=int_vectors(len(self.kv_vectors), outer, tile),
+            simulated=self.simulated((ROWS, self.head_dim), (ROWS, tile), (ROWS, tile)),
+        )
+
+    def barriers(self) -> StreamBarriers:
+        return self.barriers_of(resident=2 * self.packing.pieces(ROWS), outer=1 + len(self.kv_vectors), inner=1)

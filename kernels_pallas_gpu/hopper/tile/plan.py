@@ -1,0 +1,256 @@
+"""How the gradient kernels for Hopper cut a call: what they know of it while tracing, and who holds which rows."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
+from xsake.kernels_pallas_gpu.hopper.tile.backward import LogitRule
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
+from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
+
+L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardPlan:
+    """What a gradient kernel knows of a call while tracing. A pair is a batch entry and a head of the rows it holds."""
+
+    batch_size: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: Any
+    block_q: int
+    block_kv: int
+    elements: ElementRule
+    rule: LogitRule
+    full_is_exact: bool
+    has_bias: bool
+    interpret: Any
+
+    @staticmethod
+    def of_call(call: Call, *, holds_keys: bool = True) -> dict[str, Any]:
+        """All fields but `interpret`."""
+        bias, block_q, ragged = call.bias, call.mask.block_q, call.kv_len % call.mask.block_kv != 0
+        rule = LogitRule(
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            has_bias=bias is not None,
+            rows_share_bias=holds_keys and bias is not None and bias.shape[2] == 1 and call.q_len % block_q != 0,
+        )
+        return dict(
+            batch_size=call.batch,
+            q_len=call.q_len,
+            kv_len=call.kv_len,
+            num_q_heads=call.q_heads,
+            num_kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            v_head_dim=call.value_dim,
+            dtype=call.query.dtype,
+            block_q=block_q,
+            block_kv=call.mask.block_kv,
+            # The store drops keys past the end that a CTA holds; in dQ such keys may be in a tile of the last block.
+            elements=ElementRule(
+                band=call.band, kv_len=call.kv_len if ragged and not holds_keys else None, q_axis=int(holds_keys)
+            ),
+            rule=rule,
+            full_is_exact=call.full_is_exact,
+            has_bias=bias is not None,
+        )
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def pairs(self) -> int:
+        return self.batch_size * self.num_kv_heads
+
+    @property
+    def simulate(self) -> bool:
+        return bool(self.interpret)
+
+    @property
+    def q_size(self) -> int:
+        return pl.cdiv(self.q_len, self.block_q) * self.block_q
+
+    @property
+    def kv_size(self) -> int:
+        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkGrid:
+    """Which resident rows each ring of a CTA works on, item by item.
+
+    A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. Items are
+    numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
+    longest of all pairs, a column for a sink for instance, may come before all sections, cut into parts
+    (`tile.parts`).
+    """
+
+    pairs: int  # (batch, head) pairs
+    section: int  # pairs per section: few enough for their streamed tiles to share the L2 cache
+    blocks: int  # mask rows per pair
+    unit: int  # resident rows per ring
+    units_per_block: int
+    rings: int
+    early: int = 0  # ranks that come before all sections
+    parts: int = 1  # items that share an early rank
+
+    @classmethod
+    def make(
+        cls,
+        pairs: int,
+        length: int,
+        block: int,
+        compute_wgs: int,
+        streamed_bytes: int,
+        *,
+        early: int = 0,
+        parts: int = 1,
+    ) -> "WorkGrid":
+        """Early ranks are cut into `parts` only where a CTA has one ring."""
+        shared = block % (ROWS * compute_wgs) == 0
+        unit = ROWS * compute_wgs if shared else ROWS
+        return cls(
+            pairs=pairs,
+            section=max(1, min(pairs, L2_SHARE // streamed_bytes)),
+            blocks=pl.cdiv(length, block),
+            unit=unit,
+            units_per_block=block // unit,
+            rings=1 if shared else compute_wgs,
+            early=early,
+            parts=parts if shared else 1,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return pl.cdiv(self.blocks * self.units_per_block, self.rings)
+
+    @property
+    def all_exist(self) -> bool:
+        """Whether every rank has rows for every ring."""
+        return self.blocks * self.units_per_block % self.rings == 0
+
+    @property
+    def items(self) -> int:
+        return self.columns.ctas
+
+    @property
+    def columns(self) -> Columns:
+        early = min(self.early, self.ranks)
+        return Columns(pairs=self.pairs, section=self.section, ranks=self.ranks, early=early, parts=self.parts)
+
+    def place(self, lists: ListRefs, coords: tuple[Any, Any], rank: Any, ring: Any) -> tuple[Any, Any, Any]:
+        """(first resident row, mask row, whether the rank has rows for this ring: if not, the first row is -1)."""
+        unit, units = rank * self.rings + ring, self.blocks * self.units_per_block
+        exists: Any = True
+        if not self.all_exist:
+            exists, unit = unit < units, jnp.minimum(unit, units - 1)
+        block = lists.ranked(*coords, lax.div(unit, self.units_per_block))
+        first = (block * self.units_per_block + lax.rem(unit, self.units_per_block)) * self.unit
+        return first if exists is True else jnp.where(exists, first, -1), block, exists
+
+
+class StreamBarriers(NamedTuple):
+    """`outer`: of the ring that is read first and last in a step; `inner`: of the other ring."""
+
+    resident: Any
+    outer_ready: Any
+    inner_ready: Any
+    outer_free: Any
+    inner_free: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingPlan(BackwardPlan):
+    """Of a kernel whose CTAs take items by turns (`tile.streaming`). Packed heads count as one. `has_bits`: whether
+    the mask has bitmaps.
+    """
+
+    packing: Packing
+    has_bits: bool
+    config: BackwardConfig
+
+    FIELDS: ClassVar[tuple[int, int]]  # numbers that are published of an item: for all rings, and for each
+
+    @property
+    def tile(self) -> int:
+        return self.config.tile
+
+    @property
+    def compute_wgs(self) -> int:
+        return self.config.compute_wgs
+
+    @property
+    def work(self) -> WorkGrid:
+        raise NotImplementedError
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the memory warpgroup loads the resident rows of the next item ahead."""
+        raise NotImplementedError
+
+    @property
+    def turns(self) -> Turns:
+        work, (of_all, of_each) = self.work, self.FIELDS
+        return Turns(
+            items=work.items,
+            fields=of_all + of_each * work.rings,
+            ahead=self.ahead,
+            compute_wgs=self.compute_wgs,
+            interpret=self.simulate,
+        )
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the outer and the inner ring: (rings, stages)."""
+        rings = self.work.rings
+        return (rings, self.config.stages), (rings, self.config.inner_stages)
+
+    def simulated(self, *accumulators: tuple[int, int]) -> list[Any]:
+        """Float32 accumulators of every compute warpgroup, if the kernel is interpreted."""
+        return [plgpu.SMEM((self.compute_wgs, *s), jnp.float32) for s in accumulators if self.simulate]
+
+    def barriers_of(self, *, resident: int, outer: int, inner: int) -> StreamBarriers:
+        """For so many copies per tile."""
+        outer_ring, inner_ring = self.rings
+        readers = self.compute_wgs // self.work.rings
+        return StreamBarriers(
+            resident=plgpu.Barrier(num_arrivals=resident, num_barriers=(1 + self.ahead) * self.compute_wgs),
+            outer_ready=plgpu.Barrier(num_arrivals=outer, num_barriers=outer_ring),
+            inner_ready=plgpu.Barrier(num_arrivals=inner, num_barriers=inner_ring),
+            outer_free=plgpu.Barrier(num_arrivals=readers, num_barriers=outer_ring),
+            inner_free=plgpu.Barrier(num_arrivals=readers, num_barriers=inner_ring),
+        )
+
+
+def active_keys(call: Call) -> float:
+    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
+    density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
+    return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
+
+
+def longest_share(call: Call) -> float:
+    """A column of 128 keys that every query lists, as a part of the work that there is for one SM."""
+    columns = call.batch * call.kv_heads * max(active_keys(call), 1.0) / (2 * ROWS)  # of such a length
+    return hopper_sms() / columns
+
+
+def early_ranks(pairs: int) -> int:
+    """Ranks that come before all sections: about as many CTAs as half of the chip runs at a time."""
+    return max(1, hopper_sms() // 2 // pairs)

@@ -1,0 +1,228 @@
+"""Tiles that are streamed past resident rows, through two rings of shared memory.
+
+A CTA of the dQ or dK/dV kernel takes one item of work after another (`tile.turns`). Each of its compute warpgroups
+holds 64 *resident* rows of the item, and its memory warpgroup streams the tiles that the rows' lists name: dQ holds
+queries and dO and streams keys and values, dK/dV holds keys and values and streams queries and dO.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, release
+from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
+from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+from xsake.kernels_pallas_gpu.hopper.tile.turns import Scratch as Turn
+
+PLAIN = Packing(1, ROWS)  # of rows that are not packed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """The tiles that are streamed past resident rows: those of the blocks in a list."""
+
+    lists: ListRefs
+    full_is_exact: bool
+    block: int
+    tile: int
+
+    @property
+    def per_block(self) -> int:
+        return self.block // self.tile
+
+    def span(self, coords: tuple[Any, Any], row: Any, exists: Any) -> tuple[Any, Any, Any]:
+        """(first list entry, tiles of full blocks, tiles of all blocks) of a list."""
+        begin, full_end, end = self.lists.row(*coords, row)
+        full, total = full_end - begin if self.full_is_exact else jnp.int32(0), end - begin
+        if exists is not True:
+            full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
+        return begin, full * self.per_block, total * self.per_block
+
+    def start(self, coords: tuple[Any, Any], begin: Any, t: Any) -> Any:
+        """The first row of tile t of a list."""
+        block = self.lists.indices[(*coords, begin + lax.div(t, self.per_block))]
+        return block * self.block + lax.rem(t, self.per_block) * self.tile
+
+
+class ListTiles(NamedTuple):
+    """The tiles of a list, those of full blocks first, counted in an item from `first` on; `begin`: first list entry.
+    Only the elements of the other tiles are tested.
+    """
+
+    streamed: Streamed
+    coords: tuple[Any, Any]
+    first: Any
+    begin: Any
+    num_full: Any
+    num_tiles: Any
+
+    @property
+    def full_end(self) -> Any:
+        return self.first + self.num_full
+
+    @property
+    def end(self) -> Any:
+        return self.first + self.num_tiles
+
+    def start_of(self, n: Any) -> Any:
+        """The first row of tile n."""
+        return self.streamed.start(self.coords, self.begin, n - self.first)
+
+    def row_of(self, n: Any) -> Any:
+        """The first row of tile n, as a number in its block."""
+        return lax.rem(n - self.first, self.streamed.per_block) * self.streamed.tile
+
+    def walk(self, bits: Bits | None, step: Callable[[Any, Any, bool], None]) -> None:
+        """`step(n, bitmap, masked)` for each tile. `bitmap`: of a masked tile, what `Bits` takes for `number`."""
+
+        def bitmap_of(n: Any) -> Any:
+            entry = self.begin + lax.div(n - self.first, self.streamed.per_block)
+            return None if bits is None else bits.of_slot(self.coords, entry)
+
+        def masked_step(n: Any, bitmap: Any) -> Any:
+            following = bitmap_of(n + 1)  # read long before it is needed
+            step(n, bitmap, True)
+            return following
+
+        lax.fori_loop(self.first, self.full_end, lambda n, _: step(n, None, False), None)
+        lax.fori_loop(self.full_end, self.end, masked_step, bitmap_of(self.full_end))
+
+
+class Slot(NamedTuple):
+    """The place of a tile in a ring, with its barriers."""
+
+    at: tuple[Any, ...]
+    ready: Any
+    free: Any
+    interpret: bool
+
+    def wait(self) -> None:
+        """Until all copies of the tile have arrived."""
+        plgpu.barrier_wait(self.ready)
+
+    def release(self) -> None:
+        release(self.free, interpret=self.interpret)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Barriers of a ring of `stages` tiles, or of several such rings: `ring` then says which."""
+
+    ready: Any
+    free: Any
+    stages: int
+    interpret: bool
+
+    def slot(self, n: Any, *ring: Any) -> Slot:
+        at = *ring, lax.rem(n, self.stages)
+        return Slot(at, self.ready.at[at], self.free.at[at], self.interpret)
+
+    def drain(self, count: Any, *ring: Any) -> None:
+        """Waits for the last releases: the interpreter requires that every completed barrier was waited for."""
+        for i in range(self.stages):
+            when(i < count)(lambda i=i: plgpu.barrier_wait(self.slot(count - 1 - i, *ring).free))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream(Ring):
+    """A ring, and what goes through it: tiles of `source` [B, T, H, D] to `tiles`; beside them numbers of the same rows
+    [B | 1, T] or [B, H, T], each to its own buffer.
+    """
+
+    source: Any
+    tiles: Any
+    numbers: Sequence[tuple[Any, Any]]
+    packing: Packing
+
+    def load(self, n: Any, slot: Slot, batch: Any, head: Any, start: Any) -> None:
+        """Loads tile n when the tile before has left the slot."""
+        rows = pl.ds(start, self.tiles.shape[-2])
+        when(n >= self.stages)(lambda: plgpu.barrier_wait(slot.free))
+        self.packing.load(self.source, batch, start, head, self.tiles.at[slot.at], slot.ready)
+        for x, buffer in self.numbers:
+            at = (batch, head, rows) if len(x.shape) == 3 else (0 if x.shape[0] == 1 else batch, rows)
+            plgpu.copy_gmem_to_smem(x.at[at], buffer.at[slot.at], slot.ready)
+
+
+class StreamingCta[P: StreamingPlan]:
+    """What its warpgroups share. `given`, `results` and `memory` are named tuples of refs; a compute warpgroup reads
+    a tile of `outer` first and last in a step, a tile of `inner` between.
+    """
+
+    outer: Stream
+    inner: Stream
+    residents: tuple[tuple[Any, Any], tuple[Any, Any]]  # operands and buffers of the resident rows
+    resident_packing: Packing
+
+    def __init__(self, plan: P, given: Any, results: Any, memory: Any, barriers: StreamBarriers, turn: Turn) -> None:
+        self.plan, self.given, self.results, self.memory = plan, given, results, memory
+        self.barriers, self.turn, self.work, self.turns = barriers, turn, plan.work, plan.turns
+        self.wg = lax.axis_index("wg")
+        self.ring = 0 if self.work.rings == 1 else self.wg  # of a compute warpgroup
+
+    def stream(self, block: int, *, outer: dict[str, Any], inner: dict[str, Any]) -> None:
+        """Says what is streamed, in blocks of so many rows: `Stream`'s source, tiles, numbers and packing."""
+        plan, barriers = self.plan, self.barriers
+        self.streamed = Streamed(lists=self.given.lists, full_is_exact=plan.full_is_exact, block=block, tile=plan.tile)
+        of_outer = dict(ready=barriers.outer_ready, free=barriers.outer_free, stages=plan.config.stages)
+        of_inner = dict(ready=barriers.inner_ready, free=barriers.inner_free, stages=plan.config.inner_stages)
+        self.outer = Stream(**of_outer, **outer, interpret=plan.simulate)
+        self.inner = Stream(**of_inner, **inner, interpret=plan.simulate)
+
+    def of_ring(self, item: Item, which: int) -> Any:
+        """A field of an item that every ring has."""
+        return item(which + self.plan.FIELDS[1] * self.ring)
+
+    def first_row(self, start: Any, wg: Any) -> Any:
+        """The first row of a compute warpgroup, in an item whose ring has rows from `start` on."""
+        row = pl.multiple_of(jnp.maximum(start, 0), ROWS)
+        return row + wg * ROWS if self.work.unit > ROWS else row
+
+    def load_residents(self, batch: Any, row: Any, head: Any, place: Any) -> None:
+        for source, tiles in self.residents:
+            self.resident_packing.load(source, batch, row, head, tiles.at[place], self.barriers.resident.at[place])
+
+    def load_tile(self, n: Any, ring: int, batch: Any, head: Any, coords: tuple[Any, Any], begin: Any, t: Any) -> None:
+        """Tile t of the list that begins at entry `begin`; n counts the ring's tiles."""
+        outer, inner = self.slots(n, ring)
+        start = self.streamed.start(coords, begin, t)
+        self.outer.load(n, outer, batch, head, start)
+        self.inner.load(n, inner, batch, head, start)
+
+    def slots(self, n: Any, ring: Any) -> tuple[Slot, Slot]:
+        return self.outer.slot(n, ring), self.inner.slot(n, ring)
+
+    def share_the_work(self, roles: Sequence[Callable], load_item: Callable) -> None:
+        """`roles`: of the compute warpgroups, or one for all. `counts = load_item(cta, turn, number, counts)`, in the
+        memory warpgroup, publishes an item and loads its tiles; `counts` are the tiles of every ring up to there.
+        """
+        plan, config = self.plan, self.plan.config
+
+        def compute(role: Callable) -> None:
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            self.turns.take(self.turn, lambda item, done: role(self, item).run(done), jnp.int32(0))
+
+        if len(roles) == 1:
+            when(self.wg < plan.compute_wgs)(lambda: compute(roles[0]))
+        else:
+            for wg, role in enumerate(roles):
+                when(self.wg == wg)(lambda role=role: compute(role))
+
+        @when(self.wg == plan.compute_wgs)
+        def _memory() -> None:
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            load, none = functools.partial(load_item, self), (jnp.int32(0),) * self.work.rings
+            counts = self.turns.deal(self.turn, self.given.counter, load, none)
+            for ring, count in enumerate(counts if plan.simulate else []):
+                self.outer.drain(count, ring)
+                self.inner.drain(count, ring)
