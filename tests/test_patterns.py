@@ -294,6 +294,21 @@ def test_function_of_tokens_that_is_not_constant_in_a_block_gives_a_bitmap(at):
             TypeError,
             "function must return booleans, got dtype int",
         ),
+        (
+            lambda: patterns.from_function(64, 64, lambda h, q, kv: q == kv, of="tokens"),
+            TypeError,
+            r"takes \(q, kv\), with heads= \(h, q, kv\), .* batch=None and heads=None, and it takes \(h, q, kv\)",
+        ),
+        (
+            lambda: patterns.from_function(64, 64, lambda q, kv: q == kv, heads=2),
+            TypeError,
+            r"here are batch=None and heads=2, and it takes \(q, kv\)",
+        ),
+        (
+            lambda: patterns.from_function(64, 64, lambda b, h, q, kv: q == kv, of="blocks"),
+            TypeError,
+            r"of blocks takes \(i, j\), and this one takes \(b, h, q, kv\)",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")

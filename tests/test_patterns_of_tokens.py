@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +138,26 @@ MASK_MODS = {
     "global tokens and window": lambda q, k: (abs(q - k) <= 8) | (k < 3) | (q < 3),
     "stand-alone self": lambda q, k: q == k,
 }
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(None, None), (None, 3), (2, None), (2, 3)])
+def test_a_mask_mod_as_it_is(batch, heads):
+    """FlexAttention's signature, with `batch` and `heads` as its B and H: None is 1."""
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & ((q_idx - kv_idx) % (1 + b + h) == 0)
+
+    mask = xsake.patterns.from_function(T, T, mask_mod, batch=batch, heads=heads, block_q=32, block_kv=16)
+    where = np.ogrid[: batch or 1, : heads or 1, :T, :T]
+    np.testing.assert_array_equal(mask.to_elements(), mask_mod(*where))
+    of_heads = partial(mask_mod, 0)
+    same = xsake.patterns.from_function(T, T, of_heads, of="tokens", heads=heads or 1, block_q=32, block_kv=16)
+    np.testing.assert_array_equal(mask.to_elements()[0], same.to_elements()[0])
+
+
+def test_a_function_without_a_signature():
+    blocks = xsake.patterns.from_function(64, 64, np.greater_equal, block_q=16, block_kv=16)
+    assert blocks.to_blocks()[0, 0].sum() == 10
 
 
 SCORE_MODS = ["none", "ALiBi", "soft cap", "head and distance"]

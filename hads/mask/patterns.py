@@ -8,6 +8,7 @@ Sizes are in tokens unless the name says blocks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -97,7 +98,10 @@ def sink_window(
     is_causal: bool = True,
     capacity: int | None = None,
 ) -> BlockMask:
-    """StreamingLLM: the blocks of the first `sink` keys and of the last `window` ones."""
+    """StreamingLLM: the blocks of the first `sink` keys, and of the keys at a distance of at most `window` tokens.
+
+    A query's own key is at distance 0: the last `window + 1` keys, and whatever else lies in their blocks.
+    """
     _at_least("sink", sink, 0)
     g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
     return g.mask(g.first_keys(sink) | g.window(window), capacity)
@@ -304,7 +308,7 @@ def from_function(
     kv_len: int,
     function: Callable,
     *,
-    of: Literal["blocks", "tokens"] = "blocks",
+    of: Literal["blocks", "tokens"] | None = None,
     batch: int | None = None,
     heads: int | None = None,
     block_q: int = 128,
@@ -314,31 +318,57 @@ def from_function(
 ) -> BlockMask:
     """A mask from your own function, evaluated once, here, on index arrays that broadcast.
 
-    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, k)` of token numbers, any predicate:
+    `of="blocks"`: `function(i, j)` of block numbers. `of="tokens"`: `function(q, kv)` of token numbers, any predicate:
     a block in which the function is true for some elements only gets a bitmap. With `is_causal`, the function must
-    allow no later key (`k <= q`), or ValueError. Both may return [..., heads, rows, columns].
+    allow no later key (`kv <= q`), or ValueError. Both may return [..., heads, rows, columns].
 
-    With `heads`, a function of tokens is called as `function(h, q, k)`; with `batch` and `heads` as
-    `function(b, h, q, k)`. It may use traced arrays under jit: then every slot of the lists (`capacity`) has a bitmap,
-    and the index arrays are traced, too.
+    With `heads`, a function of tokens is called as `function(h, q, kv)`; with `batch` and `heads` as
+    `function(b, h, q, kv)`. A function that takes these four, as FlexAttention's `mask_mod` does, needs no `of`, and
+    None for `batch` or `heads` is 1. It may use traced arrays under jit: then every slot of the lists (`capacity`) has
+    a bitmap, and the index arrays are traced, too.
 
     >>> from_function(256, 256, lambda i, j: i == j).to_blocks()[0, 0].tolist()
     [[True, False], [False, True]]
-    >>> int(from_function(256, 256, lambda q, k: (q - k) % 3 == 0, of="tokens").to_elements().sum())
+    >>> int(from_function(256, 256, lambda q, kv: (q - kv) % 3 == 0, of="tokens").to_elements().sum())
     21846
+    >>> from_function(256, 256, lambda b, h, q, kv: (kv <= q) & (q - kv < 64 << h), heads=2).to_elements().shape
+    (1, 2, 256, 256)
     """
+    is_mask_mod = _takes(function, 4) and not _takes(function, 2)
+    if of is None:
+        of = "tokens" if is_mask_mod or batch is not None or heads is not None else "blocks"
     if of == "tokens":
+        if is_mask_mod:
+            batch, heads = (1 if size is None else size for size in (batch, heads))
+        if not _takes(function, 2 + (batch is not None) + (heads is not None)):
+            raise TypeError(
+                f"a function of tokens takes (q, kv), with heads= (h, q, kv), with batch= and heads= (b, h, q, kv); "
+                f"here are {batch=} and {heads=}, and it takes {inspect.signature(function)}"
+            )
         grid = Grid.of(block_q, block_kv, q_len, kv_len, is_causal, None)
         return BlockMask.of(mask_of_tokens(grid, function, batch=batch, heads=heads, capacity=capacity))
     if of != "blocks":
         raise ValueError(f'of={of!r} must be "blocks" or "tokens"')
     if batch is not None or heads is not None:
         raise ValueError(f'{batch=} and {heads=} are for of="tokens"; a function of blocks returns [heads, nQ, nK]')
+    if not _takes(function, 2):
+        raise TypeError(f"a function of blocks takes (i, j), and this one takes {inspect.signature(function)}")
     g = _Blocks(q_len, kv_len, block_q, block_kv, is_causal)
     blocks = np.asarray(function(g.i, g.j))
     if blocks.dtype != np.bool_:
         raise TypeError(f"function must return booleans, got dtype {blocks.dtype}")
     return g.mask(np.atleast_2d(blocks), capacity)
+
+
+def _takes(function: Callable, count: int) -> bool:
+    """Whether a function can be called with so many arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _smallest(score: np.ndarray, eligible: np.ndarray, count: int) -> np.ndarray:
