@@ -6,6 +6,7 @@ import doctest
 import importlib
 import importlib.util
 import pkgutil
+import re
 import types
 from pathlib import Path
 
@@ -68,6 +69,26 @@ def test_the_public_face_has_examples():
         "dense",
         "from_function",
     } <= documented
+
+
+def _listed() -> dict[str, list[str]]:
+    """The classes of the reference, and the members that it shows of each."""
+    pages = (Path(__file__).parents[1] / "docs" / "api").glob("*.md")
+    classes = re.compile(r"^\.\. autoclass:: ([\w.]+).*\n(?: +:members: *(.*)\n)?", re.MULTILINE)
+    found = [match for page in pages for match in classes.findall(page.read_text())]
+    return {name: [member for member in members.split(", ") if member] for name, members in found}
+
+
+LISTED = _listed()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in LISTED if LISTED[name]))
+def test_the_reference_names_the_public_members_of_a_class(name):
+    """One by one, so that builders which only this package calls stay out."""
+    owner = pkgutil.resolve_name(name)
+    missing = [member for member in LISTED[name] if not getattr(owner, member).__doc__]
+    assert not missing, f"{name} has no docstring on {missing}"
+    assert not {"of_active", "of_lists", "of_finished", "poisoned", "read", "by_block"} & set(LISTED[name])
 
 
 @pytest.mark.parametrize("name", xsake.__all__)

@@ -44,6 +44,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, profile: HadsProfile, layer: int) -> LayerWeights:
+        """One layer's weights from a profile."""
         if not 0 <= layer < profile.layers:
             raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
         weights = cls(profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer])

@@ -26,6 +26,7 @@ class PooledKeys(NamedTuple):
 
     @classmethod
     def empty(cls, *, batch: int, kv_heads: int, blocks: int, head_dim: int) -> PooledKeys:
+        """Room for `blocks` blocks of keys, none of them written."""
         return cls(jnp.zeros((batch, kv_heads, blocks, len(KIND_OF_PART), head_dim), jnp.float32))
 
     @property

@@ -99,6 +99,7 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, name: str, metadata: OperationMetadata) -> Any:
+        """The operation of this name, with `metadata`."""
         return cls.get(name)(metadata)
 
 
