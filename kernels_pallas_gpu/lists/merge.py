@@ -1,7 +1,7 @@
-"""Results from those of their parts, by their lse, in one kernel: of few queries (`_few_queries`), where XLA would run
-six, and of long rows (`lists.work_order`).
+"""Merges partial attention outputs by their logsumexp: the parts of few queries' keys, and the parts of long rows.
 
-Decoding waits for every kernel of every layer, however small. Lowered by Pallas-Triton.
+Decoding waits for every kernel of every layer, however small: Pallas-Triton lowers each merge to one kernel, where XLA
+would run six. `xsake._rewrites.few_queries` cuts the keys of few queries, `lists.work_order` cuts long rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xsake._rewrites.few_queries import FewQueries
 from xsake.hads.mask.lists.triton_call import iota, triton_call, whole
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_PARTS, WorkOrder
 
-_MOST_NUMBERS = 64 * 128  # of the parts' outputs in a program's registers
+_MOST_NUMBERS = 64 * 128  # numbers of the parts' outputs in a program's registers
 
 
 def merged(
@@ -51,7 +51,7 @@ def merged(
             place = jnp.broadcast_to(part[:, None], (parts, step)), jnp.broadcast_to(column[None], (parts, step))
             inside = exists[:, None] & (column < d)[None]
             x = plgpu.load(out_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
-            # A part of no keys has the weight 0, and zeros.
+            # A part without keys has weight 0 and an output of zeros.
             found = (x * share[:, None]).sum(0).astype(merged_ref.dtype)
             plgpu.store(merged_ref.at[pl.ds(first, step)], found, mask=column < d)
         total_ref[0] = jnp.where(empty, -jnp.inf, safe + jnp.log(jnp.where(empty, 1.0, total)))
@@ -99,9 +99,9 @@ def merged_rows(
     parts: Float[Array, "P block Dv"],
     parts_lse: Float[Array, "P block"],
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H N"]]:
-    """`out` and `lse` with the results of the rows that a `WorkOrder` cut, from those of their parts.
+    """`out` and `lse` with the rows that a `WorkOrder` cut, each merged from its parts.
 
-    The parts were rounded before, so that these rows are rounded once more than others.
+    The parts are rounded already, so these rows are rounded once more than others.
     """
     (_, length, heads, dim), (_, _, padded), block = out.shape, lse.shape, parts.shape[1]
     n, width = padded // block, min(dim & -dim, 64)  # columns at a time

@@ -30,8 +30,8 @@ class ComputeWarpgroup:
         self.row_offset = cta.wg * WG_ROWS if self.plan.pairing.halves_rows else 0
         self.head_offset = cta.wg if self.plan.pairing is Pairing.HEADS else 0
 
-    # The two warpgroups alternate at the tensor core, which passes to the other when both have arrived at the barrier
-    # `tensor_core`: each arrives once and waits once per product. What it does between the two delays nobody.
+    # The two warpgroups alternate at the tensor core. It passes to the other one when both have arrived at the barrier
+    # `tensor_core`: each arrives once and waits once per product. Work between the two is off the critical path.
     def yield_tensor_core(self) -> None:
         if self.plan.take_turns:
             plgpu.barrier_arrive(self.cta.barriers.tensor_core)
@@ -88,7 +88,7 @@ class ComputeWarpgroup:
         return notes[cta.item_field(turn, STEPS)], notes[cta.item_field(turn, FULL_STEPS)]
 
     def multiply_first(self, turn: Any, step0: Any, steps: Any, overlap: Any) -> Any:
-        """(raw logits of a tile's first step, first keys of its runs); past the last tile, numbers that nobody uses."""
+        """(raw logits of a tile's first step, first keys of its runs); past the last tile, unused numbers."""
         cta, barriers = self.cta, self.cta.barriers
         q_slot, slot = cta.query_slot(turn, cta.wg), slot_of(step0, self.plan.stages)
 
@@ -104,7 +104,7 @@ class ComputeWarpgroup:
         return logits, starts
 
     def starts(self, slot: Any) -> tuple[Any, ...]:
-        """The first key of each run in a slot of the K/V ring; below 0 for a run that this warpgroup leaves out."""
+        """The first key of each run in a slot of the K/V ring; negative for a run that this warpgroup leaves out."""
         return tuple(self.cta.scratch.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
 
 
@@ -140,7 +140,7 @@ class Tile:
 
     @property
     def short_runs(self) -> bool:
-        """Whether 64 keys of a tile are several runs. Then those that do not exist are tested for, not left out."""
+        """Whether 64 keys of a tile are several runs. Then runs that do not exist are masked, not left out."""
         return self.plan.unit < HALF
 
     def run(self) -> None:
@@ -182,7 +182,7 @@ class Tile:
         return *following, first
 
     def attend(self, sums: Sums, done: Any) -> Sums:
-        """The sums after all steps from number `done` on: first those of full blocks, then the others."""
+        """The sums after all steps from number `done` on: first the steps of full blocks, then the others."""
         if self.plan.full_is_exact:
             sums = lax.fori_loop(done, self.full_steps, lambda i, s: self.kv_step(i, s, partial=False), sums)
             done = lax.max(done, self.full_steps)
@@ -240,7 +240,7 @@ class Tile:
         )
 
     def step_of_short_runs(self, step: Any, carry: Any) -> Any:
-        """A partial step of short runs: the whole tile, if any of them has an element that may attend."""
+        """A partial step of short runs: multiplies the whole tile if any run has an element that may attend."""
         plan, first, count = self.plan, self.first_query(), self.plan.packing.queries
         starts = self.warpgroup.starts(self.slot(step))
         live = [plan.elements.may_attend(first, count, start, plan.unit) & (start >= 0) for start in starts]
@@ -249,7 +249,7 @@ class Tile:
         return lax.fori_loop(0, as_number(any_live), lambda _, c: self.kv_step(step, c, partial=True), carry)
 
     def step_of_chosen(self, step: Any, carry: Any) -> Any:
-        """A partial step whose bits tell, for every run, which rows attend. Without a rule, runs of no row are skipped.
+        """A partial step whose bits tell which rows attend to each run. Without a rule, runs of no row are skipped.
 
         Most runs lie wholly before the queries: their elements need no test beside the bits.
         """
@@ -263,7 +263,7 @@ class Tile:
             inside = [plan.elements.all_attend(first, count, start, plan.unit) for start in starts]
             plain = functools.reduce(lambda a, b: a & b, [x | ~y for x, y in zip(inside, live, strict=True)])
         num_live = sum(as_number(x) for x in live)
-        # One number for the way of the step: what lives through all of them would take registers.
+        # Encode the step's path in one integer, so that only one value stays live across all branches.
         whole, halves, ruled = plan.parts, plan.parts + 1, plan.parts + 3
         way = num_live if plan.parts == 1 else jnp.where(num_live == 1, halves + as_number(live[1]), num_live)
         way = jnp.where((num_live > 0) & ~plain, ruled, way)
@@ -290,9 +290,9 @@ class Tile:
         self.await_next_keys(step)
 
     def kv_step(self, step: Any, carry: Any, *, partial: bool, ruled: bool = True, half: Any = None) -> Any:
-        """One tile of keys; with `half` (0 or 1), only that half of the tile.
+        """Multiplies one tile of keys; with `half` (0 or 1), only that half of the tile.
 
-        `ruled`: whether the rule may exclude elements of a partial tile; otherwise only bits do.
+        `ruled`: whether the rule may exclude elements of a partial tile, or only the bits.
         """
         cta, plan, slot = self.cta, self.plan, self.slot(step)
         keys, values = cta.stage(cta.scratch.k, slot), cta.stage(cta.scratch.v, slot)
@@ -412,8 +412,8 @@ class Tile:
         """`weigh`: a method of `Softmax`."""
         cta, plan, barriers = self.cta, self.plan, self.cta.barriers
         slot = self.slot(step)
-        # Compute these before the wait: what the compiler moved behind it would delay the product. The output is
-        # rescaled in a loop, which stays where it is.
+        # Compute the weights before the wait: if the compiler moved them behind it, they would delay the product. The
+        # output is rescaled in a loop, which the compiler does not move.
         sums, weights = weigh(sums, logits)
         maximum, total, weights = lax.optimization_barrier((sums.maximum, sums.total, weights))
         self.warpgroup.yield_tensor_core()
@@ -444,7 +444,7 @@ class Tile:
         inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
         acc *= common.per_row(inverse, acc.shape)
         # The store of the previous tile may still read the staging buffer. The wait also brings the four warps
-        # together: none of them may still multiply by the queries where the output overwrites the queries.
+        # together: where the output overwrites the queries, no warp may still multiply by them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_tile = scratch.out.at[cta.wg] if plan.separate_out else self.q_tile
         out_tile[...] = acc.astype(plan.dtype)

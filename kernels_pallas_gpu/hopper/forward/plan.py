@@ -19,8 +19,9 @@ from xsake.kernels_pallas_gpu.lists.work_order import MOST_ITEMS
 
 class Item(NamedTuple):
     """A query tile (batch, head, first query) and its `units` runs of keys, which begin at list entry `begin`.
+
     `steps` is -1 past the last item. `part`: where the results of a part of a row go; -1 for a whole row. Merged rows
-    are not cut: theirs is `RowPairs.by_turns`.
+    are not cut: for them, this field has `RowPairs.by_turns`.
     """
 
     steps: Any
@@ -33,7 +34,7 @@ class Item(NamedTuple):
     units: Any
 
 
-MOST_TURNS = 8  # of a worker, for rows to be sorted by length
+MOST_TURNS = 8  # rows are sorted by length where a worker takes at most so many items
 
 # The memory warpgroup tells the compute warpgroups the first six fields of an item.
 PUBLISHED = 6
@@ -42,8 +43,10 @@ BY_TURNS = PART  # of merged rows
 
 
 class Scratch(NamedTuple):
-    """Shared memory. In `notes` the memory warpgroup tells the others of two items, of the runs in every slot of the
-    K/V ring, of two tickets and, where the mask has bitmaps, of the bitmap of every run.
+    """Shared memory.
+
+    `notes`: numbers that the memory warpgroup writes for the others: two items, the runs in every slot of the K/V
+    ring, two tickets and, where the mask has bitmaps, the bitmap of every run.
     """
 
     q: Any
@@ -71,7 +74,7 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is known while tracing, of the call as it is packed: `q_len` and `block_q` are in rows.
+    """All that is known of the packed call while tracing: `q_len` and `block_q` count rows.
 
     `has_row_bits`: the bits of a listed block are one word, a bit per query. `q_vectors`, `kv_vectors`: names of the
     operands with one number per row or key. `page`: keys per page, or None. `own_lists`: whether every head of every
@@ -113,8 +116,8 @@ class Plan:
         return self.num_q_heads // self.num_kv_heads
 
     # -- who works -----------------------------------------------------------------------------------------------------
-    # An item is a query tile. A worker walks items, one per turn: it is a CTA, or half a CTA where its warpgroups work
-    # apart.
+    # An item is a query tile. A worker walks items, one per turn. It is a CTA, or one of its two warpgroups where they
+    # work apart.
 
     @property
     def compute_wgs(self) -> int:
@@ -152,7 +155,7 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of (compute, memory) warpgroups; in all, at most those that the CTA starts with."""
+        """Registers per thread of (compute, memory) warpgroups; their sum is at most what the CTA starts with."""
         if self.pairing is Pairing.APART:
             return 216, 40
         # The memory warpgroup reads more of packed queries, unless their blocks are chosen by bits.
@@ -171,7 +174,7 @@ class Plan:
 
     @property
     def row_size(self) -> int:
-        """Queries of a list: of a mask row, or of two whose lists are merged."""
+        """Queries per list: those of a mask row, or of two rows whose lists are merged."""
         return 2 * self.block_q if self.pairing is Pairing.UNION else self.block_q
 
     @property
@@ -198,9 +201,9 @@ class Plan:
     def head_group(self) -> int:
         """Heads whose tiles are interleaved: as many as keep their K and V in the L2 cache together.
 
-        All heads where all fit; otherwise so many that part of the cache is left for Q and the output. Warpgroups that
-        work apart read K and V twice as often, so that they get less of the cache, but at least two K/V heads: one has
-        too few long rows for all workers to begin with.
+        All heads where the K and V of all fit; otherwise so many that part of the cache is left for Q and the output.
+        Warpgroups that work apart read K and V twice as often, so their share of the cache is smaller. They get at
+        least two K/V heads: one head has too few long rows for all workers to begin with.
         """
         kv_bytes = self.kv_len * (self.head_dim + self.v_head_dim) * 2
         share, least = (16 << 20, 2) if self.pairing is Pairing.APART else (32 << 20, 1)
@@ -212,10 +215,11 @@ class Plan:
 
     @property
     def by_length(self) -> bool:
-        """Whether the rows of a section come by length, and not rank by rank of its heads (`lists.work_order`).
+        """Whether the rows of a section come by length (`lists.work_order`), and not rank by rank of its heads.
 
-        The queries of a chunk all have many keys before them. The last ranks of a head that looks broadly would then
-        keep a few workers busy when the others have nothing left to do; where workers take many turns, that is little.
+        The queries of a chunk all have many keys before them. Rank by rank, the last rows of a head that looks broadly
+        would keep a few workers busy when the others have nothing left to do. Where workers take many turns, the loss
+        is small.
         """
         few_turns = self.persistent and self.num_items <= MOST_TURNS * self.num_workers
         left, right = self.elements.band
@@ -242,7 +246,7 @@ class Plan:
 
     @property
     def tile_kv(self) -> int:
-        """Keys per step. Only plain rules and bits of rows have tiles of several runs: others would spill."""
+        """Keys per step. Only plain rules and bits of rows have tiles of several runs: other kernels would spill."""
         plain = self.plain_rules or (self.has_row_bits and not self.has_bias and not self.kv_vectors)
         return self.config.tile_kv if plain else math.gcd(self.config.tile_kv, self._consecutive)
 
@@ -265,12 +269,12 @@ class Plan:
 
     @property
     def readers(self) -> int:
-        """Compute warpgroups for which the runs of a step are noted apart: not all of them may be listed for both."""
+        """Compute warpgroups with notes of their own about the runs of a step: a run may be listed for one only."""
         return 2 if self.pairing is Pairing.UNION else 1
 
     @property
     def zeroes_padding(self) -> bool:
-        """Whether values may lie beside padding, which in pages holds anything. Then a step is one run."""
+        """Whether values may lie beside padding, which holds anything in pages. Then a step is one run."""
         return self.page is not None and "kv_segments" in self.kv_vectors
 
     @property
@@ -299,8 +303,8 @@ class Plan:
     def ahead(self) -> bool:
         """Whether the next tile's first logits are multiplied while this tile's output is written.
 
-        Then every tile has a step: one that attends nothing gets a step without keys. Other calls would spill, and so
-        would merged rows and the places of eight runs.
+        Then every tile has a step: a tile that attends nothing gets a step without keys. Other calls would spill, and
+        so would merged rows and the places of eight runs.
         """
         plain = self.plain_rules and not self.has_sinks and self.head_dim == self.v_head_dim
         plain = plain and self.pairing is not Pairing.UNION
@@ -314,8 +318,8 @@ class Plan:
 
     @property
     def to_log2(self) -> float:
-        """exp(logit) = exp2(x * to_log2). Where nothing comes between product and softmax, x is the raw product and
-        the factor contains the scale.
+        """exp(logit) = exp2(x * to_log2). If nothing comes between product and softmax, x is the raw product, and the
+        factor contains the scale.
         """
         return self.scale * LOG2E if self.plain_logits else LOG2E
 
@@ -328,7 +332,7 @@ class Plan:
     def lane_sums(self) -> bool:
         """Whether each thread keeps its own part of a row's sum, and the parts are added once per item.
 
-        Only where there are registers, and where it measured faster.
+        Only where there are registers for the parts, and where this was measured to be faster.
         """
         return not self.has_bias and self.v_head_dim in (64, 128)
 

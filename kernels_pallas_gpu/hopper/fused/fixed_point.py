@@ -5,15 +5,15 @@ known before the sum:
 
     |sum_j dS_ij K_jd| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max_j |K_jd|
 
-The unit is this bound over 2**30 or less, down to 2**28, so that the sum fits in 32 bits with a factor of two to spare:
-of large logits the probabilities may sum to more than 1. On random data, the gradients are about 2**13 times smaller
-than the bound: the unit is still far below the precision of bfloat16. A key or a value that is thousands of times
-larger than all others, wherever it is in the sequence, makes the unit larger and the gradients less precise.
+The unit is this bound divided by 2**28 to 2**30, so that the sum fits in 32 bits with a factor of two to spare: the
+probabilities of large logits may sum to more than 1. On random data, the gradients are about 2**13 times smaller than
+the bound: the unit is still far below the precision of bfloat16. A key or a value that is thousands of times larger
+than all others, wherever it is in the sequence, makes the unit larger and the gradients less precise.
 
-A step is 1 / unit. A row's step is a power of two, by which a bfloat16 dS is multiplied without a rounding. A tile of
-dQ is then multiplied by the channels' steps, and 3 is added: one instruction. A summand is mostly below 2**22 units:
-then the sum is a float from 2 to 4, whose last bits are the nearest integer and whose first bits are always the same.
-It is added up as it is, and what the first bits add is taken off the sum. Hopper does eight of these in the time in
+A step is 1 / unit. A row's step is a power of two, so that a bfloat16 dS times the step is not rounded. Then one
+instruction multiplies a tile of dQ by the channels' steps and adds 3. A summand is mostly below 2**22 units: the result
+is a float from 2 to 4, whose first bits are always the same and whose last bits are the nearest integer. Its bits are
+added up as they are, and the sum of the first bits is subtracted at the end. Hopper does eight of these in the time in
 which it converts one float.
 """
 
@@ -34,22 +34,22 @@ from xsake.kernels_pallas_gpu.hopper.tile import common
 Array = jax.Array
 
 # |dS| times a row's step is at most 2 ** this. float16 holds all bits of small numbers only if the largest are large.
-# In bfloat16, large numbers times large keys would be beyond float32, and 2 is enough for all steps to be normal.
+# In bfloat16, large numbers times large keys would exceed float32, and 2 bits suffice for all steps to be normal.
 _ROW_BITS, _ROW_BITS_FLOAT16 = 2, 14
 _BITS = 22  # the last bit of a float from 2 to 4 is 2 ** -22
 _SHIFT_BITS = 0x40400000  # of 3 as a float32
-# A channel's step is this times a power of two, so that no float times a step is -3. 0 would pass for a float from 2 to
-# 4 in the test of first bits.
+# A channel's step is this times a power of two, so that no float times a step is -3: the sum 0 would pass for a float
+# from 2 to 4 in the test of first bits.
 _MANTISSA = 1.25
 
 
 class Units(NamedTuple):
-    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, 0 where it is 0; `channels` is
-    NaN where a key is 2**125 or more.
+    """gradient = integer * `rows` * `channels`. `rows` is NaN where the gradient is NaN, and 0 where the gradient is 0.
+    `channels` is NaN where a key is 2**125 or more.
 
     The maxima leave out keys and values that are not finite. A query that gives weight to one of them has a `delta`
     that is not finite, and so a unit that is not finite. In blocks that are not listed they do not matter. In a listed
-    block, a key that is not finite and has weight 0 makes a sum of floats NaN; here its tile's summand counts as 0.
+    block, a key that is not finite and has weight 0 makes a sum of floats NaN; here the tile's summand counts as 0.
     """
 
     rows: Array  # f32[B, H, T]
@@ -74,26 +74,26 @@ class Units(NamedTuple):
         return cls(jnp.where(lse == -jnp.inf, 0.0, unit), channels)
 
     def steps(self) -> "Units":
-        """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN. The channels' steps are
-        2**22 times smaller.
+        """1 / unit, the factors that turn numbers into integers; 0 where the unit is 0 or NaN. The steps of `channels`
+        are 2**22 times smaller than that.
         """
         _, exponent = _mantissa_and_exponent(self.channels)
         channels = jnp.float32(_MANTISSA) * _power_of_two(-_BITS - exponent)
         return Units(jnp.where(self.rows > 0, 1.0 / self.rows, 0.0), jnp.where(self.channels > 0, channels, 0.0))
 
     def value(self, sums: Array, summands: Array) -> Array:
-        """f32[B, T, H, D]: the gradient that sums of so many (i32[B, T, H]) `summands` stand for."""
+        """f32[B, T, H, D]: the gradient of integer `sums`. `summands` i32[B, T, H]: how many were added to each row."""
         channels = jnp.repeat(self.channels, sums.shape[2] // self.channels.shape[1], axis=1)
         integers = sums - (summands * jnp.int32(_SHIFT_BITS))[..., None]  # modulo 2**32
         rows, channels = self.rows.transpose(0, 2, 1)[..., None], channels[:, None]
-        # The smaller unit first: with the larger one, an integer may be beyond float32.
+        # The smaller unit first: an integer times the larger unit may exceed float32.
         product = integers.astype(jnp.float32) * jnp.minimum(rows, channels) * jnp.maximum(rows, channels)
         return jnp.where(rows == 0, 0.0, product)
 
 
 # Not `jnp.frexp` and `jnp.ldexp`: beside refs, they do not trace in a `jax.shard_map` that checks varying axes.
 def _mantissa_and_exponent(x: Array) -> tuple[Array, Array]:
-    """x = mantissa * 2 ** exponent, the mantissa from 0.5 to 1; of 0 and subnormals, those of a larger number."""
+    """x = mantissa * 2 ** exponent, the mantissa from 0.5 to 1; 0 and subnormals give those of a larger number."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F000000, jnp.float32), (bits >> 23) - 126
 
@@ -104,8 +104,8 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 def to_summands(x: Array, steps: Array, *, interpret: bool) -> Array:
-    """A float32 tile in the accumulator layout, times 2**22 steps, as integers to be added up: the nearest ones, and
-    _SHIFT_BITS more. Those of large numbers are wrong until `correct` has been there.
+    """round(x * steps * 2**22) + _SHIFT_BITS, for a float32 tile in the accumulator layout. The integers of large
+    numbers are wrong until `correct` has mended them.
     """
     if interpret:
         return jnp.round(x * steps * 2.0**_BITS).astype(jnp.int32) + jnp.int32(_SHIFT_BITS)
@@ -113,9 +113,10 @@ def to_summands(x: Array, steps: Array, *, interpret: bool) -> Array:
 
 
 def correct(tile: Any, summands: Array) -> None:
-    """Mends the wrong ones in shared memory, where `summands` was stored.
+    """Mends wrong integers in the tile of shared memory where `summands` was stored.
 
-    Few tiles have any. Looked for after the store, they do not delay it, and need no registers beside it.
+    Few tiles have any. Because the search comes after the store, it neither delays the store nor needs registers
+    beside it.
     """
 
     def mend(_: Any, none: None) -> None:
@@ -139,7 +140,7 @@ def _shifted(x: Array, steps: Array) -> Array:
 
 
 def _exceeds(bits: Array) -> Array:
-    """1 if the thread's warp has a number whose first bits are not those of a float from 2 to 4, else 0."""
+    """1 if the thread's warp has a number whose first bits are not the ones of a float from 2 to 4, else 0."""
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
     def vote(_: Any, tile: Any) -> Any:
@@ -163,7 +164,7 @@ def _exceeds(bits: Array) -> Array:
 
 
 def _converted(bits: Array) -> Array:
-    """The same integers, by an instruction that knows large ones."""
+    """The same integers, by the instruction that converts floats, which is right for large ones too."""
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct(bits.shape, jnp.int32, layout=_TILE))
     def convert(_: Any, tile: Any) -> Any:
@@ -174,7 +175,7 @@ def _converted(bits: Array) -> Array:
 
 
 def _mapped(text: str, *tiles: Any) -> Any:
-    """A tile of integers: for every number of the tiles, what the assembler text makes of them."""
+    """A tile of integers: the assembler `text` applied to the numbers of the tiles, element by element."""
     registers = np.empty(tiles[0].registers.shape, dtype=object)
     for i, pairs in enumerate(zip(*(tile.registers.flat for tile in tiles), strict=True)):
         numbers = zip(*map(_halves, pairs), strict=True)
@@ -192,7 +193,7 @@ def _i32() -> Any:
 
 
 def _norms(x: Array) -> Array:
-    """At least the norms; where squares are no normal numbers, up to sqrt(D) times these."""
+    """Upper bounds of the norms: the norms, or where squares are not normal numbers up to sqrt(D) times as much."""
     x = x.astype(jnp.float32)
     most, squares = jnp.max(jnp.abs(x), axis=-1), jnp.sum(jnp.square(x), axis=-1)  # one pass
     bound = jnp.where(jnp.isfinite(most), jnp.minimum(most * x.shape[-1] ** 0.5, jnp.finfo(jnp.float32).max), most)

@@ -1,11 +1,11 @@
 """Group packing: the rows of a tile are the same few queries of all the heads that share keys, values and block lists.
 
 A mask whose blocks have few queries would leave most of the 64 rows of a matrix product empty. Packed, a block of a K/V
-head has `group * block_q` rows, and to the kernels the call has one query head per K/V head and blocks of so many rows.
-Nothing is copied in global memory: the queries of a tile are loaded from where they are, and its output is stored
-likewise, in copies of at least 8 rows. A copy takes all heads of one query where these are 8, 16, 32 or 64: row r is
-head r % group of query r // group. Otherwise it takes a block's queries of one head: a block has the rows of its first
-head, then those of the second.
+head has `group * block_q` rows, and the kernels see a call with one query head per K/V head and blocks of so many rows.
+Nothing is copied in global memory: a tile's queries are loaded from where they are and its output is stored likewise,
+in copies of at least 8 rows. If a group has 8, 16, 32 or 64 heads, a copy takes all heads of one query: row r is head
+r % group of query r // group. Otherwise a copy takes a block's queries of one head: a block has the rows of its first
+head, then the rows of its second.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # of a matrix product
-LEAST_ROWS = 8  # of a copy: shared memory is written in tiles of 8 rows
+ROWS = 64  # per matrix product
+LEAST_ROWS = 8  # per copy: shared memory is written in tiles of 8 rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Packing:
         return self.group if self.by_query else self.block_q
 
     def pieces(self, rows: int) -> int:
-        """Copies that load or store so many rows."""
+        """How many copies load or store so many rows."""
         return 1 if self.group == 1 else rows // self.rows_per_copy
 
     @property
@@ -88,7 +88,7 @@ class Packing:
         return lax.div(row, jnp.int32(self.rows)) * self.block_q
 
     def query(self, number: Any) -> Any:
-        """The number of a row in its tile, as the number of its query behind `first_query`."""
+        """The query of row `number` of a tile, counted from `first_query`."""
         if self.group == 1:
             return number
         if self.by_query:
