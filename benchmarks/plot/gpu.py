@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 
 from benchmarks import record
-from xsake.dashboard.show.words import call, kernel
+from xsake._ground.words import call, kernel
 
 COLOURS = {"xsake": "#0072b2", "flex": "#d55e00", "cudnn": "grey"}
 

@@ -10,7 +10,7 @@ from benchmarks import record
 from benchmarks.hads import union_picture
 from benchmarks.hads.union_density import MOST
 from benchmarks.report.study import studies
-from xsake.dashboard.show.words import model
+from xsake._ground.words import model
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.pictures import kept_shares, mask_over_mass, quality_over_density
 from xsake.hads.study.summary import Summary

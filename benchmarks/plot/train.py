@@ -8,8 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks import record
-from xsake.dashboard.show.words import model
-from xsake.hads.study.methods.words import in_words
+from xsake._ground.words import in_words, model
 from xsake.model.training.watch.run_file import read_events
 
 COLOURS = {"dense": "grey", "sparse": "#0072b2", "hads": "#d55e00"}

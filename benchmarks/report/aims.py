@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.report import attention, generation, ruler, selection
 from benchmarks.report.study import study
 from benchmarks.report.words import DIRECTIONS, Run, median, table
-from xsake.dashboard.show.words import call, model
+from xsake._ground.words import call, model
 
 FORWARD, BOTH = DIRECTIONS
 DENSITIES = ("100%", "43%", "10%")

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.report.words import DIRECTIONS, Row, Run, facts, grid, median, ms, section, span, table, times, unique
+from xsake._ground.words import CALLS, call, kernel
 from xsake.autotune.workloads import WORKLOADS
-from xsake.dashboard.show.words import CALLS, call, kernel
 
 Runs = dict[tuple[str, str, str, float | None], Row]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.report.words import Row, Run, facts, grid, median, ms, section, span, table, times, unique
-from xsake.dashboard.show.words import kernel, model
+from xsake._ground.words import kernel, model
 
 DENSE = "dense by cudnn"
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from benchmarks.report import generation
 from benchmarks.report.study import MANY, SHOWN, Study, is_below, over_best, ranked, studies, study
 from benchmarks.report.words import Row, Run, facts, grid, median, ms, section, span, table, times, unique
-from xsake.dashboard.show.words import model
-from xsake.hads.study.methods.words import in_words
+from xsake._ground.words import in_words, model
 
 PATTERNS_AND_ORACLES = ("sink_window", "oracle_top_k", "oracle_gain")
 QWEN, SMOLLM2 = ("qwen2.5-coder-1.5b", 32768), ("smollm2", 8192)

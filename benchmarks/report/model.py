@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.report.words import Row, Run, facts, ms, section, table, times
-from xsake.dashboard.show.words import model
-from xsake.hads.study.methods.words import in_words
+from xsake._ground.words import in_words, model
 
 ATTENTION = {"cudnn": "dense (cuDNN)", "dense": "dense (XSAKE)"}
 

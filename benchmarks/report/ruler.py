@@ -10,9 +10,9 @@ from benchmarks import record
 from benchmarks.report.words import Row, Run, facts, grid, section, unique
 from benchmarks.ruler.summary import difference
 from benchmarks.ruler.tasks import TASKS
-from xsake.dashboard.show import words
+from xsake._ground import words
+from xsake._ground.words import in_words
 from xsake.hads.study.bootstrap import Difference
-from xsake.hads.study.methods.words import in_words
 
 Way = tuple[str, float]  # method and budget
 Answers = Callable[[int, Way], dict[str, float]]  # scores by prompt, in percent

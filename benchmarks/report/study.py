@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.hads.methods import RIVALS, STRENGTHENED
 from benchmarks.report.shared_texts import Shared, shared
 from benchmarks.report.words import Row, Run
-from xsake.dashboard.show.words import model
+from xsake._ground.words import model
 
 SHOWN = (0.1, 0.2, 0.43)  # of the budgets of SmolLM2's studies
 MANY = 20  # a study of more methods ran each on its own texts

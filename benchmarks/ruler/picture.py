@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.ruler.tasks import NEEDLE, NEEDLE_DEPTHS
 from benchmarks.ruler.way import Way
-from xsake.dashboard.show.words import model
-from xsake.hads.study.methods.words import in_words
+from xsake._ground.words import in_words, model
 from xsake.hads.study.records import read
 
 _COLUMNS = 4

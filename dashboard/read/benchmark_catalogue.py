@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xsake._ground.words import identity as named
+from xsake._ground.words import model
 from xsake.dashboard.read.inside import Outside, read_inside
 
 MOST_RECORD = 32 << 20  # bytes
@@ -22,8 +24,11 @@ TITLES = {
     "gpu_generate_quality": "Writing with some of the cache's blocks",
     "gpu_first_call": "What a first call costs",
     "gpu_accuracy": "Accuracy on a GPU",
+    "gpu_packing": "Small blocks of queries, packed with the heads of their group",
     "gpu_profile": "Hardware counters of the GPU kernels",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",
+    "gpu_tests": "Tests on a GPU",
+    "gpu_tests_since": "Tests on a GPU, of a later commit",
     "cpu_attention": "Attention on a CPU",
     "gates": "Gates of speed",
     "tpu_compile": "TPU kernels that compile",
@@ -31,6 +36,9 @@ TITLES = {
     "tpu_gather_shapes": "Gathering short blocks on a TPU",
     "hads": "HADS and other methods",
     "hads-seed": "HADS beside an earlier version",
+    "hads-chunks": "HADS, reading in chunks",
+    "hads-shards": "HADS with equal counts for the shards of a sequence",
+    "hads-union": "Keys and values that a shard of a sequence needs",
     "hads_mask_cost": "What choosing blocks costs",
     "ruler": "RULER's tasks",
     "smollm2": "SmolLM2 as it is loaded here",
@@ -95,11 +103,12 @@ def _id_of(path: Path) -> str:
 def _title(identity: str) -> str:
     if identity in TITLES:
         return TITLES[identity]
-    if found := re.fullmatch(r"(hads(?:-seed)?)-(?:((?!union|shards).+)-)?(\d+)-(\d+)", identity):
-        model = f"{found[2]}, " if found[2] else ""
-        return f"{TITLES[found[1]]}: {model}{found[3]} tokens, blocks of {found[4]}"
+    if found := re.fullmatch(r"(hads-chunks)-(.+)-(\d+)", identity):
+        return f"{TITLES[found[1]]}: {model(found[2])}, {found[3]} tokens"
+    if found := re.fullmatch(r"(hads(?:-seed|-union|-shards)?)-(?:(.+)-)?(\d+)-(\d+)", identity):
+        return f"{TITLES[found[1]]}: {model(found[2] or 'smollm2')}, {found[3]} tokens, blocks of {found[4]}"
     if found := re.fullmatch(r"(gates|gpu_blocks|gpu_peers|ruler)_(.+)", identity):
-        return f"{TITLES[found[1]]}: {found[2].replace('_', ' ')}"
+        return f"{TITLES[found[1]]}: {named(found[2])}"
     return identity.replace("_", " ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xsake._ground.words import TASKS, call, in_words, kernel, model
 from xsake.dashboard.show.benchmark_tables import spread
 
 Row = dict[str, Any]
@@ -20,8 +21,9 @@ def plots(identity: str, record: dict[str, Any]) -> tuple[list[Plot], list[str]]
 
 
 def role(name: str) -> str:
-    """
-    >>> [role(name) for name in ("xsake block 64", "hads", "oracle_gain", "cudnn", "dense")]
+    """Of a kernel or a method, by its name in a record or in words.
+
+    >>> [role(name) for name in ("xsake block 64", "HADS", "oracle_gain", "cudnn", "dense")]
     ['ours', 'ours', 'reference', 'peer', 'reference']
     """
     first = name.lower()
@@ -83,31 +85,32 @@ def _time(**more: Any) -> dict[str, Any]:
     return axis("time", "s", log=True, better="lower", **more)
 
 
-def _gpu_attention(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+def _over_density(rows: Iterable[Row], left_out: Iterable[str], seconds: str) -> list[Plot | None]:
+    """A plot per call and direction, with a line per kernel."""
     made: list[Plot | None] = []
-    for (workload, direction), rows in _groups(record["results"], "workload", "direction").items():
-        points = [(row["implementation"], row.get("density"), row.get("seconds")) for row in rows]
-        made.append(
-            line(f"{workload}-{direction}", f"{workload}, {direction}", axis("density of the mask"), _time(), points)
-        )
+    kept = [row for row in rows if row["implementation"] not in left_out]
+    for (workload, direction), mine in _groups(kept, "workload", "direction").items():
+        points = [(kernel(row["implementation"]), row.get("density"), row.get(seconds)) for row in mine]
+        title = f"{call(workload)}, {direction}"
+        made.append(line(f"{workload}-{direction}", title, axis("density of the mask"), _time(), points))
+    return made
+
+
+def _gpu_attention(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
+    made = _over_density(record["results"], ("xsake uneven", "xsake uniform"), "seconds")
     notes = ["Medians of the rounds with their quartiles. cuDNN and JAX's Pallas kernels compute all blocks."]
     return _there(made), notes
 
 
 def _gpu_peers(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
-    made: list[Plot | None] = []
-    for (workload, direction), rows in _groups(record["results"], "workload", "direction").items():
-        for pace in ("sustained", "burst"):
-            points = [(row["implementation"], row.get("density"), row.get(pace)) for row in rows]
-            title = f"{workload}, {direction}, {pace}"
-            made.append(line(f"{workload}-{direction}-{pace}", title, axis("density of the mask"), _time(), points))
-    return _there(made), ["Implementations took turns in random order; quartiles over rounds."]
+    made = _over_density(record["results"], ("fa4 dense, deterministic",), "sustained")
+    return _there(made), ["Kernels took turns in random order, in sustained runs; quartiles over rounds."]
 
 
 def _gpu_decode(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
-    names = {"dense": "xsake, dense", "sparse": "xsake, sparse", "dense by cudnn": "cudnn, dense"}
+    names = {"dense": "XSAKE, dense", "sparse": "XSAKE, 10% of the blocks", "dense by cudnn": kernel("cudnn")}
     rows = [
-        (names[what], f"{row['heads']}, batch {row['batch']}", value)
+        (names[what], f"{model(row['heads'])}, batch {row['batch']}", value)
         for row in record["results"]
         for what, value in row["seconds"].items()
         if what in names  # the copy is of other bytes
@@ -126,6 +129,9 @@ def _generate_quality(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     return [bars("kl", "Divergence while tokens are written", "text", kl, rows)], []
 
 
+_CHOICES = {"scored": "blocks by score", "uniform": "blocks at random"}
+
+
 def _gpu_selection(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     made: list[Plot | None] = []
     for direction in ("forward", "forward+backward"):
@@ -133,9 +139,9 @@ def _gpu_selection(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         for row in record["results"]:
             call = f"{row['tokens']} tokens, {row['group']} heads per K/V head"
             names = {
-                f"selected, {direction}": f"xsake, {row['choice']}",
-                f"whole, {direction}": "xsake, whole operation",
-                f"dense cudnn, {direction}": "cudnn, dense",
+                f"selected, {direction}": f"XSAKE, {_CHOICES.get(row['choice'], row['choice'])}",
+                f"whole, {direction}": "XSAKE, the whole operation",
+                f"dense cudnn, {direction}": kernel("cudnn"),
             }
             rows += [(names[what], call, value) for what, value in row["seconds"].items() if what in names]
         made.append(bars(f"times-{direction}", f"Time per call, {direction}", "call", _time(), rows))
@@ -145,19 +151,22 @@ def _gpu_selection(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 def _ruler(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     made: list[Plot | None] = []
     for (length,), found in _groups(record["scores"], "length").items():
-        rows = [
-            (f"{way['method']} {way['budget']:.0%}", task, score)
-            for way in found
-            for task, score in way["tasks"].items()
-        ]
-        y = axis("score", "%", better="higher")
-        made.append(bars(f"scores-{length}", f"Scores at {length} tokens", "task", y, rows))
+        dense = [way for way in found if way["method"] == "dense"]
+        for (budget,), ways in _groups([way for way in found if way not in dense], "budget").items():
+            rows = [
+                (in_words(way["method"]), TASKS.get(task, task), score)
+                for way in dense + ways
+                for task, score in way["tasks"].items()
+            ]
+            title = f"{length} tokens, {budget:.0%} of the blocks"
+            y = axis("score", "%", better="higher")
+            made.append(bars(f"scores-{length}-{budget:g}", title, "task", y, rows))
     return _there(made), ["A task without a bar was not run. The average is over the tasks that were run."]
 
 
 def _cpu_attention(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     rows = [
-        (name, f"{row['workload']}, {row['direction']}, density {row['density']:.0%}", value)
+        (kernel(name), f"{call(row['workload'])}, {row['direction']}, density {row['density']:.0%}", value)
         for row in record["results"]
         for name, value in row["seconds"].items()
     ]
@@ -172,7 +181,7 @@ def _gates(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 def _gpu_accuracy(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     y = axis("root mean square error against float64", None, log=True, better="lower")
     rows = [
-        (row["implementation"], f"{row['of']}, {row['dtype']}, D {row['head_dim']}", row["rms"])
+        (kernel(row["implementation"]), f"{row['of']}, {row['dtype']}, heads of {row['head_dim']}", row["rms"])
         for row in record["results"]
     ]
     return [bars("rms", "Errors of output and gradients", "what", y, rows)], []
@@ -181,7 +190,7 @@ def _gpu_accuracy(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 def _gpu_profile(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     y = axis("share of the peak", "%", better="higher")
     rows = [
-        (name.replace("_", " "), f"{row['kernel']}, {row['workload']}, density {row['asked']:.0%}", row.get(name))
+        (name.replace("_", " "), f"{row['kernel']}, {call(row['workload'])}, density {row['asked']:.0%}", row.get(name))
         for row in record["results"]
         for name in ("tensor_core_share", "dram_share", "l2_share", "issue_slots_share")
     ]
@@ -193,7 +202,11 @@ def _mask_cost(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     for part in ("mask and attention", "mask", "attention"):
         for budget in ("10%", "20%", "43%"):
             rows = [
-                (row["what"].removeprefix(f"{part}: ").removesuffix(f" at {budget}"), row["length"], row["seconds"])
+                (
+                    kernel(row["what"].removeprefix(f"{part}: ").removesuffix(f" at {budget}")),
+                    row["length"],
+                    row["seconds"],
+                )
                 for row in record["results"]
                 if row["what"].startswith(f"{part}: ") and row["what"].endswith(f" at {budget}")
             ]
@@ -214,16 +227,16 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     share = axis("share of the blocks")
     title = "Distance from the dense model"
     if "methods" not in record:  # the comparison with an earlier version
-        points = [(row["method"], row["active_blocks"], row["kl"]) for row in record["results"]]
+        points = [(in_words(row["method"]), row["active_blocks"], row["kl"]) for row in record["results"]]
         return _there([line("kl", title, share, kl, points)]), []
     methods = [row for row in record["methods"] if row["layers"] == "profile"]
     is_rival = _is_rival if any(_is_rival(row["method"]) for row in methods) else _is_forced_rival
     shown = _nearest(methods, is_rival)
-    points = [(row["method"], row["budget"], row["kl"]) for row in methods if row["method"] in shown]
+    points = [(in_words(row["method"]), row["budget"], row["kl"]) for row in methods if row["method"] in shown]
     made = [line("kl", title, share, kl, points)]
     for budget in sorted({row["budget"] for row in methods if row["against"]}):
         differences = [
-            ("HADS minus the method", row["method"], _interval(row))
+            ("HADS minus the method", in_words(row["method"]), _interval(row))
             for row in methods
             if row["budget"] == budget and row["against"] and is_rival(row["method"])
         ]
@@ -231,12 +244,12 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         y = axis("KL of HADS minus that of the method", "nats per token", better="lower")
         made.append(bars(f"against-{budget:g}", title, "method", y, differences))
     for (domain,), rows in _groups(record["tasks"], "domain").items():
-        points = [(row["method"], row["budget"], row["retention"]) for row in rows]
+        points = [(in_words(row["method"]), row["budget"], row["retention"]) for row in rows]
         kept = axis("answers kept", better="higher")
         made.append(line(f"task-{domain}", f"{domain}: answers that are kept", share, kept, points))
     notes = [
         "All methods keep equally many blocks in every layer. The first plot shows HADS, the best oracle, sink and "
-        "window, and the six nearest rivals; the table has all methods.",
+        "window, and the three nearest rivals; the table has all methods.",
         "In the differences, intervals are 95% intervals of a paired bootstrap over documents, not quartiles; below 0, "
         "HADS is nearer to the dense model.",
     ]
@@ -263,7 +276,7 @@ def _is_forced_rival(method: str) -> bool:
     return role(method) == "peer" and method.endswith("+forced")
 
 
-def _nearest(methods: list[Row], is_rival: Callable[[str], bool] = _is_rival, rivals: int = 6) -> list[str]:
+def _nearest(methods: list[Row], is_rival: Callable[[str], bool] = _is_rival, rivals: int = 3) -> list[str]:
     """The methods worth a plot: HADS, an oracle, a fixed pattern, and the rivals nearest to the dense model."""
     distance: dict[str, list[float]] = {}
     for row in methods:
@@ -304,12 +317,15 @@ def _tpu_schedule(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
 
 def _train_gpu(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     made: list[Plot | None] = []
-    times = [(row["kind"], f"{row['preset']}, {row['length']} tokens", row["seconds"]) for row in record["results"]]
+    times = [
+        (kernel(row["kind"]), f"{model(row['preset'])}, {row['length']} tokens", row["seconds"])
+        for row in record["results"]
+    ]
     made.append(bars("step", "Time of a step", "model", axis("time", "s", better="lower"), times))
     loss = axis("held-out loss", "nats per token", log=True, better="lower")
     for (preset,), rows in _groups(record["results"], "preset").items():
-        points = [(row["kind"], step, value) for row in rows for step, value in row.get("held_out_losses", [])]
-        made.append(line(f"held-{preset}", f"{preset}: held-out loss", axis("step"), loss, points))
+        points = [(kernel(row["kind"]), step, value) for row in rows for step, value in row.get("held_out_losses", [])]
+        made.append(line(f"held-{preset}", f"{model(preset)}: held-out loss", axis("step"), loss, points))
     return _there(made), ["Quartiles over the steps of a run, or over the rounds of a race."]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from xsake._ground.words import COLUMNS
 from xsake.dashboard.read.run_events import number
 
 MOST_ROWS = 2000
@@ -60,7 +61,7 @@ def table(identity: str, title: str, rows: list[Any]) -> dict[str, Any]:
         "id": identity,
         "title": title,
         "columns": [column(name, [row[name] for row in flat if row.get(name) is not None]) for name in names],
-        "rows": [[cell(row.get(name)) for name in names] for row in flat],
+        "rows": [[cell(row.get(name), name) for name in names] for row in flat],
         "left_out": max(len(rows) - MOST_ROWS, 0),
     }
 
@@ -109,7 +110,9 @@ def column(name: str, values: Iterable[Any]) -> dict[str, Any]:
     return {"name": name.replace("_", " "), "unit": unit if kind != "share" else None, "kind": kind}
 
 
-def cell(value: Any) -> Any:
+def cell(value: Any, column: str = "") -> Any:
+    if isinstance(value, str) and column in COLUMNS:
+        return COLUMNS[column](value)
     if is_spread(value):
         return spread(value)
     if value is None or isinstance(value, str | bool | int):

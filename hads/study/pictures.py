@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from xsake._ground.words import in_words
 from xsake.hads.study.methods.shipped import GROUPS
-from xsake.hads.study.methods.words import in_words
 from xsake.hads.study.summary import Summary
 
 MOST_LINES = 6

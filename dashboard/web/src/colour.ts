@@ -2,15 +2,15 @@
 
 import { isDark } from "./theme";
 
-// [light, dark]; the set that people with any colour vision tell apart, ordered by contrast on each paper.
+// [light, dark]; people with any colour vision tell them apart. Ordered by contrast on each paper; no hue comes twice.
 const LINES: [string, string][] = [
   ["#0072b2", "#56b4e9"],
   ["#d55e00", "#e69f00"],
   ["#009e73", "#00b386"],
   ["#b5568c", "#cc79a7"],
   ["#b87f00", "#f0e442"],
-  ["#56b4e9", "#d55e00"],
   ["#3b4348", "#d6dcdd"],
+  ["#6f4fb0", "#a58bff"],
 ];
 const DASHES: number[][] = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
 

@@ -14,11 +14,55 @@ interface Scale {
 /** The name that a legend and a reader see. */
 const title = (text: string, unit: Maybe<string>) => (unit && unit !== "s" ? `${text} (${unit})` : text);
 
-export function SpreadPlot({ plot, colourOf }: { plot: Plot; colourOf: (name: string) => number }) {
+/** The legend of several plots: each series once, with a box that takes it out of all of them. */
+export function Legend({
+  plots,
+  colourOf,
+  off,
+  onOff,
+}: {
+  plots: Plot[];
+  colourOf: (name: string) => number;
+  off: ReadonlySet<string>;
+  onOff: (off: ReadonlySet<string>) => void;
+}) {
+  useTheme();
+  const all = new Map(plots.flatMap((plot) => plot.series.map((one): [string, PlotSeries] => [one.name, one])));
+  const toggle = (name: string) => {
+    const next = new Set(off);
+    if (!next.delete(name)) next.add(name);
+    onOff(next);
+  };
+  return (
+    <ul class="legend">
+      {[...all.values()]
+        .sort((a, b) => colourOf(a.name) - colourOf(b.name))
+        .map(({ name, role }) => (
+          <li key={name}>
+            <label class={off.has(name) ? "off" : ""}>
+              <input type="checkbox" checked={!off.has(name)} onChange={() => toggle(name)} />
+              <Mark n={colourOf(name)} />
+              {name}
+              {role === "reference" ? " (reference)" : ""}
+            </label>
+          </li>
+        ))}
+    </ul>
+  );
+}
+
+export function SpreadPlot({
+  plot,
+  colourOf,
+  off,
+}: {
+  plot: Plot;
+  colourOf: (name: string) => number;
+  off: ReadonlySet<string>;
+}) {
   useTheme();
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(0);
-  const [off, setOff] = useState<ReadonlySet<string>>(new Set());
   const [read, setRead] = useState<string | null>(null);
   useEffect(() => {
     const element = box.current!;
@@ -26,11 +70,6 @@ export function SpreadPlot({ plot, colourOf }: { plot: Plot; colourOf: (name: st
     sized.observe(element);
     return () => sized.disconnect();
   }, []);
-  const toggle = (name: string) => {
-    const next = new Set(off);
-    if (!next.delete(name)) next.add(name);
-    setOff(next);
-  };
   const shown = plot.series.filter(({ name }) => !off.has(name));
   const better = plot.y.better ? `${plot.y.better} is better` : null;
   const Body = plot.kind === "line" ? LineBody : RowBody;
@@ -46,18 +85,6 @@ export function SpreadPlot({ plot, colourOf }: { plot: Plot; colourOf: (name: st
       <p class="readings" aria-live="polite">
         {read ?? " "}
       </p>
-      <ul class="legend">
-        {plot.series.map(({ name, role, points }) => (
-          <li key={name}>
-            <label class={off.has(name) ? "off" : ""}>
-              <input type="checkbox" checked={!off.has(name)} onChange={() => toggle(name)} />
-              <Mark n={colourOf(name)} />
-              {name}
-              {points.length === 0 ? " (not run)" : role === "reference" ? " (reference)" : ""}
-            </label>
-          </li>
-        ))}
-      </ul>
     </figure>
   );
 }

@@ -1,11 +1,11 @@
 // Every recorded benchmark as plots and tables; "not run" where nothing was recorded.
 
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { formatDate, formatIn, formatNumber, formatShare } from "../format";
 import { Command, Failure, Provenance, Select, Waiting } from "../parts";
 import { address, type Route } from "../route";
 import { useDocument } from "../source";
-import { SpreadPlot } from "../spread_plot";
+import { Legend, SpreadPlot } from "../spread_plot";
 import { Table, type TableColumn } from "../table";
 import type { Benchmark, BenchmarkEntry, Cell, Column, RecordTable, Spread } from "../types";
 
@@ -99,6 +99,8 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
     );
     return [...names].sort((a, b) => Number(ours.has(b)) - Number(ours.has(a)));
   }, [data, names]);
+  const colourOf = (name: string) => order.indexOf(name);
+  const [off, setOff] = useState<ReadonlySet<string>>(new Set());
   const { versions, python } = data.environment;
   return (
     <>
@@ -116,9 +118,10 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
           {note}
         </p>
       ))}
+      {data.plots.length ? <Legend plots={data.plots} colourOf={colourOf} off={off} onOff={setOff} /> : null}
       <div class="charts">
         {data.plots.map((plot) => (
-          <SpreadPlot key={plot.id} plot={plot} colourOf={(name) => order.indexOf(name)} />
+          <SpreadPlot key={plot.id} plot={plot} colourOf={colourOf} off={off} />
         ))}
       </div>
       {data.tables.map((table) => (

@@ -1,9 +1,48 @@
-"""The names of what is benchmarked, in words: calls, kernels, models. Methods of HADS's study have their own list."""
+"""The names of methods, calls, kernels, models and tasks in words, for tables, pictures and the dashboard."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 
+# Methods of the literature have their usual names; what is compared are our versions of them, which choose blocks.
+METHODS = {
+    "ada_kv": "AdaKV",
+    "big_bird": "BigBird",
+    "blasst": "BLASST",
+    "cobs": "COBS",
+    "duo": "DuoAttention",
+    "entropy_infer": "EntropyInfer",
+    "flash_prefill": "FlashPrefill",
+    "flex_prefill": "FlexPrefill",
+    "hads": "HADS",
+    "hads_equal_heads": "HADS, all heads equally sensitive",
+    "hads_estimate_top_k": "HADS's estimate, as many blocks in every row",
+    "hads_estimate_top_p": "HADS's estimate, the same share of the attention in every row",
+    "hads_group": "HADS, one mask per K/V head",
+    "hads_no_burstiness": "HADS, without burstiness",
+    "hads_rule_antidiagonal": "HADS's rule on XAttention's scores",
+    "hads_rule_mean_pool": "HADS's rule on mean-pooled scores",
+    "hads_shares_top_k": "mean-pooled top-k with HADS's head shares",
+    "hads_v1": "HADS, first idea",
+    "hads_v1_random": "HADS, first idea, random blocks",
+    "kascade": "Kascade",
+    "longformer": "Longformer",
+    "mean_top_k": "mean-pooled top-k",
+    "minference": "MInference",
+    "oracle_gain": "oracle",
+    "oracle_top_k": "oracle, as many blocks in every row",
+    "oracle_top_p": "oracle, the same share of the attention in every row",
+    "power": "PowerAttention",
+    "prism": "Prism",
+    "quest": "Quest",
+    "sink_window": "sink + window",
+    "sliding_window": "window",
+    "sparge": "SpargeAttention",
+    "vertical_slash": "vertical-slash (MInference)",
+    "x_attention_16": "XAttention, stride 16",
+    "x_attention_8": "XAttention",
+    "x_attention_8_heads": "XAttention, a threshold per head",
+}
 # Causal unless a name says otherwise; "32 heads on 8": query heads on heads of keys and values.
 CALLS = {
     "cpu4k": "4096 tokens, 8 heads of 64",
@@ -67,6 +106,18 @@ TASKS = {
 }
 
 
+def in_words(name: str) -> str:
+    """Of a method.
+
+    >>> in_words("x_attention_8+forced"), in_words("sparge_older"), in_words("mine")
+    ('XAttention + forced blocks', 'SpargeAttention, older version', 'mine')
+    """
+    plain, plus, _ = name.partition("+forced")
+    newest = plain.removesuffix("_older")
+    older = ", older version" if newest != plain else ""
+    return METHODS.get(newest, newest.replace("_", " ")) + older + (" + forced blocks" if plus else "")
+
+
 def call(name: str) -> str:
     return CALLS.get(name, name)
 
@@ -85,4 +136,14 @@ def identity(name: str) -> str:
     >>> identity("gpt4k_d64"), identity("qwen2.5-coder-1.5b"), identity("cpu")
     ('4 x 4096 tokens, 12 heads of 64', 'Qwen2.5-Coder-1.5B', 'cpu')
     """
-    return CALLS.get(name) or MODELS.get(name) or re.sub("_", " ", name)
+    return CALLS.get(name) or MODELS.get(name) or name.replace("_", " ")
+
+
+COLUMNS: dict[str, Callable[[str], str]] = {  # of records, whose values have words
+    "heads": model,
+    "implementation": kernel,
+    "method": in_words,
+    "model": model,
+    "preset": model,
+    "workload": call,
+}
