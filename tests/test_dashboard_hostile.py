@@ -237,7 +237,7 @@ def test_a_file_of_a_gigabyte_is_read_in_pieces(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
         from pathlib import Path
-        from xsake.dashboard.library import Given, Library
+        from xsake.dashboard.read.library import Given, Library
         library = Library([Given.of(Path({str(tmp_path)!r}))])
         library.search()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

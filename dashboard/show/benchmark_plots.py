@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -231,7 +232,7 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         return _there([line("kl", title, share, kl, points)]), []
     methods = [row for row in record["methods"] if row["layers"] == "profile"]
     is_rival = _is_rival if any(_is_rival(row["method"]) for row in methods) else _is_forced_rival
-    shown = _nearest(methods, is_rival)
+    shown = _shown(methods, {task["method"] for task in record["tasks"]})
     points = [(in_words(row["method"]), row["budget"], row["kl"]) for row in methods if row["method"] in shown]
     made = [line("kl", title, share, kl, points)]
     for budget in sorted({row["budget"] for row in methods if row["against"]}):
@@ -244,12 +245,20 @@ def _hads(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
         y = axis("KL of HADS minus that of the method", "nats per token", better="lower")
         made.append(bars(f"against-{budget:g}", title, "method", y, differences))
     for (domain,), rows in _groups(record["tasks"], "domain").items():
-        points = [(in_words(row["method"]), row["budget"], row["retention"]) for row in rows]
+        points = [(in_words(row["method"]), row["budget"], row["retention"]) for row in rows if row["method"] in shown]
         kept = axis("answers kept", better="higher")
-        made.append(line(f"task-{domain}", f"{domain}: answers that are kept", share, kept, points))
+        made.append(
+            line(
+                f"task-{domain}",
+                f"Answers that are kept: {domain.split('-')[0].replace('_', ' in the ')}",
+                share,
+                kept,
+                points,
+            )
+        )
     notes = [
-        "All methods keep equally many blocks in every layer. The first plot shows HADS, the best oracle, sink and "
-        "window, and the three nearest rivals; the table has all methods.",
+        "All methods keep equally many blocks in every layer. Lines are HADS, the oracle of its rule, and the four "
+        "rivals that were asked for answers or are nearest, each in one form; the table has all methods.",
         "In the differences, intervals are 95% intervals of a paired bootstrap over documents, not quartiles; below 0, "
         "HADS is nearer to the dense model.",
     ]
@@ -276,14 +285,18 @@ def _is_forced_rival(method: str) -> bool:
     return role(method) == "peer" and method.endswith("+forced")
 
 
-def _nearest(methods: list[Row], is_rival: Callable[[str], bool] = _is_rival, rivals: int = 3) -> list[str]:
-    """The methods worth a plot: HADS, an oracle, a fixed pattern, and the rivals nearest to the dense model."""
-    distance: dict[str, list[float]] = {}
+def _shown(methods: list[Row], asked: set[str], rivals: int = 4) -> list[str]:
+    """HADS, the oracle of its rule, and rivals: first those that were asked for answers, then the nearest to the dense
+    model; none with and without forced blocks."""
+    logs: dict[str, list[float]] = {}
     for row in methods:
-        if row["budget"] in (0.1, 0.2, 0.43) and is_rival(row["method"]):
-            distance.setdefault(row["method"], []).append(row["kl"])
-    full = {name: sum(values) for name, values in distance.items() if len(values) == max(map(len, distance.values()))}
-    return ["hads", "oracle_gain", "sink_window", *sorted(full, key=lambda name: full[name])[:rivals]]
+        if role(row["method"]) == "peer":
+            logs.setdefault(row["method"], []).append(math.log(max(row["kl"], 1e-9)))
+    order = sorted(logs, key=lambda name: (name not in asked, sum(logs[name]) / len(logs[name])))
+    forms: dict[str, str] = {}
+    for name in order:
+        forms.setdefault(in_words(name).split(" + forced")[0].split(",")[0], name)
+    return ["hads", "oracle_gain", *list(forms.values())[:rivals]]
 
 
 def _interval(row: Row) -> dict[str, Any]:

@@ -27,14 +27,17 @@ export function Legend({
   onOff: (off: ReadonlySet<string>) => void;
 }) {
   useTheme();
-  const all = new Map(plots.flatMap((plot) => plot.series.map((one): [string, PlotSeries] => [one.name, one])));
+  // The title says what a plot of one series shows.
+  const compared = plots.filter(({ series }) => series.length > 1);
+  const all = new Map(compared.flatMap(({ series }) => series.map((one): [string, PlotSeries] => [one.name, one])));
   const toggle = (name: string) => {
     const next = new Set(off);
     if (!next.delete(name)) next.add(name);
     onOff(next);
   };
+  if (all.size === 0) return null;
   return (
-    <ul class="legend">
+    <ul class="legend of-charts">
       {[...all.values()]
         .sort((a, b) => colourOf(a.name) - colourOf(b.name))
         .map(({ name, role }) => (

@@ -118,7 +118,7 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
           {note}
         </p>
       ))}
-      {data.plots.length ? <Legend plots={data.plots} colourOf={colourOf} off={off} onOff={setOff} /> : null}
+      <Legend plots={data.plots} colourOf={colourOf} off={off} onOff={setOff} />
       <div class="charts">
         {data.plots.map((plot) => (
           <SpreadPlot key={plot.id} plot={plot} colourOf={colourOf} off={off} />
@@ -132,7 +132,7 @@ function BenchmarkBody({ data }: { data: Benchmark }) {
 }
 
 function RecordedTable({ table }: { table: RecordTable }) {
-  const columns = useMemo(() => table.columns.map((column, n) => recordColumn(column, n)), [table]);
+  const columns = useMemo(() => table.columns.map((column, n) => recordColumn(column, n, table.rows)), [table]);
   return (
     <>
       <h3>{table.title}</h3>
@@ -141,11 +141,14 @@ function RecordedTable({ table }: { table: RecordTable }) {
   );
 }
 
-function recordColumn(column: Column, n: number): TableColumn<Cell[]> {
+const LONG = 24; // characters, from which on a column of text is wide
+
+function recordColumn(column: Column, n: number, rows: Cell[][]): TableColumn<Cell[]> {
   return {
     name: column.name,
     unit: column.unit === "s" ? null : column.unit,
     number: column.kind !== "text",
+    wide: rows.some((row) => String(row[n]).length > LONG && typeof row[n] === "string"),
     cell: (row) => cellText(column, row[n]),
     sort: (row) => {
       const cell = row[n];
