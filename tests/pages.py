@@ -45,9 +45,15 @@ def commands_of(page: Path) -> list[str]:
 
 
 def file_of(block: Block) -> str | None:
-    """The file that a block of code is, if its first line says so."""
+    """The file that a block of code is, or quotes, if its first line says so."""
     found = re.match(r"# (\S+\.py)\n", block.text) if block.language == "python" else None
     return found and found[1]
+
+
+def quote_of(block: Block) -> str | None:
+    """The file of this checkout that a block of code quotes, if its first line names one."""
+    path = file_of(block)
+    return path if path and (ROOT / path).exists() else None
 
 
 def edited(page: Path) -> dict[str, str]:

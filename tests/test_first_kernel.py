@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+import types
+from functools import cache, partial
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import pytest
 from contract.case import check, make
 from contract.reference import Results
@@ -16,6 +18,7 @@ from contract.target import TARGETS
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import xsake
+from tests import try_kernel
 from tests.cuda_offline import lower
 from tests.test_import_direction import graph
 from xsake.kernels_pallas_gpu.hopper import first
@@ -60,6 +63,19 @@ def test_any_lists(name, seed, density):
     """One program per shape: the lists are arrays."""
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     check_forward(case_of(**SHAPES[name], seed=seed, density=density), interpret)
+
+
+def test_the_edit_of_the_page_is_a_race():
+    """A slot that is freed too early, as docs/write_a_kernel.md does it."""
+    page = pages.ROOT / "docs" / "write_a_kernel.md"
+    ((path, text),) = pages.edited(page).items()
+    edited = types.ModuleType("edited")
+    exec(compile(text, path, "exec"), edited.__dict__)
+    case = case_of(head_dim=64, block_kv=64, mask=(1, 1), q_heads=1, kv_heads=1, q_len=128, density=1.0)
+    run = partial(edited.forward, scale=1.0, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    with pytest.raises(jax.errors.JaxRuntimeError) as race:
+        jax.block_until_ready(jax.jit(run)(case.query, case.key, case.value, case.mask()))
+    assert "_memory_warpgroup" in (said := try_kernel.reason(race.value)) and said.startswith("RACE DETECTED")
 
 
 @pytest.mark.parametrize("name", SHAPES)

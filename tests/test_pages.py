@@ -70,6 +70,8 @@ def test_code_runs(page, tmp_path, monkeypatch):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in pages.blocks_of(page):
+            if pages.quote_of(block):
+                continue
             if file := pages.file_of(block):
                 Path(file).parent.mkdir(exist_ok=True)
                 Path(file).write_text(block.text)
@@ -82,6 +84,17 @@ def test_code_runs(page, tmp_path, monkeypatch):
                 runner.run(test, out=report.append, clear_globs=False)
                 names |= test.globs
                 assert not report, "".join(report)
+
+
+QUOTING = [page for page in PAGES if any(pages.quote_of(block) for block in pages.blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=pages.name_of)
+def test_quotes_are_in_the_files(page):
+    for block in pages.blocks_of(page):
+        if path := pages.quote_of(block):
+            quote = block.text.partition("\n")[2]
+            assert (pages.ROOT / path).read_text().count(quote) == 1, f"{pages.name_of(page)}, line {block.line}"
 
 
 EDITING = [page for page in PAGES if any(block.language == "diff" for block in pages.blocks_of(page))]

@@ -18,6 +18,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -163,13 +164,22 @@ def wrong_calls(entry: Entry, console: Console) -> int:
             entry.run(arguments)
             said = "right"
         except Exception as problem:
-            wrong, said = wrong + 1, f"WRONG: {type(problem).__name__}: {str(problem)[:2000]}"
+            wrong, said = wrong + 1, f"WRONG: {reason(problem)}"
         console.print(f"{said}, {time.monotonic() - started:.0f} s", markup=False)
     return wrong
 
 
+def reason(problem: Exception) -> str:
+    """Of a race only the two accesses: JAX wraps them in tracebacks of its own."""
+    text = f"{type(problem).__name__}: {problem}"
+    if race := re.search(r"RACE DETECTED(?:\n  .*)+", text):
+        text = re.sub(r"\n  clock: .*", "", race[0])
+    return text[:2000]
+
+
 def compared(mine: dict[str, Kernel], theirs: dict[str, Kernel], assembled: bool) -> Table:
-    table = Table("kernel", "instructions" if assembled else "operations", "registers", "spilled bytes", "difference")
+    columns = "kernel", "instructions" if assembled else "operations", "registers", "spilled bytes", "difference"
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in mine | theirs:
         table.add_row(name, *machine_code.row(mine.get(name), theirs.get(name)))
     return table
