@@ -20,7 +20,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake.hads.mask", "xsake.tuning_db"),
     ("xsake.backend",),
     ("xsake._rewrites",),
-    ("xsake.kernels_pallas_gpu", "xsake.kernels_pallas_tpu", "xsake.kernels_raw_triton", "xsake.kernels_xla_ref"),
+    (
+        "xsake.kernels_pallas_gpu",
+        "xsake.kernels_pallas_tpu",
+        "xsake.kernels_raw_triton",
+        "xsake.kernels_xla_ref",
+    ),
     ("xsake._op",),
     ("xsake._selection", "xsake._sequence"),
     ("xsake",),  # the door to the operation and to masks
