@@ -15,7 +15,6 @@ over the norm of any result.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -24,17 +23,16 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import record
-from benchmarks.gpu.attention import DIRECTIONS
-from benchmarks.gpu.peers import CALLS, PAUSE
+from benchmarks.gpu.peer_masks import CALLS
 from benchmarks.harness import checkouts
+from benchmarks.harness.case import DIRECTIONS
+from benchmarks.harness.race import PAUSE
+from benchmarks.harness.script import Record, listed, parser, show
 from xsake.autotune.measure.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
@@ -45,8 +43,8 @@ THIS, OTHER = "this", "other"
 class Runner:
     """The process of one checkout: `harness/tree_runner.py`."""
 
-    def __init__(self, root: Path, options: Sequence[str]):
-        command = [sys.executable, "-m", "benchmarks.harness.tree_runner", *options]
+    def __init__(self, root: Path, asked: dict[str, Any]):
+        command = [sys.executable, "-m", "benchmarks.harness.tree_runner", json.dumps(asked)]
         pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._root = root
         self._process = subprocess.Popen(command, cwd=record.ROOT, env=checkouts.environment(root), **pipes)
@@ -75,8 +73,8 @@ class Runner:
 
 
 @contextlib.contextmanager
-def runners(roots: dict[str, Path], options: Sequence[str]) -> Iterator[dict[str, Runner]]:
-    found = {name: Runner(root, options) for name, root in roots.items()}
+def runners(roots: dict[str, Path], asked: dict[str, Any]) -> Iterator[dict[str, Runner]]:
+    found = {name: Runner(root, asked) for name, root in roots.items()}
     try:
         yield found
     finally:
@@ -109,49 +107,34 @@ def distance(this: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="HEAD", help="a commit, or the folder of another checkout")
-    parser.add_argument("--only", default="llama32k,full16k,gpt4k,gpt4k_d64", help="workloads of gpu_peers.py")
-    parser.add_argument("--masks", default="random", help="masks whose names begin with one of these")
-    parser.add_argument("--directions", default=",".join(DIRECTIONS))
-    parser.add_argument("--any-order", action="store_true", help="deterministic=False")
-    parser.add_argument("--length", type=int, help="tokens, instead of the workload's")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each turn")
-    parser.add_argument("--out", type=Path, help="write the run to this folder")
-    args = parser.parse_args()
-    for name, known in (("only", CALLS), ("directions", DIRECTIONS)):
-        if unknown := set(getattr(args, name).split(",")) - set(known):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
-    console = Console(width=120)
-    options = [f"--only={args.only}", f"--masks={args.masks}", f"--directions={args.directions}"]
-    options += ["--any-order"] * args.any_order + ([f"--length={args.length}"] if args.length else [])
-    table = Table("call", "direction", "mask", "this", args.against, "ratio", "results")
-    results = []
-    with (
-        checkouts.checkout(args.against) as other,
-        runners({THIS: record.ROOT, OTHER: other}, options) as found,
-        console.status("compiling") as status,
-    ):
-        calls = {name: runner.calls() for name, runner in found.items()}
-        if not calls[THIS]:
-            raise SystemExit(f"--masks: no mask of {args.only} has a name that begins with {args.masks!r}")
-        for number, (this, its) in enumerate(zip(calls[THIS], calls[OTHER], strict=True)):
+    options = parser(__doc__, rounds=9)
+    options.add_argument("--against", default="HEAD", help="a commit, or the folder of another checkout")
+    calls = ["llama32k", "full16k", "gpt4k", "gpt4k_d64"]
+    options.add_argument("--only", type=listed(among=CALLS), default=calls, help="workloads of gpu/peers.py")
+    options.add_argument("--masks", default="random", help="masks whose names begin with one of these")
+    options.add_argument("--directions", type=listed(among=DIRECTIONS), default=[*DIRECTIONS])
+    options.add_argument("--any-order", action="store_true", help="deterministic=False")
+    options.add_argument("--length", type=int, help="tokens, instead of the workload's")
+    options.add_argument("--seconds", type=float, default=0.2, help="of each turn")
+    args = options.parse_args()
+    asked = {name: getattr(args, name) for name in ("only", "masks", "directions", "any_order", "length")}
+    rows, lines = Record("compare_trees", args.out, against=args.against), []
+    roots = {THIS: record.ROOT}
+    with checkouts.checkout(args.against) as other, runners(roots | {OTHER: other}, asked) as found:
+        calls_of = {name: runner.calls() for name, runner in found.items()}
+        if not calls_of[THIS]:
+            raise SystemExit(f"--masks: no mask of {', '.join(args.only)} has a name that begins with {args.masks!r}")
+        for number, (this, its) in enumerate(zip(calls_of[THIS], calls_of[OTHER], strict=True)):
             names = {key: this[key] for key in ("workload", "direction", "mask")}
-            status.update(f"racing {', '.join(names.values())}")
             times = race(found, number, min(this["once"], its["once"]), args.rounds, args.seconds)
             apart = distance(this["results"], its["results"])
-            results.append({**names, "seconds_per_call": times, "apart": apart})
+            rows.add({**names, "seconds_per_call": times, "apart": apart})
             ratio, medians = compared(times), (Timing.of(times[name]).median for name in (THIS, OTHER))
-            table.add_row(
-                *names.values(),
-                *(f"{median * 1e3:.3f} ms" for median in medians),
-                f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
-                f"{apart:.1e} apart" if apart else "same bits",
-            )
-    console.print(table)
-    if args.out:
-        record.save("compare_trees", results, args.out, against=args.against)
+            ratio_told = f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+            results = f"{apart:.1e} apart" if apart else "same bits"
+            lines.append([*names.values(), *(f"{median * 1e3:.3f} ms" for median in medians), ratio_told, results])
+            print(*lines[-1], sep="  ", flush=True)
+    show(["call", "direction", "mask", "this", args.against, "ratio", "results"], lines)
 
 
 if __name__ == "__main__":

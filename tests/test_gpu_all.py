@@ -5,7 +5,6 @@ import sys
 import time
 
 import pytest
-from rich.console import Console
 
 from benchmarks.gpu import all as gpu_all
 from benchmarks.gpu.all import Job
@@ -25,7 +24,7 @@ def job(tmp_path, name: str, program: str, **values) -> Job:
 
 
 def run(together, alone, seconds: float = 60, out=None) -> None:
-    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, console=Console(quiet=True), out=out)
+    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, out=out)
 
 
 def test_all_compile_before_one_races_and_each_races_alone(tmp_path):

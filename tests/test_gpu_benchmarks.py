@@ -7,13 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import hads_masks
-from benchmarks.gpu import packing as gpu_packing
-from benchmarks.gpu import peers as gpu_peers
-from benchmarks.gpu import prompt as gpu_prompt
-from benchmarks.gpu import sanitize as gpu_sanitize
+from benchmarks.gpu import hads_masks, packing, peer_masks, peers, prompt, sanitize
 from benchmarks.gpu import selection as gpu_selection
-from benchmarks.harness import contestant as checked_peer
+from benchmarks.harness import contestant
+from benchmarks.harness.case import BOTH, DIRECTIONS, Case
 from benchmarks.report import aims, selection
 
 X = jnp.arange(1.0, 5.0)
@@ -34,7 +31,7 @@ def failing(*given):
 
 
 def checked(function):
-    return checked_peer.checked(function, (X,), OURS)
+    return contestant.checked(function, (X,), OURS)
 
 
 def test_a_contestant_that_agrees_is_raced():
@@ -53,14 +50,14 @@ def test_a_wrong_contestant_is_not_raced():
 def test_a_failure_is_told_and_kept_short():
     words = f"it fails: RuntimeError: {UNSUPPORTED}"
     assert checked(failing).recorded() == {"raced": False, "words": words, "differences": None, "variant": None}
-    assert len(checked_peer.told(ValueError("x" * 10_000))) < checked_peer.MOST_WORDS + 10
+    assert len(contestant.told(ValueError("x" * 10_000))) < contestant.MOST_WORDS + 10
 
 
 def test_the_fastest_is_of_the_right_variants():
     variants = {"bad": wrong, "good": right, "none": failing, "also good": lambda x: x + x}
-    found = checked_peer.fastest(variants, (X,), OURS)
+    found = contestant.fastest(variants, (X,), OURS)
     assert found.run is not None and found.variant in ("good", "also good")
-    assert checked_peer.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
+    assert contestant.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
 
 
 def test_repeated_blocks_are_no_blocks():
@@ -75,20 +72,20 @@ def test_peers_are_named(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_selection", "--peers", "nobody"])
     with pytest.raises(SystemExit):
         gpu_selection.main()
-    assert "--peers nobody: it must be of ejkernel" in capsys.readouterr().err
+    assert "--peers: nobody is not one of ejkernel" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sizes", [(256, 16, 64), (250, 16, 64), (256, 64, 128), (200, 64, 16)])
 def test_pairs_are_counted_as_the_mask_says(sizes):
     tokens, block_q, block_kv = sizes
-    mask = gpu_packing.mask_of(tokens, 2, block_q, block_kv, 0.4)
-    assert gpu_packing.pairs(mask) == np.asarray(mask.to_elements()).sum() / (2 * tokens)
+    mask = packing.mask_of(tokens, 2, block_q, block_kv, 0.4)
+    assert packing.pairs(mask) == np.asarray(mask.to_elements()).sum() / (2 * tokens)
 
 
 @pytest.mark.slow
 def test_a_small_run_of_packing(monkeypatch):
-    monkeypatch.setattr(gpu_packing, "DIM", 16)
-    rows = gpu_packing.measure(128, 8, 1, 64, 0.5, rounds=2)
+    monkeypatch.setattr(packing, "DIM", 16)
+    rows = packing.measure(128, 8, 1, 64, 0.5, rounds=2)
     assert [r["block_q"] for r in rows] == [16, 64] and max(r["error"] for r in rows) < 0.01
 
 
@@ -108,9 +105,7 @@ def test_a_small_run_of_selection(monkeypatch):
     case = gpu_selection.Case(128, 16, 16, ("uniform",), False)
     programs = gpu_selection.compile_all([case], "xla")
     (row,) = gpu_selection.measure(case, programs, "xla", 2, gpu_selection.PEERS["ejkernel"])
-    assert set(row["seconds"]) == {
-        f"{who}, {d}" for who in ("selected", "raw_triton") for d in gpu_selection.DIRECTIONS
-    }
+    assert set(row["seconds"]) == {f"{who}, {d}" for who in ("selected", "raw_triton") for d in DIRECTIONS}
     assert set(row["peers"]["raw_triton, forward+backward"]["differences"]) == set(gpu_selection.RESULTS)
     assert "ejkernel, mended, forward" not in row["peers"]
     assert row["peers"]["ejkernel, mended, forward+backward"]["words"] == f"it fails: RuntimeError: {UNSUPPORTED}"
@@ -152,7 +147,7 @@ def test_the_cpu_has_no_raw_triton():
     ],
 )
 def test_what_the_sanitizer_says_is_counted(said, code, errors, warnings):
-    assert gpu_sanitize.errors_in(said, code) == errors and gpu_sanitize.warnings_in(said) == warnings
+    assert sanitize.errors_in(said, code) == errors and sanitize.warnings_in(said) == warnings
 
 
 def test_a_value_that_rounds_to_its_aim_is_not_missed():
@@ -160,12 +155,12 @@ def test_a_value_that_rounds_to_its_aim_is_not_missed():
 
 
 def test_masks_of_hads_are_raced_beside_random_ones_of_as_many_blocks():
-    masks, small = gpu_peers.masks_of(gpu_peers.HADS), hads_masks.load()
+    masks, small = peer_masks.masks_of(peer_masks.HADS), hads_masks.load()
     for name, blocks in small.items():
         chosen, drawn = (np.asarray(masks[n].to_blocks())[0] for n in (name, f"random, as {name}"))
-        assert chosen.shape == (gpu_peers.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
+        assert chosen.shape == (peer_masks.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
         assert chosen.diagonal(axis1=1, axis2=2).all() and drawn.diagonal(axis1=1, axis2=2).all()
-        own = np.asarray(gpu_peers.with_small_blocks(gpu_peers.HADS, name).to_blocks())[0]
+        own = np.asarray(peer_masks.with_small_blocks(peer_masks.HADS, name).to_blocks())[0]
         np.testing.assert_array_equal(own, blocks)
         np.testing.assert_array_equal(chosen, own.reshape(-1, 64, 2, 64, 2).any((2, 4)))
     assert len(masks) == 2 * len(small) == 6
@@ -185,7 +180,7 @@ def test_the_aims_with_masks_of_hads():
 
 def test_a_models_file_needs_its_profile_and_a_text():
     with pytest.raises(SystemExit, match=r"x\.gguf is a file, .* it needs --profile and --texts"):
-        gpu_prompt.Subject.of_file("x.gguf", None, None)
+        prompt.Subject.of_file("x.gguf", None, None)
 
 
 class Tensor:
@@ -200,11 +195,10 @@ class Tensor:
 
 @pytest.mark.parametrize("off", [0.0, 0.01, 0.1, np.nan])
 def test_a_peer_with_other_results_is_not_raced(off):
-    race = object.__new__(gpu_peers.Race)
-    race.bench, race.name = gpu_peers.Bench.__new__(gpu_peers.Bench), "random 43%"
-    race.bench.workload, race.bench.direction = gpu_peers.HADS, "forward+backward"
+    race = object.__new__(peers.Race)
+    race.case, race.name, race.workload = Case(peer_masks.HADS, BOTH), "random 43%", peer_masks.HADS
     ours = tuple(jnp.full((2, 3), value, jnp.bfloat16) for value in (1.0, 2.0))
-    race.contestants = {gpu_peers.OURS: lambda: ours}
+    race.contestants = {peers.OURS: lambda: ours}
     race.check()  # without a peer there is nothing to compare
     race.contestants["fa4"] = lambda: (Tensor(ours[0]), Tensor(ours[1] * jnp.bfloat16(1 + off)))
     if off <= 0.01:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,29 +10,23 @@ import torch
 from fastvideo_kernel.block_sparse_attn import block_sparse_attn_sm90
 
 import xsake
-from benchmarks.contestants.flex import graph
+from benchmarks.contestants import by_torch
+from benchmarks.harness.case import Case
 
 BLOCK = 64
 
 
-def contestant(mask: xsake.BlockMask, direction: str, calls: int, *, inputs: Sequence[Any]) -> Callable[[], Any]:
-    """`calls` calls of what its public function runs on Hopper; that one would run Triton's kernels where these lack.
+def contestant(case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
+    """What its public function runs on Hopper; that one would run Triton's kernels where these lack.
 
     The backward makes the transposed lists anew in every call.
     """
-    q, k, v = (torch.from_dlpack(x).transpose(1, 2).contiguous() for x in inputs)
-    for x in (q, k, v):
-        x.requires_grad_(direction != "forward")
-    d_out = torch.randn_like(q)
-    active = np.broadcast_to(np.asarray(mask.to_blocks()), (*q.shape[:2], q.shape[2] // BLOCK, k.shape[2] // BLOCK))
-    order = np.argsort(~active, axis=-1, kind="stable").astype(np.int32)
-    count, order = (torch.from_numpy(np.ascontiguousarray(x)).cuda() for x in (active.sum(-1, dtype=np.int32), order))
-    sizes = torch.full((k.shape[2] // BLOCK,), BLOCK, dtype=torch.int32, device="cuda")
+    query, key, _ = (x.shape for x in case.inputs)
+    shape = (query[0], query[2], query[1] // BLOCK, key[1] // BLOCK)
+    count, order = by_torch.compressed(np.broadcast_to(np.asarray(mask.to_blocks()), shape))
+    sizes = torch.full((shape[3],), BLOCK, dtype=torch.int32, device="cuda")
 
-    def forward() -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return block_sparse_attn_sm90(q, k, v, order, count, sizes)[0]
 
-    def both() -> tuple:
-        return torch.autograd.grad(forward(), (q, k, v), d_out)
-
-    return graph(forward if direction == "forward" else both, calls)
+    return by_torch.contestant(case, attend, heads_first=True)

@@ -1,25 +1,30 @@
 """Errors of output and gradients against float64: ours and cuDNN's, dense causal, in one run.
 
-python -m benchmarks.gpu.accuracy --out DIR
+python -m benchmarks.gpu.accuracy --record                         write benchmarks/results/gpu_accuracy.json
+python -m benchmarks.gpu.accuracy --dense xla --dtypes bfloat16    a run anywhere
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import xsake
-from benchmarks import record
+from benchmarks.harness.case import BOTH, Case, in_direction
+from benchmarks.harness.contestant import dense
+from benchmarks.harness.script import Record, listed, parser, show
+from xsake.autotune.workloads import Workload
 
 NAMES = ("output", "d_query", "d_key", "d_value")
 
 
-def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: np.ndarray) -> tuple[np.ndarray, ...]:
-    q, k, v, d_out = (np.asarray(x).astype(np.float64).swapaxes(1, 2) for x in (q, k, v, d_out))
+def exact(*given: Any) -> tuple[np.ndarray, ...]:
+    """Output and gradients of query, key and value in float64, from these and the output's cotangent."""
+    q, k, v, d_out = (np.asarray(x).astype(np.float64).swapaxes(1, 2) for x in given)
     scale, length = q.shape[-1] ** -0.5, q.shape[2]
     x = np.where(np.tri(length, dtype=bool), q @ k.swapaxes(-1, -2) * scale, -np.inf)
     p = np.exp(x - x.max(-1, keepdims=True))
@@ -31,30 +36,32 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: np.ndarray) -> tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
-    results = []
-    for dtype in (jnp.bfloat16, jnp.float16):
+    options = parser(__doc__, dense=True)
+    options.add_argument("--dtypes", type=listed(), default=["bfloat16", "float16"])
+    args = options.parse_args()
+    attends = {"xsake": partial(xsake.attention, is_causal=True), args.dense: dense(args.dense)}
+    rows = Record("gpu_accuracy", args.out)
+    for dtype in args.dtypes:
         for head_dim in (64, 128):
-            keys = jax.random.split(jax.random.key(head_dim), 4)
-            q, k, v, d_out = (jax.random.normal(key, (1, 1024, 4, head_dim), jnp.float32).astype(dtype) for key in keys)
-            truth = exact(q, k, v, d_out)
-            attends = {
-                "xsake": lambda *x: xsake.attention(*x, is_causal=True),
-                "cudnn": lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="cudnn"),
-            }
+            sizes: dict[str, Any] = dict(batch=1, q_heads=4, kv_heads=4, length=1024, head_dim=head_dim)
+            case = Case(Workload(name="accuracy", is_causal=True, **sizes), BOTH, jnp.dtype(dtype))
+            truth = exact(*case.given)
             for who, attend in attends.items():
-                out, pull = jax.vjp(jax.jit(attend), q, k, v)
-                for name, got, want in zip(NAMES, (out, *pull(d_out)), truth, strict=True):
+                found = jax.tree.leaves(jax.jit(in_direction(attend, BOTH))(*case.given))
+                for name, got, want in zip(NAMES, found, truth, strict=True):
                     error = np.asarray(got).astype(np.float64) - want
                     rms = float(np.sqrt(np.mean(error**2) / np.mean(want**2)))
-                    entry = {"dtype": jnp.dtype(dtype).name, "head_dim": head_dim, "implementation": who}
-                    results.append(entry | {"of": name, "rms": rms, "max": float(np.abs(error).max())})
-    for ours, peer in zip(*([r for r in results if r["implementation"] == w] for w in ("xsake", "cudnn")), strict=True):
-        print(ours["dtype"], ours["head_dim"], ours["of"], f"{ours['rms']:.2e} {peer['rms']:.2e}", end=" ")
-        print(f"rms {ours['rms'] / peer['rms']:.2f} max {ours['max'] / peer['max']:.2f}")
-    record.save("gpu_accuracy", results, args.out)
+                    entry = {"dtype": dtype, "head_dim": head_dim, "implementation": who}
+                    rows.add(entry | {"of": name, "rms": rms, "max": float(np.abs(error).max())})
+    ours, peer = ([r for r in rows if r["implementation"] == who] for who in attends)
+    show(
+        ["dtype", "D", "result", "rms", f"rms of {args.dense}", "rms, ours over theirs", "largest, ours over theirs"],
+        [
+            [a["dtype"], a["head_dim"], a["of"], *(f"{x['rms']:.2e}" for x in (a, b))]
+            + [f"{a[what] / b[what]:.2f}" for what in ("rms", "max")]
+            for a, b in zip(ours, peer, strict=True)
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ stop the others.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -30,11 +29,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import record
 from benchmarks.harness import turns
+from benchmarks.harness.script import listed, parser, show
 from xsake._ground import atomic
 
 # Those that call `turns.begin`, and the options of their parts.
@@ -131,7 +128,7 @@ def join(jobs: Sequence[Job], out: Path) -> None:
         atomic.write_text(out / name, json.dumps(joined, indent=1) + "\n")
 
 
-def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, console: Console, out: Path) -> None:
+def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, out: Path) -> None:
     """Run all jobs until `deadline`, a time of `time.monotonic`."""
     common = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several are there at a time
     with tempfile.TemporaryDirectory() as name, _stopped_at_the_end([*together, *alone]):
@@ -139,12 +136,12 @@ def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, conso
         for job in together:
             job.start(common | {turns.FOLDER: name, turns.NAME: job.name})
         waiting = list(together)
-        with console.status(f"compiling {', '.join(job.name for job in together)}"):
-            while waiting and time.monotonic() < deadline:
-                for job in [job for job in waiting if job.ended or turns.ready(folder, job.name).exists()]:
-                    job.compiled = time.monotonic() - start
-                    waiting.remove(job)
-                time.sleep(0.1)
+        print(f"compiling {', '.join(job.name for job in together)}", flush=True)
+        while waiting and time.monotonic() < deadline:
+            for job in [job for job in waiting if job.ended or turns.ready(folder, job.name).exists()]:
+                job.compiled = time.monotonic() - start
+                waiting.remove(job)
+            time.sleep(0.1)
         for job in [*together, *alone]:
             if time.monotonic() >= deadline:
                 break
@@ -153,13 +150,12 @@ def run(together: Sequence[Job], alone: Sequence[Job], *, deadline: float, conso
                 job.start(common)
             else:
                 turns.turn(folder, job.name).touch()
-            with console.status(job.name):
-                while not job.ended and time.monotonic() < deadline:
-                    time.sleep(0.1)
+            while not job.ended and time.monotonic() < deadline:
+                time.sleep(0.1)
             job.seconds = time.monotonic() - begin
             job.note_end()
             join(together, out)
-            console.print(f"{job.name}: {job.status} ({job.seconds:.0f} s)")
+            print(f"{job.name}: {job.status} ({job.seconds:.0f} s)", flush=True)
 
 
 @contextlib.contextmanager
@@ -172,40 +168,32 @@ def _stopped_at_the_end(jobs: Sequence[Job]) -> Iterator[None]:
             job.stop()
 
 
-def show(jobs: Sequence[Job], console: Console) -> None:
-    table = Table("benchmark", "compiled after, s", "turn, s", "what became of it")
-    for job in jobs:
-        times = ["" if x is None else f"{x:.0f}" for x in (job.compiled, job.seconds)]
-        table.add_row(job.name, *times, job.status)
-    console.print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--record", action="store_true", help="write to benchmarks/results")
-    where.add_argument("--out", type=Path, metavar="DIR", help="write to another folder")
+    options = parser(__doc__)
     known = (*TOGETHER, *ALONE)
-    parser.add_argument("--only", default=",".join(known), help="some of them, comma-separated")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument(
+    options.add_argument("--only", type=listed(among=known), default=[*known], help="some of them")
+    options.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    options.add_argument(
         "--give", action="append", default=[], metavar="NAME=OPTIONS", help="more options of a benchmark"
     )
-    args = parser.parse_args()
-    only, more = args.only.split(","), dict(one.partition("=")[::2] for one in args.give)
-    if unknown := sorted({*only, *more} - {*known}):
-        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}")
-    out = (record.RESULTS if args.record else args.out).resolve()
-    logs = (record.ROOT / "out" if args.record else out) / "logs"
-    console = Console(width=120)
+    args = options.parse_args()
+    more = dict(one.partition("=")[::2] for one in args.give)
+    if unknown := sorted({*more} - {*known}):
+        options.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.out is None:
+        options.error("say where the records go: --record or --out DIR")
+    out = args.out.resolve()
+    logs = (record.ROOT / "out" if args.out == record.RESULTS else out) / "logs"
     together, alone = (
-        [job for name in names if name in only for job in jobs_of(name, more.get(name, ""), out, logs)]
+        [job for name in names if name in args.only for job in jobs_of(name, more.get(name, ""), out, logs)]
         for names in (TOGETHER, ALONE)
     )
-    deadline = time.monotonic() + 60 * args.minutes
-    run(together, alone, deadline=deadline, console=console, out=out)
-    show([*together, *alone], console)
-    sys.exit(any(job.status != "done" for job in [*together, *alone]))
+    deadline, jobs = time.monotonic() + 60 * args.minutes, [*together, *alone]
+    run(together, alone, deadline=deadline, out=out)
+    numbers = [["" if x is None else f"{x:.0f}" for x in (job.compiled, job.seconds)] for job in jobs]
+    lines = [[job.name, *times, job.status] for job, times in zip(jobs, numbers, strict=True)]
+    show(["benchmark", "compiled after, s", "turn, s", "what became of it"], lines)
+    sys.exit(any(job.status != "done" for job in jobs))
 
 
 if __name__ == "__main__":

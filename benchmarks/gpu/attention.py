@@ -12,247 +12,160 @@ time than Python needs to launch them are chained, eight per program (torch: per
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
 import jax
-import jax.numpy as jnp
-from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
 from benchmarks.harness import turns
-from xsake.autotune.measure.chain import chain
-from xsake.autotune.measure.timing import Timing, race
+from benchmarks.harness.case import BOTH, DIRECTIONS, FORWARD, Case
+from benchmarks.harness.contestant import dense, of_torch, sparse
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, listed, need_gpu, parser, show
 from xsake.autotune.workloads import WORKLOADS, Workload
 
-DIRECTIONS = ("forward", "forward+backward")
 DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)
 LONG_DENSITIES = (*DENSITIES, 0.05)
 SMALL_BLOCK_DENSITIES = (1.0, 0.43, 0.25, 0.1)
-BACKWARD_FLOPS = 3.5
 
 
-def chained_calls(workload: Workload) -> int:
-    return 8 if workload.length <= 8192 else 1
-
-
-def in_direction(attend: Callable, direction: str, cotangent: Array, calls: int = 1) -> Callable:
-    if direction == "forward":
-        return chain(attend, calls)
-
-    def both(q: Array, k: Array, v: Array, cotangent: Array, *rest: Any) -> tuple:
-        return jax.vjp(lambda *x: attend(*x, *rest), q, k, v)[1](cotangent)
-
-    run = chain(both, calls)
-    return lambda q, k, v, *rest: run(q, k, v, cotangent, *rest)
-
-
-def sparse(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
-    return xsake.attention(q, k, v, mask)
-
-
-def cudnn(workload: Workload) -> Callable:
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=workload.is_causal, implementation="cudnn")
-
-
-def one_shape(workload: Workload, make: Callable, **kwargs: Any) -> xsake.BlockMask:
+def one_shape(workload: Workload, make: Callable[..., xsake.BlockMask], **options: Any) -> xsake.BlockMask:
     """The mask with room for every block and no density hint: all masks of a workload then run one compiled program."""
-    block = kwargs.get("block", workload.block)
-    n = -(-workload.length // block)
+    n = -(-workload.length // options.get("block", workload.block))
     capacity = n * (n + 1) // 2 if workload.is_causal else n * n
-    return dataclasses.replace(make(capacity=capacity, **kwargs), density_hint=None)
-
-
-def used_bytes(run: Callable, *inputs: Any) -> int:
-    memory = jax.jit(run).lower(*inputs).compile().memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
-
-
-class Run:
-    """One recorded run, written after every measurement: a stopped run keeps its measurements."""
-
-    def __init__(self, out: Path | None, console: Console):
-        self.results: list[dict[str, Any]] = []
-        self.out, self.console = out, console
-
-    def add(self, workload: Workload, direction: str, who: str, timing: Timing, flops: float, **extra: Any) -> None:
-        flops *= BACKWARD_FLOPS if direction != "forward" else 1.0
-        entry = {
-            "workload": workload.name,
-            "direction": direction,
-            "implementation": who,
-            "seconds": dataclasses.asdict(timing),
-            "tflops": flops / timing.median / 1e12,
-            **extra,
-        }
-        self.results.append(entry)
-        asked = f"{extra['asked']:.0%}" if "asked" in extra else f"{extra['density']:.0%}"
-        self.console.print(
-            f"{workload.name:10} {direction:17} {who:14} {asked:>6} {timing.median * 1e3:9.3f} ms "
-            f"{entry['tflops']:7.1f} TFLOP/s"
-        )
-        self.save()
-
-    def save(self) -> None:
-        if self.out is not None:
-            record.save("gpu_attention", self.results, self.out)
+    return dataclasses.replace(make(capacity=capacity, **options), density_hint=None)
 
 
 class Bench:
-    """One workload in one direction: its data, its masks and its contestants."""
+    """One case: its masks and its contestants."""
 
     def __init__(self, workload: Workload, direction: str):
-        self.workload, self.direction = workload, direction
-        self.inputs = workload.inputs(jnp.bfloat16)
-        self.cotangent = jax.random.normal(jax.random.key(9), self.inputs[0].shape, self.inputs[0].dtype)
-        self.calls = chained_calls(workload)
-        self.dense = self.contestant(cudnn(workload))
-        self.ours = self.contestant(sparse)
+        self.case, self.workload = Case(workload, direction), workload
+        self.dense = self.case.contestant(dense(is_causal=workload.is_causal))
+        self._ours = self.case.program(sparse)
         densities = LONG_DENSITIES if workload.length > 8192 else DENSITIES
         self.masks = {d: one_shape(workload, workload.mask, density=d) for d in densities}
         self.small = {d: one_shape(workload, workload.mask, density=d, block=64) for d in SMALL_BLOCK_DENSITIES}
         self.uneven = one_shape(workload, workload.uneven_mask)
 
-    def contestant(self, attend: Callable) -> Callable:
-        return in_direction(attend, self.direction, self.cotangent, self.calls)
-
-    def race(self, contestants: dict[str, Callable], rounds: int, wait: Callable = jax.block_until_ready) -> dict:
-        times = race(contestants, rounds=rounds, min_seconds=0.04, wait=wait)
-        return {who: timing.per_call(self.calls) for who, timing in times.items()}
+    def ours(self, mask: xsake.BlockMask) -> Callable[[], Any]:
+        return partial(self._ours, *self.case.given, mask)
 
     def compile(self) -> None:
         """Compile before anything is timed; several benches compile side by side."""
-        jax.block_until_ready(self.dense(*self.inputs))
-        for mask in (self.masks[1.0], self.small[1.0]):
-            jax.block_until_ready(self.ours(*self.inputs, mask))
+        for run in (self.dense, self.ours(self.masks[1.0]), self.ours(self.small[1.0])):
+            jax.block_until_ready(run())
 
-    def measure(self, run: Run, flex: Any, rounds: int) -> None:
-        w, wait = self.workload, flex.wait if flex else jax.block_until_ready
+    def measure(self, rows: Record, rounds: int, flex: Any, wait: Callable[[Any], Any]) -> None:
         for asked, mask in self.masks.items():
-            contestants: dict[str, Callable] = {
-                "xsake": lambda mask=mask: self.ours(*self.inputs, mask),
-                "cudnn": lambda: self.dense(*self.inputs),
-            }
+            contestants = {"xsake": self.ours(mask), "cudnn": self.dense}
             if flex:
-                contestants["flex"] = flex.contestant(w, mask, self.direction, self.calls)
-            if asked == 1.0 and self.direction == "forward":
-                contestants |= self.pallas_peers(run.console)
-            for who, timing in self.race(contestants, rounds, wait).items():
-                flops = w.flops(None if who == "cudnn" else mask)
-                run.add(w, self.direction, who, timing, flops, asked=asked, density=float(mask.density()))
+                contestants["flex"] = flex.contestant(self.case, mask)
+            if asked == 1.0 and self.case.direction == FORWARD:
+                contestants |= self.pallas_peers()
+            flops = {"cudnn": self.case.flops()}
+            self.race(rows, contestants, dict.fromkeys(contestants, mask), rounds, flops, wait=wait, asked=asked)
         for asked, mask in self.small.items():
-            times = self.race({"xsake": lambda mask=mask: self.ours(*self.inputs, mask)}, rounds)
-            extra = {"asked": asked, "density": float(mask.density())}
-            run.add(w, self.direction, "xsake block 64", times["xsake"], w.flops(mask), **extra)
+            self.race(rows, {"xsake block 64": self.ours(mask)}, {"xsake block 64": mask}, rounds, asked=asked)
+        if self.workload.length > 8192:
+            # Heads from 10% to 90% against a uniform mask of about as many blocks; compare time per block.
+            masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
+            self.race(rows, {who: self.ours(mask) for who, mask in masks.items()}, masks, rounds)
+        if (self.workload.name, self.case.direction) == ("gpt4k", BOTH):
+            self.measure_memory(rows)
 
-    def pallas_peers(self, console: Console) -> dict[str, Callable]:
-        from benchmarks.contestants.pallas import contestants
+    def race(
+        self,
+        rows: Record,
+        contestants: dict[str, Callable[[], Any]],
+        masks: dict[str, xsake.BlockMask],
+        rounds: int,
+        flops: dict[str, float] | None = None,
+        wait: Callable[[Any], Any] = jax.block_until_ready,
+        **asked: float,
+    ) -> None:
+        """A row per contestant; `flops` are of those that do not compute their mask's blocks alone."""
+        options: dict[str, Any] = dict(min_seconds=0.04, wait=wait)
+        about = {"workload": self.workload.name, "direction": self.case.direction}
+        for who, seconds in timings(contestants, rounds, self.case.calls, **options).items():
+            operations = (flops or {}).get(who, self.case.flops(masks[who]))
+            row = {"implementation": who, "seconds": seconds, "tflops": operations / seconds["median"] / 1e12}
+            rows.add({**about, **row, **asked, "density": float(masks[who].density())})
+            told = f"{seconds['median'] * 1e3:9.3f} ms {row['tflops']:7.1f} TFLOP/s"
+            share = f"{rows[-1].get('asked', rows[-1]['density']):.0%}"
+            print(f"{self.workload.name:10} {self.case.direction:17} {who:14} {share:>6} {told}", flush=True)
 
-        able: dict[str, Callable] = {}
-        for who, (attend, dtype) in contestants(self.workload).items():
-            peer = self.contestant(attend)
-            inputs = [x.astype(dtype) for x in self.inputs]
+    def pallas_peers(self) -> dict[str, Callable[[], Any]]:
+        from benchmarks.contestants import pallas
+
+        able: dict[str, Callable[[], Any]] = {}
+        for who, (attend, dtype) in pallas.contestants(self.workload).items():
+            peer = Case(self.workload, self.case.direction, dtype).contestant(attend)
             try:
-                jax.block_until_ready(peer(*inputs))
+                jax.block_until_ready(peer())
             except Exception as error:  # another project's kernel: whatever it raises, the others are measured
-                console.print(f"{who} is left out on {self.workload.name}: {str(error)[:200]}")
+                print(f"{who} is left out on {self.workload.name}: {str(error)[:200]}", flush=True)
             else:
-                able[who] = lambda peer=peer, inputs=inputs: peer(*inputs)
+                able[who] = peer
         return able
 
-    def measure_uneven(self, run: Run, rounds: int) -> None:
-        """Heads from 10% to 90% against a uniform mask of about as many blocks; compare time per block."""
-        masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
-        contestants = {who: lambda mask=mask: self.ours(*self.inputs, mask) for who, mask in masks.items()}
-        for who, timing in self.race(contestants, rounds).items():
-            flops, density = self.workload.flops(masks[who]), float(masks[who].density())
-            run.add(self.workload, self.direction, who, timing, flops, density=density)
-
-    def measure_memory(self, run: Run) -> None:
+    def measure_memory(self, rows: Record) -> None:
         """Bytes of forward and backward together, against unfused attention in XLA."""
-        unfused = in_direction(
-            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"),
-            self.direction,
-            self.cotangent,
-        )
-        ours = in_direction(sparse, self.direction, self.cotangent)
+        once = Case(self.workload, self.case.direction, calls=1)
         used = {
-            "xsake": used_bytes(ours, *self.inputs, self.masks[0.43]),
-            "xla dense": used_bytes(unfused, *self.inputs),
+            "xsake": used_bytes(once.compiled(sparse, self.masks[0.43])),
+            "xla dense": used_bytes(once.compiled(dense("xla"))),
         }
-        run.results.append(
-            {"workload": self.workload.name, "direction": self.direction, "implementation": "memory", "bytes": used}
-        )
-        run.console.print(f"{self.workload.name}: bytes {used}, {used['xsake'] / used['xla dense']:.1%}")
+        about = {"workload": self.workload.name, "direction": self.case.direction}
+        rows.add({**about, "implementation": "memory", "bytes": used})
+        print(f"{self.workload.name}: bytes {used}, {used['xsake'] / used['xla dense']:.1%}", flush=True)
 
 
-def summary(results: list[dict[str, Any]]) -> Table:
+def used_bytes(contestant: Any) -> int:
+    memory = contestant.func.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+
+
+def summary(rows: Record) -> None:
     """Our throughput over cuDNN's dense throughput, and over FlexAttention's with the same mask, in the same race."""
-    table = Table("workload", "direction", "density", "xsake", "cuDNN dense", "over cuDNN", "flex", "over flex")
-    by = {(r["workload"], r["direction"], r["implementation"], r.get("asked")): r for r in results}
+    by = {(r["workload"], r["direction"], r["implementation"], r.get("asked")): r.get("tflops") for r in rows}
+    lines = []
     for (workload, direction, who, asked), ours in by.items():
-        if who != "xsake":
-            continue
-        dense, flex = by[workload, direction, "cudnn", asked], by.get((workload, direction, "flex", asked))
-        table.add_row(
-            workload,
-            direction,
-            f"{asked:.0%}",
-            f"{ours['tflops']:.0f}",
-            f"{dense['tflops']:.0f}",
-            f"{ours['tflops'] / dense['tflops']:.2f}",
-            f"{flex['tflops']:.0f}" if flex else "",
-            f"{ours['tflops'] / flex['tflops']:.2f}x" if flex else "",
-        )
-    return table
+        if who == "xsake":
+            cudnn, flex = (by.get((workload, direction, peer, asked)) for peer in ("cudnn", "flex"))
+            ratios = [cell for x in (cudnn, flex) for cell in ((f"{x:.0f}", f"{ours / x:.2f}") if x else ("", ""))]
+            lines.append([workload, direction, f"{asked:.0%}", f"{ours:.0f}", *ratios])
+    show(["workload", "direction", "density", "xsake", "cuDNN dense", "over cuDNN", "flex", "over flex"], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="gpt4k,gpt4k_d64,llama32k,full16k")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-flex", action="store_true")
-    args = parser.parse_args()
-
-    console = Console(width=140)
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.gpu.attention needs an NVIDIA GPU, and JAX sees none")
-    flex = None
-    if not args.no_flex:
-        try:
-            from benchmarks.contestants import flex  # type: ignore[no-redef]
-        except ImportError as error:
-            console.print(f"FlexAttention is left out: {error}")
-    run = Run(record.RESULTS if args.record else args.out, console)
-    benches = [Bench(WORKLOADS[name], direction) for name in args.only.split(",") for direction in DIRECTIONS]
-    with console.status("compiling"), ThreadPoolExecutor() as pool:
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--only", type=listed(among=WORKLOADS), default=["gpt4k", "gpt4k_d64", "llama32k", "full16k"])
+    options.add_argument("--no-flex", action="store_true")
+    args = options.parse_args()
+    need_gpu("benchmarks.gpu.attention")
+    found, wait = of_torch(*([] if args.no_flex else ["flex"]))
+    flex = found.get("flex")
+    rows = Record("gpu_attention", args.out)
+    benches = [Bench(WORKLOADS[name], direction) for name in args.only for direction in DIRECTIONS]
+    with ThreadPoolExecutor() as pool:
         compiled = [pool.submit(bench.compile) for bench in benches]
         if flex:  # in this thread: torch compiles one program at a time
             for bench in benches:
-                flex.contestant(bench.workload, bench.masks[1.0], bench.direction, 1)()
+                flex.contestant(Case(bench.workload, bench.case.direction, calls=1), bench.masks[1.0])()
         for job in compiled:
             job.result()
     turns.begin()
     for bench in benches:
-        bench.measure(run, flex, args.rounds)
-        if bench.workload.length > 8192:
-            bench.measure_uneven(run, args.rounds)
-        if (bench.workload.name, bench.direction) == ("gpt4k", DIRECTIONS[1]):
-            bench.measure_memory(run)
-    run.save()
-    console.print(summary(run.results))
+        bench.measure(rows, args.rounds, flex, wait)
+    summary(rows)
 
 
 if __name__ == "__main__":

@@ -12,29 +12,23 @@ raced where they are installed (benchmarks/README.md says how) and agree with th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
-import jax
 import jax.numpy as jnp
-from rich.console import Console
 
-from benchmarks import record
-from benchmarks.gpu.attention import BACKWARD_FLOPS, DIRECTIONS
-from benchmarks.gpu.peers import Bench, race
-from benchmarks.harness import turns
-from benchmarks.harness.contestant import WORST, relative_difference, told
+from benchmarks.harness.case import DIRECTIONS, FORWARD, Case, compile_all
+from benchmarks.harness.contestant import WORST, of_torch, relative_difference, sparse, told
 from benchmarks.harness.nvidia_smi import Monitor
+from benchmarks.harness.race import run_all, sustained_race, sustained_row
+from benchmarks.harness.script import Row, listed, need_gpu, parser
 from xsake.autotune.workloads import WORKLOADS
 
 DENSITY = 0.1
@@ -42,40 +36,35 @@ BLOCKS = {  # queries x keys
     "llama32k": ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (128, 16), (64, 16)),
     "full16k": ((128, 128), (64, 64)),
 }
-Contestant = tuple[str, tuple[int, int]]  # who, with which blocks
 
 
 class Race:
     """One workload and direction: every contestant with every shape of blocks that it takes."""
 
-    def __init__(self, name: str, direction: str, peers: dict[str, Any]):
-        self.workload, self.direction, self.peers = WORKLOADS[name], direction, peers
-        self.bench = Bench(self.workload, direction, None)
+    def __init__(self, name: str, direction: str, peers: dict[str, ModuleType]):
+        self.workload = WORKLOADS[name]
+        self.case = Case(self.workload, direction)
         self.masks = {
-            blocks: dataclasses.replace(self.workload, block=blocks[0], block_kv=blocks[1]).mask(DENSITY)
-            for blocks in BLOCKS[name]
+            (q, kv): dataclasses.replace(self.workload, block=q, block_kv=kv).mask(DENSITY) for q, kv in BLOCKS[name]
         }
-        self.runs: dict[Contestant, Callable[[], Any]] = {}
-        self.left_out: list[dict[str, Any]] = []
-
-    def compile(self, pool: ThreadPoolExecutor) -> None:
-        self.runs = {("xsake", blocks): self.bench.ours(mask) for blocks, mask in self.masks.items()}
-        ours = pool.map(lambda run: jax.block_until_ready(run()), self.runs.values())
-        forward, inputs, calls = self.direction == "forward", self.bench.inputs, self.bench.calls
-        for (blocks, mask), result in zip(self.masks.items(), list(ours), strict=True):
-            if fa4 := self.peers.get("fa4") if forward or blocks == (128, 128) else None:
-                entry = partial(fa4.contestant, self.workload, mask, self.direction, calls, inputs=inputs)
-                self.enter("fa4", blocks, result, entry)
-            if fastvideo := self.peers.get("fastvideo") if blocks == (64, 64) and not self.workload.is_causal else None:
-                entry = partial(fastvideo.contestant, mask, self.direction, calls, inputs=inputs)
-                self.enter("fastvideo", blocks, result, entry)
+        self.runs = {("xsake", blocks): self.case.contestant(sparse, mask) for blocks, mask in self.masks.items()}
+        self.left_out: list[Row] = []
+        ours = compile_all(self.runs.values())
+        for (blocks, mask), result in zip(self.masks.items(), ours, strict=True):
+            takes = {
+                "fa4": direction == FORWARD or blocks == (128, 128),
+                "fastvideo": blocks == (64, 64) and not self.workload.is_causal,
+            }
+            for who, peer in peers.items():
+                if takes[who]:
+                    self.enter(who, blocks, result, partial(peer.contestant, self.case, mask))
 
     def enter(self, who: str, blocks: tuple[int, int], ours: Any, make: Callable[[], Callable[[], Any]]) -> None:
-        """Races the peer if it runs and, forward, agrees with us; its gradients are those of another cotangent."""
+        """Races the peer if it runs and, forward, agrees with us."""
         try:
             run = make()
             found = run()
-            if self.direction == "forward":
+            if self.case.direction == FORWARD:
                 out = jnp.asarray(found.detach().float().cpu().numpy())
                 out = out.swapaxes(1, 2) if who == "fastvideo" else out
                 if not (difference := relative_difference(out, ours)) <= WORST:
@@ -85,67 +74,43 @@ class Race:
         else:
             self.runs[who, blocks] = run
 
-    def about(self, who: str, blocks: tuple[int, int]) -> dict[str, Any]:
+    def about(self, who: str, blocks: tuple[int, int]) -> Row:
         return {
             "workload": self.workload.name,
-            "direction": self.direction,
+            "direction": self.case.direction,
             "implementation": who,
             "block_q": blocks[0],
             "block_kv": blocks[1],
             "density": float(self.masks[blocks].density()),
         }
 
-    def run(self, rounds: int, wait: Callable, monitor: Monitor) -> list[dict[str, Any]]:
-        products = BACKWARD_FLOPS if self.direction != "forward" else 1.0
-        flops = {blocks: self.workload.flops(mask) * products for blocks, mask in self.masks.items()}
+    def run(self, rounds: int, wait: Callable[[Any], Any], monitor: Monitor) -> list[Row]:
+        flops = {blocks: self.case.flops(mask) for blocks, mask in self.masks.items()}
         named = {f"{who} {q} x {kv}": run for (who, (q, kv)), run in self.runs.items()}
-        found = race(named, rounds, wait, monitor).values()
-        calls = self.bench.calls
+        raced = sustained_race(named, rounds, wait, monitor).values()
         return self.left_out + [
-            self.about(who, blocks)
-            | {kind: dataclasses.asdict(times[kind].per_call(calls)) for kind in ("burst", "sustained")}
-            | {"tflops": flops[blocks] * calls / times["sustained"].median / 1e12, "chip": times["chip"]}
-            for (who, blocks), times in zip(self.runs, found, strict=True)
+            self.about(who, blocks) | sustained_row(found, self.case.calls, flops[blocks])
+            for (who, blocks), found in zip(self.runs, raced, strict=True)
         ]
 
 
+def show(found: list[Row]) -> None:
+    for r in found:
+        said = r.get("why") or f"{r['sustained']['median'] * 1e3:8.3f} ms {r['tflops']:6.0f} TFLOP/s"
+        blocks = f"{r['block_q']:3} x {r['block_kv']:<3}"
+        print(f"{r['workload']:9} {r['direction']:16} {blocks} {r['implementation']:10} {said}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default=",".join(BLOCKS))
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    console, start = Console(width=140), time.monotonic()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.gpu.blocks needs an NVIDIA GPU, and JAX sees none")
-    peers = {}
-    for name in ("fa4", "fastvideo"):
-        try:
-            peers[name] = importlib.import_module(f"benchmarks.contestants.{name}")
-        except ImportError as error:
-            console.print(f"{name} is left out: {error}")
-    wait = importlib.import_module("benchmarks.contestants.flex").wait if peers else jax.block_until_ready
-    races = [Race(name, direction, peers) for name in args.only.split(",") for direction in reversed(DIRECTIONS)]
-    with console.status("compiling"), ThreadPoolExecutor() as pool:
-        for one in races:
-            one.compile(pool)
-    console.print(f"compiled in {time.monotonic() - start:.0f} s")
-    turns.begin()
-    results: list[dict[str, Any]] = []
-    with Monitor() as monitor:
-        for one in races:
-            results += (found := one.run(args.rounds, wait, monitor))
-            for r in found:
-                said = r.get("why") or f"{r['sustained']['median'] * 1e3:8.3f} ms {r['tflops']:6.0f} TFLOP/s"
-                console.print(
-                    f"{r['workload']:9} {r['direction']:16} {r['block_q']:3} x {r['block_kv']:<3} "
-                    f"{r['implementation']:10} {said}"
-                )
-            if args.record or args.out:
-                name = one.workload.name
-                of_workload = [r for r in results if r["workload"] == name]
-                record.save(f"gpu_blocks_{name}", of_workload, record.RESULTS if args.record else args.out)
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--only", type=listed(among=BLOCKS), default=[*BLOCKS])
+    args = options.parse_args()
+    need_gpu("benchmarks.gpu.blocks")
+    start = time.monotonic()
+    peers, wait = of_torch("fa4", "fastvideo")
+    races = [Race(name, direction, peers) for name in args.only for direction in reversed(DIRECTIONS)]
+    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+    run_all(races, "gpu_blocks", args.out, rounds=args.rounds, wait=wait, show=show)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,21 @@ a copy of 2 GB reads and writes per second in the same race. The error is agains
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
+from benchmarks.harness.contestant import dense, relative_difference
+from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake.autotune.measure.timing import race
+from xsake.autotune.workloads import Workload
 
 HEADS = {"qwen2.5-1.5b": (12, 2), "llama3-8b": (32, 8)}
 DIM, BLOCK, SPARSE, LAYERS = 128, 64, 0.1, 8
@@ -42,7 +40,7 @@ def sparse_mask(batch: int, kv_heads: int, keys: int) -> xsake.BlockMask:
     return xsake.BlockMask.from_blocks(chosen, block_q=BLOCK, block_kv=BLOCK, q_len=1, kv_len=keys, transpose=False)
 
 
-def layers(attention_fn: Callable) -> Callable:
+def layers(attention_fn: Callable[..., Array]) -> Callable[..., Array]:
     """One program of all layers; the kernel of a layer is compiled once for all."""
     one = jax.jit(attention_fn)
 
@@ -55,82 +53,62 @@ def layers(attention_fn: Callable) -> Callable:
     return run
 
 
-def measure(name: str, batch: int, keys: int, dense: str, copied: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, batch: int, keys: int, by: str, copied: int, rounds: int) -> Row:
     q_heads, kv_heads = HEADS[name]
+    sizes: dict[str, Any] = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=DIM)
+    token = Workload(name=name, length=1, kv_length=keys, is_causal=False, **sizes)
     mask = sparse_mask(batch, kv_heads, keys)
-
-    def array(seed: int, length: int, heads: int) -> Array:
-        return jax.random.normal(jax.random.key(seed), (batch, length, heads, DIM), jnp.bfloat16)
-
-    q = array(0, 1, q_heads)
-    caches = [(array(2 * i + 1, keys, kv_heads), array(2 * i + 2, keys, kv_heads)) for i in range(LAYERS)]
+    q, *first = token.inputs(jnp.bfloat16)
+    caches = [tuple(first), *(token.inputs(jnp.bfloat16, seed)[1:] for seed in range(1, LAYERS))]
     errors = {}
     for what, given in (("dense", None), ("sparse", mask)):
-        wide = [x.astype(jnp.float32) for x in (q, *caches[0])]
+        wide = [x.astype(jnp.float32) for x in (q, *first)]
         exact = jax.jit(partial(xsake.attention, implementation="xla"))(*wide, given)
-        found = jax.jit(xsake.attention)(q, *caches[0], given).astype(jnp.float32)
-        errors[what] = float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+        errors[what] = relative_difference(jax.jit(xsake.attention)(q, *first, given), exact)
         del wide
     source = jnp.zeros((copied // 4,), jnp.float32)
-    peer = partial(jax.nn.dot_product_attention, implementation=dense)
-    contenders: dict[str, Callable[[], Any]] = {
+    contestants: dict[str, Callable[[], Any]] = {
         "dense": partial(layers(xsake.attention), q, caches),
         "sparse": partial(layers(xsake.attention), q, caches, mask),
-        f"dense by {dense}": partial(layers(peer), q, caches),
+        f"dense by {by}": partial(layers(dense(by, is_causal=False)), q, caches),
         "copy": partial(jax.jit(lambda x: x + 1), source),
     }
-    times = race(contenders, rounds=rounds)
-    read = 2 * caches[0][0].nbytes
-    seconds = {
-        what: dataclasses.asdict(time if what == "copy" else time.per_call(LAYERS)) for what, time in times.items()
-    }
+    read = 2 * first[0].nbytes
+    times = race(contestants, rounds=rounds)
+    layered = {what: time if what == "copy" else time.per_call(LAYERS) for what, time in times.items()}
     return {
         "heads": name,
         "batch": batch,
         "keys": keys,
-        "bytes": {"dense": read, "sparse": read * float(mask.density()), f"dense by {dense}": read, "copy": 2 * copied},
+        "bytes": {"dense": read, "sparse": read * float(mask.density()), f"dense by {by}": read, "copy": 2 * copied},
         "errors": errors,
-        "seconds": seconds,
+        "seconds": {what: dataclasses.asdict(time) for what, time in layered.items()},
     }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("heads", "batch", "keys", "what", "µs", "quartiles", "share", "times dense", "error")
-    for row in rows:
-        speed = {name: row["bytes"][name] / time["median"] for name, time in row["seconds"].items()}
-        for name, time in row["seconds"].items():
-            table.add_row(
-                row["heads"],
-                str(row["batch"]),
-                str(row["keys"]),
-                name,
-                f"{time['median'] * 1e6:.1f}",
-                f"{time['low'] * 1e6:.1f}-{time['high'] * 1e6:.1f}",
-                f"{speed[name] / speed['copy']:.2f}",
-                f"{row['seconds']['dense']['median'] / time['median']:.2f}",
-                f"{row['errors'][name]:.1e}" if name in row["errors"] else "",
-            )
-    Console(width=130).print(table)
+def lines_of(row: Row) -> list[list[Any]]:
+    seconds, errors, lines = row["seconds"], row["errors"], []
+    speed = {name: row["bytes"][name] / time["median"] for name, time in seconds.items()}
+    for name, time in seconds.items():
+        ratios = f"{speed[name] / speed['copy']:.2f}", f"{seconds['dense']['median'] / time['median']:.2f}"
+        error = f"{errors[name]:.1e}" if name in errors else ""
+        lines.append([row["heads"], row["batch"], row["keys"], name, *spread(time, 1e6, 1), *ratios, error])
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", default=",".join(HEADS))
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--keys", type=int, default=32768)
-    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
-    parser.add_argument("--copied", type=int, default=1 << 30, help="bytes of the array that is copied")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for name in args.heads.split(","):
-        for batch in map(int, args.batches.split(",")):
-            rows.append(measure(name, batch, args.keys, args.dense, args.copied, args.rounds))
-            if args.record or args.out:
-                record.save("gpu_decode", rows, *([args.out] if args.out else []))
-    show(rows)
+    options = parser(__doc__, rounds=7, dense=True)
+    options.add_argument("--heads", type=listed(among=HEADS), default=[*HEADS])
+    options.add_argument("--batches", type=listed(int), default=[1, 8, 32])
+    options.add_argument("--keys", type=int, default=32768)
+    options.add_argument("--copied", type=int, default=1 << 30, help="bytes of the array that is copied")
+    args = options.parse_args()
+    rows = Record("gpu_decode", args.out)
+    for name in args.heads:
+        for batch in args.batches:
+            rows.add(measure(name, batch, args.keys, args.dense, args.copied, args.rounds))
+    columns = ["heads", "batch", "keys", "what", "µs", "quartiles", "share", "times dense", "error"]
+    show(columns, [line for row in rows for line in lines_of(row)])
 
 
 if __name__ == "__main__":

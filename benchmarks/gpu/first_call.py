@@ -12,22 +12,20 @@ pays only once. Every length is new to the process, and nothing is read from a c
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
-from benchmarks.gpu.selection import both, inputs
+from benchmarks.harness.case import BOTH, Case, in_direction
+from benchmarks.harness.contestant import dense
+from benchmarks.harness.script import Record, listed, parser, show
+from xsake.autotune.workloads import Workload
 
 AGAIN = 20  # calls of one shape, of which the median counts
 WINDOW_BLOCKS = 4
@@ -50,53 +48,40 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds of each kind of call; of every kind one number per length."""
     found: dict[str, list[float]] = {}
-
-    def add(kind: str, value: float) -> None:
-        found.setdefault(kind, []).append(value)
-
+    sizes: dict[str, Any] = dict(batch=1, q_heads=heads, kv_heads=heads, head_dim=128)
     for length in lengths:
-        attend, (q, k, v, d_out) = attention_at(length), jax.block_until_ready(inputs(length, heads, heads))
-        for what, function, given in (("forward", attend, (q, k, v)), ("gradient", both(attend), (q, k, v, d_out))):
+        attend = attention_at(length)
+        case = Case(Workload(name="first call", length=length, is_causal=True, **sizes), BOTH)
+        both = in_direction(attend, BOTH)
+        jax.block_until_ready(case.given)
+        for what, function, given in (("forward", attend, case.inputs), ("gradient", both, case.given)):
             run = partial(function, *given)
-            add(f"outside jit, first {what}", seconds(run))
-            add(f"outside jit, {what} again", statistics.median(seconds(run) for _ in range(AGAIN)))
-            add(f"jit, first {what}", seconds(partial(jax.jit(function), *given)))
+            of_kinds = {
+                f"outside jit, first {what}": seconds(run),
+                f"outside jit, {what} again": statistics.median(seconds(run) for _ in range(AGAIN)),
+                f"jit, first {what}": seconds(partial(jax.jit(function), *given)),
+            }
+            for kind, value in of_kinds.items():
+                found.setdefault(kind, []).append(value)
     return found
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    table = Table("who", "call", "seconds", "least", "most")
-    for row in results:
-        values = row["seconds"]
-        table.add_row(row["implementation"], row["call"], *(f"{f(values):.4f}" for f in (statistics.median, min, max)))
-    Console(width=110).print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="4096,6144,8192", help="each is new to the process")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    options = parser(__doc__, dense=True)
+    options.add_argument("--lengths", type=listed(int), default=[4096, 6144, 8192], help="each is new to the process")
+    options.add_argument("--heads", type=int, default=16)
+    options.add_argument("--block", type=int, default=128)
+    args = options.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    lengths = [int(n) for n in args.lengths.split(",")]
-
-    def dense(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=args.dense)
-
-    results = []
-    for who, attention_at in (("xsake", partial(ours, args.block)), (args.dense, lambda _: dense)):
-        measure(attention_at, [lengths[0] // 2], args.heads)  # what a process pays once
-        results += [
-            {"implementation": who, "call": call, "lengths": lengths, "heads": args.heads, "seconds": values}
-            for call, values in measure(attention_at, lengths, args.heads).items()
-        ]
-    show(results)
-    if out := record.RESULTS if args.record else args.out:
-        record.save("gpu_first_call", results, out)
+    rows = Record("gpu_first_call", args.out)
+    for who, attention_at in (("xsake", partial(ours, args.block)), (args.dense, lambda _: dense(args.dense))):
+        measure(attention_at, [args.lengths[0] // 2], args.heads)  # what a process pays once
+        for call, values in measure(attention_at, args.lengths, args.heads).items():
+            about = {"implementation": who, "call": call, "lengths": args.lengths, "heads": args.heads}
+            rows.add(about | {"seconds": values})
+    numbers = (statistics.median, min, max)
+    lines = [[r["implementation"], r["call"], *(f"{f(r['seconds']):.4f}" for f in numbers)] for r in rows]
+    show(["who", "call", "seconds", "least", "most"], lines)
 
 
 if __name__ == "__main__":

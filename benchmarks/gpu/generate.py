@@ -30,16 +30,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import record
-from benchmarks.gpu.prompt import MODELS, make, profile_of
 from benchmarks.hads.texts import EVALUATION
 from benchmarks.hads.written import Divergence, divergences, pool
 from benchmarks.harness import turns
 from benchmarks.harness.kernel_times import kernel_times
-from xsake.autotune.measure.timing import race
+from benchmarks.harness.models import MODELS, make, profile_of
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake.hads import HadsProfile
 from xsake.hads.profile.fingerprint import shared
 from xsake.hads.profile.profile import shipped
@@ -51,8 +49,6 @@ from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.weights.published import name_of
 from xsake.model.weights.writer import Writer
-
-Row = dict[str, Any]
 
 
 class Turns:
@@ -118,13 +114,12 @@ def times(
     for contender in contenders.values():
         contender()  # compiles
     turns.begin()
-    seconds = race(contenders, rounds=rounds)
     return {
         "batch": batch,
         "length": length,
         "new_tokens": new,
         "bytes": bytes_of(model, batch, length),
-        "seconds": {way: dataclasses.asdict(time.per_call(new)) for way, time in seconds.items()},
+        "seconds": timings(contenders, rounds, new),
         "kernels": {way: kernel_times(run) for way, run in contenders.items()},  # of a whole turn
     }
 
@@ -151,34 +146,18 @@ def summary(seen: Divergence) -> Row:
     }
 
 
-def show_times(rows: list[Row]) -> None:
-    table = Table("batch", "tokens", "way", "tokens/s", "ms per step", "quartiles", "times dense")
-    for row in rows:
-        for way, time in row["seconds"].items():
-            table.add_row(
-                str(row["batch"]),
-                str(row["length"]),
-                way,
-                f"{row['batch'] / time['median']:.1f}",
-                f"{time['median'] * 1e3:.2f}",
-                f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
-                f"{row['seconds']['dense']['median'] / time['median']:.2f}",
-            )
-    Console(width=120).print(table)
+def time_lines(row: Row) -> list[list[Any]]:
+    dense, lines = row["seconds"]["dense"]["median"], []
+    for way, time in row["seconds"].items():
+        speed, ratio = f"{row['batch'] / time['median']:.1f}", f"{dense / time['median']:.2f}"
+        lines.append([row["batch"], row["length"], way, speed, *spread(time), ratio])
+    return lines
 
 
-def show_quality(rows: list[Row]) -> None:
-    table = Table("text", "budget", "KL", "quartiles", "largest", "same token")
-    for row in rows:
-        table.add_row(
-            row["text"],
-            f"{row['budget']:.0%}",
-            f"{row['kl']:.5f}",
-            " ".join(f"{x:.5f}" for x in row["kl_of_tokens"].values()),
-            f"{row['largest_kl']:.3f}",
-            f"{row['same_token']:.1%}",
-        )
-    Console(width=120).print(table)
+def quality_line(row: Row) -> list[str]:
+    quartiles = " ".join(f"{x:.5f}" for x in row["kl_of_tokens"].values())
+    numbers = [f"{row['kl']:.5f}", quartiles, f"{row['largest_kl']:.3f}", f"{row['same_token']:.1%}"]
+    return [row["text"], f"{row['budget']:.0%}", *numbers]
 
 
 def load(args: argparse.Namespace) -> tuple[str, Transformer]:
@@ -198,13 +177,13 @@ def profile_for(args: argparse.Namespace, name: str, model: Transformer, length:
     elif args.model is not None:
         profile = shipped(name, length)
     else:
-        profile = profile_of(model, 64 if length >= 4096 else 16)
+        profile = profile_of(model, length)
     HadsBudget(profile, 1.0).check(model.config, length)
     return profile
 
 
 def texts_for(args: argparse.Namespace, profile: HadsProfile, length: int) -> list[Text]:
-    texts = load_texts([args.texts], length=length, limit=args.sequences, domains=args.domains.split(","))
+    texts = load_texts([args.texts], length=length, limit=args.sequences, domains=args.domains)
     if known := [text.name for text in texts if shared(text.tokens, profile.digests) > MOST_SHARED]:
         raise ValueError(f"the profile was calibrated on {known}: evaluate on other texts")
     return texts
@@ -214,8 +193,7 @@ def run(args: argparse.Namespace) -> None:
     with_texts = args.texts is not None
     length = args.length or (32768 if args.model else MODELS[args.preset][1])
     new = args.new_tokens or (256 if with_texts else 64)
-    budgets = [float(share) for share in (args.budgets or ("0.1,0.2" if with_texts else "0.1")).split(",")]
-    batches = [int(batch) for batch in args.batches.split(",")]
+    budgets = args.budgets or ([0.1, 0.2] if with_texts else [0.1])
     if not 0 < new < length:
         raise ValueError(f"--new-tokens {new} must be at least 1 and below the {length} tokens of --length")
     name, model = load(args)
@@ -230,51 +208,50 @@ def run(args: argparse.Namespace) -> None:
         "length": length,
         "profile": None if args.profile is None else hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16],
     }
-    rows: list[Row] = []
+    rows = Record("gpu_generate_quality" if with_texts else "gpu_generate", args.out, settings=settings)
 
     def keep(*more: Row) -> None:
-        rows.extend(more)
+        rows.add(*more)
         print(*more, sep="\n", flush=True)
-        if args.record or args.out:
-            what = "gpu_generate_quality" if with_texts else "gpu_generate"
-            record.save(what, rows, *([args.out] if args.out else []), settings=settings)
 
     if with_texts:
         for text in texts_for(args, profile, length):
             keep(*quality(model, profile, text, new=new, budgets=budgets, chunk=args.chunk))
-        show_quality(rows)
+        show(["text", "budget", "KL", "quartiles", "largest", "same token"], map(quality_line, rows))
         return
-    for batch in batches:
+    for batch in args.batches:
         if why := misfit(model, batch, length):
             print(f"left out: {why}", flush=True)
             continue
         shape = dict(batch=batch, length=length, new=new)
         keep(times(model, profile, **shape, budgets=budgets, rounds=args.rounds))
-    show_times(rows)
+    columns = ["batch", "tokens", "way", "tokens/s", "ms per step", "quartiles", "times dense"]
+    show(columns, [line for row in rows for line in time_lines(row)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="qwen2.5-1.5b", choices=list(MODELS), help="a shape, with random weights")
-    parser.add_argument("--model", help="a published model or a GGUF or safetensors file, in place of --preset")
-    parser.add_argument("--name", help="the model's name in profiles; by default that of its file")
-    parser.add_argument("--profile", type=Path, help="by default the one that comes with xsake, or is made of a preset")
-    parser.add_argument("--texts", type=Path, help="measure quality on these texts instead of times")
-    parser.add_argument("--domains", default=",".join(EVALUATION), help="of the texts, comma-separated")
-    parser.add_argument("--sequences", type=int, default=3, help="texts per domain")
-    parser.add_argument("--chunk", type=int, help="tokens of a text that are read at a time; by default all")
-    parser.add_argument("--length", type=int, help="tokens in the cache at the end; 32768, or the preset's")
-    parser.add_argument("--new-tokens", type=int, help="tokens per sequence; 64 for times, 256 for quality")
-    parser.add_argument("--budgets", help="shares of the cache's blocks; 0.1 for times, 0.1,0.2 for quality")
-    parser.add_argument("--batches", default="1,8,32", help="sequences at a time, for times")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--preset", default="qwen2.5-1.5b", choices=list(MODELS), help="a shape, with random weights")
+    options.add_argument("--model", help="a published model or a GGUF or safetensors file, in place of --preset")
+    options.add_argument("--name", help="the model's name in profiles; by default that of its file")
+    options.add_argument(
+        "--profile", type=Path, help="by default the one that comes with xsake, or is made of a preset"
+    )
+    options.add_argument("--texts", type=Path, help="measure quality on these texts instead of times")
+    options.add_argument("--domains", type=listed(), default=[*EVALUATION], help="of the texts")
+    options.add_argument("--sequences", type=int, default=3, help="texts per domain")
+    options.add_argument("--chunk", type=int, help="tokens of a text that are read at a time; by default all")
+    options.add_argument("--length", type=int, help="tokens in the cache at the end; 32768, or the preset's")
+    options.add_argument("--new-tokens", type=int, help="tokens per sequence; 64 for times, 256 for quality")
+    options.add_argument(
+        "--budgets", type=listed(float), help="shares of the cache's blocks; 0.1 for times, 0.1,0.2 for quality"
+    )
+    options.add_argument("--batches", type=listed(int), default=[1, 8, 32], help="sequences at a time, for times")
+    args = options.parse_args(arguments)
     try:
         run(args)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        options.error(str(error))
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def compute() -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/data/hads_masks.npz")
-    args = parser.parse_args()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--record", action="store_true", help="write benchmarks/data/hads_masks.npz")
+    args = options.parse_args()
     found = compute()
     if args.record:
         packed = {name: np.packbits(blocks, axis=-1) for name, blocks in found.items()}

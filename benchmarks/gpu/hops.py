@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.hops                      llama32k, 8 shards in zigzag, measure and print
     python -m benchmarks.gpu.hops --record             also write benchmarks/results/gpu_hops.json
     python -m benchmarks.gpu.hops --out DIR            write the run to DIR
-    python -m benchmarks.gpu.hops --length 512 --heads 2,1     a small call, anywhere
+    python -m benchmarks.gpu.hops --length 512 --heads 2,1 --shards 2     a small call, anywhere
 
 Each hop runs what it runs in `xsake.sharded_attention(exchange="ring")`: the lists of its rows and keys are cut from
 the shard's lists, a kernel computes, and the parts are merged by their lse; in the backward the gradients of keys and
@@ -12,24 +12,22 @@ values are summed over the shards. Only the transfers are missing. The uncut cal
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
+from benchmarks.harness.case import DIRECTIONS, FORWARD, Case
+from benchmarks.harness.contestant import largest_difference, sparse
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show
 from xsake._op.pieces import wide
 from xsake._sequence.exchange import merge
 from xsake._sequence.sharded import Options, shard_of
-from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 from xsake.backend.delta import DeltaParts
 
@@ -109,87 +107,49 @@ def cut_both(shards: Shards, d_out: list[Array]) -> tuple[list[Array], ...]:
     return tuple([x.astype(d_out[0].dtype) for x in grads] for grads in (d_query, d_key, d_value))
 
 
-def uncut_both(query: Array, key: Array, value: Array, mask: xsake.BlockMask, d_out: Array) -> Any:
-    _, backward = jax.vjp(lambda *qkv: xsake.attention(*qkv, mask), query, key, value)
-    return backward(d_out)
-
-
-def difference(one: Any, other: Any) -> float:
-    def of(a: Array, b: Array) -> float:
-        a, b = (x.astype(jnp.float32) for x in (a, b))
-        return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-
-    return max(map(of, jax.tree.leaves(one), jax.tree.leaves(other)))
-
-
-def measure(workload: Workload, density: float, n: int, rounds: int) -> list[dict[str, Any]]:
-    query, key, value = workload.inputs(jnp.bfloat16)
-    mask = workload.mask(density)
-    d_out = jax.random.normal(jax.random.key(1), query.shape, query.dtype)
-    shards = shards_of(query, key, value, mask, n)
-    uncut = {
-        "forward": partial(jax.jit(xsake.attention), query, key, value, mask),
-        "forward+backward": partial(jax.jit(uncut_both), query, key, value, mask, d_out),
+def measure(workload: Workload, direction: str, density: float, n: int, rounds: int) -> Row:
+    case, mask = Case(workload, direction, calls=1), workload.mask(density)
+    shards = shards_of(*case.inputs, mask, n)
+    uncut = case.contestant(sparse, mask)
+    if direction == FORWARD:
+        hops = partial(jax.jit(cut_forward), shards)
+        found: Any = whole([out for out, _ in hops()])
+    else:
+        hops = partial(jax.jit(cut_both), shards, cut(case.cotangent, n))
+        found = tuple(map(whole, hops()))
+    return {
+        "workload": workload.name,
+        "density": density,
+        "shards": n,
+        "direction": direction,
+        "difference": largest_difference(found, uncut()),
+        "seconds": timings({"uncut": uncut, "hops": hops}, rounds),
     }
-    in_hops = {
-        "forward": partial(jax.jit(cut_forward), shards),
-        "forward+backward": partial(jax.jit(cut_both), shards, cut(d_out, n)),
-    }
-    rows = []
-    for direction in uncut:
-        result = in_hops[direction]()
-        found = whole([out for out, _ in result]) if direction == "forward" else tuple(map(whole, result))
-        error = difference(found, uncut[direction]())
-        times = race({"uncut": uncut[direction], "hops": in_hops[direction]}, rounds=rounds)
-        rows.append(
-            {
-                "workload": workload.name,
-                "density": density,
-                "shards": n,
-                "direction": direction,
-                "difference": error,
-                "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
-            }
-        )
-    return rows
+
+
+def line_of(row: Row) -> list[str]:
+    uncut, hops = (row["seconds"][name]["median"] for name in ("uncut", "hops"))
+    times = [f"{uncut * 1e3:.2f}", f"{hops * 1e3:.2f}", f"{hops / uncut:.2f}"]
+    return [f"{row['density']:.0%}", row["direction"], *times, f"{row['difference']:.1e}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="llama32k")
-    parser.add_argument("--length", type=int)
-    parser.add_argument("--heads", help="query heads, K/V heads")
-    parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--densities", default="1,0.43,0.1")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    workload = WORKLOADS[args.workload]
-    if args.length:
-        workload = dataclasses.replace(workload, length=args.length)
-    if args.heads:
-        workload = dataclasses.replace(
-            workload, **dict(zip(("q_heads", "kv_heads"), map(int, args.heads.split(",")), strict=True))
-        )
-    rows: list[dict[str, Any]] = []
-    table = Table("density", "direction", "uncut, ms", f"{args.shards} hops, ms", "ratio", "difference")
-    for density in map(float, args.densities.split(",")):
-        rows += measure(workload, density, args.shards, args.rounds)
-        for row in rows[-2:]:
-            uncut, hops_ = (row["seconds"][name]["median"] for name in ("uncut", "hops"))
-            table.add_row(
-                f"{density:.0%}",
-                row["direction"],
-                f"{uncut * 1e3:.2f}",
-                f"{hops_ * 1e3:.2f}",
-                f"{hops_ / uncut:.2f}",
-                f"{row['difference']:.1e}",
-            )
-        if args.record or args.out:
-            record.save("gpu_hops", rows, *([args.out] if args.out else []))
-    Console(width=120).print(table)
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--workload", choices=WORKLOADS, default="llama32k")
+    options.add_argument("--length", type=int)
+    options.add_argument("--heads", type=listed(int), help="query heads, K/V heads")
+    options.add_argument("--shards", type=int, default=8)
+    options.add_argument("--densities", type=listed(float), default=[1.0, 0.43, 0.1])
+    args = options.parse_args()
+    changes = {"length": args.length} if args.length else {}
+    changes |= dict(zip(("q_heads", "kv_heads"), args.heads, strict=True)) if args.heads else {}
+    workload = dataclasses.replace(WORKLOADS[args.workload], **changes)
+    rows = Record("gpu_hops", args.out)
+    for density in args.densities:
+        for direction in DIRECTIONS:
+            rows.add(measure(workload, direction, density, args.shards, args.rounds))
+    columns = ["density", "direction", "uncut, ms", f"{args.shards} hops, ms", "ratio", "difference"]
+    show(columns, map(line_of, rows))
 
 
 if __name__ == "__main__":

@@ -9,24 +9,22 @@ Contestants take turns. Times of stages are of separate programs, so that their 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
-from xsake.autotune.measure.timing import race
+from benchmarks.harness.contestant import dense, sparse
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show
+from xsake.autotune.workloads import Workload
 from xsake.hads import BlockMask, HadsProfile, layer_counts, select
 from xsake.hads.mask.lists.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
@@ -43,6 +41,10 @@ from xsake.hads.study.methods.mask import MethodMask
 BUDGETS = (0.1, 0.2, 0.43)
 
 Call = tuple[Callable[..., Any], tuple]  # what is timed: a function and its arguments
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> HadsProfile:
@@ -81,47 +83,37 @@ class Bench:
     head_dim: int
     block: int
 
-    def inputs(self) -> tuple[Array, Array, Array]:
-        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        keys = jax.random.split(jax.random.key(0), 3)
-        heads = (self.q_heads, self.kv_heads, self.kv_heads)
-        query, key, value = (
-            jax.random.normal(k, (1, self.length, h, self.head_dim), jnp.float32).astype(dtype)
-            for k, h in zip(keys, heads, strict=True)
-        )
-        return query, key, value
-
-    def run(self, rounds: int) -> list[dict[str, Any]]:
-        query, key, value = self.inputs()
+    def run(self, rounds: int) -> list[Row]:
+        sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, length=self.length, head_dim=self.head_dim)
+        workload = Workload(name="mask", batch=1, is_causal=True, **sizes)
+        query, key, value = workload.inputs(jnp.bfloat16 if on_gpu() else jnp.float32)
         profile = random_profile(self.q_heads, self.kv_heads, self.head_dim, self.block)
         grid = CausalGrid(self.length, self.block)
         device = jax.tree.map(jnp.asarray, profile)
-        calls = self._stages(query, key, device, grid) | {"dense": (_dense, (query, key, value))}
+        calls = self._stages(query, key, device, grid)
+        calls["dense"] = dense("cudnn" if on_gpu() else "xla"), (query, key, value)
         for budget in (b for b in BUDGETS if b > grid.forced_blocks / grid.blocks):
             counts = jnp.asarray(layer_counts(profile, budget, self.length), jnp.int32)
             for name, make in MAKERS.items():
                 calls[f"mask: {name} at {budget:.0%}"] = make, (query, key, device, counts)
                 calls[f"mask and attention: {name} at {budget:.0%}"] = BOTH[name], (query, key, value, device, counts)
             mask = _hads_once(query, key, device, counts)
-            calls[f"attention: hads at {budget:.0%}"] = _attention, (query, key, value, mask)
-        times = race(_compiled(calls), rounds=rounds)
-        return [
-            {"what": name, "seconds": dataclasses.asdict(timing)} | dataclasses.asdict(self)
-            for name, timing in times.items()
-        ]
+            calls[f"attention: hads at {budget:.0%}"] = sparse, (query, key, value, mask)
+        times = timings(_compiled(calls), rounds)
+        return [{"what": name, "seconds": seconds} | dataclasses.asdict(self) for name, seconds in times.items()]
 
     def _stages(self, query: Array, key: Array, profile: HadsProfile, grid: CausalGrid) -> dict[str, Call]:
         """Each stage of making a mask, on the output of the stage before."""
         count = jnp.int32(round(0.2 * self.q_heads * grid.blocks))
 
         def estimates(query: Array, key: Array, p: HadsProfile) -> Array:
-            if jax.default_backend() == "gpu":
+            if on_gpu():
                 return gpu_estimate.block_logits(query, key, p.estimator(0), Rows(grid))
             return block_mass(pool(query, key, grid), p.estimator(0), grid)
 
         def chooses(estimate: Array, p: HadsProfile) -> tuple[Array, ...]:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
-            if jax.default_backend() == "gpu":
+            if on_gpu():
                 return gpu_choose.choose(estimate, Rows(grid), **rule).lists(grid, grid.blocks)
             return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
 
@@ -146,10 +138,6 @@ def _with_attention(make: Callable[..., BlockMask]) -> Callable[..., Array]:
     )
 
 
-def _attention(query: Array, key: Array, value: Array, mask: BlockMask) -> Array:
-    return xsake.attention(query, key, value, mask)
-
-
 MAKERS = {
     "hads": _hads,
     "mean-pooled top-k": _rival("mean_top_k"),
@@ -158,11 +146,6 @@ MAKERS = {
 }
 BOTH = {name: _with_attention(make) for name, make in MAKERS.items()}
 _hads_once = jax.jit(_hads)
-
-
-def _dense(query: Array, key: Array, value: Array) -> Array:
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
 def _compiled(calls: dict[str, Call]) -> dict[str, Callable[[], Any]]:
@@ -174,37 +157,21 @@ def _compiled(calls: dict[str, Call]) -> dict[str, Callable[[], Any]]:
     return {name: partial(programs[function], *args) for name, (function, args) in calls.items()}
 
 
-def summary(bench: Bench, results: list[dict[str, Any]]) -> Table:
-    seconds = {r["what"]: r["seconds"]["median"] for r in results}
-    title = (
-        f"{bench.length} tokens, {bench.q_heads}/{bench.kv_heads} heads, head_dim {bench.head_dim}, block {bench.block}"
-    )
-    table = Table("", "ms", "of dense", title=title)
-    for what, value in seconds.items():
-        table.add_row(what, f"{value * 1e3:.3f}", f"{value / seconds['dense']:.1%}")
-    return table
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="32768")
-    parser.add_argument("--q-heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    console, results = Console(width=120), []
-    for length in map(int, args.lengths.split(",")):
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--lengths", type=listed(int), default=[32768])
+    options.add_argument("--q-heads", type=int, default=32)
+    options.add_argument("--kv-heads", type=int, default=8)
+    options.add_argument("--head-dim", type=int, default=128)
+    options.add_argument("--block", type=int, default=64)
+    args = options.parse_args()
+    rows = Record("hads_mask_cost", args.out)
+    for length in args.lengths:
         bench = Bench(length, args.q_heads, args.kv_heads, args.head_dim, args.block)
-        rows = bench.run(args.rounds)
-        results += rows
-        console.print(summary(bench, rows))
-        if args.record or args.out:
-            record.save("hads_mask_cost", results, *([args.out] if args.out else []))
+        rows.add(*(found := bench.run(args.rounds)))
+        seconds = {row["what"]: row["seconds"]["median"] for row in found}
+        lines = [[what, f"{x * 1e3:.3f}", f"{x / seconds['dense']:.1%}"] for what, x in seconds.items()]
+        show(["", "ms", "of dense"], lines, title=str(bench))
 
 
 if __name__ == "__main__":

@@ -14,38 +14,24 @@ with the backward.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
-from benchmarks.gpu.selection import DIRECTIONS
-from benchmarks.harness.contestant import relative_difference
-from xsake.autotune.measure.timing import race
+from benchmarks.harness.case import BOTH, DIRECTIONS, Case, in_direction
+from benchmarks.harness.contestant import largest_difference, sparse
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show, spread
+from xsake.autotune.workloads import Workload
 
 DIM = 128
 BLOCK_Q = (16, 64)
-PRODUCTS = {"forward": 2, "forward+backward": 7}
+PRODUCTS = dict(zip(DIRECTIONS, (2, 7), strict=True))
 COMPARED = 4096  # tokens at most of the comparison with XLA
-
-
-def inputs(tokens: int, heads: int, kv_heads: int) -> tuple[Array, Array, Array, Array]:
-    """(query, key, value, cotangent of the output)."""
-
-    def array(seed: int, n: int) -> Array:
-        return jax.random.normal(jax.random.key(seed), (1, tokens, n, DIM), jnp.bfloat16)
-
-    return array(0, heads), array(1, kv_heads), array(2, kv_heads), array(3, heads)
 
 
 def mask_of(tokens: int, kv_heads: int, block_q: int, block_kv: int, density: float) -> xsake.BlockMask:
@@ -62,36 +48,31 @@ def pairs(mask: xsake.BlockMask) -> float:
     return float((np.asarray(mask.to_blocks()) * of_blocks).sum() / (mask.batch * mask.heads * mask.q_len))
 
 
-def attend(query: Array, key: Array, value: Array, mask: xsake.BlockMask) -> Array:
-    return xsake.attention(query, key, value, mask)
-
-
-def error(given: tuple[Array, ...], block_q: int, block_kv: int, density: float) -> float:
+def error(case: Case, block_q: int, block_kv: int, density: float) -> float:
     """Of output and gradients of the first tokens, against XLA in float32, relative to the norm: the largest."""
-    few = [x[:, :COMPARED] for x in given]
+    few = [x[:, :COMPARED] for x in (*case.inputs, case.cotangent)]
     mask = mask_of(few[0].shape[1], few[1].shape[2], block_q, block_kv, density)
-    by_xla = partial(xsake.attention, implementation="xla")
-    wide = [x.astype(jnp.float32) for x in few]
-    exact = jax.tree.leaves(jax.jit(DIRECTIONS["forward+backward"](by_xla))(*wide, mask))
-    found = jax.tree.leaves(jax.jit(DIRECTIONS["forward+backward"](attend))(*few, mask))
-    return max(relative_difference(a, b) for a, b in zip(found, exact, strict=True))
+    by_xla = in_direction(partial(xsake.attention, implementation="xla"), BOTH)
+    exact = jax.jit(by_xla)(*(x.astype(jnp.float32) for x in few), mask)
+    return largest_difference(jax.jit(in_direction(sparse, BOTH))(*few, mask), exact)
 
 
-def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: float, rounds: int) -> list[dict[str, Any]]:
+def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: float, rounds: int) -> list[Row]:
     """A row per size of query blocks; all of them run in one race."""
-    query, key, value, d_out = given = inputs(tokens, heads, kv_heads)
+    sizes: dict[str, Any] = dict(batch=1, q_heads=heads, kv_heads=kv_heads, length=tokens, head_dim=DIM)
+    workload = Workload(name="packing", is_causal=True, **sizes)
+    cases = {direction: Case(workload, direction, calls=1) for direction in DIRECTIONS}
     masks = {block_q: mask_of(tokens, kv_heads, block_q, block_kv, density) for block_q in BLOCK_Q}
-    programs: dict[str, Any] = {}
-    for block_q, mask in masks.items():
-        for direction, wrap in DIRECTIONS.items():
-            arrays = (query, key, value, mask) if direction == "forward" else (query, key, value, d_out, mask)
-            compiled = jax.jit(wrap(attend)).lower(*arrays).compile()
-            programs[f"{block_q}, {direction}"] = partial(compiled, *arrays)
-    times = race(programs, rounds=rounds)
+    contestants = {
+        f"{block_q}, {direction}": case.compiled(sparse, mask)
+        for block_q, mask in masks.items()
+        for direction, case in cases.items()
+    }
+    times = timings(contestants, rounds)
     rows = []
     for block_q, mask in masks.items():
-        keys = pairs(mask)
-        seconds = {direction: dataclasses.asdict(times[f"{block_q}, {direction}"]) for direction in DIRECTIONS}
+        operations = 2 * tokens * heads * (keys := pairs(mask)) * DIM
+        seconds = {direction: times[f"{block_q}, {direction}"] for direction in DIRECTIONS}
         rows.append(
             {
                 "tokens": tokens,
@@ -102,53 +83,33 @@ def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: floa
                 "asked": density,
                 "density": float(mask.density()),
                 "keys": keys,
-                "error": error(given, block_q, block_kv, density),
+                "error": error(cases[BOTH], block_q, block_kv, density),
                 "seconds": seconds,
-                "tflops": {
-                    direction: 2 * PRODUCTS[direction] * tokens * heads * keys * DIM / time["median"] / 1e12
-                    for direction, time in seconds.items()
-                },
+                "tflops": {d: PRODUCTS[d] * operations / time["median"] / 1e12 for d, time in seconds.items()},
             }
         )
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("tokens", "heads", "block", "density", "error", "direction", "ms", "quartiles", "TFLOP/s")
-    for row in rows:
-        for direction, time in row["seconds"].items():
-            table.add_row(
-                str(row["tokens"]),
-                f"{row['heads']} on {row['kv_heads']}",
-                f"{row['block_q']} x {row['block_kv']}",
-                f"{row['density']:.3f}",
-                f"{row['error']:.1e}",
-                direction,
-                f"{time['median'] * 1e3:.2f}",
-                f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
-                f"{row['tflops'][direction]:.3g}",
-            )
-    Console(width=140).print(table)
+def lines_of(row: Row) -> list[list[Any]]:
+    about = [row["tokens"], f"{row['heads']} on {row['kv_heads']}", f"{row['block_q']} x {row['block_kv']}"]
+    about += [f"{row['density']:.3f}", f"{row['error']:.1e}"]
+    return [[*about, d, *spread(time), f"{row['tflops'][d]:.3g}"] for d, time in row["seconds"].items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--heads", default="32,4", help="query heads, K/V heads")
-    parser.add_argument("--block-kv", default="64,128")
-    parser.add_argument("--densities", default="0.43,0.1")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    heads, kv_heads = map(int, args.heads.split(","))
-    rows: list[dict[str, Any]] = []
-    for block_kv in map(int, args.block_kv.split(",")):
-        for density in map(float, args.densities.split(",")):
-            rows += measure(args.tokens, heads, kv_heads, block_kv, density, args.rounds)
-            if args.record or args.out:
-                record.save("gpu_packing", rows, *([args.out] if args.out else []))
-    show(rows)
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--tokens", type=int, default=32768)
+    options.add_argument("--heads", type=listed(int), default=[32, 4], help="query heads, K/V heads")
+    options.add_argument("--block-kv", type=listed(int), default=[64, 128])
+    options.add_argument("--densities", type=listed(float), default=[0.43, 0.1])
+    args = options.parse_args()
+    rows = Record("gpu_packing", args.out)
+    for block_kv in args.block_kv:
+        for density in args.densities:
+            rows.add(*measure(args.tokens, *args.heads, block_kv, density, args.rounds))
+    columns = ["tokens", "heads", "block", "density", "error", "direction", "ms", "quartiles", "TFLOP/s"]
+    show(columns, [line for row in rows for line in lines_of(row)])
 
 
 if __name__ == "__main__":

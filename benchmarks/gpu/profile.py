@@ -12,17 +12,16 @@ the calls for which it has a masked backward that stays inside its memory.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
-from benchmarks import record
+import jax
+
+from benchmarks.harness.script import Record, Row, listed, parser
 from xsake.autotune.workloads import WORKLOADS
 
 PROFILED = [  # workload, density, blocks
@@ -52,10 +51,18 @@ METRICS = {
 
 def run_all(who: str) -> None:
     """Runs each call once, for the profiler."""
-    for call in profiled(who):
-        name, density, block = call
+    from benchmarks.harness.case import BOTH, Case
+    from benchmarks.harness.contestant import sparse
+
+    for name, density, block in profiled(who):
         workload = dataclasses.replace(WORKLOADS[name], block=block)
-        (ours if who == "xsake" else fa4)(workload, workload.mask(density))
+        case, mask = Case(workload, BOTH, calls=1), workload.mask(density)
+        if who == "xsake":
+            jax.block_until_ready(case.contestant(sparse, mask)())
+        else:
+            from benchmarks.contestants import by_torch, fa4
+
+            by_torch.wait(fa4.contestant(case, mask)())
 
 
 def profiled(who: str) -> list[tuple[str, float, int]]:
@@ -64,27 +71,7 @@ def profiled(who: str) -> list[tuple[str, float, int]]:
     return [call for call in PROFILED if call[2] == 128 and (call[0] == "full16k" or call[1] < 1.0)]
 
 
-def ours(workload: Any, mask: Any) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks.gpu.attention import in_direction, sparse
-
-    q, k, v = workload.inputs(jnp.bfloat16)
-    cotangent = jax.random.normal(jax.random.key(9), (*q.shape[:-1], v.shape[-1]), q.dtype)
-    jax.block_until_ready(in_direction(sparse, "forward+backward", cotangent)(q, k, v, mask))
-
-
-def fa4(workload: Any, mask: Any) -> None:
-    import torch
-
-    from benchmarks.contestants import fa4 as fa4_peer
-
-    fa4_peer.contestant(workload, mask, "forward+backward", calls=1)()
-    torch.cuda.synchronize()
-
-
-def profile(who: str) -> list[dict[str, Any]]:
+def profile(who: str) -> list[Row]:
     # In base units, so that no prefix has to be parsed.
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["-k", f"regex:{KERNELS[who]}", "--metrics", ",".join(METRICS.values())]
@@ -100,7 +87,7 @@ def profile(who: str) -> list[dict[str, Any]]:
     return read(who, done.stdout)
 
 
-def read(who: str, printed: str) -> list[dict[str, Any]]:
+def read(who: str, printed: str) -> list[Row]:
     """A row per kernel, from what `ncu` printed; a call begins with its forward."""
     table = [line for line in printed.splitlines() if line.startswith('"')]
     header, _units, *rows = csv.reader(io.StringIO("\n".join(table)))
@@ -129,29 +116,26 @@ def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
+def line_of(r: Row) -> str:
+    where = f"{r['implementation']:6} {r['workload']:10} {r['asked']:4.0%} block {r['block']:3} {r['direction']:8}"
+    times = f"{r['microseconds']:8.1f} us  tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%"
+    l2 = f"L2 {r['l2_share']:3.0f}% (hits {r['l2_hit_rate']:3.0f}%)"
+    shared = f"shared memory {r.get('shared_memory_share', float('nan')):3.0f}%"
+    stalls = "  ".join(f"{key[8:]} {r[key]:.2f}" for key in r if key.startswith("stalled_"))
+    return f"{where} {times}  {l2}  {shared}  stalls: {stalls}  {r['kernel'][:40]}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--who", default=",".join(KERNELS), help="whose kernels, separated by commas")
-    parser.add_argument("--run", choices=KERNELS, help="run the calls themselves (for ncu)")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--who", type=listed(among=KERNELS), default=[*KERNELS], help="whose kernels")
+    options.add_argument("--run", choices=KERNELS, help="run the calls themselves (for ncu)")
+    args = options.parse_args()
     if args.run:
         return run_all(args.run)
-    results: list[dict[str, Any]] = []
-    for who in args.who.split(","):
-        results += profile(who)
-        if out := record.RESULTS if args.record else args.out:
-            record.save("gpu_profile", results, out)
-    for r in results:
-        where = f"{r['implementation']:6} {r['workload']:10} {r['asked']:4.0%} block {r['block']:3} {r['direction']:8}"
-        l2 = f"L2 {r['l2_share']:3.0f}% (hits {r['l2_hit_rate']:3.0f}%)"
-        stalls = "  ".join(f"{key[8:]} {r[key]:.2f}" for key in r if key.startswith("stalled_"))
-        shared = f"shared memory {r.get('shared_memory_share', float('nan')):3.0f}%"
-        times = (
-            f"{r['microseconds']:8.1f} us  tensor cores {r['tensor_core_share']:3.0f}%  DRAM {r['dram_share']:3.0f}%"
-        )
-        print(f"{where} {times}  {l2}  {shared}  stalls: {stalls}  {r['kernel'][:40]}")
+    rows = Record("gpu_profile", args.out)
+    for who in args.who:
+        rows.add(*profile(who))
+    print(*map(line_of, rows), sep="\n")
 
 
 if __name__ == "__main__":

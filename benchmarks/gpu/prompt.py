@@ -16,11 +16,8 @@ record also has each kernel's time.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import dataclasses
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,57 +25,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import record
 from benchmarks.harness import turns
+from benchmarks.harness.case import compile_all
 from benchmarks.harness.kernel_times import kernel_times
-from xsake._plan.models import PUBLISHED
-from xsake.autotune.measure.timing import race
-from xsake.hads import HadsProfile, calibrate
+from benchmarks.harness.models import MODELS, make, profile_of
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show, spread
+from xsake.hads import HadsProfile
 from xsake.hads.study.texts import load_texts
-from xsake.model import PRESETS, HadsBudget, ModelConfig, Transformer, load_pretrained
+from xsake.model import HadsBudget, Transformer, load_pretrained
 from xsake.model.generation.prefill import read_prompts
 from xsake.model.training.watch.mfu import utilisation
 from xsake.model.weights.published import name_of
 
-MODELS = {
-    "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),
-    "smollm2-135m": (PRESETS["smollm2-135m"], 8192, 2048),
-    "tiny": (PRESETS["tiny"], 512, 256),
-}
 FILES_AS = "qwen2.5-1.5b"  # a model that is a file reads as many tokens as this one, in chunks of as many
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
-
-
-def make(config: ModelConfig) -> Transformer:
-    """With random weights, drawn array by array: one program for all of them takes a GPU 100 s to compile."""
-
-    def shapes_of() -> Transformer:
-        return Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-
-    graph, shapes = nnx.split(nnx.eval_shape(shapes_of))
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
-
-    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
-        if len(leaf.shape) > 1:
-            return _normal(next(keys), leaf.shape, leaf.dtype)
-        is_bias = "bias" in jax.tree_util.keystr(path)
-        return jnp.zeros(leaf.shape, leaf.dtype) if is_bias else jnp.ones(leaf.shape, leaf.dtype)
-
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
-
-
-def profile_of(model: Transformer, block: int) -> HadsProfile:
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 16 * block))
-    return calibrate(model, tokens, name="random", block=block, steps=20)
 
 
 # Weights are lists of arrays: jit would take a model of modules apart for milliseconds in every call.
@@ -117,7 +79,7 @@ class Subject(NamedTuple):
         config, length, chunk = MODELS[name]
         model = make(config)
         tokens = np.random.default_rng(1).integers(0, config.vocab_size, length, np.int32)
-        made = HadsProfile.load(profile) if profile else profile_of(model, 64 if length >= 4096 else 16)
+        made = HadsProfile.load(profile) if profile else profile_of(model, length)
         return cls(name, model, made, tokens, chunk)
 
     @classmethod
@@ -147,73 +109,53 @@ def contenders_of(subject: Subject, dense: str, budgets: list[float]) -> dict[st
     return contenders
 
 
-def compile_all(runs: Iterable[Callable[[], Any]]) -> None:
-    """Side by side."""
-    with ThreadPoolExecutor() as pool:
-        for _ in pool.map(lambda run: jax.block_until_ready(run()), runs):
-            pass
-
-
-def measure(subject: Subject, contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+def measure(subject: Subject, contenders: dict[str, Callable[[], Any]], rounds: int) -> Row:
     config, length = subject.model.config, len(subject.tokens)
-    times = race(contenders, rounds=rounds)
+    seconds = timings(contenders, rounds)
     flops = config.flops_per_token(length) / 3 - 2 * config.vocab_size * config.width
     return {
         "model": subject.name,
         "length": length,
         "mfu": {
-            way: utilisation(flops, length / time.median, jax.devices()[0].device_kind, 1)
-            for way, time in times.items()
+            way: utilisation(flops, length / time["median"], jax.devices()[0].device_kind, 1)
+            for way, time in seconds.items()
             if way.startswith("dense")
         },
-        "seconds": {way: dataclasses.asdict(time) for way, time in times.items()},
+        "seconds": seconds,
         "kernels": {way: kernel_times(run) for way, run in contenders.items()},
     }
 
 
-def show(rows: list[dict[str, Any]], dense: str) -> None:
-    table = Table("model", "tokens", "way", "ms", "quartiles", f"times dense by {dense}", "MFU")
-    for row in rows:
-        peer = row["seconds"][f"dense by {dense}"]["median"]
-        for way, time in row["seconds"].items():
-            share = row["mfu"].get(way)
-            table.add_row(
-                row["model"],
-                str(row["length"]),
-                way,
-                f"{time['median'] * 1e3:.1f}",
-                f"{time['low'] * 1e3:.1f}-{time['high'] * 1e3:.1f}",
-                f"{peer / time['median']:.2f}",
-                "" if share is None else f"{share:.0%}",
-            )
-    Console(width=120).print(table)
+def lines_of(row: Row, dense: str) -> list[list[Any]]:
+    peer, lines = row["seconds"][f"dense by {dense}"]["median"], []
+    for way, time in row["seconds"].items():
+        mfu, ratio = row["mfu"].get(way), f"{peer / time['median']:.2f}"
+        told = "" if mfu is None else f"{mfu:.0%}"
+        lines.append([row["model"], row["length"], way, *spread(time, digits=1), ratio, told])
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen2.5-1.5b,smollm2-135m", help=f"of {', '.join(MODELS)}; or files")
-    parser.add_argument("--texts", type=Path, help="tokens for a model that is a file")
-    parser.add_argument("--budgets", default="0.2,0.1")
-    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
-    parser.add_argument("--profile", type=Path, help="of a model with these heads, in place of one that is made here")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    budgets = list(map(float, args.budgets.split(",")))
+    options = parser(__doc__, rounds=5, dense=True)
+    options.add_argument(
+        "--models", type=listed(), default=["qwen2.5-1.5b", "smollm2-135m"], help=f"of {', '.join(MODELS)}; or files"
+    )
+    options.add_argument("--texts", type=Path, help="tokens for a model that is a file")
+    options.add_argument("--budgets", type=listed(float), default=[0.2, 0.1])
+    options.add_argument("--profile", type=Path, help="of a model with these heads, in place of one that is made here")
+    args = options.parse_args()
     subjects = [
         Subject.named(name, args.profile) if name in MODELS else Subject.of_file(name, args.profile, args.texts)
-        for name in args.models.split(",")
+        for name in args.models
     ]
-    contenders = [contenders_of(subject, args.dense, budgets) for subject in subjects]
+    contenders = [contenders_of(subject, args.dense, args.budgets) for subject in subjects]
     compile_all(run for ways in contenders for run in ways.values())
     turns.begin()
-    rows = []
+    rows = Record("gpu_prompt", args.out)
     for subject, ways in zip(subjects, contenders, strict=True):
-        rows.append(measure(subject, ways, args.rounds))
-        if args.record or args.out:
-            record.save("gpu_prompt", rows, *([args.out] if args.out else []))
-    show(rows, args.dense)
+        rows.add(measure(subject, ways, args.rounds))
+    columns = ["model", "tokens", "way", "ms", "quartiles", f"times dense by {args.dense}", "MFU"]
+    show(columns, [line for row in rows for line in lines_of(row, args.dense)])
 
 
 if __name__ == "__main__":

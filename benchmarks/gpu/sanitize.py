@@ -11,24 +11,21 @@ long is recorded with the reason.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any
 
-from benchmarks import record
 from benchmarks.gpu.sanitized_calls import CALLS
+from benchmarks.harness.script import Record, Row, parser
 
 TOOLS = ("memcheck", "racecheck")
 LIMIT = 600  # seconds
 OURS = {"mosaic": "mosaic", "HADS": "hads"}  # a part of a call's name, and of the names of the kernels that are watched
 
 
-def sanitize(name: str, tool: str) -> dict[str, Any]:
+def sanitize(name: str, tool: str) -> Row:
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3"]
     command += [
         word for of, kernel in OURS.items() if of in name for word in ("--kernel-name", f"kernel_substring={kernel}")
@@ -42,7 +39,7 @@ def sanitize(name: str, tool: str) -> dict[str, Any]:
         return {"case": name, "tool": tool, "errors": None, "why": f"not done after {LIMIT} s"}
     said = done.stdout + done.stderr
     errors = errors_in(said, done.returncode)
-    row: dict[str, Any] = {"case": name, "tool": tool, "errors": errors}
+    row: Row = {"case": name, "tool": tool, "errors": errors}
     if errors is None:
         row["why"] = f"failed with exit code {done.returncode}: {said[-1000:]}"
     if warnings := warnings_in(said):
@@ -65,27 +62,23 @@ def warnings_in(said: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--processes", type=int, help="at a time; by default by the number of cores")
-    parser.add_argument("--run", choices=CALLS, help="run a call itself (for compute-sanitizer)")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--processes", type=int, help="at a time; by default by the number of cores")
+    options.add_argument("--run", choices=CALLS, help="run a call itself (for compute-sanitizer)")
+    args = options.parse_args()
     if args.run:
         return CALLS[args.run]()
     work = [(name, tool) for name in CALLS for tool in TOOLS if tool == "memcheck" or "mosaic" in name]
-    out = record.RESULTS if args.record else args.out
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    results: list[dict[str, Any]] = []
+    found: dict[tuple[str, str], Row] = {}
+    rows = Record("gpu_sanitize", args.out)
     with ThreadPoolExecutor(args.processes) as pool:
         waiting = {pool.submit(sanitize, *one): one for one in work}
         for done in as_completed(waiting):
-            r = found[waiting[done]] = done.result()
-            print(f"{r['case']:40} {r['tool']:10} {r.get('why') or str(r['errors']) + ' errors'}", flush=True)
-            results = [found[one] for one in work if one in found]
-            if out:
-                record.save("gpu_sanitize", results, out)
-    sys.exit(any(r["errors"] != 0 for r in results))
+            row = found[waiting[done]] = done.result()
+            print(f"{row['case']:40} {row['tool']:10} {row.get('why') or str(row['errors']) + ' errors'}", flush=True)
+            rows[:] = [found[one] for one in work if one in found]
+            rows.save()
+    sys.exit(any(r["errors"] != 0 for r in rows))
 
 
 if __name__ == "__main__":

@@ -92,12 +92,12 @@ def few_queries() -> None:
 
 def hads() -> None:
     """A prompt in chunks, and new tokens, all with HADS."""
-    from benchmarks.gpu.prompt import make, profile_of
+    from benchmarks.harness.models import make, profile_of
     from xsake.model import PRESETS, HadsBudget, generate
 
     model = make(PRESETS["tiny"])
     prompts = [list(range(1, 400)), list(range(1, 300))]
-    budget = HadsBudget(profile_of(model, 16), prompt=0.5, decode=0.5)
+    budget = HadsBudget(profile_of(model, 512), prompt=0.5, decode=0.5)
     assert [len(new) for new in generate(model, prompts, max_new_tokens=8, hads=budget, chunk=128)] == [8, 8]
 
 

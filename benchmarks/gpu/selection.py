@@ -22,34 +22,31 @@ what failed or was wrong.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import xsake
-from benchmarks import record
 from benchmarks.harness import turns
-from benchmarks.harness.contestant import Checked, fastest, told
+from benchmarks.harness.case import DIRECTIONS, FORWARD, in_direction
+from benchmarks.harness.contestant import Checked, dense, fastest, told
 from benchmarks.harness.kernel_times import kernel_times
+from benchmarks.harness.race import timings
+from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake import kernels_raw_triton
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
-from xsake.autotune.measure.timing import race
 
 BLOCK, COUNT, WINDOW, DIM = 64, 16, 512, 128
 RAW_TRITON, RAW_TRITON_GROUP = "raw_triton", 16
 EJKERNEL, MENDED = "ejkernel", "ejkernel, mended"
 PEERS = {EJKERNEL: (EJKERNEL, MENDED)}  # of other libraries, and what is raced of them
+CHOICES = ("scored", "uniform")
 RESULTS = ("output", "dQ", "dK", "dV")
 ALIKE = 16  # neighbouring tokens that share four fifths of the variance
 
@@ -106,20 +103,6 @@ def union(group: int, indices: Array) -> tuple[int, Array, Array]:
     return mask.block_q, listed / (different >= 0).sum(-1).mean(), keys.mean()
 
 
-def both(function: Callable[..., Array]) -> Callable[..., Any]:
-    def run(query: Array, key: Array, value: Array, d_out: Array, *rest: Array) -> Any:
-        out, backward = jax.vjp(lambda *qkv: function(*qkv, *rest), query, key, value)
-        return out, backward(d_out)
-
-    return run
-
-
-DIRECTIONS: dict[str, Callable[[Callable[..., Array]], Callable[..., Any]]] = {
-    "forward": lambda function: function,
-    "forward+backward": both,
-}
-
-
 def selected(query: Array, key: Array, value: Array, indices: Array, *, implementation: str | None = None) -> Array:
     return xsake.selected_attention(query, key, value, indices, block_size=BLOCK, implementation=implementation)
 
@@ -159,37 +142,35 @@ def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, 
     found = {}
     for peer in peers:
         variants = variants_of(peer, group)
-        for direction, wrap in DIRECTIONS.items():
-            if peer == MENDED and direction == "forward":
+        for direction in DIRECTIONS:
+            if peer == MENDED and direction == FORWARD:
                 continue  # only its backward differs
             name, (_, *given) = f"{peer}, {direction}", runs[f"selected, {direction}"]
             if isinstance(variants, str):
                 found[name] = Checked(None, variants)
             else:
                 results = dict(zip(RESULTS, jax.tree.leaves(ours[direction]), strict=False))
-                found[name] = fastest({how: wrap(f) for how, f in variants.items()}, given, results)
+                functions = {how: in_direction(attend, direction) for how, attend in variants.items()}
+                found[name] = fastest(functions, given, results)
     return found
 
 
-def runs_of(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, dense: str, with_whole: bool) -> Runs:
+def runs_of(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, by: str, with_whole: bool) -> Runs:
     """What is raced of ours and of dense attention, with these inputs; dense attention is raced once."""
-    query, key, value, d_out = arrays
-    runs: Runs = {
-        "selected, forward": (selected, query, key, value, indices),
-        "selected, forward+backward": (both(selected), query, key, value, d_out, indices),
-    }
+    attends: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {"selected": (selected, (indices,))}
     if choice == "scored":
-        dot = partial(jax.nn.dot_product_attention, is_causal=True, implementation=dense)
-        runs |= {
-            f"dense {dense}, forward": (dot, query, key, value),
-            f"dense {dense}, forward+backward": (both(dot), query, key, value, d_out),
-        }
+        attends[f"dense {by}"] = dense(by), ()
         if with_whole:
-            runs |= {
-                "whole, forward": (whole, query, key, value),
-                "whole, forward+backward": (both(whole), query, key, value, d_out),
-            }
-    return runs
+            attends["whole"] = whole, ()
+    return {
+        f"{who}, {direction}": (
+            in_direction(attend, direction),
+            *(arrays[:3] if direction == FORWARD else arrays),
+            *rest,
+        )
+        for who, (attend, rest) in attends.items()
+        for direction in DIRECTIONS
+    }
 
 
 def chosen(choice: str, query: Array, key: Array) -> Array:
@@ -209,7 +190,7 @@ def around(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, group: 
     }
 
 
-def compile_all(cases: Sequence[Case], dense: str) -> dict[tuple[Case, str], Any]:
+def compile_all(cases: Sequence[Case], by: str) -> dict[tuple[Case, str], Any]:
     """The program of every run, compiled side by side; both choices of a case share theirs."""
     with ThreadPoolExecutor() as pool:
         jobs = {}
@@ -217,7 +198,7 @@ def compile_all(cases: Sequence[Case], dense: str) -> dict[tuple[Case, str], Any
             arrays = jax.eval_shape(partial(inputs, case.tokens, case.heads, case.heads // case.group))
             for choice in case.choices:
                 indices = jax.eval_shape(partial(chosen, choice), *arrays[:2])
-                runs = runs_of(arrays, indices, choice, dense, case.with_whole)
+                runs = runs_of(arrays, indices, choice, by, case.with_whole)
                 for name, (function, *given) in (runs | around(arrays, indices, choice, case.group)).items():
                     if (case, name) not in jobs:
                         jobs[case, name] = pool.submit(compiled, function, given)
@@ -229,21 +210,20 @@ def compiled(function: Callable[..., Any], given: Sequence[Any]) -> Any:
 
 
 def measure(
-    case: Case, programs: dict[tuple[Case, str], Any], dense: str, rounds: int, peers: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+    case: Case, programs: dict[tuple[Case, str], Any], by: str, rounds: int, peers: Sequence[str] = ()
+) -> list[Row]:
     tokens, heads, group = case.tokens, case.heads, case.group
     query, key, value, d_out = inputs(tokens, heads, heads // group)
     rows = []
     for choice in case.choices:
         indices = programs[case, choice](query, key)
         list_tokens, listed, keys = (x.item() for x in programs[case, "union"](indices))
-        runs = runs_of((query, key, value, d_out), indices, choice, dense, case.with_whole)
+        runs = runs_of((query, key, value, d_out), indices, choice, by, case.with_whole)
         contestants = {name: partial(programs[case, name], *given) for name, (_, *given) in runs.items()}
         ours = {direction: contestants[f"selected, {direction}"]() for direction in DIRECTIONS}
         checked = checked_peers([*([RAW_TRITON] if group == RAW_TRITON_GROUP else []), *peers], group, runs, ours)
         del ours
         contestants |= {name: peer.run for name, peer in checked.items() if peer.run is not None}
-        times = race(contestants, rounds=rounds)
         rows.append(
             {
                 "tokens": tokens,
@@ -255,7 +235,7 @@ def measure(
                 "keys": keys,
                 "error": float(programs[case, "error"](query, key, value, indices)),
                 "memory": {name: _temporary(programs[case, name]) for name in runs if "dense" not in name},
-                "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
+                "seconds": timings(contestants, rounds),
                 "kernels": {name: kernel_times(contestants[name]) for name in runs if "dense" not in name},
                 "peers": {name: peer.recorded() for name, peer in checked.items()},
             }
@@ -269,61 +249,42 @@ def _temporary(program: Any) -> int | None:
     return None if found is None else found.temp_size_in_bytes
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("tokens", "group", "choice", "union", "error", "what", "ms", "quartiles", "TFLOP/s")
-    for row in rows:
-        for name, time in row["seconds"].items():
-            flops = (4 if name.endswith(" forward") else 14) * row["tokens"] * row["heads"] * row["keys"] * DIM
-            table.add_row(
-                str(row["tokens"]),
-                str(row["group"]),
-                row["choice"],
-                f"{row['union']:.2f}",
-                f"{row['error']:.1e}",
-                name,
-                f"{time['median'] * 1e3:.2f}",
-                f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
-                "" if name.startswith(("dense", "whole")) else f"{flops / time['median'] / 1e12:.0f}",
-            )
-    console = Console(width=140)
-    console.print(table)
-    for row in rows:
-        for name, peer in row["peers"].items():
-            if peer["words"]:
-                what = f"{row['tokens']} tokens, group {row['group']}, {row['choice']}: {name}: {peer['words']}"
-                console.print(what, markup=False)
+def lines_of(row: Row) -> list[list[Any]]:
+    about = [row["tokens"], row["group"], row["choice"], f"{row['union']:.2f}", f"{row['error']:.1e}"]
+    lines = []
+    for name, time in row["seconds"].items():
+        flops = (4 if name.endswith(" forward") else 14) * row["tokens"] * row["heads"] * row["keys"] * DIM
+        speed = "" if name.startswith(("dense", "whole")) else f"{flops / time['median'] / 1e12:.0f}"
+        lines.append([*about, name, *spread(time), speed])
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="65536,32768,8192")
-    parser.add_argument("--groups", default="16,8,4,1", help="query heads per K/V head")
-    parser.add_argument("--heads", type=int, default=64, help="query heads")
-    parser.add_argument("--choices", default="scored,uniform")
-    parser.add_argument("--whole", default="16", help="groups for which the whole operation is measured, too")
-    parser.add_argument("--peers", default="", help=f"other libraries to race, of {', '.join(PEERS)}")
-    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xla"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    asked = [name for name in args.peers.split(",") if name]
-    if unknown := [name for name in asked if name not in PEERS]:
-        parser.error(f"--peers {','.join(unknown)}: it must be of {', '.join(PEERS)}")
-    peers = [contestant for name in asked for contestant in PEERS[name]]
+    options = parser(__doc__, rounds=7, dense=True)
+    options.add_argument("--tokens", type=listed(int), default=[65536, 32768, 8192])
+    options.add_argument("--groups", type=listed(int), default=[16, 8, 4, 1], help="query heads per K/V head")
+    options.add_argument("--heads", type=int, default=64, help="query heads")
+    options.add_argument("--choices", type=listed(among=CHOICES), default=[*CHOICES])
+    options.add_argument("--whole", type=listed(int), default=[16], help="groups of the whole operation")
+    options.add_argument("--peers", type=listed(among=PEERS), default=[], help="other libraries to race")
+    args = options.parse_args()
+    peers = [contestant for name in args.peers for contestant in PEERS[name]]
     cases = [
-        Case(tokens, args.heads, group, tuple(args.choices.split(",")), str(group) in args.whole.split(","))
-        for tokens in map(int, args.tokens.split(","))
-        for group in map(int, args.groups.split(","))
+        Case(tokens, args.heads, group, tuple(args.choices), group in args.whole)
+        for tokens in args.tokens
+        for group in args.groups
     ]
     programs = compile_all(cases, args.dense)
     turns.begin()
-    rows: list[dict[str, Any]] = []
+    rows = Record("gpu_selection", args.out)
     for case in cases:
-        rows += measure(case, programs, args.dense, args.rounds, peers)
-        if args.record or args.out:
-            record.save("gpu_selection", rows, *([args.out] if args.out else []))
-    show(rows)
+        rows.add(*measure(case, programs, args.dense, args.rounds, peers))
+    columns = ["tokens", "group", "choice", "union", "error", "what", "ms", "quartiles", "TFLOP/s"]
+    show(columns, [line for row in rows for line in lines_of(row)])
+    for row in rows:
+        for name, peer in row["peers"].items():
+            if peer["words"]:
+                print(f"{row['tokens']} tokens, group {row['group']}, {row['choice']}: {name}: {peer['words']}")
 
 
 if __name__ == "__main__":

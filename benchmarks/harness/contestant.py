@@ -1,24 +1,50 @@
-"""A contestant that may fail or be wrong: it is compared with our results first, and raced only if they agree."""
+"""Contestants: ours, dense attention, and those of other projects, which may be missing, fail, or be wrong."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+import xsake
 from xsake.autotune.measure.timing import race
 
 WORST = 0.02  # of the norm of our result: about five times what bfloat16 explains
 MOST_WORDS = 400  # characters of another library's error that a record keeps
 
 
+def sparse(query: Array, key: Array, value: Array, mask: xsake.BlockMask) -> Array:
+    return xsake.attention(query, key, value, mask)
+
+
+def dense(by: str = "cudnn", *, is_causal: bool = True) -> Callable[..., Array]:
+    return partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation=by)
+
+
+def of_torch(*names: str) -> tuple[dict[str, ModuleType], Callable[[Any], Any]]:
+    """The modules of `benchmarks.contestants` that are installed here, and what waits for a contestant's result."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.import_module(f"benchmarks.contestants.{name}")
+        except ImportError as error:
+            print(f"{name} is left out: {error}", flush=True)
+    if not found:
+        return found, jax.block_until_ready
+    return found, importlib.import_module("benchmarks.contestants.by_torch").wait
+
+
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """`run` is None where there is nothing to race, and `words` say why."""
+    """A contestant that was compared with our results. `run` is None where there is nothing to race, and `words` say
+    why."""
 
     run: Callable[[], Any] | None
     words: str | None = None
@@ -69,7 +95,13 @@ def told(error: Exception) -> str:
 
 
 def relative_difference(found: Any, ours: Any) -> float:
+    """The norm of the difference over the norm of `ours`."""
     found, ours = found.astype(jnp.float32), ours.astype(jnp.float32)
     if found.shape != ours.shape:
         return float("inf")
     return float(jnp.linalg.norm(found - ours) / jnp.linalg.norm(ours))
+
+
+def largest_difference(found: Any, ours: Any) -> float:
+    """The largest relative difference of the arrays of two trees."""
+    return max(map(relative_difference, jax.tree.leaves(found), jax.tree.leaves(ours)))

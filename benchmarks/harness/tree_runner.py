@@ -5,13 +5,12 @@ It writes a line of JSON about all calls when they are compiled, and then a line
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import xsake
-from benchmarks.gpu.peers import CALLS, Bench, masks_of
+from benchmarks.gpu.peer_masks import CALLS, masks_of
+from benchmarks.harness.case import FORWARD, Case, compile_all
 from xsake.autotune.measure.timing import seconds_per_call
 
 SAMPLE = 2000  # numbers of each result
@@ -34,28 +34,22 @@ def described(x: Array) -> dict[str, Any]:
     return {"bits": int((bits * weights).sum(dtype=jnp.uint32)), "sample": sample.tolist()}
 
 
-def calls_of(args: argparse.Namespace) -> list[tuple[dict[str, Any], Callable, int]]:
+def calls_of(asked: dict[str, Any]) -> list[tuple[dict[str, Any], Callable[[], Any], int]]:
     """(its names, a program, how many calls one run of the program makes) of every call that is raced."""
     found = []
-    for workload in (CALLS[name] for name in args.only.split(",")):
-        if args.length:
-            workload = dataclasses.replace(workload, length=args.length)
-        masks = {n: m for n, m in masks_of(workload).items() if n.startswith(tuple(args.masks.split(",")))}
-        for bench in (Bench(workload, direction, None) for direction in args.directions.split(",")):
+    for workload in (CALLS[name] for name in asked["only"]):
+        if asked["length"]:
+            workload = dataclasses.replace(workload, length=asked["length"])
+        masks = {n: m for n, m in masks_of(workload).items() if n.startswith(tuple(asked["masks"].split(",")))}
+        for case in (Case(workload, direction) for direction in asked["directions"]):
+            options = {"deterministic": False} if asked["any_order"] and case.direction != FORWARD else {}
             for name, mask in masks.items():
-                names = {"workload": workload.name, "direction": bench.direction, "mask": name}
-                options = {"deterministic": False} if args.any_order and bench.direction != "forward" else {}
-                found.append((names, bench.ours(mask, **options), bench.calls))
+                names = {"workload": workload.name, "direction": case.direction, "mask": name}
+                found.append((names, case.contestant(partial(xsake.attention, **options), mask), case.calls))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("only", "masks", "directions"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--any-order", action="store_true")
-    parser.add_argument("--length", type=int)
-    args = parser.parse_args()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
 
@@ -63,9 +57,8 @@ def main() -> None:
         answers.write(json.dumps(what) + "\n")
         answers.flush()
 
-    calls = calls_of(args)
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda call: [described(x) for x in jax.tree.leaves(call[1]())], calls))
+    calls = calls_of(json.loads(sys.argv[1]))
+    results = [[described(x) for x in jax.tree.leaves(one)] for one in compile_all(run for _, run, _ in calls)]
     about = [
         {**names, "results": result, "once": seconds_per_call(run, 2)}
         for (names, run, _), result in zip(calls, results, strict=True)
