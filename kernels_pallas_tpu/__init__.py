@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from xsake._rewrites import rewrite
+from xsake._rewrites.reach import Reach
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Config, Tiling, default_config, misfit, search_space
+from xsake.kernels_pallas_tpu.float32 import Float32
 from xsake.kernels_pallas_tpu.tile import pages
 
 __all__ = [
@@ -59,8 +62,8 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     from xsake.kernels_pallas_tpu import kernel_forward
 
-    out, lse = kernel_forward.forward(_arithmetic(call.within_reach()), config.forward)
-    return out.astype(call.query.dtype), lse
+    run = partial(kernel_forward.forward, tiling=config.forward)
+    return rewrite.forward((Reach.of, Float32.of), call, run)
 
 
 def backward(
@@ -75,18 +78,10 @@ def backward(
     from xsake.kernels_pallas_tpu import kernel_dkv, kernel_dq
     from xsake.kernels_pallas_tpu.bias_gradient import bias_gradient
 
-    wide = _arithmetic(call)
-    rest = (lse, delta, d_out.astype(wide.query.dtype))
-    dq = kernel_dq.dq(wide, config.dq, *rest)
-    dk, dv = kernel_dkv.dkv(wide, config.dkv, *rest)
-    # Its loop knows no bitmaps: the operation then computes this gradient.
-    d_bias = bias_gradient(wide, *rest) if with_bias and call.mask.bitmaps is None else None
-    return dq.astype(call.query.dtype), dk.astype(call.key.dtype), dv.astype(call.value.dtype), d_bias
+    def run(call: Call, *given: Array) -> tuple[Array, Array, Array, Array | None]:
+        dq = kernel_dq.dq(call, config.dq, *given)
+        dk, dv = kernel_dkv.dkv(call, config.dkv, *given)
+        # Its loop knows no bitmaps: the operation then computes this gradient.
+        return dq, dk, dv, bias_gradient(call, *given) if with_bias and call.mask.bitmaps is None else None
 
-
-def _arithmetic(call: Call) -> Call:
-    """The call in a type that TPUs have: float32 in place of float16."""
-    if call.query.dtype != jnp.float16:
-        return call
-    query, key, value = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
-    return dataclasses.replace(call, query=query, key=key, value=value)
+    return rewrite.backward((Float32.of,), call, (lse, delta, d_out), run)

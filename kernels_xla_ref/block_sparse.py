@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jaxtyping import Float, Int
 from xsake._ground.buckets import power_of_two_at_least
 from xsake._ground.fields import check_fields, whole
 from xsake._ground.trace import vary, varying_axes
-from xsake._rewrites.few_queries import Cut, FewQueries
-from xsake._rewrites.packed_heads import PackedHeads, packed_shapes
-from xsake.backend.contract import Call, shapes_of
+from xsake._rewrites import rewrite
+from xsake._rewrites.few_queries import FewQueries, RowParts
+from xsake._rewrites.packed_heads import PackedHeads
+from xsake._rewrites.reach import Reach
+from xsake.backend.contract import Call
 from xsake.kernels_xla_ref.paged import PagedTiles
 
 NEG_INF = float("-inf")
@@ -57,19 +60,19 @@ class Config:
 
 
 def default_config(call: Call) -> Config:
-    return Config(forward=_forward_tiling(call, 16), backward=_default_tiling(packed_shapes(call), 4))
+    return Config(forward=_forward_tiling(call, 16), backward=_default_tiling(_gradient_shapes(call), 4))
 
 
 def search_space(call: Call) -> Sequence[Config]:
     """How many tiles a step takes. Smaller tiles than the heuristic's gained nothing on the one CPU tried."""
     default, counts = default_config(call), (1, 2, 4, 8, 16, 32, 64)
     forward = [dataclasses.replace(default, forward=_forward_tiling(call, n)) for n in counts]
-    backward = [dataclasses.replace(default, backward=_default_tiling(packed_shapes(call), n)) for n in counts]
+    backward = [dataclasses.replace(default, backward=_default_tiling(_gradient_shapes(call), n)) for n in counts]
     return list(dict.fromkeys([default, *forward, *backward]))
 
 
 def misfit(call: Call, config: Config) -> str | None:
-    given = (("forward", config.forward, _forward_shapes(call)), ("backward", config.backward, packed_shapes(call)))
+    given = (("forward", config.forward, _forward_shapes(call)), ("backward", config.backward, _gradient_shapes(call)))
     for name, tiling, run in given:
         mask = run.mask
         if mask.block_q % tiling.q or mask.block_kv % tiling.kv:
@@ -88,26 +91,22 @@ def _default_tiling(call: Call, tiles: int) -> Tiling:
 def _forward_tiling(call: Call, tiles: int) -> Tiling:
     run = _forward_shapes(call)
     tiling = _default_tiling(run, tiles)
-    if _cut(call) is None:
+    if RowParts.of(call, workers=1, least_rows=1) is None:
         return tiling
     blocks = run.batch * run.q_heads * run.mask.capacity  # a step takes no more tiles than there are
     return dataclasses.replace(tiling, chunk=min(tiling.chunk, blocks * (run.mask.block_kv // tiling.kv)))
 
 
-def few_queries(call: Call) -> FewQueries | None:
-    cut = _cut(call)
-    return None if cut is None else FewQueries(call, cut)
-
-
-def _cut(call: Call) -> Cut | None:
-    return Cut.of(call, workers=1, least_rows=1)
+FORWARD_REWRITES = (Reach.of, partial(FewQueries.of, workers=1, least_rows=1), PackedHeads.of)
+GRADIENT_REWRITES = (PackedHeads.of,)
 
 
 def _forward_shapes(call: Call) -> Call:
-    """The shapes of the call that the forward runs."""
-    if cut := _cut(call):
-        return shapes_of(lambda call: FewQueries(call, cut).call, call)
-    return packed_shapes(call)
+    return rewrite.shapes(FORWARD_REWRITES, call)
+
+
+def _gradient_shapes(call: Call) -> Call:
+    return rewrite.shapes(GRADIENT_REWRITES, call)
 
 
 def _tile(block: int, length: int) -> int:
@@ -368,15 +367,10 @@ def _logits(
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-    call = call.within_reach()
-    if few := few_queries(call):
-        return few.results(*forward_of_tiles(few.call, config))
-    if packed := PackedHeads.of(call):
-        return packed.results(*forward_of_tiles(packed.call, config))
-    return forward_of_tiles(call, config)
+    return rewrite.forward(FORWARD_REWRITES, call, lambda call: _forward(call, config))
 
 
-def forward_of_tiles(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     tiles = _Tiles(call, config.forward)
     q = tiles.q_tiles(call.query) * call.scale
     k, v = (tiles.kv_tiles(x) if call.page is None else PagedTiles(call, tiles.tkv, x) for x in (call.key, call.value))
@@ -433,11 +427,14 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
+    run = partial(_backward, config=config, with_bias=with_bias)
+    return rewrite.backward(GRADIENT_REWRITES, call, (lse, delta, d_out), run)
+
+
+def _backward(
+    call: Call, lse: Array, delta: Array, d_out: Array, *, config: Config, with_bias: bool
+) -> tuple[Array, Array, Array, Array | None]:
     """One pass over the same work list: five products a tile, its shares added to rows and columns in a fixed order."""
-    if packed := PackedHeads.of(call):
-        given = *packed.statistics(lse, delta), packed.rows(d_out)
-        dq, dk, dv, _ = backward(packed.call, config, *given, with_bias=False)
-        return packed.of_rows(dq), dk, dv, None
     tiles = _Tiles(call, config.backward)
     q, k, v = tiles.q_tiles(call.query) * call.scale, tiles.kv_tiles(call.key), tiles.kv_tiles(call.value)
     d_o, row_delta = tiles.q_tiles(d_out), tiles.row_tiles(delta, 0.0)

@@ -17,6 +17,7 @@ from xsake._op import attention as attention_op
 from xsake._op.arguments import build_call
 from xsake.backend.delta import DeltaParts
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.hopper import gradients
 
 HOPPER = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), value_dim=64, marks=())
 INTERPRETED = dataclasses.replace(HOPPER, interpret=True)
@@ -63,9 +64,9 @@ def test_fused_gradients_take_the_sums():
         call = build_call(**case.inputs, mask=case.mask(), default_blocks=(64, 64))
         config = mosaic.default_config(call)
     parts = DeltaParts(jnp.zeros((*call.query.shape[:3], call.value_dim), call.query.dtype), None)
-    assert mosaic._sums_delta(call, config.running("dq"), parts)
+    assert gradients.form_of(call, config.running("dq")).sums_delta(call, parts)
     fused = dataclasses.replace(config, fused=dataclasses.replace(config.fused, use=True))
-    assert not mosaic._sums_delta(call, fused, parts)
+    assert not gradients.form_of(call, fused).sums_delta(call, parts)
 
 
 WHERE = [pytest.param(HOPPER, marks=pytest.mark.gpu), pytest.param(INTERPRETED, marks=pytest.mark.slow)]

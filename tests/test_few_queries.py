@@ -16,7 +16,7 @@ from sweep import sweep
 import xsake
 from xsake._op import registry
 from xsake._op.arguments import build_call
-from xsake._rewrites.few_queries import Cut, FewQueries
+from xsake._rewrites.few_queries import FewQueries, RowParts
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.lists import merge
 
@@ -51,7 +51,7 @@ def test_parts_give_the_whole(name):
 
     @jax.jit
     def in_parts(call):
-        cut = FewQueries(call, Cut(group, 16, 7))
+        cut = FewQueries(call, RowParts(group, 16, 7))
         parts = xla.forward(cut.call, xla.default_config(cut.call))
         return cut.results(*parts), merge.merged(cut, *parts)
 
@@ -70,11 +70,11 @@ def test_parts_are_as_many_as_there_are_workers_and_keys():
     def cut(keys, **changes):
         mask = mosaic_mask(keys, **sizes)
         call = build_call(x, *[jnp.zeros((1, keys, 2, 64), jnp.bfloat16)] * 2, mask, default_blocks=(128, 128))
-        return Cut.of(dataclasses.replace(call, **changes), workers=264, least_rows=64)
+        return RowParts.of(dataclasses.replace(call, **changes), workers=264, least_rows=64)
 
-    assert cut(32768) == Cut(group=4, rows=64, parts=64)  # 512 keys each
-    assert cut(1 << 20) == Cut(group=4, rows=64, parts=132)  # two K/V heads
-    assert cut(256) == Cut(group=4, rows=64, parts=1)
+    assert cut(32768) == RowParts(group=4, rows=64, parts=64)  # 512 keys each
+    assert cut(1 << 20) == RowParts(group=4, rows=64, parts=132)  # two K/V heads
+    assert cut(256) == RowParts(group=4, rows=64, parts=1)
     assert cut(32768, bias=jnp.zeros((1, 1, 1, 1), jnp.bfloat16)) is None
     assert cut(32768, query=jnp.zeros((1, 9, 8, 64), jnp.bfloat16)) is None
 
@@ -87,7 +87,7 @@ def mosaic_mask(keys, **sizes):
 def test_the_merge_lowers_for_cuda():
     x, k = (jnp.zeros((2, t, h, 128), jnp.bfloat16) for t, h in ((2, 12), (5000, 2)))
     call = build_call(x, k, k, mosaic_mask(5000, block_q=128, block_kv=128, q_len=2), default_blocks=(128, 128))
-    few = FewQueries(call, Cut(6, 64, 10))
+    few = FewQueries(call, RowParts(6, 64, 10))
     out, lse = jax.ShapeDtypeStruct((2, 640, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 2, 640), jnp.float32)
     lower(lambda *parts: merge.merged(few, *parts), out, lse, chip="sm_80")
 
@@ -99,5 +99,5 @@ def test_hopper_decodes_in_parts():
     sizes = dict(batch=1, q_len=3, kv_len=1100, q_heads=4, kv_heads=2, mask=(1, 1), block_q=64, block_kv=64)
     case = make(target, **sizes, density=0.8, sinks=(4,))
     call = build_call(case.query, case.key, case.value, case.mask(), default_blocks=(64, 64))
-    assert mosaic._cut(call).parts == 2
+    assert mosaic._few_queries(call).parts.parts == 2
     check_run(target, case)

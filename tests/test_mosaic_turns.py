@@ -17,6 +17,7 @@ from xsake._op.arguments import build_call
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.hopper.dkv import plan as dkv_plan
 from xsake.kernels_pallas_gpu.hopper.tile import turns
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 CASES = {
@@ -69,7 +70,7 @@ def test_the_longest_columns_are_cut_by_heads(sizes, monkeypatch):
     case = make(TARGET, batch=1, q_heads=heads, kv_heads=2, mask=(1, lists), **shape)
     with TARGET.context():
         call = build_call(**case.inputs, mask=case.mask(), default_blocks=(128, 128))
-        packing = mosaic._packing(call)
+        packing = Packing.of_call(call)
         assert dkv_plan.DkvPlan.of(call, packing, mosaic.default_config(call).dkv).work.parts == heads // 2
     check_run(TARGET, case)
 
@@ -85,7 +86,7 @@ def test_columns_are_cut_where_an_sm_would_wait_for_one():
         def look(q, k):
             call = build_call(query=q, key=k, value=k, mask=mask, is_causal=True, default_blocks=(128, 128))
             config = mosaic.default_config(call)
-            plan = dkv_plan.DkvPlan.of(call, mosaic._packing(call), config.dkv)
+            plan = dkv_plan.DkvPlan.of(call, Packing.of_call(call), config.dkv)
             found.append({"dkv": plan.parts, "fused": config.fused.parts}[kind])
 
         jax.eval_shape(look, q, k)

@@ -25,7 +25,7 @@ from benchmarks.harness.case import DIRECTIONS, FORWARD, Case
 from benchmarks.harness.contestant import largest_difference, sparse
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show
-from xsake._op.pieces import wide
+from xsake._rewrites.head_pieces import wide
 from xsake._sequence.exchange import merge
 from xsake._sequence.sharded import Options, shard_of
 from xsake.autotune.workloads import WORKLOADS, Workload

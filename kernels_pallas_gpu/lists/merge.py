@@ -22,12 +22,21 @@ from xsake.kernels_pallas_gpu.lists.work_order import MOST_PARTS, WorkOrder
 _MOST_NUMBERS = 64 * 128  # numbers of the parts' outputs in a program's registers
 
 
+class MergedQueries(FewQueries):
+    """`FewQueries` whose parts are merged by the kernel."""
+
+    def results(
+        self, out: Float[Array, "B R h Dv"], lse: Float[Array, "B h R"]
+    ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+        return merged(self, out, lse)
+
+
 def merged(
     few: FewQueries, out: Float[Array, "B R h Dv"], lse: Float[Array, "B h R"]
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-    """`few.results(out, lse)`."""
+    """What `FewQueries.results` computes."""
     b, _, heads, d = out.shape
-    cut, t = few.cut, few.given.q_len
+    cut, t = few.parts, few.given.q_len
     parts, width = pl.next_power_of_2(cut.parts), pl.next_power_of_2(d)
     step = min(width, max(_MOST_NUMBERS // parts, 16))  # columns at a time
     sinks = few.given.sink_lse

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,11 +18,11 @@ from jaxtyping import Float
 from xsake._ground.device import compute_capability, core_count
 from xsake._ground.fields import check_fields
 from xsake._ground.trace import interpreting
-from xsake._rewrites.few_queries import Cut, FewQueries
-from xsake._rewrites.packed_heads import PackedHeads, packed_shapes
-from xsake.backend.contract import Call, shapes_of
+from xsake._rewrites import rewrite
+from xsake._rewrites.packed_heads import PackedHeads
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
-from xsake.kernels_pallas_gpu.lists import merge
+from xsake.kernels_pallas_gpu.lists.merge import MergedQueries
 from xsake.kernels_pallas_gpu.triton import backward as triton_backward
 from xsake.kernels_pallas_gpu.triton import forward as triton_forward
 from xsake.kernels_pallas_gpu.triton.tiles import Tiling, padded_dim
@@ -74,7 +75,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(call: Call) -> str | None:
-    mask = packed_shapes(call).mask
+    mask = rewrite.shapes(GRADIENT_REWRITES, call).mask
     if call.query.dtype.name not in _DTYPES:
         return f"query.dtype={call.query.dtype} must be one of {_DTYPES}"
     if call.bias is not None and call.bias.dtype.name not in _DTYPES:
@@ -129,15 +130,17 @@ def misfit(call: Call, config: Config) -> str | None:
     return None
 
 
-def _cut(call: Call) -> Cut | None:
-    return Cut.of(call, workers=2 * (core_count() or _SMS), least_rows=16)
+def _few_queries(call: Call) -> MergedQueries | None:
+    return MergedQueries.of(call, workers=2 * (core_count() or _SMS), least_rows=16)
+
+
+FORWARD_REWRITES = (_few_queries, PackedHeads.of)
+GRADIENT_REWRITES = (PackedHeads.of,)
 
 
 def _run_by(kernel: str, call: Call) -> Call:
     """The shapes of the call that a kernel runs in place of the given call."""
-    if kernel == "forward" and (cut := _cut(call)):
-        return shapes_of(lambda call: FewQueries(call, cut).call, call)
-    return packed_shapes(call)
+    return rewrite.shapes(FORWARD_REWRITES if kernel == "forward" else GRADIENT_REWRITES, call)
 
 
 def _default(call: Call, kernel: str) -> Tiling:
@@ -225,12 +228,7 @@ def _registers(call: Call, kernel: str, tiling: Tiling) -> int:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-    if cut := _cut(call):
-        few = FewQueries(call, cut)
-        return merge.merged(few, *triton_forward.forward(few.call, config.forward))
-    if packed := PackedHeads.of(call):
-        return packed.results(*triton_forward.forward(packed.call, config.forward))
-    return triton_forward.forward(call, config.forward)
+    return rewrite.forward(FORWARD_REWRITES, call, lambda call: triton_forward.forward(call, config.forward))
 
 
 def backward(
@@ -242,8 +240,5 @@ def backward(
     *,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    if packed := PackedHeads.of(call):
-        given = *packed.statistics(lse, delta), packed.rows(d_out)
-        dq, dk, dv, _ = triton_backward.backward(packed.call, config.dq, config.dkv, *given, with_bias=False)
-        return packed.of_rows(dq), dk, dv, None
-    return triton_backward.backward(call, config.dq, config.dkv, lse, delta, d_out, with_bias=with_bias)
+    run = partial(triton_backward.backward, dq_tiling=config.dq, dkv_tiling=config.dkv, with_bias=with_bias)
+    return rewrite.backward(GRADIENT_REWRITES, call, (lse, delta, d_out), run)

@@ -48,12 +48,12 @@ POS_INF = float("inf")
 
 def backward(
     call: Call,
-    dq_tiling: Tiling,
-    dkv_tiling: Tiling,
     lse: Float[Array, "B H T"],
     delta: Float[Array, "B H T"],
     d_out: Float[Array, "B T H Dv"],
     *,
+    dq_tiling: Tiling,
+    dkv_tiling: Tiling,
     with_bias: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
     # A row that attends nothing gets lse = +inf: its weights are exp(-inf) = 0.

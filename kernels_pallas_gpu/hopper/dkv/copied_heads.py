@@ -2,40 +2,51 @@
 
 A CTA of the dK/dV kernel holds some keys and walks all queries of all heads that share them. Few keys, such as the
 compressed ones of native sparse attention, are few CTAs with long walks. With copies of a K/V head, each for some of
-its query heads, there are more CTAs; what the copies find is added up.
+its query heads, there are more CTAs; the gradients of the copies are added.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from xsake._rewrites.rewrite import Rewrite
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 
-@dataclasses.dataclass(frozen=True)
-class CopiedHeads:
-    copies: int  # of each K/V head
+class CopiedHeads(Rewrite):
+    """`copies` of each K/V head."""
+
+    def __init__(self, given: Call, copies: int) -> None:
+        super().__init__(given)
+        self.copies = copies
 
     @classmethod
-    def of(cls, call: Call, compute_wgs: int) -> "CopiedHeads":
-        """One copy where there is work for every SM, or where lists belong to K/V heads."""
+    def of(cls, call: Call, compute_wgs: int) -> CopiedHeads | None:
+        """None where there is work for every SM, or where query heads are packed or lists belong to K/V heads."""
         group = call.q_heads // call.kv_heads
         ctas = call.batch * call.kv_heads * -(-call.kv_len // (ROWS * compute_wgs))
-        if ctas >= hopper_sms() or call.mask.heads not in (1, call.q_heads):
-            return cls(1)
-        enough = (n for n in range(1, group) if group % n == 0 and ctas * n >= 2 * hopper_sms())
-        return cls(next(enough, group))
+        packed = Packing.of_call(call).group > 1
+        if group == 1 or packed or ctas >= hopper_sms() or call.mask.heads not in (1, call.q_heads):
+            return None
+        enough = (n for n in range(2, group) if group % n == 0 and ctas * n >= 2 * hopper_sms())
+        return cls(call, next(enough, group))
 
-    def of_keys(self, x: Float[Array, "B S K D"]) -> Float[Array, "B S copies D"]:
-        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=2)
+    @property
+    def call(self) -> Call:
+        key, value = (jnp.repeat(x, self.copies, axis=2) for x in (self.given.key, self.given.value))
+        return dataclasses.replace(self.given, key=key, value=value)
 
-    def added(self, x: Float[Array, "B S copies D"]) -> Float[Array, "B S K D"]:
-        """The gradient of a K/V head from those of its copies."""
-        if self.copies == 1:
-            return x
+    def gradients(self, d_query: Any, d_key: Array, d_value: Array) -> tuple[Any, Array, Array]:
+        return d_query, self._added(d_key), self._added(d_value)
+
+    def _added(self, x: Float[Array, "B S copies D"]) -> Float[Array, "B S K D"]:
         parts = x.reshape(*x.shape[:2], -1, self.copies, x.shape[3])
         return parts.sum(3, dtype=jnp.float32).astype(x.dtype)

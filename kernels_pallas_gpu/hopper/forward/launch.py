@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.hads.mask.band import Band
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.forward import pages
 from xsake.kernels_pallas_gpu.hopper.forward.compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing
@@ -35,33 +35,14 @@ from xsake.kernels_pallas_gpu.lists.work_order import room_for_parts, work_order
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lists: RowLists,
-    *,
-    block_q: int,
-    block_kv: int,
-    scale: float,
-    band: Band,
-    soft_cap: float | None = None,
-    full_is_exact: bool = True,
-    q_segments: jax.Array | None = None,
-    kv_segments: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    bits: Bits | None = None,
-    sink_lse: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    pairing: Pairing,
-    config: ForwardConfig,
-    interpret: Any = False,
+    call: Call, *, pairing: Pairing, config: ForwardConfig, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included).
-
-    With a page table, k and v are [pages, page, K, D].
-    """
+    """out [B, T, H, Dv] in q's dtype and lse f32[B, H, T] (natural log, sinks included)."""
+    q, k, v, mask, page_table, sink_lse = call.query, call.key, call.value, call.mask, call.page_table, call.sink_lse
+    lists = RowLists(mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full, mask.row_order)
+    bits, bias, block_q, block_kv = Bits.of(mask.bitmaps, mask.kv_bitmap), call.bias, mask.block_q, mask.block_kv
+    q_segments, kv_segments = call.q_segments, call.kv_segments
+    q_positions, kv_positions = call.q_positions, call.kv_positions
     batch_size, q_len, num_q_heads, head_dim = q.shape
     num_pages, kv_len, num_kv_heads, v_head_dim = v.shape
     page = None
@@ -83,9 +64,9 @@ def forward(
         dtype=q.dtype,
         packing=packing,
         block_kv=block_kv,
-        scale=scale,
-        soft_cap=soft_cap,
-        full_is_exact=full_is_exact,
+        scale=call.scale,
+        soft_cap=call.soft_cap,
+        full_is_exact=call.full_is_exact,
         has_bias=bias is not None,
         has_sinks=sink_lse is not None,
         has_bits=bits is not None,
@@ -95,7 +76,7 @@ def forward(
         page=page,
         own_lists=lists.indices.shape[:2] == (batch_size, heads),
         pairing=pairing,
-        elements=ElementRule(band=band, kv_len=kv_len, q_axis=0),
+        elements=ElementRule(band=call.band, kv_len=kv_len, q_axis=0),
         config=config,
         interpret=interpret,
     )

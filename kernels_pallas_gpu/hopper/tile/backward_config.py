@@ -75,79 +75,64 @@ def smem_bytes(kernel: str, config: BackwardConfig, resident_block: int, d: int,
     return tiles + sum(pl.cdiv(4 * n, 1024) * 1024 for n in numbers) + 1024 + 1024
 
 
-def default_dq_config(d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool) -> BackwardConfig:
-    """`one_stage`, here and below: of resident rows, at most."""
-    wide = 128 if block_kv % 128 == 0 and max(d, dv) <= 128 else 64
-    return first_fit(
-        "dq",
-        (block_q, d, dv, vectors),
-        [
-            dict(tile=wide, stages=2, inner_stages=2, resident_stages=2),
-            dict(tile=wide, stages=2, inner_stages=1, resident_stages=2),
-            dict(tile=wide, stages=2, inner_stages=2),
-            dict(tile=64, stages=3, inner_stages=3),
-            dict(tile=64, stages=2, inner_stages=2),
-            dict(tile=64, stages=2, inner_stages=1),
-            dict(tile=64, stages=2, inner_stages=2, compute_wgs=1),
-            dict(tile=64, stages=1, inner_stages=1, compute_wgs=1),
-        ],
-        one_stage=one_stage,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTiles:
+    """What the tiling of the kernel "dq" or "dkv" must fit.
 
+    resident, streamed: rows of the blocks whose rows stay, and of those whose tiles are streamed.
+    d, dv: head dimensions.
+    vectors: numbers per streamed token: its segment, and for a rule its position or index.
+    one_stage: the resident rows of the next item cannot be loaded ahead.
+    """
 
-def default_dkv_config(
-    d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool
-) -> BackwardConfig:
-    wide = 128 if block_q % 128 == 0 and max(d, dv) <= 64 else 64
-    return first_fit(
-        "dkv",
-        (block_kv, d, dv, vectors),
-        [
-            dict(tile=wide, stages=4, inner_stages=4, resident_stages=2),
-            dict(tile=wide, stages=3, inner_stages=2, resident_stages=2),
-            dict(tile=wide, stages=4, inner_stages=4),
-            dict(tile=wide, stages=3, inner_stages=3),
-            dict(tile=64, stages=2, inner_stages=2),
-            dict(tile=64, stages=1, inner_stages=1),
-        ],
-        one_stage=one_stage or BackwardConfig().splits(d, dv),
-    )
+    kernel: str
+    resident: int
+    streamed: int
+    d: int
+    dv: int
+    vectors: int
+    one_stage: bool
 
+    def first_fit(self, *candidates: dict[str, int]) -> BackwardConfig:
+        for candidate in candidates:
+            config = BackwardConfig(**{"resident_stages": 1, **candidate})
+            if self._bytes(config) <= HOPPER_SHARED_MEMORY and not (config.resident_stages == 2 and self._one(config)):
+                return config
+        dims = f"head dims {self.d} and {self.dv}"
+        raise NotImplementedError(
+            f"{dims} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
+        )
 
-def search_space(
-    kernel: str, d: int, dv: int, block_q: int, block_kv: int, vectors: int, *, one_stage: bool
-) -> list[BackwardConfig]:
-    """Configurations of the kernel "dq" or "dkv" that fit, the default first."""
-    of_dq = kernel == "dq"
-    resident, streamed = (block_q, block_kv) if of_dq else (block_kv, block_q)
-    heuristic = default_dq_config if of_dq else default_dkv_config
-    default = heuristic(d, dv, block_q, block_kv, vectors, one_stage=one_stage)
-    found = {default: None, dataclasses.replace(default, resident_stages=1): None}
-    for tile in (64, 128):
-        for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
-            config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages, resident_stages=1)
-            # Float32 registers per thread that the accumulators take; beyond 192 they spill.
-            accumulators = (d if of_dq else d + dv) // 2 + tile
-            need = smem_bytes(kernel, config, resident, d, dv, vectors)
-            fits = streamed % tile == 0 and need <= HOPPER_SHARED_MEMORY
-            split = not of_dq and config.splits(d, dv)
-            if fits and (tile == ROWS or (accumulators <= 192 and not split)):
-                two = dataclasses.replace(config, resident_stages=2)
-                room = smem_bytes(kernel, two, resident, d, dv, vectors) <= HOPPER_SHARED_MEMORY
-                found[two if room and not split and not one_stage else config] = None
-    return list(found)
+    def space(self, default: BackwardConfig, *, accumulators: int) -> list[BackwardConfig]:
+        """Configurations that fit, the default first. `accumulators`: columns of the sums that a row holds."""
+        found = {default: None, dataclasses.replace(default, resident_stages=1): None}
+        for tile in (64, 128):
+            for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
+                config = BackwardConfig(tile=tile, stages=stages, inner_stages=inner_stages, resident_stages=1)
+                # Float32 registers per thread that the accumulators take; beyond 192 they spill.
+                spills = tile > ROWS and accumulators // 2 + tile > 192
+                if self.misfit(config) is None and not spills:
+                    two = dataclasses.replace(config, resident_stages=2)
+                    found[two if self.misfit(two) is None else config] = None
+        return list(found)
 
+    def misfit(self, config: BackwardConfig) -> str | None:
+        if self.streamed % config.tile:
+            return f"tile={config.tile} does not divide the mask's block of {self.streamed}"
+        if self._splits(config) and (config.compute_wgs != 2 or config.tile != ROWS):
+            return f"head dims {self.d} and {self.dv} need compute_wgs=2 and tile={ROWS}"
+        if config.resident_stages == 2 and self._one(config):
+            return "this call needs resident_stages=1"
+        need = self._bytes(config)
+        if need > HOPPER_SHARED_MEMORY:
+            return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
+        return None
 
-def first_fit(
-    kernel: str, of_call: tuple[int, int, int, int], candidates: list[dict[str, int]], *, one_stage: bool
-) -> BackwardConfig:
-    """`of_call`: what `smem_bytes` takes after the configuration."""
-    for candidate in candidates:
-        config = BackwardConfig(**{"resident_stages": 1, **candidate})
-        fits = smem_bytes(kernel, config, *of_call) <= HOPPER_SHARED_MEMORY
-        if fits and not (one_stage and config.resident_stages == 2):
-            return config
-    dims = f"head dims {of_call[1]} and {of_call[2]}"
-    raise NotImplementedError(
-        f"{dims} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
-    )
+    def _splits(self, config: BackwardConfig) -> bool:
+        return self.kernel == "dkv" and config.splits(self.d, self.dv)
+
+    def _one(self, config: BackwardConfig) -> bool:
+        return self.one_stage or self._splits(config)
+
+    def _bytes(self, config: BackwardConfig) -> int:
+        return smem_bytes(self.kernel, config, self.resident, self.d, self.dv, self.vectors)

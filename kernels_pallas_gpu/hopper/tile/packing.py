@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backend.contract import Call
+
 ROWS = 64  # per matrix product
 LEAST_ROWS = 8  # per copy: shared memory is written in tiles of 8 rows
 
@@ -38,6 +40,12 @@ class Packing:
         if ROWS % block_q or list_heads not in (1, num_kv_heads) or packing.rows % ROWS:
             return None
         return packing if packing.by_query or block_q >= LEAST_ROWS else None
+
+    @classmethod
+    def of_call(cls, call: Call) -> "Packing":
+        packing = cls.of(call.mask.block_q, call.mask.heads, call.q_heads, call.kv_heads)
+        assert packing is not None, f"block_q={call.mask.block_q} of {call.q_heads} and {call.kv_heads} heads"
+        return packing
 
     @classmethod
     def required(cls, block_q: int, lists: Any, num_q_heads: int, num_kv_heads: int, bias: Any) -> "Packing":

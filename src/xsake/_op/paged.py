@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,6 +19,8 @@ from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
 from xsake._op.fold import fold_call, unfold
 from xsake._op.run import Plan
+from xsake._rewrites import rewrite
+from xsake._rewrites.held_blocks import HeldBlocks
 from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask
 
@@ -46,16 +47,19 @@ def attention(
     block_q, block_kv = registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * page, query.shape[3])
     blocks = block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
     call = build_call(query, key, value, mask, page_table=table, default_blocks=blocks, **options)
-    if mask is None and options["key_value_seq_lengths"] is not None:
-        call = _without_blocks_past_the_end(call)
-    plan = Plan.of(names, call, config)
-    out, lse = _mappable(plan)(vary(call, varying_axes(call)))
-    lse = plan.contract_lse(lse)
+    kinds = (HeldBlocks.of,) if mask is None and options["key_value_seq_lengths"] is not None else ()
+    out, lse = rewrite.forward(kinds, call, partial(_run, names, config))
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
     if wrong is not None:
         out, lse = (jnp.where(wrong.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x) for x in (out, lse))
     return out, lse.swapaxes(1, 2)
+
+
+def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
+    plan = Plan.of(names, call, config)
+    out, lse = _mappable(plan)(vary(call, varying_axes(call)))
+    return out, plan.contract_lse(lse)
 
 
 @cache
@@ -68,34 +72,6 @@ def _mappable(plan: Plan) -> Callable:
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
     return jax.jit(run, inline=True)
-
-
-def _without_blocks_past_the_end(call: Call) -> Call:
-    """Lists per sequence, without the blocks that hold padding alone: a cache has room for more than it holds.
-
-    Where the rule is of indices, its lists stay as they are: they are short already.
-    """
-    mask, segments = call.mask, call.kv_segments
-    if mask.band != (None, None):
-        return call
-    assert segments is not None
-    padded = jnp.pad(segments, ((0, 0), (0, -call.kv_len % mask.block_kv)), constant_values=-1)
-    holds = (padded >= 0).reshape(call.batch, mask.num_kv_blocks, mask.block_kv).any(-1)
-    last = jnp.where(holds, jnp.arange(1, mask.num_kv_blocks + 1, dtype=jnp.int32)[None], 0).max(1)
-    rows = mask.num_q_blocks
-    slot = jnp.arange(rows * mask.num_kv_blocks, dtype=jnp.int32)[None] % jnp.maximum(last, 1)[:, None]
-    lists = dataclasses.replace(
-        mask,
-        kv_indices=slot[:, None],
-        kv_row_ptr=(last[:, None] * jnp.arange(rows + 1, dtype=jnp.int32)[None])[:, None],
-        kv_num_full=jnp.zeros((call.batch, 1, rows), jnp.int32),  # where there are segments, every block is tested
-        q_indices=None,
-        q_row_ptr=None,
-        q_num_full=None,
-        row_order=None,
-        col_order=None,
-    )
-    return dataclasses.replace(call, mask=lists)
 
 
 def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:

@@ -19,12 +19,9 @@ from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xsake.backend.contract import Call
-from xsake.hads.mask.block_mask import BlockMask
+from xsake.backend.dims import Dims, flat_dims
 
 Axes = tuple[str, ...]
-# What a dimension stands for: "b" the batch, "h" query heads, "k" K/V heads where they are fewer, "t" and "s" tokens,
-# "d" and "e" channels, None what is never cut: a size of 1, or lists of blocks.
-Dims = tuple[str | None, ...]
 
 # Nothing here outlives the process, so that no promise of stable kernels is needed.
 _KERNELS = [
@@ -32,7 +29,7 @@ _KERNELS = [
 ]
 
 
-class Cut(NamedTuple):
+class MeshCut(NamedTuple):
     """The mesh axes that cut the batch and the heads, and whether the K/V heads are cut with the query heads."""
 
     batch: Axes
@@ -51,35 +48,6 @@ class Cut(NamedTuple):
         """Axes that cut the call, but not an array of these dimensions: every device has a sum of its own for it."""
         used = {name for dim in dims for name in self.axes(dim)}
         return tuple(name for name in self.batch + self.heads if name not in used)
-
-
-def call_dims(call: Call) -> Call:
-    """The tree of a call with `Dims` at every array, from how `Call` declares its fields."""
-
-    def dims(field: dataclasses.Field, x: Array) -> Dims:
-        declared = field.metadata.get("dims", "b").split()
-        names: list[str | None] = [_heads(call, call.kv_heads) if name == "k" else name for name in declared]
-        if call.page_table is not None and field.name in ("key", "value"):
-            names[:2] = [None, None]  # every device has all pages
-        return _named(x, names)
-
-    def of(field: dataclasses.Field) -> Any:
-        value = getattr(call, field.name)
-        if isinstance(value, BlockMask):
-            return jax.tree.map(lambda x: _named(x, ["b", _heads(call, value.heads)]), value)
-        return jax.tree.map(lambda x: dims(field, x), value)
-
-    return dataclasses.replace(call, **{field.name: of(field) for field in call.array_fields()})
-
-
-def _heads(call: Call, heads: int) -> str:
-    return "h" if heads == call.q_heads else "k"
-
-
-def _named(x: Array, names: list[str | None]) -> Dims:
-    """The names for the sizes of an array, None for what has none."""
-    padded = (*names, *(None,) * (x.ndim - len(names)))
-    return tuple(None if size == 1 else name for size, name in zip(x.shape, padded, strict=True))
 
 
 def over_mesh(
@@ -168,7 +136,7 @@ class _Operation:
 
         return f"{side(dims)} -> {side(self.result_dims)}"
 
-    def cut(self, sizes: Any, dims: list[Dims], specs: list) -> Cut:
+    def cut(self, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:
         """From how the arrays lie: the first one that is cut along batch or heads decides."""
         found: dict[str, Axes] = {}
         for d, spec in zip(dims, specs, strict=True):
@@ -187,9 +155,9 @@ class _Operation:
             heads = ()
             lost.append("h")
         _warn(lost)
-        return Cut(batch, heads, bool(heads) and self.kv_heads % count == 0)
+        return MeshCut(batch, heads, bool(heads) and self.kv_heads % count == 0)
 
-    def part(self, cut: Cut, given: tuple) -> tuple:
+    def part(self, cut: MeshCut, given: tuple) -> tuple:
         """What one device does. Where K/V heads are not cut but query heads are, it takes the one K/V head it needs."""
         dims = flat_dims(self.given_dims)
         own: Array | None = None
@@ -200,7 +168,7 @@ class _Operation:
         results = self.run(*given)
         return tuple(self._summed(cut, x, d, own) for x, d in zip(results, self.result_dims, strict=True))
 
-    def _summed(self, cut: Cut, x: Array, dims: Dims, own: Array | None) -> Array:
+    def _summed(self, cut: MeshCut, x: Array, dims: Dims, own: Array | None) -> Array:
         missing = cut.missing(dims)
         if not missing:
             return x
@@ -239,13 +207,6 @@ def _placed(mesh: Any, x: Array, spec: PartitionSpec) -> Array:
 
 def _take(x: Array, dims: Dims, own: Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, own, 1, dims.index("k")) if "k" in dims else x
-
-
-def flat_dims(tree: Any) -> list[Dims]:
-    def is_dims(x: Any) -> bool:
-        return isinstance(x, tuple) and bool(x) and all(dim is None or isinstance(dim, str) for dim in x)
-
-    return jax.tree.leaves(tree, is_leaf=is_dims)
 
 
 def _product(sizes: Any, axes: Axes) -> int:

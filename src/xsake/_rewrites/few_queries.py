@@ -16,6 +16,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake._rewrites.rewrite import Rewrite
+from xsake._rewrites.rows import in_rows
 from xsake.backend.contract import Call
 
 MOST_QUERIES = 8
@@ -23,15 +25,15 @@ KEYS_PER_PART = 512  # at least: fewer would not pay for the merge
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How a call is cut: `group` query heads share rows, a part has `rows` rows, of which group * T are used."""
+class RowParts:
+    """How a mask row is cut: `group` query heads share its rows, and a part has `rows` rows, group * T of them used."""
 
     group: int
     rows: int
     parts: int
 
     @classmethod
-    def of(cls, call: Call, *, workers: int, least_rows: int) -> Cut | None:
+    def of(cls, call: Call, *, workers: int, least_rows: int) -> RowParts | None:
         """None where the call has too many queries, or arguments that rows of several heads cannot share."""
         mask = call.mask
         if call.q_len > MOST_QUERIES or mask.num_q_blocks > 1 or call.bias is not None or mask.bitmaps is not None:
@@ -45,16 +47,25 @@ class Cut:
         return cls(group, rows, max(1, min(workers // items, most)))
 
 
-class FewQueries:
-    """`call` is what a backend runs in place of the given call; sinks are added to its results afterwards."""
+class FewQueries(Rewrite):
+    """Forward only. Sinks are added to the results."""
 
-    def __init__(self, given: Call, cut: Cut):
-        self.given, self.cut = given, cut
-        mask = given.mask
+    def __init__(self, given: Call, parts: RowParts) -> None:
+        super().__init__(given)
+        self.parts = parts
+
+    @classmethod
+    def of(cls, call: Call, *, workers: int, least_rows: int) -> FewQueries | None:
+        parts = RowParts.of(call, workers=workers, least_rows=least_rows)
+        return None if parts is None else cls(call, parts)
+
+    @property
+    def call(self) -> Call:
+        given, mask, parts = self.given, self.given.mask, self.parts
         begin, end = (jnp.minimum(mask.kv_row_ptr[..., i : i + 1], mask.capacity) for i in (0, 1))
-        pointer = begin + (end - begin) * jnp.arange(cut.parts + 1, dtype=jnp.int32)[None, None] // cut.parts
+        pointer = begin + (end - begin) * jnp.arange(parts.parts + 1, dtype=jnp.int32)[None, None] // parts.parts
         # Where full blocks are tested like others, nothing reads how many there are.
-        full: Any = np.zeros((*pointer.shape[:2], cut.parts), np.int32)
+        full: Any = np.zeros((*pointer.shape[:2], parts.parts), np.int32)
         if given.full_is_exact:
             full = jnp.clip(begin + mask.kv_num_full - pointer[..., :-1], 0, jnp.diff(pointer))
         of_parts = dataclasses.replace(
@@ -66,30 +77,30 @@ class FewQueries:
             q_row_ptr=None,
             q_num_full=None,
             col_order=None,
-            block_q=cut.rows,
-            q_len=cut.rows * cut.parts,
+            block_q=parts.rows,
+            q_len=parts.rows * parts.parts,
         )
-        self.call = given.in_rows(self._rows(given.query), of_parts, self._tokens)
+        return in_rows(given, self._rows(given.query), of_parts, self._tokens)
 
     def _rows(self, x: Float[Array, "B T H D"]) -> Float[Array, "B R h D"]:
         b, t, h, d = x.shape
-        heads = h // self.cut.group
-        x = jnp.moveaxis(x.reshape(b, t, heads, self.cut.group, d), 3, 1).reshape(b, 1, -1, heads, d)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.cut.rows - x.shape[2]), (0, 0), (0, 0)))
-        return jnp.broadcast_to(x, (b, self.cut.parts, *x.shape[2:])).reshape(b, -1, heads, d)
+        heads = h // self.parts.group
+        x = jnp.moveaxis(x.reshape(b, t, heads, self.parts.group, d), 3, 1).reshape(b, 1, -1, heads, d)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.parts.rows - x.shape[2]), (0, 0), (0, 0)))
+        return jnp.broadcast_to(x, (b, self.parts.parts, *x.shape[2:])).reshape(b, -1, heads, d)
 
     def _tokens(self, x: Int[Array, "B T"]) -> Int[Array, "B R"]:
         b, t = x.shape
-        x = jnp.broadcast_to(x[:, None], (b, self.cut.group, t)).reshape(b, 1, -1)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.cut.rows - x.shape[2])))
-        return jnp.broadcast_to(x, (b, self.cut.parts, self.cut.rows)).reshape(b, -1)
+        x = jnp.broadcast_to(x[:, None], (b, self.parts.group, t)).reshape(b, 1, -1)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.parts.rows - x.shape[2])))
+        return jnp.broadcast_to(x, (b, self.parts.parts, self.parts.rows)).reshape(b, -1)
 
     def results(
         self, out: Float[Array, "B R h Dv"], lse: Float[Array, "B h R"]
     ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-        """The results of the given call from those of `call`, in the lse's dtype: the parts were rounded before."""
+        """In the lse's dtype: the parts were rounded before."""
         b, _, heads, d = out.shape
-        cut, t = self.cut, self.given.q_len
+        cut, t = self.parts, self.given.q_len
         out = out.reshape(b, cut.parts, cut.rows, heads, d)[:, :, : cut.group * t].astype(lse.dtype)
         lse = lse.reshape(b, heads, cut.parts, cut.rows)[..., : cut.group * t]
         peak = lse.max(2)

@@ -23,9 +23,9 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from xsake._ground.trace import vary, varying_axes
-from xsake._op.partition import call_dims
-from xsake._op.pieces import by_heads, wide
 from xsake._op.run import Plan
+from xsake._rewrites import rewrite
+from xsake._rewrites.head_pieces import HeadPieces, wide
 from xsake._sequence.exchange_sparse import Sparse
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts, of_live_rows, sink_gradient
@@ -100,6 +100,11 @@ class Route(NamedTuple):
     def sparse(self) -> Sparse:
         return Sparse(self.plan, self.axes, self.shards, self.capacity)
 
+    def in_pieces(self, call: Call) -> HeadPieces | None:
+        """As many pieces of the K/V heads as there are shards, or the next fewer that come out even."""
+        pieces = next(n for n in range(min(self.shards, call.kv_heads), 0, -1) if call.kv_heads % n == 0)
+        return HeadPieces(call, pieces) if pieces > 1 else None
+
     def forward(self, shard: Shard) -> tuple[Array, Array]:
         shard = vary(shard, varying_axes(shard))
         return _exchanged(self, shard)
@@ -169,11 +174,7 @@ def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
     def run(call: Call) -> tuple:
         return route.plan.run_forward(_gathered(route, call))
 
-    dims = call_dims(call)
-    batch, tokens, heads, _ = dims.query
-    out, lse = by_heads(
-        run, (call,), (dims,), ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens)), _pieces(route, call)
-    )
+    out, lse = rewrite.forward((route.in_pieces,), call, run)
     return out, route.plan.contract_lse(lse)
 
 
@@ -189,22 +190,12 @@ def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, de
         total = jax.lax.psum_scatter(wide(x), route.axes, scatter_dimension=1, tiled=True)
         return total.astype(x.dtype)
 
-    dims = call_dims(call)
-    batch, tokens, heads, _ = dims.query
-    rows = (batch, heads, tokens)
-    given_dims = (dims, rows, rows, (batch, tokens, heads, dims.value[3]))
-    results = (dims.query, dims.key, dims.value) + ((dims.bias,) if with_bias else ())
-    return by_heads(run, (call, lse, delta, d_out), given_dims, results, _pieces(route, call))
+    return rewrite.backward((route.in_pieces,), call, (lse, delta, d_out), run)
 
 
 def _gathered(route: Route, call: Call) -> Call:
     key, value = (jax.lax.all_gather(x, route.axes, axis=1, tiled=True) for x in (call.key, call.value))
     return dataclasses.replace(call, key=key, value=value)
-
-
-def _pieces(route: Route, call: Call) -> int:
-    """Into how many pieces the K/V heads are cut: as many as there are shards, or the next fewer that come out even."""
-    return next(pieces for pieces in range(min(route.shards, call.kv_heads), 0, -1) if call.kv_heads % pieces == 0)
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ module, its name in `_op/registry.py` and in the shared test suite.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -116,28 +115,6 @@ class Call:
         right = self.mask.band.right
         return self.kv_len if right is None else min(self.kv_len, self.q_len + right)
 
-    def within_reach(self) -> Call:
-        """The call without the blocks of keys past `kv_reach`: for a forward that copies all keys that it is given.
-
-        A chunk of a prompt attends to a cache of which most may be empty still.
-        """
-        block = self.mask.block_kv
-        # At least two blocks: a configuration that was chosen for several blocks may not suit a single one.
-        end = max(-(-self.kv_reach // block), 2) * block
-        if end >= self.kv_len or self.page_table is not None:
-            return self
-        return dataclasses.replace(
-            self,
-            key=self.key[:, :end],
-            value=self.value[:, :end],
-            mask=dataclasses.replace(
-                self.mask, kv_len=end, q_indices=None, q_row_ptr=None, q_num_full=None, col_order=None, q_bitmap=None
-            ),
-            bias=None if self.bias is None else self.bias[..., :end],
-            kv_segments=None if self.kv_segments is None else self.kv_segments[:, :end],
-            kv_positions=None if self.kv_positions is None else self.kv_positions[:, :end],
-        )
-
     @property
     def page(self) -> int | None:
         """Tokens per page, where keys and values lie in pages."""
@@ -159,35 +136,11 @@ class Call:
     def value_dim(self) -> int:
         return self.value.shape[3]
 
-    def in_rows(self, query: Array, mask: BlockMask, of_tokens: Callable[[Array], Array]) -> Call:
-        """The call with queries of several heads in the rows of one; `of_tokens` takes a number per query to the rows.
-
-        Sinks are left out: they belong to heads. Where there is a band, rows are told apart by positions, and the
-        mask's own rule, which is of indices, says no more.
-        """
-        positions = self.q_positions
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(self.q_len, dtype=jnp.int32), self.query.shape[:2])
-        return dataclasses.replace(
-            self,
-            query=query,
-            mask=dataclasses.replace(mask, is_causal=False, local_window_size=None),
-            q_segments=None if self.q_segments is None else of_tokens(self.q_segments),
-            q_positions=None if self.band == Band() else of_tokens(positions),
-            sink_lse=None,
-            full_is_known=self.full_is_exact,
-        )
-
     @property
     def full_is_exact(self) -> bool:
         """Whether full blocks need no element test, since the call excludes nothing that the mask's rule allows."""
         by_index = self.q_segments is None and self.q_positions is None and self.mask.band.implies(self.band)
         return self.full_is_known or by_index
-
-
-def shapes_of(change: Callable[[Call], Call], call: Call) -> Call:
-    """The shapes of a changed call: a configuration is chosen before anything is computed, wherever the arrays lie."""
-    return jax.eval_shape(change, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call))
 
 
 @runtime_checkable

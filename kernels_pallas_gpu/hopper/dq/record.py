@@ -1,0 +1,75 @@
+"""The dQ kernel as the backend knows it: the calls that it serves, and its configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax import Array
+
+from xsake.backend.contract import Call
+from xsake.backend.delta import DeltaParts
+from xsake.hads.mask.band import Band
+from xsake.kernels_pallas_gpu.hopper.dq import launch
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
+from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+
+
+def knows(call: Call) -> str | None:
+    return "it knows no blocks under 64 keys" if call.mask.block_kv < 64 else None
+
+
+def _tiles(call: Call) -> BackwardTiles:
+    packing, ruled = Packing.of_call(call), call.band != Band()
+    by_position = ruled and call.kv_positions is not None
+    # Keys past the end are told by their index.
+    by_index = (ruled and not by_position) or call.kv_len % call.mask.block_kv != 0
+    return BackwardTiles(
+        kernel="dq",
+        resident=packing.rows,
+        streamed=call.mask.block_kv,
+        d=call.head_dim,
+        dv=call.value_dim,
+        vectors=by_position + by_index + (call.kv_segments is not None),
+        # A packed tile takes many copies, for which the memory warpgroup has too few registers.
+        one_stage=packing.group > 1,
+    )
+
+
+def default(call: Call) -> BackwardConfig:
+    wide = 128 if call.mask.block_kv % 128 == 0 and max(call.head_dim, call.value_dim) <= 128 else 64
+    return _tiles(call).first_fit(
+        dict(tile=wide, stages=2, inner_stages=2, resident_stages=2),
+        dict(tile=wide, stages=2, inner_stages=1, resident_stages=2),
+        dict(tile=wide, stages=2, inner_stages=2),
+        dict(tile=64, stages=3, inner_stages=3),
+        dict(tile=64, stages=2, inner_stages=2),
+        dict(tile=64, stages=2, inner_stages=1),
+        dict(tile=64, stages=2, inner_stages=2, compute_wgs=1),
+        dict(tile=64, stages=1, inner_stages=1, compute_wgs=1),
+    )
+
+
+def space(call: Call) -> Sequence[BackwardConfig]:
+    return _tiles(call).space(default(call), accumulators=call.head_dim)
+
+
+def misfit(call: Call, config: BackwardConfig) -> str | None:
+    return _tiles(call).misfit(config)
+
+
+def sums_delta(call: Call, parts: DeltaParts) -> bool:
+    """Whether the kernel sums delta: it reads the rows of `out` whole, and as they lie in memory."""
+    whole = call.q_len % call.mask.block_q == 0 and parts.out.shape[-1] == call.value_dim
+    same = parts.out.dtype == call.query.dtype
+    return whole and same and Packing.of_call(call).group == 1 and call.q_segments is None
+
+
+def run(
+    call: Call, lse: Array, minus_delta: Array | DeltaParts, d_out: Array, *, config: BackwardConfig
+) -> tuple[Array, Array]:
+    """(dQ, -delta)"""
+    return launch.dq(call, lse, minus_delta, d_out, config=config, interpret=interpretation())
+
+
+KERNEL = Kernel(name="dq", knows=knows, default=default, space=space, misfit=misfit, run=run)

@@ -1,0 +1,125 @@
+"""The forms of the gradients: which kernels compute dQ, dK and dV of a call. The first form that is wanted runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jax import Array
+
+from xsake._rewrites import rewrite
+from xsake._rewrites.padded_dims import PaddedDims
+from xsake.backend.contract import Call
+from xsake.backend.delta import DeltaParts
+from xsake.kernels_pallas_gpu.hopper.dkv import record as dkv
+from xsake.kernels_pallas_gpu.hopper.dq import record as dq
+from xsake.kernels_pallas_gpu.hopper.fused import record as fused
+from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
+from xsake.kernels_pallas_gpu.hopper.kernel import DIMS, Kernel
+from xsake.kernels_pallas_gpu.triton import backend as triton
+
+REWRITES = (partial(PaddedDims.of, dims=DIMS),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """`kernels`: the records of the kernels that run, for the tuner.
+
+    knows(call): why the form cannot serve the call, or None.
+    wanted(call, config): whether the configuration asks for this form.
+    run(call, config, lse, delta, d_out): dQ, dK and dV; `delta` may be `DeltaParts` where `sums_delta(call, delta)`.
+    """
+
+    kernels: tuple[Kernel, ...]
+    knows: Callable[[Call], str | None]
+    wanted: Callable[[Call, Any], bool]
+    run: Callable[..., tuple]
+    sums_delta: Callable[[Call, DeltaParts], bool] = lambda call, parts: False
+
+
+def _fused(call: Call, config: Any, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+    return rewrite.backward(REWRITES, call, (lse, delta, d_out), partial(fused.KERNEL.run, config=config.fused))
+
+
+def _apart(
+    keys: Kernel, call: Call, config: Any, lse: Array, delta: Array | DeltaParts, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """One kernel for dQ, and `keys` for dK and dV. Given `DeltaParts`, the first sums delta for the second too."""
+
+    def run(call: Call, lse: Array, delta: Any, d_out: Array) -> tuple[Array, Array, Array]:
+        minus = delta if isinstance(delta, DeltaParts) else -delta
+        d_query, minus_delta = dq.KERNEL.run(call, lse, minus, d_out, config=config.dq)
+        return d_query, *keys.run(call, lse, minus_delta, d_out, config=config.dkv)
+
+    return rewrite.backward(REWRITES, call, (lse, delta, d_out), run)
+
+
+def _triton(call: Call, config: Any, *given: Array) -> tuple[Array, Array, Array]:
+    """Tiled by Triton's own default: `config.dq` and `config.dkv` are of kernels that do not run."""
+    d_query, d_key, d_value, _ = triton.backward(call, triton.default_config(call), *given, with_bias=False)
+    return d_query, d_key, d_value
+
+
+def _needs_short_blocks(call: Call) -> str | None:
+    return None if call.mask.block_kv < 64 else "blocks of 64 keys and more have kernels of their own"
+
+
+FORMS = (
+    Form(
+        kernels=(fused.KERNEL,),
+        knows=fused.KERNEL.knows,
+        wanted=lambda call, config: config.fused.use,
+        run=_fused,
+    ),
+    Form(
+        kernels=(dq.KERNEL, gathered.KERNEL),
+        knows=gathered.KERNEL.knows,
+        wanted=lambda call, config: gathered.wanted(call, config.dkv),
+        run=partial(_apart, gathered.KERNEL),
+        sums_delta=dq.sums_delta,
+    ),
+    Form(
+        kernels=(dq.KERNEL, dkv.KERNEL),
+        knows=dkv.KERNEL.knows,
+        wanted=lambda call, config: dkv.KERNEL.knows(call) is None,
+        run=partial(_apart, dkv.KERNEL),
+        sums_delta=dq.sums_delta,
+    ),
+    Form(
+        kernels=(),
+        knows=lambda call: _needs_short_blocks(call) or triton.unsupported(call),
+        wanted=lambda call, config: True,
+        run=_triton,
+    ),
+)
+
+
+def unknown(call: Call) -> str | None:
+    """Why no form has the gradients of the call, or None."""
+    reasons = [form.knows(call) for form in FORMS]
+    return None if None in reasons else reasons[-1]
+
+
+def form_of(call: Call, config: Any) -> Form:
+    return next(form for form in FORMS if form.wanted(call, config))
+
+
+def default(call: Call) -> dict[str, Any]:
+    """The configurations of all gradient kernels, by the fields of `Config`."""
+    keys = dkv if gathered.KERNEL.knows(call) else gathered
+    return {kernel.name: kernel.default(call) for kernel in (fused.KERNEL, dq.KERNEL, keys.KERNEL)}
+
+
+def space(call: Call, default: Any) -> list[tuple[str, Any]]:
+    """(field, configuration) for the fused kernel, and for the kernels that run by default."""
+    kernels = dict.fromkeys([fused.KERNEL, *form_of(call, default).kernels])
+    return [(kernel.name, config) for kernel in kernels if not kernel.knows(call) for config in kernel.space(call)]
+
+
+def misfit(call: Call, config: Any) -> str | None:
+    for kernel in form_of(call, config).kernels:
+        if problem := kernel.misfit(call, getattr(config, kernel.name)):
+            return f"{kernel.name}: {problem}"
+    return None
