@@ -11,10 +11,10 @@ from xsake.kernels_pallas_gpu.hopper.dkv.plan import COLUMN, PAIR, PIECE, START,
 from xsake.kernels_pallas_gpu.hopper.tile.backward import ALONG_COLS, ALONG_ROWS, PART, ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
 from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers
 from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, ListTiles, Slot, StreamingCta
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Scratch as Turn
 
 
 class DkvOperands(NamedTuple):
@@ -74,9 +74,9 @@ class DkvCta(StreamingCta[DkvPlan]):
         memory: DkvMemory,
         barriers: StreamBarriers,
         hand_over: HandOver,
-        turn: Turn,
+        items: ItemRefs,
     ) -> None:
-        super().__init__(plan, given, results, memory, barriers, turn)
+        super().__init__(plan, given, results, memory, barriers, items)
         self.hand_over = hand_over
         self.q_vectors = {name: memory.q_vectors.at[i] for i, name in enumerate(plan.q_vectors)}
         self.residents, self.resident_packing = ((given.k, memory.k), (given.v, memory.v)), PLAIN
@@ -88,11 +88,6 @@ class DkvCta(StreamingCta[DkvPlan]):
             outer=dict(source=given.q, tiles=memory.q, numbers=numbers, packing=plan.packing),
             inner=dict(source=given.d_out, tiles=memory.do, numbers=of_do, packing=plan.packing),
         )
-
-    def head(self, pair: Any) -> tuple[Any, Any]:
-        """(batch, K/V head) of a pair."""
-        heads = self.plan.num_kv_heads
-        return lax.div(pair, heads), lax.rem(pair, heads)
 
     def coords(self, pair: Any) -> Callable[[Any], tuple[Any, Any]]:
         """The lists of the group's heads."""

@@ -69,7 +69,7 @@ def dkv(
             dk_parts=columns.room_for_parts(plan.work.unit, plan.head_dim),
             dv_parts=columns.room_for_parts(plan.work.unit, plan.v_head_dim),
         ),
-        [plan.memory(), plan.barriers(), plan.hand_over(), plan.turns.scratch()],
+        [plan.memory(), plan.barriers(), plan.hand_over(), plan.turns.memory()],
         interpret,
     )
     dk, dv = (

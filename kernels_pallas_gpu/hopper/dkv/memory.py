@@ -17,7 +17,7 @@ def load_item(cta: DkvCta, turn: Any, number: Any, counts: Any) -> Any:
     piece = jnp.where(rank < work.early, rank * work.parts + part, -1) if work.parts > 1 else jnp.int32(-1)
     (b, kv_head), coords = cta.head(pair), cta.coords(pair)
     places = [work.place(cta.given.lists, coords(0), rank, ring) for ring in range(work.rings)]
-    cta.turns.publish(cta.turn, turn, [pair, piece, *(x for place in places for x in place[:2])])
+    cta.notes.publish(turn, [pair, piece, *(x for place in places for x in place[:2])])
     for reader in range(plan.compute_wgs if plan.ahead else 0):
         row = cta.first_row(places[reader if work.rings > 1 else 0][0], reader)
         cta.load_residents(b, row, kv_head, lax.rem(turn, 2) * plan.compute_wgs + reader)

@@ -47,6 +47,7 @@ class Queries:
         self.first_query = cta.plan.packing.first_query(self.start)
         self.place = item.place * cta.plan.compute_wgs + cta.wg
         self.buffers = [x.at[cta.wg] for x in cta.memory.simulated]
+        self.out: Any = None
         self.statistic: Any = None
         self.minus_delta: Any = None
         self.vectors: dict[str, Any] = {}

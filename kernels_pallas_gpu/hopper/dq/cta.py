@@ -2,13 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from jax import lax
-
 from xsake.kernels_pallas_gpu.hopper.dq.plan import DqMemory, DqPlan
 from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers
 from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, StreamingCta
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Scratch as Turn
 
 
 class DqOperands(NamedTuple):
@@ -47,9 +45,9 @@ class DqCta(StreamingCta[DqPlan]):
         results: DqResults,
         memory: DqMemory,
         barriers: StreamBarriers,
-        turn: Turn,
+        items: ItemRefs,
     ) -> None:
-        super().__init__(plan, given, results, memory, barriers, turn)
+        super().__init__(plan, given, results, memory, barriers, items)
         self.kv_vectors = {name: memory.kv_vectors.at[i] for i, name in enumerate(plan.kv_vectors)}
         self.residents, self.resident_packing = ((given.q, memory.q), (given.d_out, memory.do)), plan.packing
         numbers = [(x, self.kv_vectors[name]) for name, x in given.kv_vectors.items()]
@@ -58,11 +56,6 @@ class DqCta(StreamingCta[DqPlan]):
             outer=dict(source=given.k, tiles=memory.k, numbers=numbers, packing=PLAIN),
             inner=dict(source=given.v, tiles=memory.v, numbers=[], packing=PLAIN),
         )
-
-    def head(self, pair: Any) -> tuple[Any, Any]:
-        """(batch, head) of a pair."""
-        heads = self.plan.num_q_heads
-        return lax.div(pair, heads), lax.rem(pair, heads)
 
     def coords(self, pair: Any) -> tuple[Any, Any]:
         plan = self.plan

@@ -69,7 +69,7 @@ def dq(
             dq=jax.ShapeDtypeStruct(q.shape, q.dtype),
             minus_delta=None if parts is None else jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
-        [plan.memory(), plan.barriers(), plan.turns.scratch()],
+        [plan.memory(), plan.barriers(), plan.turns.memory()],
         interpret,
     )
     return found.dq[:, : call.q_len], minus_delta if parts is None else found.minus_delta

@@ -23,7 +23,7 @@ def load_item(cta: DqCta, turn: Any, number: Any, counts: Any) -> Any:
     for ring in range(work.rings):
         start, block, exists = work.place(cta.given.lists, coords, rank, ring)
         places.append((start, *streamed.span(coords, block, exists)))
-    cta.turns.publish(cta.turn, turn, [pair, *(x for place in places for x in place)])
+    cta.notes.publish(turn, [pair, *(x for place in places for x in place)])
     for reader in range(plan.compute_wgs):
         row = cta.first_row(places[reader if work.rings > 1 else 0][0], reader)
         if plan.ahead:

@@ -62,8 +62,8 @@ class DqPlan(StreamingPlan):
         )
 
     @property
-    def pairs(self) -> int:
-        return self.batch_size * self.num_q_heads
+    def held_heads(self) -> int:
+        return self.num_q_heads
 
     @property
     def ragged(self) -> bool:

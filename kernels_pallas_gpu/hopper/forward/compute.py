@@ -83,9 +83,9 @@ class ComputeWarpgroup:
         plgpu.wait_smem_to_gmem(0)
 
     def read_item(self, turn: Any) -> tuple[Any, Any]:
-        cta, notes = self.cta, self.cta.scratch.notes
-        plgpu.barrier_wait(cta.stage(cta.barriers.item_ready, slot_of(turn, 2)))
-        return notes[cta.item_field(turn, STEPS)], notes[cta.item_field(turn, FULL_STEPS)]
+        items = self.cta.items
+        items.wait(turn)
+        return items(turn, STEPS), items(turn, FULL_STEPS)
 
     def multiply_first(self, turn: Any, step0: Any, steps: Any, overlap: Any) -> Any:
         """(raw logits of a tile's first step, first keys of its runs); past the last tile, unused numbers."""
@@ -125,9 +125,8 @@ class Tile:
         self.q_vectors: dict[str, Any] = {}
         self.softmax = Softmax(self.plan)
 
-    # Fields are read again at every use: values that live through the loops would take registers.
     def field(self, which: int) -> Any:
-        return self.cta.scratch.notes[self.cta.item_field(self.turn, which)]
+        return self.cta.items(self.turn, which)
 
     def q_start(self) -> Any:
         return pl.multiple_of(self.field(Q_START), WG_ROWS) + self.warpgroup.row_offset
@@ -433,7 +432,7 @@ class Tile:
         cta, plan, scratch = self.cta, self.plan, self.cta.scratch
         batch, head, first_row = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset, self.q_start()
         part = self.field(PART)
-        plgpu.barrier_arrive(cta.stage(cta.barriers.item_free, slot_of(self.turn, 2)))
+        cta.items.leave(self.turn)
         if plan.has_sinks:
             sink = self.sink(batch, head, first_row, m.shape) * jnp.float32(LOG2E)
             m_new = jnp.maximum(m, sink)

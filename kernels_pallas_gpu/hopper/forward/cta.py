@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.forward.config import Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, Barriers, Plan, Scratch
 from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
+from xsake.kernels_pallas_gpu.hopper.tile.items import ItemNotes, ItemRefs
 
 
 class Cta:
@@ -38,6 +39,9 @@ class Cta:
         self.wg = lax.axis_index("wg")
         self.ring = lax.rem(self.wg, 2)
         self.worker = lax.axis_index("cta") * plan.workers_per_cta + (self.ring if self._apart else 0)
+        refs = ItemRefs(scratch.notes, barriers.item_ready, barriers.item_free, barriers.ticket_ready)
+        own = (self.ring,) if self._apart else ()
+        self.items = ItemNotes(refs=refs, fields=PUBLISHED, tickets=self._end_of_runs, worker=own)
 
     @property
     def _apart(self) -> bool:
@@ -50,10 +54,7 @@ class Cta:
     def query_slot(self, turn: Any, consumer: Any) -> Any:
         return slot_of(turn, self.plan.q_stages) * self.plan.compute_wgs + consumer
 
-    # -- where things stand in the notes -------------------------------------------------------------------------------
-
-    def item_field(self, turn: Any, field: int) -> tuple[Any, ...]:
-        return self._at_ring(slot_of(turn, 2) * PUBLISHED + field)
+    # -- where things stand in the notes: two items, the runs of every slot, two tickets, the bitmaps of every slot ----
 
     def run_field(self, slot: Any, part: int, reader: Any = None) -> tuple[Any, ...]:
         """`reader`: the compute warpgroup for which the run is noted, by default this one; mostly they share notes."""
@@ -61,9 +62,6 @@ class Cta:
         if self.plan.readers > 1:
             run += (self.wg if reader is None else reader) * (self.plan.stages * self.plan.parts)
         return self._at_ring(2 * PUBLISHED + run)
-
-    def ticket_field(self, turn: Any) -> tuple[Any, ...]:
-        return self._at_ring(self._end_of_runs + slot_of(turn, 2))
 
     def bitmap_field(self, slot: Any, part: int) -> tuple[Any, ...]:
         return self._at_ring(self._end_of_runs + 2 + slot * self.plan.parts + part)

@@ -18,6 +18,7 @@ from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, Item
 from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.tile.items import dealt
 from xsake.kernels_pallas_gpu.lists.row_pairs import OWNERS
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_PARTS
 
@@ -35,17 +36,17 @@ class MemoryWarpgroup:
     def run(self) -> None:
         cta, plan = self.cta, self.plan
         item = self.read_item(cta.worker, self.read_row(cta.worker))
-        self.publish(jnp.int32(0), item)
+        cta.items.publish(jnp.int32(0), item[:PUBLISHED])
         turns, steps = jnp.int32(0), jnp.int32(0)
         if plan.persistent:
 
             def one_turn(carry: Any) -> Any:
                 turn, step0, item, next_number = carry
                 following, after_next = self.load_item(turn, step0, item, next_number)
-                self.publish(turn + 1, following)
+                cta.items.publish(turn + 1, following[:PUBLISHED])
                 return turn + 1, step0 + item.steps, following, after_next
 
-            carry = (turns, steps, item, self.dealt(jnp.int32(1)))
+            carry = (turns, steps, item, dealt(jnp.int32(1), cta.worker, plan.num_workers))
             turns, steps, *_ = lax.while_loop(lambda c: c[2].steps >= 0, one_turn, carry)
         else:
 
@@ -64,7 +65,7 @@ class MemoryWarpgroup:
         def observe(use: Any, barrier: Any) -> None:
             when(use >= 0)(lambda: plgpu.barrier_wait(barrier))
 
-        observe(turns - 1, cta.stage(barriers.item_free, slot_of(turns - 1, 2)))
+        when(turns > 0)(lambda: cta.items.wait_until_left(turns - 1))
         for use in (turns - 1 - i for i in range(self.plan.q_stages)):
             for consumer in self.consumers:
                 observe(use, barriers.q_free.at[cta.query_slot(use, consumer)])
@@ -158,37 +159,14 @@ class MemoryWarpgroup:
             steps=jnp.where(number < self.num_items, lax.max(steps, jnp.int32(1)) if plan.ahead else steps, -1),
         )
 
-    def publish(self, turn: Any, item: Item) -> None:
-        cta, slot = self.cta, slot_of(turn, 2)
-
-        @when(turn >= 2)
-        def _free() -> None:
-            plgpu.barrier_wait(cta.stage(cta.barriers.item_free, slot))
-
-        for which, value in enumerate(item[:PUBLISHED]):
-            cta.scratch.notes[cta.item_field(turn, which)] = value
-        plgpu.barrier_arrive(cta.stage(cta.barriers.item_ready, slot))
-
-    def dealt(self, turn: Any) -> Any:
-        """The number of a worker's item in a turn of the static schedule.
-
-        Odd turns go through the workers backwards: rows are sorted by length, and so the workers get equal shares.
-        """
-        worker, num_workers = self.cta.worker, self.plan.num_workers
-        return turn * num_workers + jnp.where(lax.rem(turn, 2) == 0, worker, num_workers - 1 - worker)
-
     def ask_after_next(self) -> Any:
         return common.take_ticket(self.cta.counter[0]) if self.plan.dynamic else None
 
     def read_after_next(self, turn: Any, ticket: Any) -> Any:
+        cta, num_workers = self.cta, self.plan.num_workers
         if not self.plan.dynamic:
-            return self.dealt(turn + 2)
-        cta, notes = self.cta, self.cta.scratch.notes
-        *at_ring, index = cta.ticket_field(turn)
-        common.tell_ticket(ticket, notes.at[(*at_ring, pl.ds(index, 1))])
-        plgpu.barrier_arrive(cta.stage(cta.barriers.ticket_ready, 0))
-        plgpu.barrier_wait(cta.stage(cta.barriers.ticket_ready, 0))
-        return notes[cta.ticket_field(turn)] + 2 * self.plan.num_workers
+            return dealt(turn + 2, cta.worker, num_workers)
+        return cta.items.ticket(turn, lambda: ticket) + 2 * num_workers
 
     # -- loading an item -----------------------------------------------------------------------------------------------
 

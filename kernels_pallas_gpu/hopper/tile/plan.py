@@ -23,7 +23,7 @@ L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardPlan:
-    """What a gradient kernel knows of a call while tracing. A pair is a batch entry and a head of the rows it holds."""
+    """What a gradient kernel knows of a call while tracing. A pair: a batch entry and a head of the rows it holds."""
 
     batch_size: int
     q_len: int
@@ -76,8 +76,12 @@ class BackwardPlan:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def held_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
     def pairs(self) -> int:
-        return self.batch_size * self.num_kv_heads
+        return self.batch_size * self.held_heads
 
     @property
     def simulate(self) -> bool:

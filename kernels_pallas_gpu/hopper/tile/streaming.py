@@ -19,10 +19,10 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, release
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Scratch as Turn
 
 PLAIN = Packing(1, ROWS)  # of rows that are not packed
 
@@ -164,9 +164,12 @@ class StreamingCta[P: StreamingPlan]:
     residents: tuple[tuple[Any, Any], tuple[Any, Any]]  # operands and buffers of the resident rows
     resident_packing: Packing
 
-    def __init__(self, plan: P, given: Any, results: Any, memory: Any, barriers: StreamBarriers, turn: Turn) -> None:
+    def __init__(
+        self, plan: P, given: Any, results: Any, memory: Any, barriers: StreamBarriers, items: ItemRefs
+    ) -> None:
         self.plan, self.given, self.results, self.memory = plan, given, results, memory
-        self.barriers, self.turn, self.work, self.turns = barriers, turn, plan.work, plan.turns
+        self.barriers, self.work, self.turns = barriers, plan.work, plan.turns
+        self.notes = plan.turns.notes(items)
         self.wg = lax.axis_index("wg")
         self.ring = 0 if self.work.rings == 1 else self.wg  # of a compute warpgroup
 
@@ -178,6 +181,11 @@ class StreamingCta[P: StreamingPlan]:
         of_inner = dict(ready=barriers.inner_ready, free=barriers.inner_free, stages=plan.config.inner_stages)
         self.outer = Stream(**of_outer, **outer, interpret=plan.simulate)
         self.inner = Stream(**of_inner, **inner, interpret=plan.simulate)
+
+    def head(self, pair: Any) -> tuple[Any, Any]:
+        """(batch, head) of a pair."""
+        heads = self.plan.held_heads
+        return lax.div(pair, heads), lax.rem(pair, heads)
 
     def of_ring(self, item: Item, which: int) -> Any:
         """A field of an item that every ring has."""
@@ -210,7 +218,7 @@ class StreamingCta[P: StreamingPlan]:
 
         def compute(role: Callable) -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            self.turns.take(self.turn, lambda item, done: role(self, item).run(done), jnp.int32(0))
+            self.turns.take(self.notes, lambda item, done: role(self, item).run(done), jnp.int32(0))
 
         if len(roles) == 1:
             when(self.wg < plan.compute_wgs)(lambda: compute(roles[0]))
@@ -222,7 +230,7 @@ class StreamingCta[P: StreamingPlan]:
         def _memory() -> None:
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             load, none = functools.partial(load_item, self), (jnp.int32(0),) * self.work.rings
-            counts = self.turns.deal(self.turn, self.given.counter, load, none)
+            counts = self.turns.deal(self.notes, self.given.counter, load, none)
             for ring, count in enumerate(counts if plan.simulate else []):
                 self.outer.drain(count, ring)
                 self.inner.drain(count, ring)
