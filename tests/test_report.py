@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import pytest
 
 from benchmarks import record, report
 from benchmarks.report import generation, words
+from xsake._ground import words as WORDS
 from xsake._op import tuned
 
 PAGES = report.pages()
@@ -53,6 +55,12 @@ def test_a_grid_says_a_rows_first_words_once():
 
 
 @pytest.mark.parametrize("name", ["speed.md", "hads_results.md"])
-def test_a_page_of_results_has_at_most_ten_tables(name):
+def test_a_page_of_results_has_few_tables_and_names_that_people_know(name):
     text = (record.ROOT / "docs" / name).read_text()
     assert sum(line.startswith("| --- |") for line in text.splitlines()) <= 10
+    cells = "".join(line for line in text.splitlines() if line.startswith("|"))
+    names = [*WORDS.CALLS, *(name for name in WORDS.METHODS if "_" in name)]
+    assert [name for name in names if name in cells] == [] and "+forced" not in cells
+    assert re.findall(r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b", text) == [], (
+        "commits are named in benchmarks/notes"
+    )
