@@ -18,11 +18,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array
 
-import xsake
 from benchmarks import record
+from benchmarks.harness.case import DIRECTIONS, Case
+from benchmarks.harness.contestant import dense, sparse
 from benchmarks.harness.interference import Busy, Slower, contention, disturbance, judge
 from xsake import tuning_db
 from xsake.autotune.measure.timing import Timing, race_rounds
@@ -30,11 +29,10 @@ from xsake.autotune.workloads import WORKLOADS, Workload
 
 MARGIN = 1.25  # the ratio to dense attention may be so many times the recorded ratio
 SLOWER = 1.1  # the tuned configuration may take so many times the heuristic's time
-DIRECTIONS = ("forward", "forward+backward")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Gate:
     workload: Workload
     density: float
     direction: str
@@ -45,38 +43,22 @@ class Case:
         return f"{self.workload.name} {self.density:g} {self.direction}"
 
 
-def cases() -> list[Case]:
+def cases() -> list[Gate]:
     """The cases of this platform, few enough for a minute or two."""
     names, dtype = (("gpt4k", "gpt4k_d64", "llama32k", "full16k"), "bfloat16")
     if jax.default_backend() == "cpu":
         names, dtype = ("cpu4k",), "float32"
-    return [Case(WORKLOADS[n], d, direction, dtype) for n in names for d in (0.43, 0.1) for direction in DIRECTIONS]
+    return [Gate(WORKLOADS[n], d, direction, dtype) for n in names for d in (0.43, 0.1) for direction in DIRECTIONS]
 
 
-def sparse(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
-    return xsake.attention(q, k, v, mask)
-
-
-def contestants(case: Case, attend: Callable = sparse) -> dict[str, Callable]:
+def contestants(case: Gate, attend: Callable = sparse) -> dict[str, Callable]:
     """Compiled calls: attention as tuned, dense attention, and attention with the heuristic's configuration."""
     implementation = "xla" if jax.default_backend() == "cpu" else "cudnn"
-    inputs, mask = case.workload.inputs(case.dtype), case.workload.mask(case.density)
-
-    def dense(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=case.workload.is_causal, implementation=implementation)
-
-    def program(attend: Callable) -> Callable:
-        cotangent = jax.random.normal(jax.random.key(9), inputs[0].shape, jnp.float32).astype(case.dtype)
-
-        def both(q: Array, k: Array, v: Array, mask: xsake.BlockMask) -> tuple:
-            return jax.vjp(lambda *x: attend(*x, mask), q, k, v)[1](cotangent)
-
-        run = jax.jit(attend if case.direction == "forward" else both).lower(*inputs, mask).compile()
-        return lambda: run(*inputs, mask)
-
-    compiled = {"xsake": program(attend), "dense": program(dense)}
+    at, mask = Case(case.workload, case.direction, case.dtype, calls=1), case.workload.mask(case.density)
+    theirs = dense(implementation, is_causal=case.workload.is_causal)
+    compiled = {"xsake": at.compiled(attend, mask), "dense": at.compiled(theirs)}
     with tuning_db.heuristics_only():
-        return compiled | {"heuristic": program(attend)}
+        return compiled | {"heuristic": at.compiled(attend, mask)}
 
 
 def measure(name: str, programs: dict[str, Callable], *, rounds: int = 5, round_seconds: float = 0.2) -> dict[str, Any]:
@@ -125,7 +107,7 @@ def slowness(result: dict[str, Any], known: dict[str, dict[str, Any]]) -> str | 
     return None
 
 
-def check(case: Case, known: dict[str, dict[str, Any]], attend: Callable = sparse) -> dict[str, Any]:
+def check(case: Gate, known: dict[str, dict[str, Any]], attend: Callable = sparse) -> dict[str, Any]:
     """Measure a case until it is as fast as recorded; raise `Slower` or `Busy` if it never is."""
     programs = contestants(case, attend)
     return judge(lambda: measure(case.name, programs), lambda result: slowness(result, known))

@@ -3,9 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.cpu_attention import DIRECTIONS, comparison, compiled, sparse
+from benchmarks.cpu_attention import comparison
+from benchmarks.harness.case import DIRECTIONS, Case
+from benchmarks.harness.contestant import sparse
 from benchmarks.harness.interference import Busy, judge
 from xsake.autotune.workloads import WORKLOADS
 
@@ -30,5 +33,5 @@ def test_sparse_beats_dense(direction: str) -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_sparse_time(benchmark, direction: str) -> None:
     workload = WORKLOADS["cpu4k"]
-    run, _ = compiled(sparse(workload.mask(0.43)), direction, workload)
+    run = Case(workload, direction, jnp.float32, calls=1).compiled(sparse, workload.mask(0.43))
     benchmark.pedantic(lambda: jax.block_until_ready(run()), rounds=3, warmup_rounds=1)

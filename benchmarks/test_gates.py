@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", gate.cases(), ids=lambda c: c.name)
-def test_gate(benchmark, case: gate.Case) -> None:
+def test_gate(benchmark, case: gate.Gate) -> None:
     try:
         result = benchmark.pedantic(lambda: gate.check(case, KNOWN), rounds=1)
     except Busy as busy:

@@ -102,7 +102,7 @@ def test_others_that_run_are_seen():
 
 def test_a_slowed_kernel_is_measured_as_such():
     workload = Workload(name="w", batch=1, q_heads=2, kv_heads=2, length=128, head_dim=16, is_causal=True, block=64)
-    case = gate.Case(workload, 0.5, "forward", "float32")
+    case = gate.Gate(workload, 0.5, "forward", "float32")
 
     def slowed(q, k, v, mask):
         def wait(x):

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record
 
@@ -65,6 +63,9 @@ class Record(list[Row]):
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+    from rich.console import Console  # interpreters of other projects' compilers may lack it
+    from rich.table import Table
+
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*map(str, row))

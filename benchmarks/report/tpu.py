@@ -40,7 +40,7 @@ def tpu_schedule() -> str:
 
 
 def tpu_gather_shapes() -> str:
-    """`walk` against `specs` with the chunk that suits it best, at blocks of 128 (benchmarks/tpu/gather_shapes.py)."""
+    """`walk` against `specs` with the chunk that suits it best, at blocks of 128; its script is in its commit."""
     run = Run.load("tpu_gather_shapes")
     long, lengths = run.results["longest"][0], run.content["environment"]["lengths"]
     rows = [r for r in run.results["shapes"] if r["block"] == 128]

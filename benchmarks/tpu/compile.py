@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from benchmarks import record
+from benchmarks.harness.script import parser
 from xsake.kernels_pallas_tpu import ahead
 
 
@@ -29,14 +31,13 @@ def compiled_for(topology: str) -> dict[str, Any]:
 
 
 def main() -> int:
+    out = parser(__doc__).parse_args().out
     ahead.without_hardware()
     topologies = []
     for topology in ahead.TOPOLOGIES:
         topologies.append(compiled_for(topology))
         print(topologies[-1], flush=True)
-    if "--record" in sys.argv:
-        from benchmarks import record
-
+    if out is not None:
         workloads = [
             {
                 "name": w.name,
@@ -46,7 +47,7 @@ def main() -> int:
             }
             for w in ahead.WORKLOADS
         ]
-        print(record.save("tpu_compile", {"workloads": workloads, "topologies": topologies}))
+        print(record.save("tpu_compile", {"workloads": workloads, "topologies": topologies}, out))
     return int(any(t["failed"] for t in topologies))
 
 

@@ -30,7 +30,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks import record
+from benchmarks.harness.script import parser
 
 GRID_STEP = 140
 TILE = 512 * 512
@@ -213,21 +214,22 @@ def in_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def dumped(case: dict[str, Any], module: str = "benchmarks.tpu.schedule") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Run `python -m module --case`; gives the folder of the dumped schedules, and the JSON that was printed."""
+def dumped(case: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Compile a case in a process of its own. Gives the folder of dumped schedules, and the JSON that it printed."""
     with tempfile.TemporaryDirectory() as directory:
         flags = (
             f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
             "--xla_jf_dump_llo_pass_label_regex=(packed-bundles-post-ra|pre-delay|pre-finalize).*"
         )
+        python = os.environ.get("XSAKE_TPU_PYTHON", sys.executable)
         result = subprocess.run(
-            [os.environ.get("XSAKE_TPU_PYTHON", sys.executable), "-m", module, "--case", json.dumps(case)],
+            [python, "-m", "benchmarks.tpu.schedule", "--case", json.dumps(case)],
             env={
                 **os.environ,
                 "LIBTPU_INIT_ARGS": flags,
-                "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+                "PYTHONPATH": f"{record.ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
             },
-            cwd=ROOT,
+            cwd=record.ROOT,
             capture_output=True,
             text=True,
         )
@@ -354,47 +356,33 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", action="append")
-    parser.add_argument("--head-dim", action="append", type=int)
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--topology", action="append", help="by default v5e:2x2 and v6e:2x2")
+    options.add_argument("--head-dim", action="append", type=int, help="by default 128 and 64")
+    options.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    options.add_argument(
         "--try", dest="attempt", nargs=3, metavar=("KERNEL", "BLOCK", "TILING"), help="one tiling, as JSON"
     )
-    args = parser.parse_args()
+    args = options.parse_args()
     if args.case:
-        print(json.dumps(in_process(json.loads(args.case))), flush=True)
+        print(json.dumps(in_process(args.case)), flush=True)
         os._exit(0)
     topologies, head_dims = args.topology or ["v5e:2x2", "v6e:2x2"], args.head_dim or [128, 64]
+    todo = cases(topologies, head_dims)
     if args.attempt:
-        kernel, block, tiling = args.attempt
-        todo = [
-            {
-                "topology": t,
-                "kernel": kernel,
-                "head_dim": d,
-                "whose": "ours",
-                "block": int(block),
-                "tiling": json.loads(tiling),
-            }
-            for t in topologies
-            for d in head_dims
-        ]
-    else:
-        todo = cases(topologies, head_dims)
+        kernel, block, tiling = args.attempt[0], int(args.attempt[1]), json.loads(args.attempt[2])
+        one = {"kernel": kernel, "whose": "ours", "block": block, "tiling": tiling}
+        todo = [one | {"topology": t, "head_dim": d} for t in topologies for d in head_dims]
     rows = []
     for case in todo:
         rows.append(run_case(case))
         print(show(rows[-1:]).splitlines()[-1] if len(rows) > 1 else show(rows), flush=True)
     whole = totals(rows)
-    for line in whole:
-        print(json.dumps(line))
-    if args.record:
-        from benchmarks import record
-
+    print(*map(json.dumps, whole), sep="\n")
+    if args.out is not None:
         unit = "cycles per 512 x 512 logits of one head, bfloat16; step: cycles a grid step"
-        print(record.save("tpu_schedule", {"schedules": rows, "totals": whole}, unit=unit, compiled_for=topologies))
+        found = {"schedules": rows, "totals": whole}
+        print(record.save("tpu_schedule", found, args.out, unit=unit, compiled_for=topologies))
 
 
 if __name__ == "__main__":
