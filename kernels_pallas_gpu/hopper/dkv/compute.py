@@ -14,22 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, Streaming
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import PAIR, PIECE
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    PART,
-    ROWS,
-    load_bias,
-    load_rows,
-    mma,
-    opaque,
-    over_columns,
-    read,
-    run_where,
-    with_values,
-    with_zeros,
-)
-from xsake.kernels_pallas_gpu.hopper.tile.common import wgmma_full
-from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, run_where, when
+from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
+from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wgmma_full, with_values, with_zeros
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import bias_tile, load_rows, over_columns
 
 
 class Column:
@@ -167,4 +157,4 @@ class Tile:
 
     def bias(self, start: Any) -> Any:
         column, shape = self.column, (ROWS, self.width)
-        return load_bias(self.cta.given.bias, column.batch, self.streaming.head, column.kv_start, start, shape)
+        return bias_tile(self.cta.given.bias, column.batch, self.streaming.head, column.kv_start, start, shape)

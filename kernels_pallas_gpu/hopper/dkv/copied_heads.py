@@ -17,7 +17,7 @@ from jaxtyping import Float
 from xsake._rewrites.rewrite import Rewrite
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 

@@ -16,11 +16,11 @@ from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, DkvOperands, DkvResu
 from xsake.kernels_pallas_gpu.hopper.dkv.memory import load_item
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import DkvPlan
 from xsake.kernels_pallas_gpu.hopper.dkv.split import Keys, Values
-from xsake.kernels_pallas_gpu.hopper.tile.backward import pad, pad_bias, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, pad_to
+from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_bias, pad_to, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs, RowLists
 
 Array = jax.Array
 

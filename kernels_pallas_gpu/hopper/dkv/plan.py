@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.tile.backward import PART, ROWS, int_vectors
-from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
-from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.plan import (
     StreamBarriers,
@@ -18,6 +17,8 @@ from xsake.kernels_pallas_gpu.hopper.tile.plan import (
     early_ranks,
     longest_share,
 )
+from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import int_vectors
 
 # Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
 # resident key (below 0: there is none) and the mask column.

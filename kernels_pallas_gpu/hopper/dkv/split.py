@@ -9,21 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, Streaming
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    ROWS,
-    WGMMA,
-    load_bias,
-    load_rows,
-    mma,
-    over_columns,
-    read,
-    release,
-    with_values,
-    with_zeros,
-)
-from xsake.kernels_pallas_gpu.hopper.tile.common import wgmma_full
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.products import mma, read, release, wgmma_full, with_values, with_zeros
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import WGMMA, bias_tile, load_rows, over_columns
 
 
 class Values:
@@ -64,7 +54,7 @@ class Values:
 
         def bias() -> Any:
             at = self.batch, streaming.head, self.kv_start, start
-            return load_bias(cta.given.bias, *at, (ROWS, tile))
+            return bias_tile(cta.given.bias, *at, (ROWS, tile))
 
         def mask() -> Any:
             return cta.element_mask(queries, pl.ds(0, tile), self.kv_start, self.kv_rows, streaming.bits, 0)

@@ -14,26 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.dq.cta import DqCta
 from xsake.kernels_pallas_gpu.hopper.dq.plan import BEGIN, FULL, PAIR, START, TILES
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    ALONG_COLS,
-    ALONG_ROWS,
-    PART,
-    ROWS,
-    WGMMA,
-    load_bias,
-    load_rows,
-    mma,
-    opaque,
-    read,
-    run_where,
-    with_values,
-    with_zeros,
-)
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
-from xsake.kernels_pallas_gpu.hopper.tile.common import wgmma_full
-from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.conditions import run_where, when
+from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
+from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wgmma_full, with_values, with_zeros
 from xsake.kernels_pallas_gpu.hopper.tile.streaming import ListTiles
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, WGMMA, bias_tile, load_rows
 
 
 class Queries:
@@ -202,7 +190,7 @@ class Tile:
 
     def bias(self, start: Any) -> Any:
         queries, shape = self.queries, (ROWS, self.width)
-        return load_bias(self.cta.given.bias, queries.batch, queries.head, queries.start, start, shape)
+        return bias_tile(self.cta.given.bias, queries.batch, queries.head, queries.start, start, shape)
 
     def element_mask(self, keys: Any, part: Any, ruled: bool) -> Any:
         plan, queries, shape = self.plan, self.queries, (ROWS, PART)

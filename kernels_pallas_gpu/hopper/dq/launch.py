@@ -11,11 +11,11 @@ from xsake.kernels_pallas_gpu.hopper.dq.compute import Queries
 from xsake.kernels_pallas_gpu.hopper.dq.cta import DqCta, DqOperands, DqResults
 from xsake.kernels_pallas_gpu.hopper.dq.memory import load_item
 from xsake.kernels_pallas_gpu.hopper.dq.plan import DqPlan
-from xsake.kernels_pallas_gpu.hopper.tile.backward import pad, pad_bias, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, pad_to
+from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_bias, pad_to, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs, RowLists
 
 Array = jax.Array
 

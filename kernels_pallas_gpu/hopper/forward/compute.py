@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -13,10 +12,12 @@ from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.hopper.forward.plan import BATCH, BY_TURNS, FULL_STEPS, HEAD, PART, Q_START, STEPS
 from xsake.kernels_pallas_gpu.hopper.forward.softmax import Softmax, Sums
-from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import LN2, LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.tile.logits import LN2, LOG2E, soft_cap_tanh
+from xsake.kernels_pallas_gpu.hopper.tile.products import matmul, matmul_add
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, WGMMA, bias_tile, per_col, per_row
 
 # Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
@@ -98,7 +99,7 @@ class ComputeWarpgroup:
             plgpu.barrier_wait(cta.stage(barriers.k_ready, slot))
 
         queries, keys = cta.scratch.q.at[q_slot], cta.stage(cta.scratch.k, slot)
-        logits = common.matmul(queries, keys, transpose_b=True, interpret=bool(self.plan.interpret), overlap=overlap)
+        logits = matmul(queries, keys, transpose_b=True, interpret=bool(self.plan.interpret), overlap=overlap)
         starts = self.starts(slot)
         when(steps > 0)(lambda: cta.release(cta.stage(barriers.k_free, slot)))
         return logits, starts
@@ -148,7 +149,7 @@ class Tile:
         self.q_vectors = {
             name: plgpu.load(
                 cta.options[name].at[self.field(BATCH), pl.ds(self.q_start(), WG_ROWS)],
-                layout=plgpu.Layout.WGMMA.reduce(1),
+                layout=ALONG_ROWS,
                 optimized=False,
             )
             for name in self.plan.q_vectors
@@ -303,7 +304,7 @@ class Tile:
                 starts = (one,)
 
         # QK
-        logits = common.matmul(
+        logits = matmul(
             self.q_tile,
             keys,
             transpose_b=True,
@@ -317,7 +318,7 @@ class Tile:
                 numbers = (jnp.where(half == 0, *numbers),)
         if partial:
             for name in plan.kv_vectors:
-                kv_vectors[name] = common.col_vector(cta.stage(cta.scratch.kv_vectors[name], slot))
+                kv_vectors[name] = plgpu.load(cta.stage(cta.scratch.kv_vectors[name], slot), layout=ALONG_COLS)
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
         logits = self.element_wise(logits, starts, kv_vectors, partial=partial and ruled)
@@ -330,7 +331,7 @@ class Tile:
 
     def bits(self, numbers: tuple[Any, ...], kv_start: Any, shape: tuple[int, int]) -> Any:
         cta, plan = self.cta, self.plan
-        coords = common.list_coords(
+        coords = list_coords(
             cta.lists,
             self.field(BATCH),
             self.field(HEAD) + self.warpgroup.head_offset,
@@ -340,7 +341,7 @@ class Tile:
         kv_first = lax.rem(kv_start, plan.block_kv)
         number = numbers[0]
         for part, following in enumerate(numbers[1:], 1):
-            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
             number = jnp.where(column < part * plan.unit, number, following)
         return self.bit_refs.tile(coords, number, self.row_in_block(), kv_first, shape, 0, plan.packing)
 
@@ -372,9 +373,9 @@ class Tile:
             logits = logits * jnp.float32(plan.scale)
         if plan.has_bias:
             batch, head = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset
-            logits = logits + _bias_tile(self.cta.options["bias"], batch, head, self.q_start(), starts[0], shape)
+            logits = logits + bias_tile(self.cta.options["bias"], batch, head, self.q_start(), starts[0], shape)
         if plan.soft_cap is not None:
-            logits = common.soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
+            logits = soft_cap_tanh(logits, plan.soft_cap) * jnp.float32(plan.soft_cap)
         if partial:
             mask = self.element_mask(shape, starts, kv_vectors, test_runs=self.short_runs)
             if mask is not None:
@@ -389,8 +390,8 @@ class Tile:
         """
         plan, q_vectors, (rows, columns), first_query = self.plan, self.q_vectors, shape, self.first_query()
         # Along one axis: JAX would compute the number of each element of a tile for itself.
-        row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
+        row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ALONG_ROWS)
+        column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=ALONG_COLS)
         query, run, key = plan.packing.query(row) + first_query, columns // len(starts), column + starts[0]
         for i, start in enumerate(starts[1:], 1):
             key = jnp.where(column < i * run, key, column + (start - i * run))
@@ -404,7 +405,7 @@ class Tile:
         )
         if not test_runs:
             return mask
-        exists = common.per_col(key >= 0, shape)
+        exists = per_col(key >= 0, shape)
         return exists if mask is None else mask & exists
 
     def accumulate(self, step: Any, sums: Sums, logits: Any, values: Any, weigh: Any) -> Sums:
@@ -420,7 +421,7 @@ class Tile:
         self.warpgroup.await_tensor_core()
 
         # PV
-        out = common.matmul_add(
+        out = matmul_add(
             sums.out, weights, values, interpret=bool(plan.interpret), overlap=lambda: self.await_next_keys(step)
         )
         cta.release(cta.stage(barriers.v_free, slot))
@@ -437,11 +438,11 @@ class Tile:
             sink = self.sink(batch, head, first_row, m.shape) * jnp.float32(LOG2E)
             m_new = jnp.maximum(m, sink)
             alpha = jnp.exp2(m - m_new)
-            acc *= common.per_row(alpha, acc.shape)
+            acc *= per_row(alpha, acc.shape)
             total = total * alpha + jnp.exp2(sink - m_new)
             m = m_new
         inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-        acc *= common.per_row(inverse, acc.shape)
+        acc *= per_row(inverse, acc.shape)
         # The store of the previous tile may still read the staging buffer. The wait also brings the four warps
         # together: where the output overwrites the queries, no warp may still multiply by them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -476,19 +477,4 @@ class Tile:
         if self.plan.packing.group == 1:
             return lax.broadcast_in_dim(sinks[0], shape, [])
         rows = pl.ds(lax.rem(row, jnp.int32(self.plan.block_q)), WG_ROWS)
-        return plgpu.load(sinks.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def _bias_tile(ref: Any, batch: Any, head: Any, q_start: Any, kv_start: Any, shape: tuple[int, int]) -> jax.Array:
-    batches, heads, rows, columns = ref.shape
-    tile = ref.at[batch if batches > 1 else 0, head if heads > 1 else 0]
-    if rows > 1 and columns > 1:
-        tile = tile.at[pl.ds(q_start, shape[0]), pl.ds(kv_start, shape[1])]
-        return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-    if columns > 1:
-        tile = plgpu.load(tile.at[0, pl.ds(kv_start, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        return common.per_col(tile.astype(jnp.float32), shape)
-    if rows > 1:
-        tile = plgpu.load(tile.at[pl.ds(q_start, shape[0]), 0], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return common.per_row(tile.astype(jnp.float32), shape)
-    return lax.broadcast_in_dim(tile[0, 0].astype(jnp.float32), shape, [])
+        return plgpu.load(sinks.at[rows], layout=ALONG_ROWS, optimized=False)

@@ -23,12 +23,12 @@ from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairin
 from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta
 from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
-from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import RowLists
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.launch import pad_bias, pad_to
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import RowLists
 from xsake.kernels_pallas_gpu.lists.merge import merged_rows
 from xsake.kernels_pallas_gpu.lists.row_pairs import row_pairs
 from xsake.kernels_pallas_gpu.lists.work_order import room_for_parts, work_order
@@ -82,29 +82,26 @@ def forward(
     )
     # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
     if page is None:
-        k, v = (x if x.shape[1] < 8 else common.pad_to(x, 8, 1) for x in (k, v))
+        k, v = (x if x.shape[1] < 8 else pad_to(x, 8, 1) for x in (k, v))
     else:
         k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (k, v))
-    q = q if q_len < 8 and packing.group == 1 else common.pad_to(q, packing.whole, 1)
+    q = q if q_len < 8 and packing.group == 1 else pad_to(q, packing.whole, 1)
 
     # Optional operands, padded so that every read of a tile is inside the array and every row is legal for TMA.
     options: dict[str, jax.Array] = {}
     if q_segments is not None:
-        options["q_segments"] = packing.of_tokens(common.pad_to(q_segments, block_q))
-        options["kv_segments"] = common.pad_to(kv_segments, plan.tile_kv)
+        options["q_segments"] = packing.of_tokens(pad_to(q_segments, block_q, 1))
+        options["kv_segments"] = pad_to(kv_segments, plan.tile_kv, 1)
     if has_positions:
         if q_positions is None:
             q_positions = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32), (batch_size, q_len))
         if kv_positions is None:
             kv_positions = jnp.broadcast_to(jnp.arange(kv_len, dtype=jnp.int32), (batch_size, kv_len))
-        options["q_positions"] = packing.of_tokens(common.pad_to(q_positions, block_q))
-        options["kv_positions"] = common.pad_to(kv_positions, plan.tile_kv)
+        options["q_positions"] = packing.of_tokens(pad_to(q_positions, block_q, 1))
+        options["kv_positions"] = pad_to(kv_positions, plan.tile_kv, 1)
     if bias is not None:
-        if bias.shape[2] > 1:
-            bias = common.pad_to(bias, block_q, 2)
-        if bias.shape[3] > 1:
-            bias = common.pad_to(bias, block_kv, 3)
-        options["bias"] = bias
+        sizes = (pl.cdiv(n, block) * block for n, block in ((q_len, block_q), (kv_len, block_kv)))
+        options["bias"] = pad_bias(bias, *sizes)
     if bits is not None:
         options |= {name: x for name, x in bits._asdict().items() if x is not None}
     if sink_lse is not None:

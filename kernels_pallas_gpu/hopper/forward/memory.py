@@ -16,9 +16,10 @@ from xsake.kernels_pallas_gpu.hopper.forward import pages
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta, slot_of
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, Item
-from xsake.kernels_pallas_gpu.hopper.tile import common
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
 from xsake.kernels_pallas_gpu.hopper.tile.items import dealt
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.tickets import take_ticket
 from xsake.kernels_pallas_gpu.lists.row_pairs import OWNERS
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_PARTS
 
@@ -77,9 +78,7 @@ class MemoryWarpgroup:
 
     def list_coords(self, batch: Any, head: Any) -> tuple[Any, Any]:
         plan = self.plan
-        return common.list_coords(
-            self.cta.lists, batch, head, num_q_heads=plan.num_q_heads, num_kv_heads=plan.num_kv_heads
-        )
+        return list_coords(self.cta.lists, batch, head, num_q_heads=plan.num_q_heads, num_kv_heads=plan.num_kv_heads)
 
     def place(self, number: Any) -> tuple[Any, Any, Any, Any]:
         """(batch, head, rank of the mask row, tile in the row) of an item.
@@ -160,7 +159,7 @@ class MemoryWarpgroup:
         )
 
     def ask_after_next(self) -> Any:
-        return common.take_ticket(self.cta.counter[0]) if self.plan.dynamic else None
+        return take_ticket(self.cta.counter[0]) if self.plan.dynamic else None
 
     def read_after_next(self, turn: Any, ticket: Any) -> Any:
         cta, num_workers = self.cta, self.plan.num_workers

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.kernels_pallas_gpu.hopper.tile import common
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import per_row
 
 ROWS, COLUMNS = 64, 64  # zeroed at a time, at most: the memory warpgroup has few registers
 
@@ -52,7 +52,7 @@ def zero_padding(values: Any, segments: Any) -> None:
     width, layout = math.gcd(columns, COLUMNS), plgpu.Layout.WGMMA
     for row in range(0, rows, ROWS):
         ids = plgpu.load(segments.at[pl.ds(row, ROWS)], layout=layout.reduce(1), optimized=False)
-        holds = common.per_row(ids, (ROWS, width)) >= 0
+        holds = per_row(ids, (ROWS, width)) >= 0
         for column in range(0, columns, width):
             part = values.at[pl.ds(row, ROWS), pl.ds(column, width)]
             x = plgpu.load(part, layout=layout)

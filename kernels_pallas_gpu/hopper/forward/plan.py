@@ -10,10 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
-from xsake.kernels_pallas_gpu.hopper.tile import common
-from xsake.kernels_pallas_gpu.hopper.tile.common import LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.logits import LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_ITEMS
 
 
@@ -342,10 +342,10 @@ class Plan:
         rows = self.compute_wgs, WG_ROWS
         ring = *self.rings, self.stages, self.tile_kv
         return Scratch(
-            q=common.swizzled((self.q_stages * self.compute_wgs, WG_ROWS, self.head_dim), self.dtype),
-            k=common.swizzled((*ring, self.head_dim), self.dtype),
-            v=common.swizzled((*ring, self.v_head_dim), self.dtype),
-            out=common.swizzled((*rows, self.v_head_dim), self.dtype) if self.separate_out else None,
+            q=swizzled((self.q_stages * self.compute_wgs, WG_ROWS, self.head_dim), self.dtype),
+            k=swizzled((*ring, self.head_dim), self.dtype),
+            v=swizzled((*ring, self.v_head_dim), self.dtype),
+            out=swizzled((*rows, self.v_head_dim), self.dtype) if self.separate_out else None,
             lse=plgpu.SMEM(rows, jnp.float32),
             kv_vectors={name: plgpu.SMEM(ring, jnp.int32) for name in self.kv_vectors},
             notes=plgpu.SMEM(

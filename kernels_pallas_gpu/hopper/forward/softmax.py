@@ -9,13 +9,17 @@ then large, some logit is far above that maximum, and the tile is weighed again.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS
 from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
-from xsake.kernels_pallas_gpu.hopper.tile import common
-from xsake.kernels_pallas_gpu.hopper.tile.common import LOWEST
+from xsake.kernels_pallas_gpu.hopper.forward.votes import differs_in_warp, exceeds_in_warp
+from xsake.kernels_pallas_gpu.hopper.tile.products import wgmma_full
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import per_row
 
+# The running maximum of a row starts here. From -inf, a row with no element yet would compute -inf - -inf.
+LOWEST = -1e38
 # An accumulator's layout repeats after 8 columns: a thread holds all of a row's columns c, c + 8, c + 16, ...
 LANE_COLUMNS = 8
 # A row keeps its maximum until a logit exceeds it by so many powers of two, so that the output is seldom rescaled.
@@ -43,8 +47,8 @@ class Softmax:
 
     def nothing(self) -> Sums:
         """Before the first key."""
-        out = common.wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0)
-        return Sums(out, common.wgmma_full((WG_ROWS,), LOWEST), self._no_total())
+        out = wgmma_full((WG_ROWS, self.plan.v_head_dim), 0.0)
+        return Sums(out, wgmma_full((WG_ROWS,), LOWEST), self._no_total())
 
     def weigh(self, sums: Sums, logits: Any) -> tuple[Sums, Any]:
         """(sums, weights of the tile). The sums' maximum and total include the tile; the output does not yet."""
@@ -58,7 +62,7 @@ class Softmax:
         """
         weights = self._weights(logits, sums.maximum)
         of_tile = self._added(self._no_total(), weights)
-        large = common.exceeds_in_warp(of_tile, LARGE, interpret=bool(self.plan.interpret))
+        large = exceeds_in_warp(of_tile, LARGE, interpret=bool(self.plan.interpret))
         # Without this the compiler would round the weights after the loop, and until then keep them beside the logits.
         weights = lax.optimization_barrier(weights.astype(self.plan.dtype))
         found = sums._replace(total=sums.total + of_tile), weights
@@ -81,20 +85,43 @@ class Softmax:
 
         def rescale(_: Any, of_sums: Any) -> Any:
             out, total = of_sums
-            of_rows = common.per_row(factor, total.shape) if self.plan.lane_sums else factor
-            return out * common.per_row(factor, out.shape), total * of_rows
+            of_rows = per_row(factor, total.shape) if self.plan.lane_sums else factor
+            return out * per_row(factor, out.shape), total * of_rows
 
-        moved = common.differs_in_warp(factor, interpret=bool(self.plan.interpret))
+        moved = differs_in_warp(factor, interpret=bool(self.plan.interpret))
         out, total = lax.fori_loop(0, moved, rescale, (sums.out, sums.total))
         return Sums(out, maximum, self._added(total, weights)), weights.astype(self.plan.dtype)
 
     def _weights(self, logits: Any, maximum: Any) -> Any:
-        return jnp.exp2(logits * jnp.float32(self.plan.to_log2) - common.per_row(maximum, logits.shape))
+        return jnp.exp2(logits * jnp.float32(self.plan.to_log2) - per_row(maximum, logits.shape))
 
     def _no_total(self) -> Any:
-        return common.wgmma_full((WG_ROWS, LANE_COLUMNS) if self.plan.lane_sums else (WG_ROWS,), 0.0)
+        return wgmma_full((WG_ROWS, LANE_COLUMNS) if self.plan.lane_sums else (WG_ROWS,), 0.0)
 
     def _added(self, total: Any, weights: Any) -> Any:
         if self.plan.lane_sums:
-            return common.add_columns(total, weights, interpret=bool(self.plan.interpret))
+            return add_columns(total, weights, interpret=bool(self.plan.interpret))
         return total + weights.sum(axis=1)
+
+
+def add_columns(sums: Array, x: Array, *, interpret: bool) -> Array:
+    """sums + x[:, :n] + x[:, n : 2 * n] + ..., added in this order, where `sums` has n columns."""
+
+    def added(sums: Any, x: Any) -> Any:
+        width = sums.shape[1]
+        for column in range(0, x.shape[1], width):
+            sums += x[:, column : column + width]
+        return sums
+
+    if interpret:
+        return added(sums, x)
+    wgmma = plgpu.Layout.WGMMA
+
+    # One operation, because the layout solver takes time for every slice of x times every array of the same layout.
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma, wgmma), return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=wgmma)
+    )
+    def add(_: Any, sums: Any, x: Any) -> Any:
+        return added(sums, x)
+
+    return add(sums, x)

@@ -21,19 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.fused import fixed_point
 from xsake.kernels_pallas_gpu.hopper.fused.cta import Cta, HeadColumn
 from xsake.kernels_pallas_gpu.hopper.fused.plan import DS_STAGES
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    ALONG_COLS,
-    ALONG_ROWS,
-    ROWS,
-    load_bias,
-    load_rows,
-    mma,
-    opaque,
-    over_columns,
-    read,
-    with_zeros,
-)
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, with_zeros
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, bias_tile, load_rows, over_columns
 
 
 class ComputeWarpgroup:
@@ -199,7 +190,7 @@ class Tile:
         plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.queries.at]
         bias = None
         if plan.has_bias:
-            bias = load_bias(
+            bias = bias_tile(
                 self.cta.given.bias,
                 self.cta.batch,
                 self.head,

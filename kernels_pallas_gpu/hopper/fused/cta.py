@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, Barriers, Plan, Scratch
-from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
 from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, Stream, Streamed
 
 

@@ -29,8 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from xsake.kernels_pallas_gpu.hopper.tile import common
-
 Array = jax.Array
 
 # |dS| times a row's step is at most 2 ** this. float16 holds all bits of small numbers only if the largest are large.
@@ -126,6 +124,7 @@ def correct(tile: Any, summands: Array) -> None:
 
 
 _TILE = plgpu.Layout.WGMMA
+_VOTE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
 
 def _shifted(x: Array, steps: Array) -> Array:
@@ -142,7 +141,7 @@ def _shifted(x: Array, steps: Array) -> Array:
 def _exceeds(bits: Array) -> Array:
     """1 if the thread's warp has a number whose first bits are not the ones of a float from 2 to 4, else 0."""
 
-    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=common.VOTE)
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=_VOTE)
     def vote(_: Any, tile: Any) -> Any:
         numbers = [half for pair in tile.registers.flat for half in _halves(pair)]
         text: list[str] = []

@@ -20,10 +20,10 @@ from xsake.kernels_pallas_gpu.hopper.fused.cta import Cta, Operands, Results
 from xsake.kernels_pallas_gpu.hopper.fused.fixed_point import Units
 from xsake.kernels_pallas_gpu.hopper.fused.memory import load
 from xsake.kernels_pallas_gpu.hopper.fused.plan import COMPUTE_WGS, KEYS, REGISTERS, FusedConfig, Plan
-from xsake.kernels_pallas_gpu.hopper.tile.backward import pad, pad_bias, run_kernel
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, pad_to
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_bias, pad_to, run_kernel
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs, RowLists
 
 Array = jax.Array
 

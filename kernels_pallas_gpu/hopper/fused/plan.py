@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS
-from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.tile.plan import BackwardPlan, active_keys, early_ranks, longest_share
+from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them

@@ -10,17 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.gathered.cta import GatheredCta
 from xsake.kernels_pallas_gpu.hopper.gathered.plan import WGS
-from xsake.kernels_pallas_gpu.hopper.tile.backward import (
-    ROWS,
-    WGMMA,
-    mma,
-    over_columns,
-    read,
-    release,
-    with_values,
-    with_zeros,
-)
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.products import mma, read, release, with_values, with_zeros
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import WGMMA, over_columns
 
 
 class GatheredKeys:

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels_pallas_gpu.hopper.gathered.plan import GatheredBarriers, GatheredMemory, GatheredPlan
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, opaque
-from xsake.kernels_pallas_gpu.hopper.tile.common import list_coords
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
+from xsake.kernels_pallas_gpu.hopper.tile.products import opaque
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
 
 
 class GatheredOperands(NamedTuple):

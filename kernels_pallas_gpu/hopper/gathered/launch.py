@@ -18,11 +18,11 @@ from xsake.kernels_pallas_gpu.hopper.gathered.compute import GatheredKeys
 from xsake.kernels_pallas_gpu.hopper.gathered.cta import GatheredCta, GatheredOperands, GatheredResults
 from xsake.kernels_pallas_gpu.hopper.gathered.memory import gather
 from xsake.kernels_pallas_gpu.hopper.gathered.plan import WGS, GatheredPlan, unknown
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, pad, run_kernel
-from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs, RowLists, pad_to
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_to, run_kernel
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs, RowLists
 
 Array = jax.Array
 

@@ -9,12 +9,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.gathered.ring import GatherRing
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS
-from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
-from xsake.kernels_pallas_gpu.hopper.tile.common import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.tile.plan import L2_SHARE, BackwardPlan
+from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 
 WGS = 2  # compute warpgroups
 # The longest columns are cut into parts: every query may have chosen one block, the first for instance.

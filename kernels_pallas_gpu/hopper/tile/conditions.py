@@ -4,6 +4,8 @@
 start the assembler to ask for its version: 60 times about 10 ms in a gradient. A selection between 0 and 1 does not.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,3 +26,9 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         lax.switch(as_number(condition), (lambda: None, function))
 
     return run
+
+
+def run_where(run: Callable[[], None], *conditions: Any) -> None:
+    """Calls `run` where all conditions hold; None always holds."""
+    known = [condition for condition in conditions if condition is not None]
+    when(functools.reduce(operator.and_, known))(run) if known else run()

@@ -10,12 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
-from xsake.kernels_pallas_gpu.hopper.tile.backward import LogitRule
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.logits import LogitRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
 
 L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache

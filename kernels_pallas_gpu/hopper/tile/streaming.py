@@ -15,13 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.kernels_pallas_gpu.hopper.tile.backward import ROWS, release
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
-from xsake.kernels_pallas_gpu.hopper.tile.common import ListRefs
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan
+from xsake.kernels_pallas_gpu.hopper.tile.products import release
+from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
 from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 
 PLAIN = Packing(1, ROWS)  # of rows that are not packed

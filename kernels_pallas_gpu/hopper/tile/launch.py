@@ -1,0 +1,66 @@
+"""How a kernel is started: its operands padded for the copy engine, and its parameters for Mosaic GPU."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def pad_to(x: Array, multiple: int, axis: int) -> Array:
+    """Zeros at the end of an axis, up to the next multiple."""
+    return pad(x, axis, x.shape[axis] + -x.shape[axis] % multiple)
+
+
+def pad(x: Array, axis: int, size: int, value: float = 0) -> Array:
+    if x.shape[axis] == size:
+        return x
+    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], constant_values=value)
+
+
+def vectors(size: int, **named: Array | None) -> dict[str, Array]:
+    return {name: pad(x, 1, size) for name, x in named.items() if x is not None}
+
+
+def pad_bias(bias: Array, rows: int, cols: int) -> Array:
+    bias = bias if bias.shape[2] == 1 else pad(bias, 2, rows)
+    return bias if bias.shape[3] == 1 else pad(bias, 3, cols)
+
+
+def run_kernel(
+    kernel: Callable[..., None],
+    name: str,
+    ctas: int,
+    compute_wgs: int,
+    given: NamedTuple,
+    results: NamedTuple,
+    shared: list[Any],
+    interpret: Any,
+) -> Any:
+    """`results` as arrays, in their named tuple, of `kernel(given, results, *shared)`, which gets refs."""
+
+    def of_refs(given: Any, *refs: Any) -> None:
+        count = len(results._fields)
+        kernel(given, type(results)(*refs[:count]), *refs[count:])
+
+    found = plgpu.kernel(
+        of_refs,
+        out_type=results,
+        scratch_types=shared,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=compute_wgs + 1,
+        thread_name="wg",
+        kernel_name=name,
+        interpret=interpret,
+        # No automatic barriers are needed: where a warpgroup both writes and reads a buffer by ordinary accesses
+        # (`tile.turns`), there is a barrier between.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # the numbers of a row are in one warp
+        ),
+    )(given)
+    return type(results)(*found)
