@@ -126,11 +126,11 @@ def gpu_peers() -> str:
 
     masks.sort(key=place)
     columns = {
-        ("forward", "xsake"): "forward",
-        ("forward", "fa4"): "FlashAttention-4",
-        ("forward+backward", "xsake"): "forward+backward",
-        ("forward+backward", "xsake, any order"): "`deterministic=False`",
-        ("forward+backward", "fa4"): "FlashAttention-4",
+        ("forward", "xsake"): "forward, XSAKE",
+        ("forward", "fa4"): "forward, FlashAttention-4",
+        ("forward+backward", "xsake"): "forward+backward, XSAKE",
+        ("forward+backward", "xsake, any order"): "XSAKE, `deterministic=False`",
+        ("forward+backward", "fa4"): "forward+backward, FlashAttention-4",
     }
 
     def cell(at: tuple[str, str], column: tuple[str, str]) -> str:

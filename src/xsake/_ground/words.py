@@ -89,6 +89,7 @@ MODELS = {
     "smollm2": "SmolLM2-135M",
     "smollm2-135m": "SmolLM2-135M",
 }
+DOMAINS = {"code": "Python code", "pydocs": "Python documentation", "rfc": "RFCs"}  # of texts
 TASKS = {
     "cwe": "most common words",
     "fwe": "most frequent codes",
