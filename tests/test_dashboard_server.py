@@ -19,6 +19,7 @@ from xsake import tuning_db
 from xsake._cli import app
 from xsake.dashboard.read import coding, stored
 from xsake.dashboard.read.benchmark_catalogue import catalogue
+from xsake.dashboard.serve import command
 from xsake.dashboard.serve.command import default_records, gather
 from xsake.dashboard.show import benchmark_documents
 from xsake.dashboard.show.tuning_documents import Tuning
@@ -246,6 +247,18 @@ def test_the_server_imports_no_jax():
     """It must stay small beside a training run."""
     code = "import sys; from xsake.dashboard.serve import app, command; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_installed_package_finds_the_records_of_the_checkout_that_it_runs_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_PACKAGE", tmp_path / "site-packages")
+    for folder in (RESULTS.parents[1], RESULTS.parents[1] / "docs"):
+        monkeypatch.chdir(folder)
+        assert default_records() == RESULTS and command.checkout() == RESULTS.parents[1]
+    monkeypatch.chdir(tmp_path)
+    assert default_records() is None
+    result = CliRunner().invoke(app, ["showcase", "--out", str(tmp_path / "site")])
+    assert result.exit_code == 1 and not (tmp_path / "site").exists()
+    assert "run this in a checkout of xsake, or give --records FOLDER" in result.output
 
 
 def test_a_checkout_brings_its_records(tmp_path):

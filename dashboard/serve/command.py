@@ -12,13 +12,20 @@ from xsake.dashboard.serve.guard import LOOPBACK
 from xsake.dashboard.show.documents import Documents
 from xsake.dashboard.show.tuning_documents import Tuning
 
-CHECKOUT = Path(__file__).resolve().parents[2]  # of a development install: its records come along
+_PACKAGE = Path(__file__).resolve().parents[2]  # of a development install: the checkout
+
+
+def checkout() -> Path | None:
+    """The checkout of xsake that this file is in; for an installed package, the one that the command runs in."""
+    for folder in (_PACKAGE, Path.cwd(), *Path.cwd().parents):
+        if (folder / "benchmarks" / "results").is_dir() and (folder / "src" / "xsake").is_dir():
+            return folder
+    return None
 
 
 def default_records() -> Path | None:
-    """The records of the checkout that this file is in; None in an installed package."""
-    records = CHECKOUT / "benchmarks" / "results"
-    return records if records.is_dir() else None
+    """The records of the checkout."""
+    return None if (folder := checkout()) is None else folder / "benchmarks" / "results"
 
 
 def gather(

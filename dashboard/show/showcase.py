@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xsake.dashboard.read.run_events import to_json
-from xsake.dashboard.serve.command import CHECKOUT
+from xsake.dashboard.serve.command import checkout
 from xsake.dashboard.show.documents import Documents
 
 PAGES = Path(__file__).parents[1] / "static"
@@ -79,10 +79,11 @@ def commit() -> str | None:
     """The commit of the checkout, if this is one."""
     if given := os.environ.get("XSAKE_COMMIT"):
         return given
-    if not (CHECKOUT / ".git").exists():
+    folder = checkout()
+    if folder is None or not (folder / ".git").exists():
         return None
     try:
-        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True)
+        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
     except OSError:
         return None
     return run.stdout.strip() or None

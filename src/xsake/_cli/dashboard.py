@@ -63,7 +63,9 @@ def showcase(
 
         records = records or default_records()
         if records is None and not runs:
-            raise ValueError("there are no records here: give --records FOLDER, or folders of runs")
+            raise ValueError(
+                "no records here: run this in a checkout of xsake, or give --records FOLDER or folders of runs"
+            )
         shown = gather(runs or [], storages=storage or [], records=records, own_tuning=False)
         sizes = build(shown, out)
         for part, size in sizes.items():
