@@ -104,6 +104,7 @@ def test_a_wrong_page_is_an_error_or_nan(arrays):
         (dict(implementation="cuda"), ValueError, "implementation='cuda' is unknown"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_wrong_calls_are_refused(arrays, change, error, message):
     table = change.pop("table", arrays[-1])
     with pytest.raises(error, match=message):

@@ -283,12 +283,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_wrong_calls_are_refused(name):
     options, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         xsake.native_sparse_attention(*inputs()[:3], **options)
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_wrong_lengths_are_refused():
     q, k, v, _ = inputs(batch=1)
     with pytest.raises(ValueError, match="query and key must have one length; got 50 and 90"):

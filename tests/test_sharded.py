@@ -303,6 +303,7 @@ def test_zigzag_and_back():
         (dict(order="zigzag", length=100), "pad them to 128 and 128, with key_value_seq_lengths"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_wrong_calls(options, message):
     options = dict(sequence="seq", length=64, query=2) | options
     q = jnp.ones((options.pop("query"), options.pop("length"), 2, 16))

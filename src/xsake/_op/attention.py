@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Float, Int
 
 from xsake._ground.device import platform_of
 from xsake._ground.trace import vary, varying_axes
@@ -20,33 +21,35 @@ from xsake._op.arguments import build_call, check_inputs
 from xsake._op.derivatives import differentiable_again, forward_mode_refusal
 from xsake._op.fold import fold, fold_call, unfold
 from xsake._op.run import Plan
+from xsake._op.shapes import Arrays, Output, Tokens
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts, of_live_rows, sink_gradient
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.grid import Window
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Float[Arrays, "B T H D"],
+    key: Float[Arrays, "_B _S K D"],
+    value: Float[Arrays, "_B _S K Dv"],
     mask: BlockMask | None = None,
     *,
-    bias: Any = None,
+    bias: Float[Arrays, "#B #H #T _S"] | None = None,
     scale: float | None = None,
     is_causal: bool = False,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    segment_ids: Any = None,
-    positions: Any = None,
-    page_table: Any = None,
-    sinks: Any = None,
+    local_window_size: Window = None,
+    query_seq_lengths: Int[Arrays, "B"] | None = None,
+    key_value_seq_lengths: Int[Arrays, "B"] | None = None,
+    segment_ids: Tokens | None = None,
+    positions: Tokens | None = None,
+    page_table: Int[Arrays, "B n"] | None = None,
+    sinks: Float[Arrays, "H"] | Float[Arrays, "H sinks"] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Output:
     """Block-sparse attention; with no mask, dense. Names and layout are those of `jax.nn.dot_product_attention`.
 
     An element attends iff its block is in the mask, the mask's rule and the call's rules hold, and its segments agree.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Float, Int
+
+from xsake._op.shapes import Arrays, Output
 from xsake._selection.checks import check_arrays, check_whole
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import selected_attention
@@ -11,19 +14,19 @@ from xsake._selection.sequences import Sequences
 
 
 def moba_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Float[Arrays, "B T H D"],
+    key: Float[Arrays, "B T K D"],
+    value: Float[Arrays, "B T K Dv"],
     *,
     block_size: int,
     num_selected: int,
     scale: float | None = None,
-    cu_seqlens: Any = None,
-    sinks: Any = None,
+    cu_seqlens: Int[Arrays, "sequences_and_one"] | None = None,
+    sinks: Float[Arrays, "H"] | Float[Arrays, "H sinks"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Output:
     """Mixture of block attention (MoBA), causal: one softmax over the blocks that each token and head has chosen.
 
     A token of a query head attends to its own block and to those `num_selected - 1` earlier blocks whose mean key has

@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int
 
 from xsake._op.attention import attention
+from xsake._op.shapes import Arrays
 from xsake._selection.checks import check_arrays, check_gate, check_whole
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.compressed import compressed_attention
@@ -17,26 +19,26 @@ from xsake._selection.sequences import Sequences
 
 
 def native_sparse_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Float[Arrays, "B T H D"],
+    key: Float[Arrays, "B T K D"],
+    value: Float[Arrays, "B T K Dv"],
     *,
-    gate_compressed: Any = None,
-    gate_selected: Any = None,
-    gate_window: Any = None,
+    gate_compressed: Float[Arrays, "B T H"] | Float[Arrays, "B T H #Dv"] | None = None,
+    gate_selected: Float[Arrays, "B T H"] | Float[Arrays, "B T H #Dv"] | None = None,
+    gate_window: Float[Arrays, "B T H"] | Float[Arrays, "B T H #Dv"] | None = None,
     block_size: int = 64,
     num_selected: int = 16,
     window: int | None = None,
-    compressed_key: Any = None,
-    compressed_value: Any = None,
-    block_indices: Any = None,
-    block_counts: Any = None,
-    cu_seqlens: Any = None,
+    compressed_key: Float[Arrays, "B blocks K D"] | None = None,
+    compressed_value: Float[Arrays, "B blocks K Dv"] | None = None,
+    block_indices: Int[Arrays, "B T heads n"] | None = None,
+    block_counts: int | Int[Arrays, ""] | Int[Arrays, "B T heads"] | None = None,
+    cu_seqlens: Int[Arrays, "sequences_and_one"] | None = None,
     keep_first: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     config: Any = None,
-) -> Array:
+) -> Float[Array, "B T H Dv"]:
     """Native sparse attention (NSA), causal: `gate_compressed * c + gate_selected * s + gate_window * w`.
 
     - c attends to the mean of every block that ends at the token or before; 0 before the end of the first block.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from xsake._op.attention import attention
+from xsake._op.shapes import Arrays, Output
 from xsake._selection.checks import check_arrays, check_whole
 from xsake._selection.sequences import Sequences
 from xsake.hads.mask.block_mask import BlockMask
@@ -16,21 +18,21 @@ _ROWS = 64  # of a matrix product
 
 
 def selected_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    block_indices: Any,
-    block_counts: Any = None,
+    query: Float[Arrays, "B T H D"],
+    key: Float[Arrays, "B T K D"],
+    value: Float[Arrays, "B T K Dv"],
+    block_indices: Int[Arrays, "B T heads n"],
+    block_counts: int | Int[Arrays, ""] | Int[Arrays, "B T heads"] | None = None,
     *,
     block_size: int = 64,
     window: int | None = None,
     scale: float | None = None,
-    cu_seqlens: Any = None,
-    sinks: Any = None,
+    cu_seqlens: Int[Arrays, "sequences_and_one"] | None = None,
+    sinks: Float[Arrays, "H"] | Float[Arrays, "H sinks"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Output:
     """Causal attention of every query token to the blocks of keys that it has chosen.
 
     A token that attends nothing gives 0 (and lse -inf). Block numbers out of range raise ValueError when concrete and

@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
 from xsake._ground.trace import interpret, interpreting
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_bias, check_inputs
 from xsake._op.run import Plan
+from xsake._op.shapes import Arrays, Output, Tokens
 from xsake._sequence.exchange import EXCHANGES, Route, Shard
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.grid import Window
 from xsake.hads.mask.lists.order import Order
 from xsake.hads.mask.row_shards import RowShards
 from xsake.hads.mask.shard_masks import masks_of_hops
@@ -29,33 +32,33 @@ Axes = str | tuple[str, ...] | None
 
 
 def sharded_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Float[Arrays, "B T H D"],
+    key: Float[Arrays, "_B _S K D"],
+    value: Float[Arrays, "_B _S K Dv"],
     mask: BlockMask | RowShards | None = None,
     *,
     sequence: str | tuple[str, ...],
     batch: Axes = None,
     heads: Axes = None,
-    mesh: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
     exchange: str = "auto",
     order: str = "contiguous",
     capacity: int | None = None,
-    bias: Any = None,
+    bias: Float[Arrays, "#B #H #T _S"] | None = None,
     scale: float | None = None,
     is_causal: bool = False,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    segment_ids: Any = None,
-    positions: Any = None,
-    sinks: Any = None,
+    local_window_size: Window = None,
+    query_seq_lengths: Int[Arrays, "B"] | None = None,
+    key_value_seq_lengths: Int[Arrays, "B"] | None = None,
+    segment_ids: Tokens | None = None,
+    positions: Tokens | None = None,
+    sinks: Float[Arrays, "H"] | Float[Arrays, "H sinks"] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Output:
     """`xsake.attention` for sequences that are cut over the devices of a mesh, so that none needs to fit one device.
 
     Arrays and arguments are those of `xsake.attention`, and so are the results, to rounding. Each device keeps its
@@ -123,12 +126,12 @@ def sharded_attention(
     return (out, lse) if return_lse else out
 
 
-def zigzag(x: Any, shards: int, *, axis: int = 1) -> Array:
+def zigzag(x: Shaped[Arrays, "*shape"], shards: int, *, axis: int = 1) -> Shaped[Array, "*shape"]:
     """Tokens along `axis` in the order in which "zigzag" lays them on `shards` devices: 2n pieces, i beside 2n-1-i."""
     return _reordered(x, shards, axis, back=False)
 
 
-def unzigzag(x: Any, shards: int, *, axis: int = 1) -> Array:
+def unzigzag(x: Shaped[Arrays, "*shape"], shards: int, *, axis: int = 1) -> Shaped[Array, "*shape"]:
     """The inverse of `zigzag`: tokens in the order of the sequence."""
     return _reordered(x, shards, axis, back=True)
 
