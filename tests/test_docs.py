@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import types
@@ -89,6 +90,13 @@ def test_the_reference_names_the_public_members_of_a_class(name):
     missing = [member for member in LISTED[name] if not getattr(owner, member).__doc__]
     assert not missing, f"{name} has no docstring on {missing}"
     assert not {"of_active", "of_lists", "of_finished", "poisoned", "read", "by_block"} & set(LISTED[name])
+
+
+@pytest.mark.parametrize("name", [name for name in xsake.__all__ if name.endswith("attention")])
+def test_signatures_say_shapes_and_types(name):
+    """Only the configuration is an implementation's own."""
+    parameters = inspect.signature(getattr(xsake, name)).parameters.values()
+    assert [p.name for p in parameters if p.annotation in ("Any", inspect.Parameter.empty)] == ["config"]
 
 
 @pytest.mark.parametrize("name", xsake.__all__)

@@ -200,6 +200,27 @@ def test_every_module_imports(told):
     assert not wrong, wrong
 
 
+def test_numpy_arrays_are_taken():
+    """And checking annotations costs users nothing: no checker is imported."""
+    code = """
+import sys
+import jax
+import numpy as np
+import xsake
+q, k = np.ones((1, 32, 2, 8), np.float32), np.ones((1, 32, 1, 8), np.float32)
+rest = dict(bias=np.zeros((1, 1, 32, 32)), sinks=np.zeros(2), key_value_seq_lengths=np.array([30]))
+calls = (
+    lambda: xsake.attention(q, k, k, segment_ids=np.zeros((1, 32), int), **rest, return_lse=True)[0],
+    lambda: xsake.selected_attention(q, k, k, np.zeros((1, 32, 1, 1), int), 1, block_size=16),
+    lambda: xsake.moba_attention(q, k, k, block_size=16, num_selected=1, cu_seqlens=np.array([0, 16, 32])),
+    lambda: xsake.native_sparse_attention(q, k, k, gate_compressed=np.ones((1, 32, 2)), block_size=16, num_selected=1),
+)
+print({jax.eval_shape(call).shape for call in calls})
+print("beartype" in sys.modules)
+"""
+    assert python(code).splitlines() == ["{(1, 32, 2, 8)}", "False"]
+
+
 def test_public_names(told):
     kinds = told["kinds"]
     assert kinds["attention"] == kinds["implementations"] == "function"
