@@ -1,7 +1,7 @@
 """The union and the intersection of two masks, exact to the element.
 
-Blocks alone say it where neither mask has bitmaps and one rule holds for all of the result: for an intersection that of
-both masks together, for a union the common rule of both. Elsewhere the elements are asked, block by block.
+Without bitmaps, blocks and a rule suffice for an intersection, where both rules hold, and for a union of masks with one
+rule. Every other result is built from its elements, block by block.
 """
 
 from __future__ import annotations
