@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import record
-from benchmarks.report.words import DIRECTIONS, Row, Run, facts, grid, median, ms, section, span, table, times, unique
+from benchmarks.report.words import DIRECTIONS, Row, Run, facts, grid, listing, median, ms, section, span, times, unique
 from xsake._ground.words import CALLS, call, kernel
 from xsake.autotune.workloads import WORKLOADS
 
@@ -14,22 +14,21 @@ Runs = dict[tuple[str, str, str, float | None], Row]
 
 def cpu_attention() -> str:
     run = Run.load("cpu_attention")
-    rows = []
-    for r in sorted(run.results, key=lambda r: (WORKLOADS[r["workload"]].length, -r["density"], r["direction"])):
-        peer, used = r["seconds"].get("jax.nn"), r["temporary_bytes"]
-        rows.append(
-            [
-                str(WORKLOADS[r["workload"]].length),
-                f"{r['density']:.0%}",
-                r["direction"],
-                ms(r["seconds"]["xsake"], 0),
-                ms(peer, 0) if peer else "not run",
-                f"{r['speedup']:.1f}x" if peer else "",
-                " / ".join(f"{n / 2**20:.0f} MiB" for n in used.values()),
-            ]
-        )
-    heads = ["tokens", "active blocks", "direction", "XSAKE", "jax.nn (XLA)", "speed-up", "temporary memory"]
-    return section(table(heads, rows), run.source("jax", note=f"{run.content['environment']['cores']} cores"))
+
+    def peer(r: Row) -> str:
+        return ms(r["seconds"]["jax.nn"], 0) if "jax.nn" in r["seconds"] else "not run"
+
+    columns = {
+        "tokens": lambda r: str(WORKLOADS[r["workload"]].length),
+        "active blocks": "{density:.0%}",
+        "direction": "{direction}",
+        "XSAKE": lambda r: ms(r["seconds"]["xsake"], 0),
+        "jax.nn (XLA)": peer,
+        "speed-up": lambda r: times(r["speedup"], 1) if "jax.nn" in r["seconds"] else "",
+        "temporary memory": lambda r: " / ".join(f"{n / 2**20:.0f} MiB" for n in r["temporary_bytes"].values()),
+    }
+    rows = sorted(run.results, key=lambda r: (WORKLOADS[r["workload"]].length, -r["density"], r["direction"]))
+    return section(listing(rows, columns), run.source("jax", note=f"{run.content['environment']['cores']} cores"))
 
 
 def _gpu() -> tuple[Run, Runs, dict[float, str]]:
@@ -204,39 +203,34 @@ def gpu_blocks() -> str:
 def gpu_hops() -> str:
     """A call in the hops of a ring, all on one device, beside the uncut call."""
     run = Run.load("gpu_hops")
-    rows = [
-        [
-            call(r["workload"]),
-            str(r["shards"]),
-            f"{r['density']:.0%}",
-            r["direction"],
-            *(ms(median(r, what)) for what in ("uncut", "hops")),
-            f"{median(r, 'hops') / median(r, 'uncut'):.2f}",
-        ]
-        for r in run.results
-    ]
-    heads = ["call", "shards", "density", "direction", "uncut", "all hops of all shards", "ratio"]
-    return section(table(heads, rows), run.source("jax"))
+    columns = {
+        "call": lambda r: call(r["workload"]),
+        "shards": "{shards}",
+        "density": "{density:.0%}",
+        "direction": "{direction}",
+        "uncut": lambda r: ms(median(r, "uncut")),
+        "all hops of all shards": lambda r: ms(median(r, "hops")),
+        "ratio": lambda r: f"{median(r, 'hops') / median(r, 'uncut'):.2f}",
+    }
+    return section(listing(run.results, columns), run.source("jax"))
 
 
 def gpu_profile() -> str:
     """What the kernels are busy with and wait for, by the hardware's counters."""
     run = Run.load("gpu_profile")
-    shares = ("tensor_core_share", "issue_slots_share", "dram_share", "l2_share", "l2_hit_rate")
-    waits = ("stalled_barrier", "stalled_long_scoreboard", "stalled_short_scoreboard")
-    rows = [
-        [
-            call(r["workload"]),
-            _kernel(r),
-            f"{r['asked']:.0%}" + ("" if r["block"] == 128 else f", blocks of {r['block']}"),
-            *(f"{r[name]:.0f}%" for name in shares),
-            " / ".join(f"{r[name]:.2f}" for name in waits),
-        ]
-        for r in run.results
-        if r["tensor_core_share"] > 1  # others prepare or convert
-    ]
-    heads = ["call", "kernel", "density", "tensor cores", "issue slots", "DRAM", "L2", "L2 hits", "waits"]
-    return section(table(heads, rows), run.source(note="cold caches"))
+    columns = {
+        "call": lambda r: call(r["workload"]),
+        "kernel": _kernel,
+        "density": lambda r: f"{r['asked']:.0%}" + ("" if r["block"] == 128 else f", blocks of {r['block']}"),
+        "tensor cores": "{tensor_core_share:.0f}%",
+        "issue slots": "{issue_slots_share:.0f}%",
+        "DRAM": "{dram_share:.0f}%",
+        "L2": "{l2_share:.0f}%",
+        "L2 hits": "{l2_hit_rate:.0f}%",
+        "waits": "{stalled_barrier:.2f} / {stalled_long_scoreboard:.2f} / {stalled_short_scoreboard:.2f}",
+    }
+    rows = [r for r in run.results if r["tensor_core_share"] > 1]  # others prepare or convert
+    return section(listing(rows, columns), run.source(note="cold caches"))
 
 
 def _kernel(of: dict[str, Any]) -> str:

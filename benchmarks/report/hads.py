@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.report import generation
 from benchmarks.report.study import MANY, SHOWN, Study, is_below, over_best, ranked, studies, study
-from benchmarks.report.words import Row, Run, facts, grid, median, ms, section, span, table, times, unique
+from benchmarks.report.words import Row, Run, facts, grid, listing, median, ms, section, span, times, unique
 from xsake._ground.words import in_words, model
 
 PATTERNS_AND_ORACLES = ("sink_window", "oracle_top_k", "oracle_gain")
@@ -236,19 +236,15 @@ def every_method() -> str:
 def first_table() -> str:
     """Patterns at the unequal shares of blocks that the project's first table gave them, and all at HADS's share."""
     (run,) = Run.load_all("hads/seed-")
-    heads = ["method", "active blocks", "choosing blocks", "attention", "KL", "perplexity"]
-    cells = [
-        [
-            in_words(r["method"]),
-            f"{r['active_blocks']:.0%}",
-            f"{r['mask_ms']:.2f} ms",
-            f"{r['attention_ms']:.2f} ms",
-            f"{r['kl']:.4f}",
-            f"{r['perplexity_gap']:+.2%}",
-        ]
-        for r in run.results
-    ]
-    return section(table(heads, cells), f"Times are for one sequence in all layers. {run.source('jax')}")
+    columns = {
+        "method": lambda r: in_words(r["method"]),
+        "active blocks": "{active_blocks:.0%}",
+        "choosing blocks": "{mask_ms:.2f} ms",
+        "attention": "{attention_ms:.2f} ms",
+        "KL": "{kl:.4f}",
+        "perplexity": "{perplexity_gap:+.2%}",
+    }
+    return section(listing(run.results, columns), f"Times are for one sequence in all layers. {run.source('jax')}")
 
 
 def _costs() -> tuple[Run, dict[int, Row]]:

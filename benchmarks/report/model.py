@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.report.words import Row, Run, facts, ms, section, table, times
+from collections.abc import Callable
+
+from benchmarks.report.words import Row, Run, facts, listing, ms, section, times
 from xsake._ground.words import in_words, model
 
 ATTENTION = {"cudnn": "dense (cuDNN)", "dense": "dense (XSAKE)"}
@@ -12,27 +14,29 @@ def train_gpu() -> str:
     """Whole runs, and the time of a step at longer lengths, beside dense attention."""
     run = Run.load("train_gpu")
     dense = {(r["preset"], r["length"]): r for r in run.results if r["kind"] == "dense"}
-    rows = []
-    for r in sorted(run.results, key=lambda r: (r["length"], r["preset"] != "small", r["kind"])):
-        alone, peer = "beside" not in r, dense.get((r["preset"], r["length"]))
-        faster = ""
-        if alone and peer is not None and peer is not r:
-            faster = times(peer["seconds"]["median"] / r["seconds"]["median"])
-        rows.append(
-            [
-                model(r["preset"]),
-                str(r["length"]),
-                ATTENTION.get(r["config"]["attention"]) or in_words(r["config"]["attention"]),
-                f"{r['density']:.0%}",
-                ms(r["seconds"]["median"], 0) if alone else "not timed alone",
-                faster,
-                f"{r['tokens_per_second']:,.0f}" if alone else "",
-                f"{r['mfu']:.0%}" if alone and r["mfu"] is not None else "",
-                f"{r['held_out_loss']:.3f} after {r['tokens'] / 1e6:.0f}M tokens" if "held_out_loss" in r else "",
-            ]
-        )
-    heads = ["model", "tokens", "attention", "active blocks", "step", "over dense", "tokens/s", "MFU", "held-out loss"]
-    return section(table(heads, rows), facts(*how_timed(run.results)), run.source("jax"))
+
+    def if_alone(words: Callable[[Row], str], otherwise: str = "") -> Callable[[Row], str]:
+        return lambda r: otherwise if "beside" in r else words(r)
+
+    def faster(r: Row) -> str:
+        peer = dense.get((r["preset"], r["length"]), r)
+        return "" if peer is r else times(peer["seconds"]["median"] / r["seconds"]["median"])
+
+    columns = {
+        "model": lambda r: model(r["preset"]),
+        "tokens": "{length}",
+        "attention": lambda r: ATTENTION.get(r["config"]["attention"]) or in_words(r["config"]["attention"]),
+        "active blocks": "{density:.0%}",
+        "step": if_alone(lambda r: ms(r["seconds"]["median"], 0), "not timed alone"),
+        "over dense": if_alone(faster),
+        "tokens/s": if_alone("{tokens_per_second:,.0f}".format_map),
+        "MFU": if_alone(lambda r: "" if r["mfu"] is None else f"{r['mfu']:.0%}"),
+        "held-out loss": lambda r: (
+            f"{r['held_out_loss']:.3f} after {r['tokens'] / 1e6:.0f}M tokens" if "held_out_loss" in r else ""
+        ),
+    }
+    rows = sorted(run.results, key=lambda r: (r["length"], r["preset"] != "small", r["kind"]))
+    return section(listing(rows, columns), facts(*how_timed(run.results)), run.source("jax"))
 
 
 def how_timed(rows: list[Row]) -> list[str]:

@@ -60,6 +60,15 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
+def listing[T](rows: Iterable[T], columns: Mapping[str, str | Callable[[T], str]]) -> str:
+    """A table with a line per row. A column is a format of the row's fields, or a function of the row."""
+
+    def cell(row: Any, column: str | Callable[[T], str]) -> str:
+        return column.format(**row) if isinstance(column, str) else column(row)
+
+    return table(list(columns), ([cell(row, column) for column in columns.values()] for row in rows))
+
+
 def grid[R: Hashable, C: Hashable](
     corner: str | Sequence[str],
     rows: Mapping[R, str | Sequence[str]],
