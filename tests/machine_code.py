@@ -47,6 +47,7 @@ def instructions(code: str) -> tuple[str, ...]:
 
 def lowered(program: str) -> list[Kernel]:
     """The kernels of a lowered program, of any of Pallas' lowerings, by their MLIR operations."""
+    from jax._src.interpreters import mlir
     from jax._src.lib import tpu
     from jaxlib.mlir import ir
 
@@ -54,10 +55,9 @@ def lowered(program: str) -> list[Kernel]:
     for escaped, encoded in re.findall(
         r'\b(?:module|ir) = "((?:[^"\\]|\\.)*)"|\\22body\\22: \\22([A-Za-z0-9+/=]+)', program
     ):
-        with ir.Context() as context:
+        with mlir.make_ir_context() as context:
             tpu.register_dialect(context)
             context.allow_unregistered_dialects = True
-            context.load_all_available_dialects()
             module = ir.Module.parse(base64.b64decode(encoded) if encoded else _unescaped(escaped))
             text = module.operation.get_asm(print_generic_op_form=True, enable_debug_info=False)
         name = re.search(r'sym_name = "(\w+)"', text)
