@@ -39,6 +39,11 @@ def test_readme_lists_the_arguments_of_the_call():
     assert names == list(inspect.signature(inspect.unwrap(xsake.attention)).parameters)
 
 
+def test_readme_lists_every_backend():
+    text = (pages.ROOT / "README.md").read_text()
+    assert set(re.findall(r"^\| `\"(\w+)\"` \|", text, re.MULTILINE)) == set(registry._BACKENDS)
+
+
 def test_ci_runs_the_commands_of_the_readme():
     assert {"make demo", "make test"} <= set(pages.commands_of(pages.ROOT / "README.md"))
     assert re.search(r"^make .*\btest\b", (pages.ROOT / ".ci" / "run").read_text(), re.MULTILINE)
