@@ -135,7 +135,7 @@ def test_the_steps_of_a_gpu_fit_its_presets():
         ([], "whole runs need DATA"),
         (["--skip-training", "--lengths", "4096"], "--lengths 4096: whole runs have this length"),
         (["--skip-training", "--lengths", "10000"], "--tokens-per-step 65536 must be a multiple of 10000 tokens"),
-        (["--skip-training", "--kinds", "dens"], "--kinds: unknown dens; there are dense, sparse, hads"),
+        (["--skip-training", "--kinds", "dens"], "--kinds: dens is not one of dense, sparse, hads"),
     ],
 )
 def test_wrong_calls_are_refused(capsys, options, message):

@@ -35,15 +35,12 @@ from benchmarks.hads.texts import EVALUATION
 from benchmarks.hads.written import Divergence, divergences, pool
 from benchmarks.harness import turns
 from benchmarks.harness.kernel_times import kernel_times
-from benchmarks.harness.models import MODELS, make, profile_of
+from benchmarks.harness.models import MODELS, load, make, own_profile, profile_of, unseen
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake.hads import HadsProfile
-from xsake.hads.profile.fingerprint import shared
-from xsake.hads.profile.profile import shipped
-from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text, load_texts
-from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer, load_pretrained
+from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer
 from xsake.model.generation.prefill import read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
@@ -160,33 +157,13 @@ def quality_line(row: Row) -> list[str]:
     return [row["text"], f"{row['budget']:.0%}", *numbers]
 
 
-def load(args: argparse.Namespace) -> tuple[str, Transformer]:
-    if args.model is None:
-        return args.preset, make(MODELS[args.preset][0])
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
-    return args.name or name_of(args.model), load_pretrained(args.model, dtype=dtype, param_dtype=dtype)
-
-
-def profile_for(args: argparse.Namespace, name: str, model: Transformer, length: int) -> HadsProfile:
-    if args.profile is not None:
-        profile = HadsProfile.load(args.profile)
-        if args.model is not None and profile.model != name:
-            raise ValueError(
-                f"{args.profile} is the profile of {profile.model!r}, not of {name!r}: calibrate this model"
-            )
-    elif args.model is not None:
-        profile = shipped(name, length)
+def profile_of_run(args: argparse.Namespace, name: str, model: Transformer, length: int) -> HadsProfile:
+    if args.model is not None:
+        profile = own_profile(name, length, args.profile)
     else:
-        profile = profile_of(model, length)
+        profile = HadsProfile.load(args.profile) if args.profile else profile_of(model, length)
     HadsBudget(profile, 1.0).check(model.config, length)
     return profile
-
-
-def texts_for(args: argparse.Namespace, profile: HadsProfile, length: int) -> list[Text]:
-    texts = load_texts([args.texts], length=length, limit=args.sequences, domains=args.domains)
-    if known := [text.name for text in texts if shared(text.tokens, profile.digests) > MOST_SHARED]:
-        raise ValueError(f"the profile was calibrated on {known}: evaluate on other texts")
-    return texts
 
 
 def run(args: argparse.Namespace) -> None:
@@ -196,10 +173,13 @@ def run(args: argparse.Namespace) -> None:
     budgets = args.budgets or ([0.1, 0.2] if with_texts else [0.1])
     if not 0 < new < length:
         raise ValueError(f"--new-tokens {new} must be at least 1 and below the {length} tokens of --length")
-    name, model = load(args)
+    if args.model is None:
+        name, model = args.preset, make(MODELS[args.preset][0])
+    else:
+        name, model = args.name or name_of(args.model), load(args.model)
     if length > model.config.context:
         raise ValueError(f"--length {length} is beyond the model's context of {model.config.context}")
-    profile = profile_for(args, name, model, length)
+    profile = profile_of_run(args, name, model, length)
     settings = {
         "model": name,
         "weights": "random" if args.model is None else Path(args.model).name,
@@ -215,7 +195,8 @@ def run(args: argparse.Namespace) -> None:
         print(*more, sep="\n", flush=True)
 
     if with_texts:
-        for text in texts_for(args, profile, length):
+        texts = load_texts([args.texts], length=length, limit=args.sequences, domains=args.domains)
+        for text in unseen(texts, profile):
             keep(*quality(model, profile, text, new=new, budgets=budgets, chunk=args.chunk))
         show(["text", "budget", "KL", "quartiles", "largest", "same token"], map(quality_line, rows))
         return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hads.study import Study
+from xsake.autotune.measure.timing import seconds_per_call
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.study import layerwise
 from xsake.hads.study.methods.mask import MethodMask, causal_mask
@@ -39,22 +40,21 @@ def attention_times(
     times = {}
     for name, budget in pairs:
         if name == "dense":
-            times[name, budget] = 0.0, milliseconds * seconds_per_call(dense, *inputs)
+            times[name, budget] = 0.0, milliseconds * seconds(dense, *inputs)
             continue
         counts = layer_counts(profile, budget, s.length)
         choice = MethodMask.of(name, profile, counts, knowledge=known.get(name)), jnp.int32(number), *inputs[:2]
         blocks, *_ = layerwise.choose_blocks(*choice)
-        choosing = seconds_per_call(layerwise.choose_blocks, *choice) + seconds_per_call(to_mask, blocks)
+        choosing = seconds(layerwise.choose_blocks, *choice) + seconds(to_mask, blocks)
         times[name, budget] = (
             milliseconds * choosing,
-            milliseconds * seconds_per_call(sparse, *inputs, to_mask(blocks)),
+            milliseconds * seconds(sparse, *inputs, to_mask(blocks)),
         )
     return times
 
 
-def seconds_per_call(run: Callable, *args: Any, repeats: int = 20) -> float:
-    """The mean over `repeats` calls, of which only the last is waited for."""
-    jax.block_until_ready(run(*args))
-    start = time.perf_counter()
-    jax.block_until_ready([run(*args) for _ in range(repeats)][-1])
-    return (time.perf_counter() - start) / repeats
+def seconds(function: Callable[..., Any], *given: Any, calls: int = 20) -> float:
+    """Per call, after a first call that compiles."""
+    run = partial(function, *given)
+    jax.block_until_ready(run())
+    return seconds_per_call(run, calls)

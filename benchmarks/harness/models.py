@@ -1,9 +1,11 @@
-"""Whole models with random weights, and profiles that are made from them."""
+"""Whole models and their profiles: published, from files, or with random weights."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,11 @@ from jax import Array
 
 from xsake._plan.models import PUBLISHED
 from xsake.hads import HadsProfile, calibrate
-from xsake.model import PRESETS, ModelConfig, Transformer
+from xsake.hads.profile.fingerprint import shared
+from xsake.hads.profile.profile import shipped
+from xsake.hads.study.evaluation import MOST_SHARED
+from xsake.hads.study.texts import Text
+from xsake.model import PRESETS, ModelConfig, Transformer, load_pretrained
 
 MODELS = {  # tokens of a prompt, and of its chunks
     "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),
@@ -51,3 +57,26 @@ def profile_of(model: Transformer, length: int) -> HadsProfile:
     block = 64 if length >= 4096 else 16
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 16 * block))
     return calibrate(model, tokens, name="random", block=block, steps=20)
+
+
+def load(model: Any, dtype: str | None = None) -> Transformer:
+    """A published model or a file, opened or not; in bfloat16, but on a CPU, which is slower in it, in float32."""
+    wanted = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    return load_pretrained(model, dtype=wanted, param_dtype=wanted)
+
+
+def own_profile(name: str, length: int, path: Path | None) -> HadsProfile:
+    """The profile in a file, which must be of this model; without a file the one that comes with xsake."""
+    if path is None:
+        return shipped(name, length)
+    profile = HadsProfile.load(path)
+    if profile.model != name:
+        raise ValueError(f"{path} is the profile of {profile.model!r}, not of {name!r}: calibrate this model")
+    return profile
+
+
+def unseen(texts: Sequence[Text], profile: HadsProfile) -> Sequence[Text]:
+    """The texts. Raises ValueError if one of them calibrated the profile."""
+    if known := [text.name for text in texts if shared(text.tokens, profile.digests) > MOST_SHARED]:
+        raise ValueError(f"the profile was calibrated on {known}: evaluate on other texts")
+    return texts

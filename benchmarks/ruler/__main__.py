@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import record
+from benchmarks.harness.models import load, own_profile
+from benchmarks.harness.script import listed
 from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.prepared import Prepared
 from benchmarks.ruler.prompt import Made, tasks_named
@@ -42,7 +44,7 @@ from benchmarks.ruler.summary import as_json, summarise, tables
 from benchmarks.ruler.tasks import NEEDLE, TASKS
 from benchmarks.ruler.way import Way, ways_of
 from xsake._ground import atomic
-from xsake.hads.profile.profile import HadsProfile, shipped
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.records import Records
 from xsake.model.weights.published import name_of
 
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a published model (smollm2, qwen2.5-coder-1.5b), or a GGUF or safetensors file")
     parser.add_argument("--out", type=Path, required=True, help="records, one JSON line per answer")
-    parser.add_argument("--lengths", default="4096,8192", help="tokens of a prompt with its answer, comma-separated")
+    parser.add_argument("--lengths", type=listed(int), default=[4096, 8192], help="tokens of a prompt with its answer")
     parser.add_argument(
         "--methods", default="dense,hads", help=f"dense, hads, {', '.join(METHODS_HERE)}, comma-separated"
     )
@@ -94,13 +96,10 @@ def _main(args: argparse.Namespace) -> None:
     ways, tasks = ways_of(args.methods, args.budgets), tasks_named(args.tasks.split(","))
     if not ways:
         raise ValueError("--methods names no method")
-    lengths = [int(length) for length in args.lengths.split(",")]
+    lengths = args.lengths
     name = args.name or name_of(args.model)
     prepared = None if args.prompts is None else _prepared(args, name)
-    given = None if args.profile is None else HadsProfile.load(args.profile)
-    if given is not None and given.model != name:
-        raise ValueError(f"{args.profile} is the profile of {given.model!r}, not of {name!r}: calibrate this model")
-    profiles = {length: _shipped(name, length, ways) if given is None else given for length in lengths}
+    profiles = {length: _profile(name, length, args.profile, ways) for length in lengths}
     summary = args.out.with_suffix(".json")
     if summary == args.out:
         raise ValueError(f"--out {args.out} is for records, one JSON line each: name a .jsonl file")
@@ -161,12 +160,12 @@ def _main(args: argparse.Namespace) -> None:
         console.print("The time is over before all was done: run again to go on.")
 
 
-def _shipped(name: str, length: int, ways: Sequence[Way]) -> HadsProfile | None:
-    """The profile that comes with xsake; None if there is none and every way is dense."""
+def _profile(name: str, length: int, path: Path | None, ways: Sequence[Way]) -> HadsProfile | None:
+    """None if no profile is given, none comes with xsake, and every way is dense."""
     try:
-        return shipped(name, length)
+        return own_profile(name, length, path)
     except FileNotFoundError:
-        if all(way.method == "dense" for way in ways):
+        if path is None and all(way.method == "dense" for way in ways):
             return None
         raise
 
@@ -189,15 +188,13 @@ def _prepared(args: argparse.Namespace, name: str) -> Prepared:
 def _load(name: str) -> tuple[Any, Any]:
     """The model, and the opened file of which its tokenizer can be read."""
     import jax
-    import jax.numpy as jnp
 
-    from xsake.model import load_pretrained, open_model
+    from xsake.model import open_model
     from xsake.model.weights.fetch import cache_folder
 
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     opened = open_model(name)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
-    return load_pretrained(opened, dtype=dtype, param_dtype=dtype), opened
+    return load(opened), opened
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import record
 from benchmarks.harness import turns
+from benchmarks.harness.script import Record, Row, listed, parser
 from xsake._ground import atomic
 from xsake.autotune.measure.timing import Timing, race
 from xsake.hads.selection.mask_function import mask_shape
@@ -54,8 +54,6 @@ from xsake.model.training.config import TrainConfig
 from xsake.model.training.loop import train
 from xsake.model.training.trainer import Trainer
 from xsake.model.training.watch.run_file import read_events
-
-Row = dict[str, Any]
 
 PRESET_NAMES = ("small", "gpt2-124m")
 TOKENS = 50_000_000
@@ -204,8 +202,7 @@ def is_whole_run(row: Row) -> bool:
 def done_before(args: argparse.Namespace) -> list[Row]:
     """Rows that an earlier run left and this run will not measure: the part that is skipped, whoever measured it, and
     with --out the results of this commit."""
-    path = (record.RESULTS if args.record else args.out or Path()) / "train_gpu.json"
-    if not (args.record or args.out) or not path.exists():
+    if args.out is None or not (path := args.out / "train_gpu.json").exists():
         return []
     run, here = json.loads(path.read_text()), record.environment()["commit"]
     rows = []
@@ -215,7 +212,7 @@ def done_before(args: argparse.Namespace) -> list[Row]:
         is_skipped = args.skip_training if is_whole_run(row) else args.skip_times
         if is_skipped:
             rows.append(row if is_here else row | {"environment": environment})
-        elif is_here and not args.record:
+        elif is_here and args.out != record.RESULTS:
             rows.append(row)
     return rows
 
@@ -233,7 +230,8 @@ def show(row: Row) -> None:
 
 def measure(args: argparse.Namespace, data: Path) -> None:
     """Race, then train, whatever was not done before; print it, and write it as it grows."""
-    rows, out = done_before(args), record.RESULTS if args.record else args.out
+    rows = Record("train_gpu", args.out)
+    rows += done_before(args)
     done = {(r["preset"], r["kind"], r["length"]): r["config"] for r in rows}
 
     def is_missing(preset: str, kind: str, length: int) -> bool:
@@ -255,17 +253,15 @@ def measure(args: argparse.Namespace, data: Path) -> None:
     turns.begin()
 
     def add(found: Sequence[Row]) -> None:
-        rows.extend(found)
+        rows.add(*found)
         for row in found:
             show(row)
-        if out is not None:
-            record.save("train_gpu", rows, out)
 
     for preset, length in races:
         racing = {kind: trainers.pop((preset, kind, length)) for kind in args.kinds}
         times = race_steps(racing, args.rounds)
         # Ratios come from one race: kinds that were timed without these are not left beside them.
-        rows = [r for r in rows if (r["preset"], r["length"]) != (preset, length)]
+        rows[:] = [r for r in rows if (r["preset"], r["length"]) != (preset, length)]
         add(
             [
                 about(preset, kind, trainer)
@@ -278,46 +274,40 @@ def measure(args: argparse.Namespace, data: Path) -> None:
         found = run_once(trainer, name, data, args.work)
         file = Path(found.pop("run_file"))
         if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, args.out / f"{name}.jsonl")
-        rows = [r for r in rows if (r["preset"], r["kind"], r["length"]) != (preset, kind, RUN_LENGTH)]
+            folder = args.out / "train_gpu" if args.out == record.RESULTS else args.out
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, folder / f"{name}.jsonl")
+        rows[:] = [r for r in rows if (r["preset"], r["kind"], r["length"]) != (preset, kind, RUN_LENGTH)]
         add([about(preset, kind, trainer) | found])
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def parsed(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, nargs="?", help="a folder made by `xsake data build`")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/train_gpu.json")
-    parser.add_argument("--out", type=Path, help="folder for the summary and the run files")
-    parser.add_argument("--work", type=Path, default=record.ROOT / "out" / "train_gpu", help="folder for data and runs")
-    parser.add_argument("--only", default=",".join(PRESET_NAMES), help="presets, with commas between them")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of attention, with commas between them")
-    parser.add_argument(
-        "--lengths", type=numbers, default=[*RACE_LENGTHS], help="tokens per sequence of the step times, with commas"
+    options = parser(__doc__, rounds=5)
+    options.add_argument("data", type=Path, nargs="?", help="a folder made by `xsake data build`")
+    options.add_argument(
+        "--work", type=Path, default=record.ROOT / "out" / "train_gpu", help="folder for data and runs"
     )
-    parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP, help="tokens per step")
-    parser.add_argument("--block", type=int, default=128, help="tokens per block")
-    parser.add_argument("--dense", default="cudnn", choices=["cudnn", "xsake"], help="who computes dense attention")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of a race")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per run")
-    parser.add_argument("--skip-training", action="store_true", help="step times alone")
-    parser.add_argument("--skip-times", action="store_true", help="whole runs alone")
-    args = parser.parse_args(given)
-    args.only, args.kinds = args.only.split(","), args.kinds.split(",")
-    for name, allowed in (("only", LEARNING_RATE), ("kinds", KINDS)):
-        if unknown := sorted(set(getattr(args, name)) - set(allowed)):
-            parser.error(f"--{name}: unknown {', '.join(unknown)}; there are {', '.join(allowed)}")
+    options.add_argument("--only", type=listed(among=LEARNING_RATE), default=[*PRESET_NAMES], help="presets")
+    options.add_argument("--kinds", type=listed(among=KINDS), default=[*KINDS], help="of attention")
+    options.add_argument(
+        "--lengths", type=listed(int), default=[*RACE_LENGTHS], help="tokens per sequence of the step times"
+    )
+    options.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP, help="tokens per step")
+    options.add_argument("--block", type=int, default=128, help="tokens per block")
+    options.add_argument("--dense", default="cudnn", choices=["cudnn", "xsake"], help="who computes dense attention")
+    options.add_argument("--tokens", type=int, default=TOKENS, help="tokens per run")
+    options.add_argument("--skip-training", action="store_true", help="step times alone")
+    options.add_argument("--skip-times", action="store_true", help="whole runs alone")
+    args = options.parse_args(given)
     if RUN_LENGTH in args.lengths:
-        parser.error(f"--lengths {RUN_LENGTH}: whole runs have this length; step times are of other lengths")
+        options.error(f"--lengths {RUN_LENGTH}: whole runs have this length; step times are of other lengths")
     for length in args.lengths * (not args.skip_times) + [RUN_LENGTH] * (not args.skip_training):
         if min(length, args.tokens_per_step) < 1 or args.tokens_per_step % length:
-            parser.error(f"--tokens-per-step {args.tokens_per_step} must be a multiple of {length} tokens per sequence")
+            options.error(
+                f"--tokens-per-step {args.tokens_per_step} must be a multiple of {length} tokens per sequence"
+            )
     if args.data is None and not args.skip_training:
-        parser.error("whole runs need DATA, a folder made by `xsake data build`; --skip-training needs none")
+        options.error("whole runs need DATA, a folder made by `xsake data build`; --skip-training needs none")
     return args
 
 
