@@ -44,7 +44,7 @@ class Column:
             self.item.leave_the_last()
 
         def accumulate(dk: Any, dv: Any) -> Any:
-            total = cta.walk(self.item, done, lambda streaming: Tile(self, streaming).run(dk, dv))
+            total = cta.walk(self.item, done, lambda streaming: DkvTile(self, streaming).run(dk, dv))
             return *(read(acc, in_flight=0, interpret=plan.simulate) for acc in (dk, dv)), total
 
         shapes = [(ROWS, plan.head_dim), (ROWS, plan.v_head_dim)]
@@ -77,7 +77,7 @@ class Column:
             plgpu.copy_smem_to_gmem(v_tile, results.dv.at[b, rows, kv_head])
 
 
-class Tile:
+class DkvTile:
     """A tile of queries of one head against the warpgroup's keys, in parts of `width` queries."""
 
     def __init__(self, column: Column, streaming: Streaming) -> None:

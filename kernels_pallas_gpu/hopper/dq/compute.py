@@ -58,7 +58,7 @@ class Queries:
             item.leave_the_last()
 
         def accumulate(dq: Any) -> Any:
-            tiles.walk(cta.given.bits, lambda *at: Tile(self, tiles, *at).run(dq))
+            tiles.walk(cta.given.bits, lambda *at: DqTile(self, tiles, *at).run(dq))
             return read(dq, in_flight=0, interpret=plan.simulate)
 
         shapes = [(ROWS, plan.head_dim)]
@@ -99,7 +99,7 @@ class Queries:
             plan.packing.store(tile, self.cta.results.dq, b, self.first_row(), h)
 
 
-class Tile:
+class DqTile:
     """A tile of keys against the warpgroup's queries, in parts of `width` keys. `masked`: whether elements are tested.
     `bitmap`: the number that `Bits` takes, if the mask has bitmaps.
     """

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
-from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta, slot_of
+from xsake.kernels_pallas_gpu.hopper.forward.cta import ForwardCta, slot_of
 from xsake.kernels_pallas_gpu.hopper.forward.plan import BATCH, BY_TURNS, FULL_STEPS, HEAD, PART, Q_START, STEPS
 from xsake.kernels_pallas_gpu.hopper.forward.softmax import Softmax, Sums
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
@@ -26,7 +26,7 @@ HALF = 64
 class ComputeWarpgroup:
     """`row_offset`, `head_offset`: where this warpgroup's half of a query tile begins."""
 
-    def __init__(self, cta: Cta) -> None:
+    def __init__(self, cta: ForwardCta) -> None:
         self.cta, self.plan = cta, cta.plan
         self.row_offset = cta.wg * WG_ROWS if self.plan.pairing.halves_rows else 0
         self.head_offset = cta.wg if self.plan.pairing is Pairing.HEADS else 0
@@ -58,7 +58,7 @@ class ComputeWarpgroup:
                 return (
                     turn + 1,
                     step0 + steps,
-                    *Tile(self, turn, step0, steps, full_steps, first).run_and_begin_the_next(),
+                    *ForwardTile(self, turn, step0, steps, full_steps, first).run_and_begin_the_next(),
                 )
 
             zero = jnp.int32(0)
@@ -68,7 +68,7 @@ class ComputeWarpgroup:
 
             def one_turn(carry: Any) -> Any:
                 turn, step0, steps, full_steps = carry
-                Tile(self, turn, step0, steps, full_steps).run()
+                ForwardTile(self, turn, step0, steps, full_steps).run()
                 return turn + 1, step0 + steps, *self.read_item(turn + 1)
 
             lax.while_loop(lambda c: c[2] >= 0, one_turn, (jnp.int32(0), jnp.int32(0), steps, full_steps))
@@ -76,7 +76,7 @@ class ComputeWarpgroup:
 
             @pl.loop(0, as_number(steps >= 0))
             def _only(turn: Any) -> None:
-                Tile(self, turn, turn, steps, full_steps).run()
+                ForwardTile(self, turn, turn, steps, full_steps).run()
 
         if not plan.ahead:
             self.await_tensor_core()
@@ -98,7 +98,7 @@ class ComputeWarpgroup:
             plgpu.barrier_wait(barriers.q_ready.at[q_slot])
             plgpu.barrier_wait(cta.stage(barriers.k_ready, slot))
 
-        queries, keys = cta.scratch.q.at[q_slot], cta.stage(cta.scratch.k, slot)
+        queries, keys = cta.memory.q.at[q_slot], cta.stage(cta.memory.k, slot)
         logits = matmul(queries, keys, transpose_b=True, interpret=bool(self.plan.interpret), overlap=overlap)
         starts = self.starts(slot)
         when(steps > 0)(lambda: cta.release(cta.stage(barriers.k_free, slot)))
@@ -106,10 +106,10 @@ class ComputeWarpgroup:
 
     def starts(self, slot: Any) -> tuple[Any, ...]:
         """The first key of each run in a slot of the K/V ring; negative for a run that this warpgroup leaves out."""
-        return tuple(self.cta.scratch.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
+        return tuple(self.cta.memory.notes[self.cta.run_field(slot, part)] for part in range(self.plan.parts))
 
 
-class Tile:
+class ForwardTile:
     """A warpgroup's half of a query tile.
 
     `step0`: steps of this warpgroup in earlier tiles. `first`: what `multiply_first` returned for this tile, where it
@@ -122,7 +122,7 @@ class Tile:
         self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
         self.turn, self.step0, self.steps, self.full_steps, self.first = turn, step0, steps, full_steps, first
         self.q_slot = self.cta.query_slot(turn, self.cta.wg)
-        self.q_tile = self.cta.scratch.q.at[self.q_slot]
+        self.q_tile = self.cta.memory.q.at[self.q_slot]
         self.q_vectors: dict[str, Any] = {}
         self.softmax = Softmax(self.plan)
 
@@ -205,12 +205,12 @@ class Tile:
 
         logits = self.element_wise(logits, None, {}, partial=False)
         logits = lax.fori_loop(0, as_number(self.full_steps == 0), with_rule, logits)
-        values = self.cta.stage(self.cta.scratch.v, slot_of(self.step0, self.plan.stages))
+        values = self.cta.stage(self.cta.memory.v, slot_of(self.step0, self.plan.stages))
         return self.accumulate(0, carry, logits, values, self.softmax.weigh)
 
     def partial_step(self, step: Any, carry: Any) -> Any:
         plan = self.plan
-        cta, notes, slot = self.cta, self.cta.scratch.notes, self.slot(step)
+        cta, notes, slot = self.cta, self.cta.memory.notes, self.slot(step)
         if plan.has_row_bits:
             return self.step_of_chosen(step, carry)
         if not plan.testable:
@@ -253,7 +253,7 @@ class Tile:
 
         Most runs lie wholly before the queries: their elements need no test beside the bits.
         """
-        plan, cta, notes, slot = self.plan, self.cta, self.cta.scratch.notes, self.slot(step)
+        plan, cta, notes, slot = self.plan, self.cta, self.cta.memory.notes, self.slot(step)
         starts = self.warpgroup.starts(slot)
         live = [self.chosen(notes[cta.bitmap_field(slot, part)]) for part in range(plan.parts)]
         if plan.kv_vectors:
@@ -295,7 +295,7 @@ class Tile:
         `ruled`: whether the rule may exclude elements of a partial tile, or only the bits.
         """
         cta, plan, slot = self.cta, self.plan, self.slot(step)
-        keys, values = cta.stage(cta.scratch.k, slot), cta.stage(cta.scratch.v, slot)
+        keys, values = cta.stage(cta.memory.k, slot), cta.stage(cta.memory.v, slot)
         starts = self.warpgroup.starts(slot) if partial or plan.has_bias else None
         if half is not None:
             keys, values = (ref.at[pl.ds(half * HALF, HALF)] for ref in (keys, values))
@@ -313,12 +313,12 @@ class Tile:
         )
         kv_vectors, numbers = {}, ()
         if partial and plan.has_bits:
-            numbers = tuple(cta.scratch.notes[cta.bitmap_field(slot, part)] for part in range(plan.parts))
+            numbers = tuple(cta.memory.notes[cta.bitmap_field(slot, part)] for part in range(plan.parts))
             if half is not None:
                 numbers = (jnp.where(half == 0, *numbers),)
         if partial:
             for name in plan.kv_vectors:
-                kv_vectors[name] = plgpu.load(cta.stage(cta.scratch.kv_vectors[name], slot), layout=ALONG_COLS)
+                kv_vectors[name] = plgpu.load(cta.stage(cta.memory.kv_vectors[name], slot), layout=ALONG_COLS)
         cta.release(cta.stage(cta.barriers.k_free, slot))
 
         logits = self.element_wise(logits, starts, kv_vectors, partial=partial and ruled)
@@ -430,7 +430,7 @@ class Tile:
     # -- output --------------------------------------------------------------------------------------------------------
 
     def write(self, acc: Any, m: Any, total: Any) -> None:
-        cta, plan, scratch = self.cta, self.plan, self.cta.scratch
+        cta, plan, memory = self.cta, self.plan, self.cta.memory
         batch, head, first_row = self.field(BATCH), self.field(HEAD) + self.warpgroup.head_offset, self.q_start()
         part = self.field(PART)
         cta.items.leave(self.turn)
@@ -446,9 +446,9 @@ class Tile:
         # The store of the previous tile may still read the staging buffer. The wait also brings the four warps
         # together: where the output overwrites the queries, no warp may still multiply by them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_tile = scratch.out.at[cta.wg] if plan.separate_out else self.q_tile
+        out_tile = memory.out.at[cta.wg] if plan.separate_out else self.q_tile
         out_tile[...] = acc.astype(plan.dtype)
-        lse_tile = scratch.lse.at[cta.wg]
+        lse_tile = memory.lse.at[cta.wg]
         lse_tile[...] = jnp.where(total == 0.0, -jnp.inf, m * jnp.float32(LN2) + jnp.log(total))
         plgpu.commit_smem()
 

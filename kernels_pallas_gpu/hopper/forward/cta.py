@@ -8,26 +8,26 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import Pairing
-from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, Barriers, Plan, Scratch
+from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, ForwardBarriers, ForwardMemory, ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.tile.items import ItemNotes, ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
 
 
-class Cta:
+class ForwardCta:
     """`refs`: query, key, value; `num_lists` block lists (3, or 4 with their order); the operands named in `options`;
     the counter of items, if the schedule is dynamic; out and lse, and those of parts, if rows are cut.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         refs: Sequence[Any],
         num_lists: int,
         options: Sequence[str],
-        scratch: Scratch,
-        barriers: Barriers,
+        memory: ForwardMemory,
+        barriers: ForwardBarriers,
     ) -> None:
-        self.plan, self.scratch, self.barriers = plan, scratch, barriers
+        self.plan, self.memory, self.barriers = plan, memory, barriers
         self.q, self.k, self.v = refs[:3]
         indices, row_ptr, num_full, *order = refs[3 : 3 + num_lists]
         self.lists = ListRefs(indices, row_ptr, num_full, order[0] if order else None)
@@ -39,7 +39,7 @@ class Cta:
         self.wg = lax.axis_index("wg")
         self.ring = lax.rem(self.wg, 2)
         self.worker = lax.axis_index("cta") * plan.workers_per_cta + (self.ring if self._apart else 0)
-        refs = ItemRefs(scratch.notes, barriers.item_ready, barriers.item_free, barriers.ticket_ready)
+        refs = ItemRefs(memory.notes, barriers.item_ready, barriers.item_free, barriers.ticket_ready)
         own = (self.ring,) if self._apart else ()
         self.items = ItemNotes(refs=refs, fields=PUBLISHED, tickets=self._end_of_runs, worker=own)
 

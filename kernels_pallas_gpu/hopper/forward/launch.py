@@ -20,9 +20,9 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.forward import pages
 from xsake.kernels_pallas_gpu.hopper.forward.compute import ComputeWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing
-from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta
+from xsake.kernels_pallas_gpu.hopper.forward.cta import ForwardCta
 from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
-from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
+from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
@@ -53,7 +53,7 @@ def forward(
     has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
     given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
     pairing = config.pairing(pairing)
-    plan = Plan(
+    plan = ForwardPlan(
         batch_size=batch_size,
         q_len=packing.length(q_len),
         kv_len=kv_len,
@@ -133,10 +133,10 @@ def forward(
 
     def entry(*refs: Any) -> None:
         pl.run_scoped(
-            lambda scratch, barriers: _share_the_work(
-                Cta(plan, refs, len(list_operands), tuple(options), scratch, barriers)
+            lambda memory, barriers: _share_the_work(
+                ForwardCta(plan, refs, len(list_operands), tuple(options), memory, barriers)
             ),
-            plan.scratch(),
+            plan.memory(),
             plan.barriers(),
             collective_axes="wg",
         )
@@ -172,7 +172,7 @@ def forward(
     return out[:, :q_len], packing.to_heads(lse)[:, :, :q_len]
 
 
-def _share_the_work(cta: Cta) -> None:
+def _share_the_work(cta: ForwardCta) -> None:
     plan = cta.plan
 
     @when(cta.wg < plan.compute_wgs)

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward import pages
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
-from xsake.kernels_pallas_gpu.hopper.forward.cta import Cta, slot_of
-from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, Item
+from xsake.kernels_pallas_gpu.hopper.forward.cta import ForwardCta, slot_of
+from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, ForwardItem
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
 from xsake.kernels_pallas_gpu.hopper.tile.items import dealt
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
@@ -28,7 +28,7 @@ MISSING = -(1 << 30)
 
 
 class MemoryWarpgroup:
-    def __init__(self, cta: Cta) -> None:
+    def __init__(self, cta: ForwardCta) -> None:
         self.cta, self.plan = cta, cta.plan
         self.capacity = jnp.int32(cta.lists.indices.shape[-1])
         self.num_items = cta.options["count"][0] if self.plan.cuts_rows else jnp.int32(self.plan.num_items)
@@ -131,7 +131,7 @@ class MemoryWarpgroup:
         begin, end = (lax.div(entries * i, last + 1) for i in (part, part + 1))
         return begin, end - begin, jnp.where(last > 0, first + part, -1)
 
-    def read_item(self, number: Any, found: Any) -> Item:
+    def read_item(self, number: Any, found: Any) -> ForwardItem:
         lists, plan, capacity = self.cta.lists, self.plan, self.capacity
         batch, head, row, sub = self.where(number, found)
         b, h = self.list_coords(batch, head)
@@ -147,7 +147,7 @@ class MemoryWarpgroup:
         full = lax.clamp(jnp.int32(0), full - skipped, entries)
         units = entries * plan.units_per_block
         steps = lax.div(units + (plan.parts - 1), jnp.int32(plan.parts))
-        return Item(
+        return ForwardItem(
             batch=batch,
             head=head,
             q_start=row * plan.row_size + sub * plan.tile_rows,
@@ -169,12 +169,12 @@ class MemoryWarpgroup:
 
     # -- loading an item -----------------------------------------------------------------------------------------------
 
-    def load_only_item(self, turn: Any, item: Item) -> None:
+    def load_only_item(self, turn: Any, item: ForwardItem) -> None:
         load = _Load(self, turn, item)
         self.load_queries(turn, item)
         pl.loop(0, item.steps)(load.step)
 
-    def load_item(self, turn: Any, step0: Any, item: Item, next_number: Any) -> tuple[Item, Any]:
+    def load_item(self, turn: Any, step0: Any, item: ForwardItem, next_number: Any) -> tuple[ForwardItem, Any]:
         """Returns the next item, and the number of the item after the next; either may be past the end."""
         load = _Load(self, step0, item)
         ticket = self.ask_after_next()
@@ -189,14 +189,14 @@ class MemoryWarpgroup:
         when(last >= 0)(lambda: load.values(last, runs, places))
         return following, self.read_after_next(turn, ticket)
 
-    def load_queries(self, turn: Any, item: Item) -> None:
+    def load_queries(self, turn: Any, item: ForwardItem) -> None:
         cta, plan = self.cta, self.plan
         for consumer in self.consumers:
             slot = cta.query_slot(turn, consumer)
             when(turn >= plan.q_stages)(lambda slot=slot: plgpu.barrier_wait(cta.barriers.q_free.at[slot]))
             row = pl.multiple_of(item.q_start, WG_ROWS) + (consumer * WG_ROWS if plan.pairing.halves_rows else 0)
             head = item.head + (consumer if plan.pairing is Pairing.HEADS else 0)
-            plan.packing.load(cta.q, item.batch, row, head, cta.scratch.q.at[slot], cta.barriers.q_ready.at[slot])
+            plan.packing.load(cta.q, item.batch, row, head, cta.memory.q.at[slot], cta.barriers.q_ready.at[slot])
 
 
 class _Run(NamedTuple):
@@ -209,7 +209,7 @@ class _Run(NamedTuple):
 class _Load:
     """Loads an item's keys and values, step by step."""
 
-    def __init__(self, memory: MemoryWarpgroup, step0: Any, item: Item) -> None:
+    def __init__(self, memory: MemoryWarpgroup, step0: Any, item: ForwardItem) -> None:
         self.cta, self.plan, self.step0, self.item = memory.cta, memory.plan, step0, item
         self.kv_head = lax.div(item.head, jnp.int32(self.plan.group))
         self.b, self.h = memory.list_coords(item.batch, item.head)
@@ -252,29 +252,29 @@ class _Load:
         return [places[self.item.batch, lax.clamp(jnp.int32(0), number, last)] for number in numbers]
 
     def keys(self, step: Any, runs: Sequence[_Run], places: Sequence[Any]) -> None:
-        cta, item, plan, scratch = self.cta, self.item, self.plan, self.cta.scratch
+        cta, item, plan, memory = self.cta, self.item, self.plan, self.cta.memory
         slot = self._free_slot(step, cta.barriers.k_free)
         for part, run in enumerate(runs):
             exists = step * plan.parts + part < item.units if part or plan.ahead else True
             for reader in range(plan.readers):
                 listed = exists if run.owners is None else exists & (run.owners & (1 << reader) != 0)
                 note = run.start if listed is True else jnp.where(listed, run.start, MISSING)
-                scratch.notes[cta.run_field(slot, part, reader)] = note
+                memory.notes[cta.run_field(slot, part, reader)] = note
         for part in range(plan.parts if plan.has_bits else 0):
             entry, _ = self._entry(step, part)
             number = cta.options["number"][self.b, self.h, item.begin + entry]
             exists = step * plan.parts + part < item.units
-            scratch.notes[cta.bitmap_field(slot, part)] = jnp.where(exists, number, 0) if part else number
+            memory.notes[cta.bitmap_field(slot, part)] = jnp.where(exists, number, 0) if part else number
         ready = cta.stage(cta.barriers.k_ready, slot)
-        self._tokens(cta.k, cta.stage(scratch.k, slot), ready, places)
+        self._tokens(cta.k, cta.stage(memory.k, slot), ready, places)
         for name in plan.kv_vectors:
             starts = [run.start for run in runs]
-            self._runs(cta.options[name].at[item.batch], cta.stage(scratch.kv_vectors[name], slot), ready, starts)
+            self._runs(cta.options[name].at[item.batch], cta.stage(memory.kv_vectors[name], slot), ready, starts)
 
     def values(self, step: Any, runs: Sequence[_Run], places: Sequence[Any]) -> None:
         cta, plan = self.cta, self.plan
         slot = self._free_slot(step, cta.barriers.v_free)
-        values, ready = cta.stage(cta.scratch.v, slot), cta.stage(cta.barriers.v_ready, slot)
+        values, ready = cta.stage(cta.memory.v, slot), cta.stage(cta.barriers.v_ready, slot)
         if not plan.zeroes_padding:
             self._tokens(cta.v, values, ready, places)
             return

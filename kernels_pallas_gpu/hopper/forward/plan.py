@@ -17,7 +17,7 @@ from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_ITEMS
 
 
-class Item(NamedTuple):
+class ForwardItem(NamedTuple):
     """A query tile (batch, head, first query) and its `units` runs of keys, which begin at list entry `begin`.
 
     `steps` is -1 past the last item. `part`: where the results of a part of a row go; -1 for a whole row. Merged rows
@@ -42,7 +42,7 @@ STEPS, FULL_STEPS, BATCH, HEAD, Q_START, PART = range(PUBLISHED)
 BY_TURNS = PART  # of merged rows
 
 
-class Scratch(NamedTuple):
+class ForwardMemory(NamedTuple):
     """Shared memory.
 
     `notes`: numbers that the memory warpgroup writes for the others: two items, the runs in every slot of the K/V
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     notes: Any
 
 
-class Barriers(NamedTuple):
+class ForwardBarriers(NamedTuple):
     item_ready: Any
     item_free: Any
     ticket_ready: Any
@@ -73,7 +73,7 @@ class Barriers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class ForwardPlan:
     """All that is known of the packed call while tracing: `q_len` and `block_q` count rows.
 
     `has_row_bits`: the bits of a listed block are one word, a bit per query. `q_vectors`, `kv_vectors`: names of the
@@ -338,10 +338,10 @@ class Plan:
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 
-    def scratch(self) -> Scratch:
+    def memory(self) -> ForwardMemory:
         rows = self.compute_wgs, WG_ROWS
         ring = *self.rings, self.stages, self.tile_kv
-        return Scratch(
+        return ForwardMemory(
             q=swizzled((self.q_stages * self.compute_wgs, WG_ROWS, self.head_dim), self.dtype),
             k=swizzled((*ring, self.head_dim), self.dtype),
             v=swizzled((*ring, self.v_head_dim), self.dtype),
@@ -353,10 +353,10 @@ class Plan:
             ),
         )
 
-    def barriers(self) -> Barriers:
+    def barriers(self) -> ForwardBarriers:
         consumers = self.compute_wgs // self.workers_per_cta
         queries, ring = self.q_stages * self.compute_wgs, (*self.rings, self.stages)
-        return Barriers(
+        return ForwardBarriers(
             item_ready=plgpu.Barrier(num_barriers=(*self.rings, 2)),
             item_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=(*self.rings, 2)),
             ticket_ready=plgpu.Barrier(num_barriers=(*self.rings, 1)),

@@ -92,7 +92,7 @@ def _vectors(call: Call) -> int:
 
 
 def _widest_tile(call: Call) -> int:
-    """Keys of a step at most: only plain rules and bits of rows have tiles of several blocks (`Plan.tile_kv`)."""
+    """Keys of a step at most: only plain rules and bits of rows have tiles of several blocks, see `ForwardPlan`."""
     bitmaps = call.mask.bitmaps
     plain = not _vectors(call) and call.bias is None and (bitmaps is None or fits_in_lists(bitmaps.shape))
     return 128 if plain else math.gcd(128, call.mask.block_kv)

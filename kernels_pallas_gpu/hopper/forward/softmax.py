@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS
-from xsake.kernels_pallas_gpu.hopper.forward.plan import Plan
+from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.forward.votes import differs_in_warp, exceeds_in_warp
 from xsake.kernels_pallas_gpu.hopper.tile.products import wgmma_full
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import per_row
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
     """Sums of 64 rows.
 
     `out`: of the weighted values. `maximum`: of the logits, or up to 15 powers of two less. `total`: of the weights,
-    one per lane where `Plan.lane_sums`.
+    one per lane where `ForwardPlan.lane_sums`.
     """
 
     out: Any
@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 
 
 class Softmax:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
 
     def nothing(self) -> Sums:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.fused import fixed_point
-from xsake.kernels_pallas_gpu.hopper.fused.cta import Cta, HeadColumn
+from xsake.kernels_pallas_gpu.hopper.fused.cta import FusedCta, HeadColumn
 from xsake.kernels_pallas_gpu.hopper.fused.plan import DS_STAGES
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
@@ -27,12 +27,12 @@ from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wit
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, bias_tile, load_rows, over_columns
 
 
-class ComputeWarpgroup:
-    def __init__(self, cta: Cta) -> None:
-        self.cta, self.plan, self.scratch, self.barriers = cta, cta.plan, cta.scratch, cta.barriers
+class FusedKeys:
+    def __init__(self, cta: FusedCta) -> None:
+        self.cta, self.plan, self.memory, self.barriers = cta, cta.plan, cta.memory, cta.barriers
         self.kv_start = cta.kv_start + cta.wg * ROWS
         self.keys = pl.ds(cta.wg * ROWS, ROWS)
-        self.buffers = [x.at[cta.wg] for x in cta.scratch.simulated]
+        self.buffers = [x.at[cta.wg] for x in cta.memory.simulated]
         self.kv_vectors: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class ComputeWarpgroup:
             return read(s, in_flight=0, interpret=simulate)
 
         def step(n: Any, s: Any, column: HeadColumn, masked: Any) -> Any:
-            return Tile(self, n, column, masked).run(s, dk, dv)
+            return FusedTile(self, n, column, masked).run(s, dk, dv)
 
         s = with_zeros(first, self.buffers[2:3], [(ROWS, self.plan.tile)], interpret=simulate)
         # Where it can be, the code of full and masked tiles is the same: every copy takes time to compile.
@@ -67,7 +67,7 @@ class ComputeWarpgroup:
         queries, columns = self.part_of_dq(opaque(self.cta.wg, interpret=self.plan.simulate))
         slot = lax.rem(n, DS_STAGES)
         plgpu.barrier_wait(self.barriers.ds_ready.at[slot])
-        ds, keys = self.scratch.ds.at[slot, :, queries], self.scratch.k.at[:, columns]
+        ds, keys = self.memory.ds.at[slot, :, queries], self.memory.k.at[:, columns]
         mma(dq, ds, keys, transpose_a=True, interpret=self.plan.simulate)
 
     def part_of_dq(self, wg: Any) -> tuple[Any, Any]:
@@ -79,11 +79,11 @@ class ComputeWarpgroup:
 
     def add_dq(self, dq: Any, q_start: Any, head: Any) -> None:
         """Adds this warpgroup's half of dQ to the sums in global memory, to which other CTAs add too."""
-        cta, plan, tile = self.cta, self.plan, self.scratch.dq.at[self.cta.wg]
+        cta, plan, tile = self.cta, self.plan, self.memory.dq.at[self.cta.wg]
         _, columns = self.part_of_dq(cta.wg)
         rows = pl.ds(q_start + (cta.wg * ROWS if plan.halves_queries else 0), ROWS)
         if plan.deterministic:
-            channel_steps = plgpu.load(self.scratch.channel_steps.at[columns], layout=ALONG_COLS)
+            channel_steps = plgpu.load(self.memory.channel_steps.at[columns], layout=ALONG_COLS)
             steps = lax.broadcast_in_dim(channel_steps, dq.shape, [1])
             dq = fixed_point.to_summands(dq, steps, interpret=plan.simulate)
         if plan.simulate:  # the interpreter's copy engine does not add
@@ -99,11 +99,11 @@ class ComputeWarpgroup:
 
     def start_s(self, s: Any, n: Any) -> None:
         """Starts the logits of tile n. Past the last tile they are of old data in the ring, and are not used."""
-        scratch, rule, queries = self.scratch, self.plan.rule, self.cta.q_ring.slot(n)
+        memory, rule, queries = self.memory, self.plan.rule, self.cta.q_ring.slot(n)
         when(n < self.cta.hi - self.cta.lo)(queries.wait)
         if rule.folds_lse:
-            s[...] = over_columns(scratch.statistic.at[queries.at])
-        mma(s, scratch.k.at[self.own_keys()], scratch.q.at[queries.at], transpose_b=True, interpret=self.plan.simulate)
+            s[...] = over_columns(memory.statistic.at[queries.at])
+        mma(s, memory.k.at[self.own_keys()], memory.q.at[queries.at], transpose_b=True, interpret=self.plan.simulate)
 
     def own_keys(self) -> Any:
         return pl.ds(opaque(self.cta.wg, interpret=self.plan.simulate) * ROWS, ROWS)
@@ -116,7 +116,7 @@ class ComputeWarpgroup:
 
         def whole() -> None:
             rows = pl.ds(self.kv_start, ROWS)
-            for value, tile, out in ((dk, self.scratch.k, results.dk), (dv, self.scratch.v, results.dv)):
+            for value, tile, out in ((dk, self.memory.k, results.dk), (dv, self.memory.v, results.dv)):
                 tile.at[self.keys][...] = value.astype(plan.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tile.at[self.keys], out.at[cta.batch, rows, cta.kv_head])
@@ -133,16 +133,16 @@ class ComputeWarpgroup:
         plgpu.wait_smem_to_gmem(0)
 
 
-class Tile:
+class FusedTile:
     """A tile of queries of one head against the warpgroup's keys."""
 
-    def __init__(self, warpgroup: ComputeWarpgroup, n: Any, column: HeadColumn, masked: Any) -> None:
+    def __init__(self, warpgroup: FusedKeys, n: Any, column: HeadColumn, masked: Any) -> None:
         self.warpgroup, self.cta, self.plan = warpgroup, warpgroup.cta, warpgroup.plan
-        self.scratch, self.barriers = warpgroup.scratch, warpgroup.barriers
+        self.memory, self.barriers = warpgroup.memory, warpgroup.barriers
         self.n, self.column, self.masked = n, column, masked
         self.head, self.q_start = column.head, column.start_of(n)
         self.queries, self.d_outs = self.cta.q_ring.slot(n), self.cta.do_ring.slot(n)
-        self.q, self.d_out = self.scratch.q.at[self.queries.at], self.scratch.do.at[self.d_outs.at]
+        self.q, self.d_out = self.memory.q.at[self.queries.at], self.memory.do.at[self.d_outs.at]
         self.simulate = self.plan.simulate
 
     def run(self, s: Any, dk: Any, dv: Any) -> Any:
@@ -150,8 +150,8 @@ class Tile:
         plan, buffers = self.plan, self.warpgroup.buffers
 
         def weigh(dp: Any) -> Any:
-            dp[...] = over_columns(self.scratch.delta.at[self.d_outs.at])
-            values = self.scratch.v.at[self.warpgroup.own_keys()]
+            dp[...] = over_columns(self.memory.delta.at[self.d_outs.at])
+            values = self.memory.v.at[self.warpgroup.own_keys()]
             mma(dp, values, self.d_out, transpose_b=True, interpret=self.simulate)
             p, weight = self.probabilities(s)
             mma(dv, p.astype(plan.dtype), self.d_out, interpret=self.simulate)
@@ -159,7 +159,7 @@ class Tile:
             rounded = ds.astype(plan.dtype)
             if not plan.deterministic:
                 return rounded, rounded
-            steps = over_columns(self.scratch.row_steps.at[self.queries.at])
+            steps = over_columns(self.memory.row_steps.at[self.queries.at])
             scaled = rounded * steps if plan.dtype == jnp.bfloat16 else (ds * steps).astype(plan.dtype)
             return rounded, scaled
 
@@ -168,7 +168,7 @@ class Tile:
         warpgroup, slot = self.warpgroup, lax.rem(self.n, DS_STAGES)
         mma(dk, ds, self.q, interpret=self.simulate)
         # The slot is free: the other warpgroup read the dS of two tiles ago before it wrote the dS of the last tile.
-        self.scratch.ds.at[slot, warpgroup.keys][...] = scaled
+        self.memory.ds.at[slot, warpgroup.keys][...] = scaled
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.ds_ready.at[slot])
         if not self.simulate:
@@ -187,7 +187,7 @@ class Tile:
         return with_zeros(ahead, [*buffers[2:3], *buffers[4:]], shapes, interpret=self.simulate)
 
     def probabilities(self, s: Any) -> tuple[Any, Any]:
-        plan, rule, statistic = self.plan, self.plan.rule, self.scratch.statistic.at[self.queries.at]
+        plan, rule, statistic = self.plan, self.plan.rule, self.memory.statistic.at[self.queries.at]
         bias = None
         if plan.has_bias:
             bias = bias_tile(
@@ -208,7 +208,7 @@ class Tile:
 
     def element_mask(self) -> Any:
         queries = {
-            name: plgpu.load(x.at[self.queries.at], layout=ALONG_COLS) for name, x in self.scratch.q_vectors.items()
+            name: plgpu.load(x.at[self.queries.at], layout=ALONG_COLS) for name, x in self.memory.q_vectors.items()
         }
         keys = self.warpgroup.kv_vectors
         kv_index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS) + self.warpgroup.kv_start

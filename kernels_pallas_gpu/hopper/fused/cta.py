@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, Barriers, Plan, Scratch
+from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, FusedBarriers, FusedMemory, FusedPlan
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
 from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, Stream, Streamed
 
 
-class Operands(NamedTuple):
+class FusedOperands(NamedTuple):
     """`statistic`: lse as `LogitRule.row_statistic` gives it. `steps`: 1 / unit of dQ, or None. `lists`: of columns.
     `interleaved`: what `Columns.interleaved` says.
     """
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     dq: Any
 
 
-class Results(NamedTuple):
+class FusedResults(NamedTuple):
     """`dk_parts`, `dv_parts`: float32 sums of the parts of early columns, or None. `dq_per_cta`: each CTA's own sums of
     dQ if the kernel is interpreted, otherwise None.
     """
@@ -45,11 +45,13 @@ class Results(NamedTuple):
     dq_per_cta: Any
 
 
-class Cta:
+class FusedCta:
     """This CTA multiplies the column's tiles of queries from `lo` to `hi`, numbered over all heads of the group."""
 
-    def __init__(self, plan: Plan, given: Operands, results: Results, scratch: Scratch, barriers: Barriers) -> None:
-        self.plan, self.given, self.results, self.scratch, self.barriers = plan, given, results, scratch, barriers
+    def __init__(
+        self, plan: FusedPlan, given: FusedOperands, results: FusedResults, memory: FusedMemory, barriers: FusedBarriers
+    ) -> None:
+        self.plan, self.given, self.results, self.memory, self.barriers = plan, given, results, memory, barriers
         self.q_ring, self.do_ring = self.streams()
         self.wg = lax.axis_index("wg")
         self.number = lax.axis_index("cta")
@@ -70,17 +72,17 @@ class Cta:
 
     def streams(self) -> tuple[Stream, Stream]:
         """Of Q and of dO."""
-        plan, given, scratch, barriers = self.plan, self.given, self.scratch, self.barriers
-        numbers = [(given.statistic, scratch.statistic)]
-        numbers += [(given.steps.rows, scratch.row_steps)] if plan.deterministic else []
-        numbers += [(x, scratch.q_vectors[name]) for name, x in given.q_vectors.items()]
+        plan, given, memory, barriers = self.plan, self.given, self.memory, self.barriers
+        numbers = [(given.statistic, memory.statistic)]
+        numbers += [(given.steps.rows, memory.row_steps)] if plan.deterministic else []
+        numbers += [(x, memory.q_vectors[name]) for name, x in given.q_vectors.items()]
         of_both = dict(packing=PLAIN, interpret=plan.simulate)
         of_q = dict(ready=barriers.q_ready, free=barriers.q_free, stages=plan.config.q_stages)
         of_do = dict(ready=barriers.do_ready, free=barriers.do_free, stages=plan.config.do_stages)
         return (
-            Stream(**of_both, **of_q, source=given.q, tiles=scratch.q, numbers=numbers),
+            Stream(**of_both, **of_q, source=given.q, tiles=memory.q, numbers=numbers),
             Stream(
-                **of_both, **of_do, source=given.d_out, tiles=scratch.do, numbers=[(given.minus_delta, scratch.delta)]
+                **of_both, **of_do, source=given.d_out, tiles=memory.do, numbers=[(given.minus_delta, memory.delta)]
             ),
         )
 
@@ -134,7 +136,7 @@ class Cta:
 class HeadColumn(NamedTuple):
     """The tiles of queries of one head that list the CTA's column; its tile n is number n + `ahead` of the list."""
 
-    cta: Cta
+    cta: FusedCta
     head: Any
     coords: tuple[Any, Any]
     begin: Any

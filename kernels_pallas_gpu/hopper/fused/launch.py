@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.fused.compute import ComputeWarpgroup
-from xsake.kernels_pallas_gpu.hopper.fused.cta import Cta, Operands, Results
+from xsake.kernels_pallas_gpu.hopper.fused.compute import FusedKeys
+from xsake.kernels_pallas_gpu.hopper.fused.cta import FusedCta, FusedOperands, FusedResults
 from xsake.kernels_pallas_gpu.hopper.fused.fixed_point import Units
 from xsake.kernels_pallas_gpu.hopper.fused.memory import load
-from xsake.kernels_pallas_gpu.hopper.fused.plan import COMPUTE_WGS, KEYS, REGISTERS, FusedConfig, Plan
+from xsake.kernels_pallas_gpu.hopper.fused.plan import COMPUTE_WGS, KEYS, REGISTERS, FusedConfig, FusedPlan
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_bias, pad_to, run_kernel
@@ -33,7 +33,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """(dQ, dK, dV) of a call for which `fused.plan.misfit` is None."""
     q, k, v, mask = call.query, call.key, call.value, call.mask
-    plan = Plan.of(call, config, interpret)
+    plan = FusedPlan.of(call, config, interpret)
     rule, q_size = plan.rule, plan.q_size
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
     indices = jnp.arange(q_size, dtype=jnp.int32)[None]
@@ -44,7 +44,7 @@ def backward(
     q, k, v, d_out = (pad_to(x, 8, 1) for x in (q, k, v, d_out))  # TMA copies tiles of 8 rows
     interleaved = plan.columns.interleaved(lists, plan.batch_size)
     sums = None if plan.simulate else jax.new_ref(jnp.zeros(q.shape, plan.dq_dtype))
-    given = Operands(
+    given = FusedOperands(
         q=q,
         k=k,
         v=v,
@@ -63,13 +63,13 @@ def backward(
     )
 
     found = run_kernel(
-        lambda *refs: _share_the_work(Cta(plan, *refs)),
+        lambda *refs: _share_the_work(FusedCta(plan, *refs)),
         "block_sparse_backward",
         plan.columns.ctas,
         COMPUTE_WGS,
         given,
         _results(plan, k, v),
-        [plan.scratch(), plan.barriers()],
+        [plan.memory(), plan.barriers()],
         interpret,
     )
     sums = (_dq_of_ctas(plan, found.dq_per_cta, interleaved) if sums is None else jax.freeze(sums))[:, : call.q_len]
@@ -81,9 +81,9 @@ def backward(
     return dq.astype(q.dtype), dk[:, : call.kv_len], dv[:, : call.kv_len]
 
 
-def _results(plan: Plan, k: Array, v: Array) -> Results:
+def _results(plan: FusedPlan, k: Array, v: Array) -> FusedResults:
     per_cta = jax.ShapeDtypeStruct((plan.columns.ctas, plan.group, plan.q_size, plan.head_dim), plan.dq_dtype)
-    return Results(
+    return FusedResults(
         dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
         dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
         dk_parts=plan.columns.room_for_parts(KEYS, k.shape[-1]),
@@ -92,7 +92,7 @@ def _results(plan: Plan, k: Array, v: Array) -> Results:
     )
 
 
-def _summands(call: Call, plan: Plan) -> Array:
+def _summands(call: Call, plan: FusedPlan) -> Array:
     """i32[B, T, H]: how many columns of keys add to the dQ of a query: the transposed lists name the same blocks."""
     row_ptr = call.mask.kv_row_ptr
     of_rows = (row_ptr[..., 1:] - row_ptr[..., :-1]) * plan.columns_per_block
@@ -101,7 +101,7 @@ def _summands(call: Call, plan: Plan) -> Array:
     return jnp.broadcast_to(of_heads.swapaxes(1, 2), (plan.batch_size, call.q_len, plan.num_q_heads))
 
 
-def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:
+def _dq_of_ctas(plan: FusedPlan, sums: Array, interleaved: Array | None) -> Array:
     """dQ [B, T, H, D] of an interpreted kernel: the sum over CTAs."""
     ctas = jnp.arange(plan.columns.ctas, dtype=jnp.int32)
     pair, _, _ = jax.vmap(lambda cta: plan.columns.place(cta, interleaved))(ctas)
@@ -109,11 +109,11 @@ def _dq_of_ctas(plan: Plan, sums: Array, interleaved: Array | None) -> Array:
     return per_pair.reshape(plan.batch_size, plan.num_q_heads, *sums.shape[2:]).swapaxes(1, 2)
 
 
-def _share_the_work(cta: Cta) -> None:
+def _share_the_work(cta: FusedCta) -> None:
     @when(cta.wg < COMPUTE_WGS)
     def _compute() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        ComputeWarpgroup(cta).run()
+        FusedKeys(cta).run()
 
     @when(cta.wg == COMPUTE_WGS)
     def _memory() -> None:

@@ -51,7 +51,7 @@ class FusedConfig:
             raise ValueError(f"parts={self.parts} needs early columns to cut: early=0")
 
 
-class Scratch(NamedTuple):
+class FusedMemory(NamedTuple):
     """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
 
     k: Any
@@ -68,7 +68,7 @@ class Scratch(NamedTuple):
     simulated: list[Any]
 
 
-class Barriers(NamedTuple):
+class FusedBarriers(NamedTuple):
     """`ds_ready`: both compute warpgroups have written their halves of a dS. `all_read`: both have read all keys."""
 
     kv_ready: Any
@@ -81,7 +81,7 @@ class Barriers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BackwardPlan):
+class FusedPlan(BackwardPlan):
     """All that is known while tracing. `q_vectors`, `kv_vectors`: names of the operands with one number per token."""
 
     q_vectors: tuple[str, ...]
@@ -90,7 +90,7 @@ class Plan(BackwardPlan):
     config: FusedConfig
 
     @classmethod
-    def of(cls, call: Call, config: FusedConfig, interpret: Any = False) -> "Plan":
+    def of(cls, call: Call, config: FusedConfig, interpret: Any = False) -> "FusedPlan":
         fields = cls.of_call(call)
         elements = fields["elements"]
         if call.kv_len % call.mask.block_kv:
@@ -166,11 +166,11 @@ class Plan(BackwardPlan):
     def dq_shape(self) -> tuple[int, int]:
         return ROWS, self.head_dim // (1 if self.halves_queries else COMPUTE_WGS)
 
-    def scratch(self) -> Scratch:
+    def memory(self) -> FusedMemory:
         q_ring, do_ring = (self.config.q_stages, self.tile), (self.config.do_stages, self.tile)
         accumulators = (ROWS, self.head_dim), (ROWS, self.v_head_dim), *2 * [(ROWS, self.tile)], self.dq_shape
         widest = self.dq_shape[1]
-        return Scratch(
+        return FusedMemory(
             k=swizzled((KEYS, self.head_dim), self.dtype, widest),
             v=swizzled((KEYS, self.v_head_dim), self.dtype),
             q=swizzled((*q_ring, self.head_dim), self.dtype, widest),
@@ -189,9 +189,9 @@ class Plan(BackwardPlan):
             simulated=[plgpu.SMEM((COMPUTE_WGS, *shape), jnp.float32) for shape in accumulators if self.simulate],
         )
 
-    def barriers(self) -> Barriers:
+    def barriers(self) -> FusedBarriers:
         q_stages, do_stages = self.config.q_stages, self.config.do_stages
-        return Barriers(
+        return FusedBarriers(
             kv_ready=plgpu.Barrier(num_arrivals=2 + self.deterministic),
             q_ready=plgpu.Barrier(num_arrivals=2 + self.deterministic + len(self.q_vectors), num_barriers=q_stages),
             do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
@@ -203,7 +203,7 @@ class Plan(BackwardPlan):
 
     def smem_bytes(self) -> int:
         """Every buffer begins at a multiple of 1024 bytes; the last term is for barriers."""
-        buffers = jax.tree.leaves(self.scratch()._replace(simulated=[]), is_leaf=lambda x: hasattr(x, "dtype"))
+        buffers = jax.tree.leaves(self.memory()._replace(simulated=[]), is_leaf=lambda x: hasattr(x, "dtype"))
         return sum(pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, 1024) * 1024 for x in buffers) + 1024
 
 
@@ -218,7 +218,7 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
     if config.tile > ROWS and max(call.head_dim, call.value_dim) > ROWS:
         dims = f"head dims {call.head_dim} and {call.value_dim}"
         return f"tile={config.tile} and {dims} need more registers than a thread has"
-    need = Plan.of(call, config).smem_bytes()
+    need = FusedPlan.of(call, config).smem_bytes()
     if need > HOPPER_SHARED_MEMORY:
         return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     return None
