@@ -16,8 +16,8 @@ import xsake
 from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
 from xsake.kernels_pallas_gpu.hopper.fused import plan
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
-from xsake.kernels_pallas_gpu.hopper.tile import parts as tile_parts
-from xsake.kernels_pallas_gpu.hopper.tile import plan as tile_plan
+from xsake.kernels_pallas_gpu.hopper.work import parts as tile_parts
+from xsake.kernels_pallas_gpu.hopper.work import plan as tile_plan
 
 TARGET = dataclasses.replace(
     next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, head_dim=128, value_dim=64, marks=()

@@ -9,8 +9,8 @@ import pytest
 
 import xsake
 from xsake.autotune.workloads import WORKLOADS, Workload
-from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import RowLists
+from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 
 LLAMA = WORKLOADS["llama32k"]
 

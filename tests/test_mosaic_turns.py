@@ -16,8 +16,8 @@ import xsake
 from xsake._op.arguments import build_call
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.hopper.dkv import plan as dkv_plan
-from xsake.kernels_pallas_gpu.hopper.tile import turns
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.hopper.work import turns
 
 TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 CASES = {

@@ -18,8 +18,8 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, run_where, when
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wgmma_full, with_values, with_zeros
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import bias_tile, load_rows, over_columns
+from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 
 class Column:

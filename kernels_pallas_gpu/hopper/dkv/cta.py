@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import COLUMN, PAIR, PIECE, START, DkvMemory, DkvPlan, HandOver
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
-from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
-from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, ListTiles, Slot, StreamingCta
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS
+from xsake.kernels_pallas_gpu.hopper.work.items import ItemRefs
+from xsake.kernels_pallas_gpu.hopper.work.plan import StreamBarriers
+from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, ListTiles, Slot, StreamingCta
+from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 
 class DkvOperands(NamedTuple):

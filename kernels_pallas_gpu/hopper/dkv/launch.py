@@ -2,7 +2,7 @@
 
 The query heads of a group are streamed one after the other, so that their sum needs no atomics. A compute warpgroup
 holds 64 keys (`dkv.compute`), or two warpgroups share them (`dkv.split`). Long columns are cut by heads,
-and the parts are added in a fixed order (`tile.parts`).
+and the parts are added in a fixed order (`work.parts`).
 """
 
 from typing import Any

@@ -10,15 +10,15 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.plan import (
+from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import int_vectors
+from xsake.kernels_pallas_gpu.hopper.work.plan import (
     StreamBarriers,
     StreamingPlan,
     WorkGrid,
     early_ranks,
     longest_share,
 )
-from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
-from xsake.kernels_pallas_gpu.hopper.tile.vectors import int_vectors
 
 # Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
 # resident key (below 0: there is none) and the mask column.

@@ -12,8 +12,8 @@ from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta, Streaming
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.tile.products import mma, read, release, wgmma_full, with_values, with_zeros
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import WGMMA, bias_tile, load_rows, over_columns
+from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 
 class Values:

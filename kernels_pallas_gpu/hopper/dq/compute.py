@@ -19,9 +19,9 @@ from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import run_where, when
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wgmma_full, with_values, with_zeros
-from xsake.kernels_pallas_gpu.hopper.tile.streaming import ListTiles
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, WGMMA, bias_tile, load_rows
+from xsake.kernels_pallas_gpu.hopper.work.streaming import ListTiles
+from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 
 class Queries:

@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 from xsake.kernels_pallas_gpu.hopper.dq.plan import DqMemory, DqPlan
-from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
-from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, StreamingCta
+from xsake.kernels_pallas_gpu.hopper.work.items import ItemRefs
+from xsake.kernels_pallas_gpu.hopper.work.plan import StreamBarriers
+from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, StreamingCta
 
 
 class DqOperands(NamedTuple):

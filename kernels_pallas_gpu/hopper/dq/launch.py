@@ -1,4 +1,4 @@
-"""The dQ kernel for Hopper: queries and dO stay, keys and values are streamed by the row lists (`tile.streaming`)."""
+"""The dQ kernel for Hopper: queries and dO stay, keys and values are streamed by the row lists (`work.streaming`)."""
 
 from typing import Any
 

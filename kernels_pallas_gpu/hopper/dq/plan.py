@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan, WorkGrid
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import int_vectors
+from xsake.kernels_pallas_gpu.hopper.work.plan import StreamBarriers, StreamingPlan, WorkGrid
 
 # Fields of an item: the pair, and for every ring the first resident row (below 0: there is none), the first list entry,
 # tiles of full blocks, and tiles of all blocks.

@@ -9,8 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, ForwardBarriers, ForwardMemory, ForwardPlan
-from xsake.kernels_pallas_gpu.hopper.tile.items import ItemNotes, ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
+from xsake.kernels_pallas_gpu.hopper.work.items import ItemNotes, ItemRefs
 
 
 class ForwardCta:

@@ -17,9 +17,9 @@ from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.cta import ForwardCta, slot_of
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, ForwardItem
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
-from xsake.kernels_pallas_gpu.hopper.tile.items import dealt
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.tile.tickets import take_ticket
+from xsake.kernels_pallas_gpu.hopper.work.items import dealt
+from xsake.kernels_pallas_gpu.hopper.work.tickets import take_ticket
 from xsake.kernels_pallas_gpu.lists.row_pairs import OWNERS
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_PARTS
 

@@ -9,7 +9,7 @@ from jax import lax
 from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, FusedBarriers, FusedMemory, FusedPlan
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.tile.streaming import PLAIN, Stream, Streamed
+from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, Stream, Streamed
 
 
 class FusedOperands(NamedTuple):

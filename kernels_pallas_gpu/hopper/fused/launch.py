@@ -5,7 +5,7 @@ over CTAs. The copy engine adds the CTAs' summands in global memory in the order
 the same in every order (`fixed_point`), or, where the call asks for no determinism, in float32.
 
 Masks have columns that almost every row lists, such as a sink's. The longest columns of all heads are started first,
-and several CTAs may share one of them; the CTAs' sums of dK and dV are then merged in a fixed order (`tile.parts`).
+and several CTAs may share one of them; the CTAs' sums of dK and dV are then merged in a fixed order (`work.parts`).
 """
 
 from typing import Any

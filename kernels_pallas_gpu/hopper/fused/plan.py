@@ -13,9 +13,9 @@ from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
-from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
-from xsake.kernels_pallas_gpu.hopper.tile.plan import BackwardPlan, active_keys, early_ranks, longest_share
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
+from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.work.plan import BackwardPlan, active_keys, early_ranks, longest_share
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them

@@ -11,9 +11,9 @@ from xsake.kernels_pallas_gpu.hopper.gathered.ring import GatherRing
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
-from xsake.kernels_pallas_gpu.hopper.tile.plan import L2_SHARE, BackwardPlan
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
+from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.work.plan import L2_SHARE, BackwardPlan
 
 WGS = 2  # compute warpgroups
 # The longest columns are cut into parts: every query may have chosen one block, the first for instance.

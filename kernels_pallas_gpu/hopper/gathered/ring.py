@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from xsake.kernels_pallas_gpu.hopper.tile.streaming import Ring
+from xsake.kernels_pallas_gpu.hopper.work.streaming import Ring
 
 SPLAT = plgpu.Layout.WG_SPLAT
 

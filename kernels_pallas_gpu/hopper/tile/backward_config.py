@@ -63,7 +63,7 @@ class BackwardConfig:
 def smem_bytes(kernel: str, config: BackwardConfig, resident_block: int, d: int, dv: int, vectors: int) -> int:
     """Bytes of shared memory of the kernel "dq" or "dkv", whose streamed tiles bring so many int32 `vectors`.
 
-    Every buffer begins at a multiple of 1024 bytes. The last terms: notes of `tile.turns`, and barriers.
+    Every buffer begins at a multiple of 1024 bytes. The last terms: notes of `work.turns`, and barriers.
     """
     split = kernel == "dkv" and config.splits(d, dv)
     tile_wgs = 1 if split else config.compute_wgs

@@ -55,7 +55,7 @@ def run_kernel(
         kernel_name=name,
         interpret=interpret,
         # No automatic barriers are needed: where a warpgroup both writes and reads a buffer by ordinary accesses
-        # (`tile.turns`), there is a barrier between.
+        # (`work.turns`), there is a barrier between.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,

@@ -4,7 +4,7 @@ A CTA of a Hopper backward takes most of an SM's shared memory. If every item we
 start when the last has ended: reading its lists and filling its rings took as long as several tiles. Here the memory
 warpgroup reads the next item's lists and loads its first tiles while the compute warpgroups finish the last item.
 
-When the memory warpgroup has loaded all of an item, it draws the number of the next (`tile.items`). Interpreted kernels
+When the memory warpgroup has loaded all of an item, it draws the number of the next (`work.items`). Interpreted kernels
 have no counter to draw from: there items are dealt out.
 
 Where shared memory has room for the resident rows of two items, the memory warpgroup also loads those of the next one
@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.items import ItemNotes, ItemRefs, dealt
-from xsake.kernels_pallas_gpu.hopper.tile.tickets import take_ticket
+from xsake.kernels_pallas_gpu.hopper.work.items import ItemNotes, ItemRefs, dealt
+from xsake.kernels_pallas_gpu.hopper.work.tickets import take_ticket
 
 NO_ITEM = -1  # the first field when there is nothing left to do
 INTERPRETED_CTAS = 2

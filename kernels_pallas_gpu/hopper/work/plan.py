@@ -14,9 +14,9 @@ from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardC
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LogitRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Turns
+from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
+from xsake.kernels_pallas_gpu.hopper.work.turns import Turns
 
 L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache
 
@@ -103,7 +103,7 @@ class WorkGrid:
     A CTA has one ring, whose rows all its compute warpgroups share, or one ring per compute warpgroup. Items are
     numbered section by section, and inside a section rank by rank: the longest rows of all its pairs come first. The
     longest of all pairs, a column for a sink for instance, may come before all sections, cut into parts
-    (`tile.parts`).
+    (`work.parts`).
     """
 
     pairs: int  # (batch, head) pairs
@@ -182,7 +182,7 @@ class StreamBarriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingPlan(BackwardPlan):
-    """Of a kernel whose CTAs take items by turns (`tile.streaming`). Packed heads count as one. `has_bits`: whether
+    """Of a kernel whose CTAs take items by turns (`work.streaming`). Packed heads count as one. `has_bits`: whether
     the mask has bitmaps.
     """
 

@@ -1,6 +1,6 @@
 """Tiles that are streamed past resident rows, through two rings of shared memory.
 
-A CTA of the dQ or dK/dV kernel takes one item of work after another (`tile.turns`). Each of its compute warpgroups
+A CTA of the dQ or dK/dV kernel takes one item of work after another (`work.turns`). Each of its compute warpgroups
 holds 64 *resident* rows of the item, and its memory warpgroup streams the tiles that the rows' lists name: dQ holds
 queries and dO and streams keys and values, dK/dV holds keys and values and streams queries and dO.
 """
@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.items import ItemRefs
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-from xsake.kernels_pallas_gpu.hopper.tile.plan import StreamBarriers, StreamingPlan
 from xsake.kernels_pallas_gpu.hopper.tile.products import release
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
-from xsake.kernels_pallas_gpu.hopper.tile.turns import Item
+from xsake.kernels_pallas_gpu.hopper.work.items import ItemRefs
+from xsake.kernels_pallas_gpu.hopper.work.plan import StreamBarriers, StreamingPlan
+from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 PLAIN = Packing(1, ROWS)  # of rows that are not packed
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.tickets import tell_ticket
+from xsake.kernels_pallas_gpu.hopper.work.tickets import tell_ticket
 
 
 class ItemRefs(NamedTuple):

@@ -1,0 +1,1 @@
+"""Items of work: who takes which, and how rows of the other side stream past them."""
