@@ -5,7 +5,6 @@ python -m benchmarks.smollm2 [--record]        after `xsake model fetch smollm2`
 
 from __future__ import annotations
 
-import argparse
 from pydoc_data.topics import topics  # Python's language reference, which comes with Python
 
 import jax
@@ -15,6 +14,7 @@ from flax import nnx
 
 import xsake
 from benchmarks import record
+from benchmarks.harness.script import parser
 from xsake.model import Transformer, load_pretrained, load_tokenizer
 
 LENGTH, WINDOWS = 2048, 12
@@ -31,9 +31,7 @@ def measure(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/smollm2.json")
-    record_it = parser.parse_args().record
+    out = parser(__doc__).parse_args().out
     model, tokenizer = load_pretrained("smollm2", dtype=jnp.float32), load_tokenizer("smollm2")
     text = np.array(tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))), np.int32)
     windows = []
@@ -50,8 +48,8 @@ def main() -> None:
         "windows": windows,
     }
     print(f"perplexity {results['perplexity']:.2f} over {WINDOWS} windows of {LENGTH} tokens")
-    if record_it:
-        print(record.save("smollm2", results))
+    if out is not None:
+        print(record.save("smollm2", results, out))
 
 
 if __name__ == "__main__":

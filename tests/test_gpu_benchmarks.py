@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import hads_masks, packing, peer_masks, peers, prompt, sanitize
+from benchmarks.gpu import first_call, hads_masks, packing, peer_masks, peers, prompt, sanitize
 from benchmarks.gpu import selection as gpu_selection
 from benchmarks.harness import contestant
 from benchmarks.harness.case import BOTH, DIRECTIONS, Case
@@ -206,3 +206,11 @@ def test_a_peer_with_other_results_is_not_raced(off):
         return
     with pytest.raises(ValueError, match=r"smollm8k, forward\+backward, random 43%: relative to the norms"):
         race.check()
+
+
+def test_every_kind_of_call_is_measured_at_every_length():
+    found = first_call.measure(lambda length: lambda q, k, v: q + k + v, [16, 32], heads=1)
+    calls = [f"{how}{what}" for what in ("forward", "gradient") for how in ("outside jit, first ", "jit, first ")]
+    calls += [f"outside jit, {what} again" for what in ("forward", "gradient")]
+    assert sorted(found) == sorted(calls)
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())

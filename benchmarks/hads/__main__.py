@@ -36,6 +36,7 @@ from benchmarks.hads.pretrained import attention_16, join
 from benchmarks.hads.settings import BUDGETS, FIRST, LONG_METHODS, Settings
 from benchmarks.hads.stages import BY_DEFAULT, STAGES
 from benchmarks.hads.study import Study
+from benchmarks.harness.script import listed
 from xsake.model import load_pretrained
 from xsake.model.weights.published import name_of
 
@@ -51,13 +52,13 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--stage", default=",".join(BY_DEFAULT), help="stages to run, with commas between them")
-    parser.add_argument("--methods", help="methods to run, with commas between them; by default all of the stages'")
+    parser.add_argument("--stage", type=listed(among=STAGES), default=[*BY_DEFAULT], help="stages to run")
+    parser.add_argument("--methods", type=listed(among=METHODS), help="methods to run; by default all of the stages'")
     parser.add_argument(
         "--name", help="what files and records call the model; by default the name of a published model"
     )
     parser.add_argument(
-        "--budgets", default=",".join(map(str, BUDGETS)), help="shares of blocks, in order of importance"
+        "--budgets", type=listed(float), default=[*BUDGETS], help="shares of blocks, in order of importance"
     )
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so long; the rest is left for another run"
@@ -66,13 +67,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64, help="evaluate on at most so many sequences per domain")
     parser.add_argument("--calibration", type=int, default=4, help="sequences per domain to calibrate on")
     args = parser.parse_args()
-    stages = args.stage.split(",")
-    all_methods = LONG_METHODS if set(stages) <= {"calibrate", "long"} else tuple(METHODS)
-    methods = all_methods if args.methods is None else args.methods.split(",")
-    if unknown := sorted(set(stages) - set(STAGES)):
-        parser.error(f"unknown stages {unknown}; there are {', '.join(STAGES)}")
-    if unknown := sorted(set(methods) - set(METHODS)):
-        parser.error(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
+    methods = args.methods or (LONG_METHODS if set(args.stage) <= {"calibrate", "long"} else METHODS)
     start = time.perf_counter()
     jax.config.update("jax_compilation_cache_dir", str(args.work / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -88,7 +83,7 @@ def main() -> None:
         sequences=args.sequences,
         calibration_sequences=args.calibration,
         name=args.name or name_of(str(file)),
-        budgets=tuple(map(float, args.budgets.split(","))),
+        budgets=tuple(args.budgets),
         methods=tuple(methods),
         # float16 has 10 bits of mantissa, as the other products (TF32): bfloat16's rounding would show in small KL.
         attention_dtype=None if on_cpu else jnp.float16,
@@ -103,12 +98,12 @@ def main() -> None:
     )
     study.start = start
     study.say(f"model loaded; {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    if "calibrate" in stages:
+    if "calibrate" in args.stage:
         compile_calibration(study)
-    if set(stages) - {"calibrate"}:
+    if set(args.stage) - {"calibrate"}:
         compile_evaluation(study, study.wanted([*LONG_METHODS, *FIRST, *OURS, *ABLATIONS, *ORACLES, *RIVALS]))
     for name, stage in STAGES.items():
-        if name in stages and not study.stop():
+        if name in args.stage and not study.stop():
             study.say(f"-- {name}")
             stage(study)
     study.say("done")

@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "--methods", default="dense,hads", help=f"dense, hads, {', '.join(METHODS_HERE)}, comma-separated"
     )
     parser.add_argument("--budgets", default="0.2,0.1", help="shares of the blocks, comma-separated")
-    parser.add_argument("--tasks", default="all", help=f"all, {NEEDLE} (for the picture), {', '.join(TASKS)}")
+    parser.add_argument(
+        "--tasks", type=listed(), default=["all"], help=f"all, {NEEDLE} (for the picture), {', '.join(TASKS)}"
+    )
     parser.add_argument("--samples", type=int, default=10, help="per task and length; per depth for the needle")
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time, of one task")
     parser.add_argument(
@@ -93,7 +95,7 @@ def _main(args: argparse.Namespace) -> None:
     # First what can be refused at once.
     if args.samples < 1 or args.batch < 1:
         raise ValueError(f"--samples {args.samples} and --batch {args.batch} must be at least 1")
-    ways, tasks = ways_of(args.methods, args.budgets), tasks_named(args.tasks.split(","))
+    ways, tasks = ways_of(args.methods, args.budgets), tasks_named(args.tasks)
     if not ways:
         raise ValueError("--methods names no method")
     lengths = args.lengths

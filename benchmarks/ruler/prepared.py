@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.script import listed
 from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.prompt import Made, Sample, tasks_named
 from benchmarks.ruler.question import Task
@@ -138,14 +139,14 @@ def main() -> None:
     )
     parser.add_argument("model", help="a published model, or a GGUF or safetensors file")
     parser.add_argument("--out", type=Path, required=True, help="the prompts (.npz)")
-    parser.add_argument("--lengths", default="4096,8192")
-    parser.add_argument("--tasks", default="all")
+    parser.add_argument("--lengths", type=listed(int), default=[4096, 8192])
+    parser.add_argument("--tasks", type=listed(), default=["all"])
     parser.add_argument("--samples", type=int, default=10, help="per task and length")
     parser.add_argument("--essay", type=Path, help="plain text for the haystack")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        tasks, lengths = tasks_named(args.tasks.split(",")), [int(length) for length in args.lengths.split(",")]
+        tasks, lengths = tasks_named(args.tasks), args.lengths
         essay = Essay.python_reference() if args.essay is None else Essay.read(args.essay)
         made = Made(load_tokenizer(args.model), essay, args.seed)
         made.check(tasks, lengths, args.samples)
