@@ -62,15 +62,13 @@ class DkvPlan(StreamingPlan):
     @classmethod
     def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "DkvPlan":
         fields = cls.of_call(call)
-        by_position, block_q = fields["elements"].by_position, call.mask.block_q
-        if packing.rows % config.tile:
-            raise ValueError(f"{block_q=}, {packing.rows} rows, must be a multiple of {config.tile=}")
+        by_position = fields["elements"].by_position
         has_numbers = dict(
             position=by_position and call.q_positions is not None,
             segment=call.q_segments is not None,
             index=by_position and call.q_positions is None,
         )
-        plan = cls(
+        return cls(
             **fields | {"num_q_heads": call.q_heads // packing.group},
             packing=packing,
             has_bits=call.mask.bitmaps is not None,
@@ -79,10 +77,6 @@ class DkvPlan(StreamingPlan):
             config=config,
             interpret=interpret,
         )
-        if plan.split and (config.compute_wgs != 2 or config.tile != ROWS or config.resident_stages == 2):
-            dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
-            raise ValueError(f"{dims} need compute_wgs=2, tile={ROWS} and resident_stages=1, got {config}")
-        return plan
 
     @property
     def split(self) -> bool:
@@ -116,10 +110,15 @@ class DkvPlan(StreamingPlan):
         return 1 if self.split else self.compute_wgs
 
     @property
-    def ahead(self) -> bool:
-        return self.config.loads_ahead(
-            "dkv", self.block_kv, self.head_dim, self.v_head_dim, vectors=len(self.q_vectors)
-        )
+    def streamed_block(self) -> int:
+        return self.packing.rows
+
+    @property
+    def one_stage(self) -> bool:
+        return self.split
+
+    def shared(self) -> list[Any]:
+        return [self.memory(), self.barriers(), self.hand_over(), self.turns.memory()]
 
     def memory(self) -> DkvMemory:
         (outer, inner), tile = self.rings, self.tile

@@ -10,9 +10,9 @@ from jax import Array
 
 from xsake._rewrites import rewrite
 from xsake.backend.contract import Call
-from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.hopper.dkv import launch
 from xsake.kernels_pallas_gpu.hopper.dkv.copied_heads import CopiedHeads
+from xsake.kernels_pallas_gpu.hopper.dkv.plan import DkvPlan
 from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
@@ -23,15 +23,8 @@ def knows(call: Call) -> str | None:
 
 
 def tiles(call: Call, *, one_stage: bool = False) -> BackwardTiles:
-    return BackwardTiles(
-        kernel="dkv",
-        resident=call.mask.block_kv,
-        streamed=Packing.of_call(call).rows,
-        d=call.head_dim,
-        dv=call.value_dim,
-        vectors=(call.band != Band()) + (call.kv_segments is not None),
-        one_stage=one_stage,
-    )
+    packing = Packing.of_call(call)
+    return BackwardTiles(plan=lambda config: DkvPlan.of(call, packing, config), one_stage=one_stage)
 
 
 def first_fit(call: Call, tiles: BackwardTiles) -> BackwardConfig:

@@ -39,13 +39,8 @@ class DqPlan(StreamingPlan):
 
     @classmethod
     def of(cls, call: Call, packing: Packing, config: BackwardConfig, *, sums_delta: bool, interpret: Any) -> "DqPlan":
-        mask, fields = call.mask, cls.of_call(call, holds_keys=False)
-        block_q, block_kv, by_position = mask.block_q, mask.block_kv, fields["elements"].by_position
-        if block_kv % config.tile:
-            raise ValueError(f"{block_kv=} must be a multiple of {config.tile=}")
-        # A packed tile takes many copies, for which the memory warpgroup has too few registers.
-        if packing.group > 1 and config.resident_stages == 2:
-            raise ValueError(f"{block_q=} is packed: it needs resident_stages=1, got {config}")
+        fields = cls.of_call(call, holds_keys=False)
+        by_position = fields["elements"].by_position
         has_numbers = dict(
             position=by_position and call.kv_positions is not None,
             segment=call.kv_segments is not None,
@@ -54,7 +49,7 @@ class DqPlan(StreamingPlan):
         return cls(
             **fields | {"num_q_heads": call.q_heads // packing.group},
             packing=packing,
-            has_bits=mask.bitmaps is not None,
+            has_bits=call.mask.bitmaps is not None,
             kv_vectors=tuple(name for name, there in has_numbers.items() if there),
             sums_delta=sums_delta,
             config=config,
@@ -88,9 +83,13 @@ class DqPlan(StreamingPlan):
         return WorkGrid.make(self.pairs, rows, self.packing.rows, self.compute_wgs, streamed_bytes)
 
     @property
-    def ahead(self) -> bool:
-        sizes = self.packing.rows, self.head_dim, self.v_head_dim, len(self.kv_vectors)
-        return self.packing.group == 1 and self.config.loads_ahead("dq", *sizes)
+    def streamed_block(self) -> int:
+        return self.block_kv
+
+    @property
+    def one_stage(self) -> bool:
+        # A packed tile takes many copies, for which the memory warpgroup has too few registers.
+        return self.packing.group > 1
 
     def memory(self) -> DqMemory:
         (outer, inner), tile = self.rings, self.tile

@@ -8,8 +8,8 @@ from jax import Array
 
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts
-from xsake.hads.mask.band import Band
 from xsake.kernels_pallas_gpu.hopper.dq import launch
+from xsake.kernels_pallas_gpu.hopper.dq.plan import DqPlan
 from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
@@ -20,20 +20,8 @@ def knows(call: Call) -> str | None:
 
 
 def _tiles(call: Call) -> BackwardTiles:
-    packing, ruled = Packing.of_call(call), call.band != Band()
-    by_position = ruled and call.kv_positions is not None
-    # Keys past the end are told by their index.
-    by_index = (ruled and not by_position) or call.kv_len % call.mask.block_kv != 0
-    return BackwardTiles(
-        kernel="dq",
-        resident=packing.rows,
-        streamed=call.mask.block_kv,
-        d=call.head_dim,
-        dv=call.value_dim,
-        vectors=by_position + by_index + (call.kv_segments is not None),
-        # A packed tile takes many copies, for which the memory warpgroup has too few registers.
-        one_stage=packing.group > 1,
-    )
+    packing = Packing.of_call(call)
+    return BackwardTiles(plan=lambda config: DqPlan.of(call, packing, config, sums_delta=False, interpret=False))
 
 
 def default(call: Call) -> BackwardConfig:

@@ -69,7 +69,7 @@ def backward(
         COMPUTE_WGS,
         given,
         _results(plan, k, v),
-        [plan.memory(), plan.barriers()],
+        plan.shared(),
         interpret,
     )
     sums = (_dq_of_ctas(plan, found.dq_per_cta, interleaved) if sums is None else jax.freeze(sums))[:, : call.q_len]

@@ -1,18 +1,16 @@
 """How the fused Hopper backward cuts a call into columns of keys, the columns' order, and a CTA's shared memory."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
+from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.work.plan import BackwardPlan, active_keys, early_ranks, longest_share
@@ -201,10 +199,8 @@ class FusedPlan(BackwardPlan):
             all_read=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         )
 
-    def smem_bytes(self) -> int:
-        """Every buffer begins at a multiple of 1024 bytes; the last term is for barriers."""
-        buffers = jax.tree.leaves(self.memory()._replace(simulated=[]), is_leaf=lambda x: hasattr(x, "dtype"))
-        return sum(pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, 1024) * 1024 for x in buffers) + 1024
+    def shared(self) -> list[Any]:
+        return [self.memory(), self.barriers()]
 
 
 def misfit(call: Call, config: FusedConfig) -> str | None:
@@ -218,7 +214,7 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
     if config.tile > ROWS and max(call.head_dim, call.value_dim) > ROWS:
         dims = f"head dims {call.head_dim} and {call.value_dim}"
         return f"tile={config.tile} and {dims} need more registers than a thread has"
-    need = FusedPlan.of(call, config).smem_bytes()
+    need = smem_bytes(FusedPlan.of(call, config).shared())
     if need > HOPPER_SHARED_MEMORY:
         return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
     return None

@@ -1,8 +1,8 @@
 """How the dQ and dK/dV kernels for Hopper are tiled: the configurations that fit, and which is the default."""
 
 import dataclasses
-
-from jax.experimental import pallas as pl
+from collections.abc import Callable
+from typing import Any
 
 from xsake._ground.fields import check_fields, one_of, whole
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY
@@ -50,55 +50,29 @@ class BackwardConfig:
     def splits(self, d: int, dv: int) -> bool:
         return d + dv > 256 if self.split is None else self.split
 
-    def loads_ahead(self, kernel: str, resident_block: int, d: int, dv: int, vectors: int) -> bool:
-        """Whether there are two stages of resident rows; the arguments are those of `smem_bytes`."""
-        if self.resident_stages is not None:
-            return self.resident_stages == 2
-        if kernel == "dkv" and self.splits(d, dv):
-            return False
-        two = dataclasses.replace(self, resident_stages=2)
-        return smem_bytes(kernel, two, resident_block, d, dv, vectors) <= HOPPER_SHARED_MEMORY
-
-
-def smem_bytes(kernel: str, config: BackwardConfig, resident_block: int, d: int, dv: int, vectors: int) -> int:
-    """Bytes of shared memory of the kernel "dq" or "dkv", whose streamed tiles bring so many int32 `vectors`.
-
-    Every buffer begins at a multiple of 1024 bytes. The last terms: notes of `work.turns`, and barriers.
-    """
-    split = kernel == "dkv" and config.splits(d, dv)
-    tile_wgs = 1 if split else config.compute_wgs
-    rings = tile_wgs if resident_block % (ROWS * tile_wgs) else 1
-    outer, inner = rings * config.stages * config.tile, rings * config.inner_stages * config.tile
-    numbers = [vectors * outer, *((outer, inner) if kernel == "dkv" else ()), ROWS * config.tile * split]
-    residents = (config.resident_stages or 1) * tile_wgs * ROWS
-    tiles = 2 * (residents * (d + dv) + outer * d + inner * dv)
-    return tiles + sum(pl.cdiv(4 * n, 1024) * 1024 for n in numbers) + 1024 + 1024
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiles:
-    """What the tiling of the kernel "dq" or "dkv" must fit.
+    """The configurations of the dQ or the dK/dV kernel that fit a call.
 
-    resident, streamed: rows of the blocks whose rows stay, and of those whose tiles are streamed.
-    d, dv: head dimensions.
-    vectors: numbers per streamed token: its segment, and for a rule its position or index.
-    one_stage: the resident rows of the next item cannot be loaded ahead.
+    plan: what the kernel knows of the call with a configuration, a `StreamingPlan`.
+    one_stage: no configuration may load the resident rows of the next item ahead, whatever the plan says.
     """
 
-    kernel: str
-    resident: int
-    streamed: int
-    d: int
-    dv: int
-    vectors: int
-    one_stage: bool
+    plan: Callable[[BackwardConfig], Any]
+    one_stage: bool = False
 
     def first_fit(self, *candidates: dict[str, int]) -> BackwardConfig:
+        """The first candidate for which there is shared memory. If another kernel serves the call, no tile may divide
+        its blocks.
+        """
         for candidate in candidates:
             config = BackwardConfig(**{"resident_stages": 1, **candidate})
-            if self._bytes(config) <= HOPPER_SHARED_MEMORY and not (config.resident_stages == 2 and self._one(config)):
+            plan = self.plan(config)
+            two = config.resident_stages == 2 and (self.one_stage or plan.one_stage)
+            if not two and plan.smem_bytes() <= HOPPER_SHARED_MEMORY:
                 return config
-        dims = f"head dims {self.d} and {self.dv}"
+        dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
         raise NotImplementedError(
             f"{dims} need more than {HOPPER_SHARED_MEMORY} bytes of shared memory in every configuration"
         )
@@ -117,22 +91,6 @@ class BackwardTiles:
         return list(found)
 
     def misfit(self, config: BackwardConfig) -> str | None:
-        if self.streamed % config.tile:
-            return f"tile={config.tile} does not divide the mask's block of {self.streamed}"
-        if self._splits(config) and (config.compute_wgs != 2 or config.tile != ROWS):
-            return f"head dims {self.d} and {self.dv} need compute_wgs=2 and tile={ROWS}"
-        if config.resident_stages == 2 and self._one(config):
+        if self.one_stage and config.resident_stages == 2:
             return "this call needs resident_stages=1"
-        need = self._bytes(config)
-        if need > HOPPER_SHARED_MEMORY:
-            return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-        return None
-
-    def _splits(self, config: BackwardConfig) -> bool:
-        return self.kernel == "dkv" and config.splits(self.d, self.dv)
-
-    def _one(self, config: BackwardConfig) -> bool:
-        return self.one_stage or self._splits(config)
-
-    def _bytes(self, config: BackwardConfig) -> int:
-        return smem_bytes(self.kernel, config, self.resident, self.d, self.dv, self.vectors)
+        return self.plan(config).misfit()

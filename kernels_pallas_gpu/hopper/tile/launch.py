@@ -1,10 +1,13 @@
-"""How a kernel is started: its operands padded for the copy engine, and its parameters for Mosaic GPU."""
+"""How a kernel is started: operands padded for the copy engine, shared memory, and parameters for Mosaic GPU."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -26,6 +29,13 @@ def vectors(size: int, **named: Array | None) -> dict[str, Array]:
 def pad_bias(bias: Array, rows: int, cols: int) -> Array:
     bias = bias if bias.shape[2] == 1 else pad(bias, 2, rows)
     return bias if bias.shape[3] == 1 else pad(bias, 3, cols)
+
+
+def smem_bytes(shared: list[Any]) -> int:
+    """Bytes of shared memory of scratch types: a buffer begins at a multiple of 1024 bytes, and barriers take 1024."""
+    types = jax.tree.leaves(shared, is_leaf=lambda x: hasattr(x, "dtype"))
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in types if not isinstance(x, plgpu.Barrier)]
+    return sum(pl.cdiv(size, 1024) * 1024 for size in sizes) + 1024
 
 
 def run_kernel(

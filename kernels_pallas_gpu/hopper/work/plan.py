@@ -9,9 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
+from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LogitRule
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
@@ -205,9 +206,58 @@ class StreamingPlan(BackwardPlan):
         raise NotImplementedError
 
     @property
-    def ahead(self) -> bool:
-        """Whether the memory warpgroup loads the resident rows of the next item ahead."""
+    def split(self) -> bool:
+        """Whether two warpgroups share the rows of one."""
+        return False
+
+    @property
+    def streamed_block(self) -> int:
+        """Rows of the blocks whose tiles are streamed."""
         raise NotImplementedError
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether the resident rows of the next item cannot be loaded ahead."""
+        raise NotImplementedError
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the memory warpgroup loads the resident rows of the next item ahead: by default, where they fit."""
+        if self.one_stage or self.config.resident_stages is not None:
+            return not self.one_stage and self.config.resident_stages == 2
+        two = dataclasses.replace(self.config, resident_stages=2)
+        return dataclasses.replace(self, config=two).smem_bytes() <= HOPPER_SHARED_MEMORY
+
+    def memory(self) -> NamedTuple:
+        raise NotImplementedError
+
+    def barriers(self) -> StreamBarriers:
+        raise NotImplementedError
+
+    def shared(self) -> list[Any]:
+        """The scratch types of the kernel."""
+        return [self.memory(), self.barriers(), self.turns.memory()]
+
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory on a GPU, also where the kernel is interpreted."""
+        return smem_bytes(dataclasses.replace(self, interpret=False).shared())
+
+    def misfit(self) -> str | None:
+        """Why the configuration cannot serve the call, or None."""
+        if self.streamed_block % self.tile:
+            return f"tile={self.tile} does not divide the mask's block of {self.streamed_block}"
+        if self.split and (self.compute_wgs != 2 or self.tile != ROWS):
+            return f"head dims {self.head_dim} and {self.v_head_dim} need compute_wgs=2 and tile={ROWS}"
+        if self.one_stage and self.config.resident_stages == 2:
+            return "this call needs resident_stages=1"
+        need = self.smem_bytes()
+        if need > HOPPER_SHARED_MEMORY:
+            return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
+        return None
+
+    def check(self) -> None:
+        if problem := self.misfit():
+            raise ValueError(f"{self.config}: {problem}")
 
     @property
     def turns(self) -> Turns:
