@@ -98,3 +98,13 @@ def test_columns_are_cut_where_an_sm_would_wait_for_one():
     assert parts("dkv", 8192, 1024, 8, head_dim=256) == 1, "two warpgroups share keys"
     assert parts("dkv", 8192, 8192, 8) == 1, "an SM has more work than that"
     assert [parts("fused", 32768, window, 8) for window in (1024, 8192, 32768)] == [4, 2, 2]
+
+
+def test_an_interpreted_plan_loads_ahead_like_a_compiled_one():
+    """Its float32 accumulators lie in shared memory, of which a GPU would need none for them."""
+    q = jnp.zeros((1, 512, 4, 128), jnp.bfloat16)
+    call = build_call(q, q, q, xsake.BlockMask.full(512, 512, block_q=128, block_kv=128), default_blocks=(128, 128))
+    config = dataclasses.replace(mosaic.default_config(call).dkv, resident_stages=None)
+    plans = [dkv_plan.DkvPlan.of(call, Packing.of_call(call), config, interpret) for interpret in (False, True)]
+    assert plans[0].ahead == plans[1].ahead and plans[0].smem_bytes() == plans[1].smem_bytes()
+    assert any(x.shared() != plans[0].shared() for x in plans)
