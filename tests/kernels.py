@@ -33,6 +33,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "odd lengths, empty rows, bias": dict(q_len=75, kv_len=107, exact_lengths=True, density=0.3, bias=(1, 0, 0, 0)),
     "one query, sinks": dict(q_len=1, kv_len=107, exact_lengths=True, density=0.8, sinks=(1,)),
 }
+GROUPS = dict(q_len=44, q_heads=4, kv_heads=2, mask=(1, 2), density=1.0)
+OF_GROUPS: dict[str, dict[str, Any]] = {
+    "causal, a list per K/V head": GROUPS | dict(mask_causal=True, density=0.5),
+    "tokens choose": GROUPS | dict(chosen=0.5),
+    "tokens choose, window, sinks": GROUPS | dict(chosen=0.5, local_window_size=(19, 0), sinks=(4,)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +269,7 @@ KERNELS: dict[str, Entry] = {
         says="forward and gradients in Triton itself",
         room="src/xsake/kernels_raw_triton",
         programs=_raw_triton,
-        calls=PLAIN,
+        calls=OF_GROUPS,
         run=functools.partial(_run_gradients, "raw_triton"),
         needs="jax_triton",
     ),

@@ -108,7 +108,7 @@ class Compiler:
             command = [self.python, "-m", "tests.try_kernel", self.name, "--write", str(path)]
             command += ["--assemble"] if self.assembles else []
             paths = os.pathsep.join(map(str, (root / "src", root, root / "tests")))
-            env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+            env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
             done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
             return read(path) if path.exists() else done.stderr[-2000:]
 
