@@ -16,7 +16,7 @@ from xsake._op import attention as attention_op
 from xsake._op import registry
 from xsake._op.arguments import build_call
 from xsake._op.fold import fold_call
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake.backend.contract import Backend, Call
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.triton import backend as triton
@@ -141,9 +141,9 @@ def test_a_permission_is_asked_of_no_backend():
 
 
 def test_a_field_without_a_gradient_is_refused_by_name():
-    plan = Plan.of(["xla"], call_of_tomorrow(), None)
+    runner = Runner.of(["xla"], call_of_tomorrow(), None)
     with pytest.raises(NotImplementedError, match="no gradient with respect to temperature"):
-        jax.grad(lambda t: attention_op._attend(plan, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
+        jax.grad(lambda t: attention_op._attend(runner, call_of_tomorrow(temperature=t))[0].sum())(jnp.ones((1, 3)))
 
 
 @pytest.mark.parametrize("name", registry._BACKENDS)

@@ -20,7 +20,7 @@ from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
 from xsake._op.derivatives import differentiable_again, forward_mode_refusal
 from xsake._op.fold import fold, fold_call, unfold
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts, of_live_rows, sink_gradient
@@ -126,21 +126,21 @@ def attention(
         **described,
         default_blocks=registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
     )
-    plan = Plan.of(names, call, config)
+    runner = Runner.of(names, call, config)
     try:
-        out, lse = _attend(plan, vary(call, varying_axes(call)))
+        out, lse = _attend(runner, vary(call, varying_axes(call)))
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(forward_mode_refusal()) from error
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
-    return (out, plan.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
+    return (out, runner.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
 
 
 @cache
-def _mappable_forward(plan: Plan) -> Callable:
-    run = custom_vmap(partial(plan.forward, wide=True))
+def _mappable_forward(runner: Runner) -> Callable:
+    run = custom_vmap(partial(runner.forward, wide=True))
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call) -> tuple:
@@ -148,13 +148,13 @@ def _mappable_forward(plan: Plan) -> Callable:
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
     # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
-    return _differentiable_again(plan, jax.jit(run, inline=True), partial(_plain(plan).forward, wide=True))
+    return _differentiable_again(runner, jax.jit(run, inline=True), partial(_plain(runner).forward, wide=True))
 
 
 @cache
-def _mappable_backward(plan: Plan, with_bias: bool) -> Callable:
+def _mappable_backward(runner: Runner, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array | DeltaParts, d_out: Array) -> tuple:
-        return plan.backward(call, lse, delta, d_out, with_bias)
+        return runner.backward(call, lse, delta, d_out, with_bias)
 
     run = custom_vmap(backward)
 
@@ -171,18 +171,18 @@ def _mappable_backward(plan: Plan, with_bias: bool) -> Callable:
         return tuple(grads), (True,) * len(grads)
 
     def plain(call: Call, lse: Array, delta: Array, d_out: Array) -> tuple:
-        return _plain(plan).backward(call, lse, delta, d_out, with_bias)
+        return _plain(runner).backward(call, lse, delta, d_out, with_bias)
 
-    return _differentiable_again(plan, run, plain)
+    return _differentiable_again(runner, run, plain)
 
 
-def _plain(plan: Plan) -> Plan:
+def _plain(runner: Runner) -> Runner:
     """With derivatives, which custom_partitioning does not have."""
-    return dataclasses.replace(plan, by_compiler=False)
+    return dataclasses.replace(runner, by_compiler=False)
 
 
-def _differentiable_again(plan: Plan, run: Callable, plain: Callable) -> Callable:
-    return differentiable_again(run, plain if plan.implementation == "xla" else None, plan.implementation)
+def _differentiable_again(runner: Runner, run: Callable, plain: Callable) -> Callable:
+    return differentiable_again(run, plain if runner.implementation == "xla" else None, runner.implementation)
 
 
 @jax.tree_util.register_static
@@ -195,12 +195,12 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "sink_lse")  # the fields of
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, call: Call) -> tuple[Array, Array]:
-    out, lse = _mappable_forward(plan)(call)
+def _attend(runner: Runner, call: Call) -> tuple[Array, Array]:
+    out, lse = _mappable_forward(runner)(call)
     return out.astype(call.query.dtype), lse
 
 
-def _attend_fwd(plan: Plan, primals: Any) -> tuple:
+def _attend_fwd(runner: Runner, primals: Any) -> tuple:
     call: Call = jax.tree.map(lambda p: p.value, primals)
     if not call.mask.has_transpose:
         raise ValueError(
@@ -214,30 +214,30 @@ def _attend_fwd(plan: Plan, primals: Any) -> tuple:
         )
         if perturbed and field.name not in _DIFFERENTIABLE:
             raise NotImplementedError(f"attention has no gradient with respect to {field.name}")
-    out, lse = _mappable_forward(plan)(call)
+    out, lse = _mappable_forward(runner)(call)
     wanted = _Wanted(bias=call.bias is not None and primals.bias.perturbed)
     return (out.astype(call.query.dtype), lse), (call, out, lse, wanted)
 
 
-def _attend_bwd(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple[Call]:
+def _attend_bwd(runner: Runner, residuals: tuple, cotangents: tuple) -> tuple[Call]:
     call, out, lse, wanted = residuals
     d_out, d_lse = cotangents
     d_out = jnp.zeros(d_out.shape, d_out.dtype) if isinstance(d_out, SymbolicZero) else d_out
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
     zeros = jax.tree.map(lambda _: None, call)
-    return (dataclasses.replace(zeros, **_gradients(plan, wanted.bias)(call, out, lse, d_out, d_lse)),)
+    return (dataclasses.replace(zeros, **_gradients(runner, wanted.bias)(call, out, lse, d_out, d_lse)),)
 
 
 @cache
-def _gradients(plan: Plan, with_bias: bool) -> Callable:
+def _gradients(runner: Runner, with_bias: bool) -> Callable:
     """A function that returns the gradients, by the names of `Call`'s fields."""
 
     @partial(jax.jit, inline=True)
     def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
         d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
-        lse = plan.contract_lse(lse)
-        parts, backward = DeltaParts(out, d_lse), _mappable_backward(plan, with_bias)
-        if plan.takes_delta_parts and call.sink_lse is None and not with_bias:
+        lse = runner.contract_lse(lse)
+        parts, backward = DeltaParts(out, d_lse), _mappable_backward(runner, with_bias)
+        if runner.takes_delta_parts and call.sink_lse is None and not with_bias:
             return dict(zip(("query", "key", "value"), backward(call, lse, parts, d_out), strict=True))
         delta = parts.summed(lse, d_out)
         grads = backward(call, lse, of_live_rows(call.q_segments, lse, delta), d_out)

@@ -18,7 +18,7 @@ from xsake._ground.trace import vary, varying_axes
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
 from xsake._op.fold import fold_call, unfold
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake._rewrites import rewrite
 from xsake._rewrites.held_blocks import HeldBlocks
 from xsake.backend.contract import Call
@@ -57,14 +57,14 @@ def attention(
 
 
 def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
-    plan = Plan.of(names, call, config)
-    out, lse = _mappable(plan)(vary(call, varying_axes(call)))
-    return out, plan.contract_lse(lse)
+    runner = Runner.of(names, call, config)
+    out, lse = _mappable(runner)(vary(call, varying_axes(call)))
+    return out, runner.contract_lse(lse)
 
 
 @cache
-def _mappable(plan: Plan) -> Callable:
-    run = custom_vmap(plan.forward)
+def _mappable(runner: Runner) -> Callable:
+    run = custom_vmap(runner.forward)
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call) -> tuple:

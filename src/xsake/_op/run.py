@@ -1,4 +1,4 @@
-"""What runs a call: a backend, a configuration for it, and the devices that the call is cut over."""
+"""Runner: what runs a call, by a backend and a configuration, on the devices that the call is cut over."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _with_infinity(lse: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What runs a call: everything that is decided while tracing."""
+class Runner:
+    """Runs a call, by everything that is decided while tracing."""
 
     implementation: str
     config: Any
@@ -57,7 +57,7 @@ class Plan:
     finite_lse: bool  # jax_debug_infs would report the -inf that the operation keeps for an empty row
 
     @classmethod
-    def of(cls, names: list[str], call: Call, config: Any) -> Plan:
+    def of(cls, names: list[str], call: Call, config: Any) -> Runner:
         """The best of the named implementations for a call; `config` is the caller's, or None."""
         name = registry.choose(names, call)
         return cls(

@@ -23,7 +23,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from xsake._ground.trace import vary, varying_axes
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake._rewrites import rewrite
 from xsake._rewrites.head_pieces import HeadPieces, wide
 from xsake._sequence.exchange_sparse import Sparse
@@ -90,7 +90,7 @@ class Shard:
 class Route(NamedTuple):
     """How keys reach queries, by `exchange`, over the mesh axes of the sequence."""
 
-    plan: Plan
+    runner: Runner
     exchange: str
     axes: str | tuple[str, ...]
     shards: int
@@ -98,7 +98,7 @@ class Route(NamedTuple):
 
     @property
     def sparse(self) -> Sparse:
-        return Sparse(self.plan, self.axes, self.shards, self.capacity)
+        return Sparse(self.runner, self.axes, self.shards, self.capacity)
 
     def in_pieces(self, call: Call) -> HeadPieces | None:
         """As many pieces of the K/V heads as there are shards, or the next fewer that come out even."""
@@ -172,10 +172,10 @@ def _gather(route: Route, shard: Shard) -> tuple[Array, Array]:
     call = shard.of_all_keys(own, transpose=False)
 
     def run(call: Call) -> tuple:
-        return route.plan.run_forward(_gathered(route, call))
+        return route.runner.run_forward(_gathered(route, call))
 
     out, lse = rewrite.forward((route.in_pieces,), call, run)
-    return out, route.plan.contract_lse(lse)
+    return out, route.runner.contract_lse(lse)
 
 
 def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delta: Array, d_out: Array) -> tuple:
@@ -183,7 +183,7 @@ def _gather_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, de
     call = shard.of_all_keys(own, transpose=True)
 
     def run(call: Call, *given: Array) -> tuple:
-        query, key, value, *bias = route.plan.run_backward(with_bias, _gathered(route, call), *given)
+        query, key, value, *bias = route.runner.run_backward(with_bias, _gathered(route, call), *given)
         return query, scattered(key), scattered(value), *bias
 
     def scattered(x: Array) -> Array:
@@ -208,8 +208,8 @@ def _ring(route: Route, shard: Shard) -> tuple[Array, Array]:
     for hop, (holder, mask) in enumerate(masks_of_hops(shard.rows, own, transpose=False)):
         following = route.next(held) if hop + 1 < route.shards else held  # begins before the attention to `held`
         call = shard.of_hop(hop, *held, holder, mask)
-        out, lse = route.plan.run_forward(call)
-        parts.append((wide(out), route.plan.contract_lse(lse)))
+        out, lse = route.runner.run_forward(call)
+        parts.append((wide(out), route.runner.contract_lse(lse)))
         held = following
     return merge(parts)
 
@@ -236,7 +236,7 @@ def _ring_backward(route: Route, shard: Shard, with_bias: bool, lse: Array, delt
     for hop, (holder, mask) in enumerate(masks_of_hops(shard.rows, own, transpose=True)):
         following = route.next(held) if hop + 1 < route.shards else held
         call = shard.of_hop(hop, *held, holder, mask)
-        query, key, value, *bias = route.plan.run_backward(with_bias, call, lse, delta, d_out)
+        query, key, value, *bias = route.runner.run_backward(with_bias, call, lse, delta, d_out)
         d_query = d_query + wide(query)
         arrived = route.next(d_held) if hop else d_held  # the sums of the hop before travel while this one is computed
         d_held = (arrived[0] + wide(key), arrived[1] + wide(value))

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from xsake._ground.trace import vary, varying_axes
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake._rewrites.head_pieces import by_heads, wide
 from xsake.backend.contract import Call
 from xsake.backend.dims import call_dims
@@ -28,21 +28,21 @@ from xsake.hads.mask.shard_masks import mask_of_columns
 class Sparse:
     """The exchange over `shards` devices along mesh `axes`; `capacity` blocks per K/V head from each device to each."""
 
-    plan: Plan
+    runner: Runner
     axes: str | tuple[str, ...]
     shards: int
     capacity: int
 
     def forward(self, shard: Any) -> tuple[Array, Array]:
         def run(call: Call, blocks: Array, wanted: Array, asked: Array) -> tuple:
-            return self.plan.run_forward(self._call(shard, call, blocks, wanted, asked, transpose=False))
+            return self.runner.run_forward(self._call(shard, call, blocks, wanted, asked, transpose=False))
 
         given, dims, overflowed = self._given(shard)
         batch, tokens, heads, _ = dims[0].query
         results = ((batch, tokens, heads, dims[0].value[3]), (batch, heads, tokens))
         out, lse = by_heads(run, given, dims, results, shard.call.kv_heads)
         lost = jnp.repeat(overflowed, shard.call.q_heads // shard.call.kv_heads)
-        lse = jnp.where(lost[None, :, None], jnp.nan, self.plan.contract_lse(lse))
+        lse = jnp.where(lost[None, :, None], jnp.nan, self.runner.contract_lse(lse))
         return jnp.where(lost[None, None, :, None], jnp.nan, out), lse
 
     def backward(self, shard: Any, with_bias: bool, lse: Array, delta: Array, d_out: Array) -> tuple:
@@ -50,7 +50,7 @@ class Sparse:
 
         def run(call: Call, blocks: Array, wanted: Array, asked: Array, *given: Array) -> tuple:
             whole = self._call(shard, call, blocks, wanted, asked, transpose=True)
-            query, key, value, *bias = self.plan.run_backward(with_bias, whole, *given)
+            query, key, value, *bias = self.runner.run_backward(with_bias, whole, *given)
             columns, _ = self._columns(shard.rows, wanted, own)
             key, value = (self._home(shard.rows, x, wanted, asked) for x in (key, value))
             return query, key, value, *(_scatter_columns(shard.rows, x, call.bias, columns) for x in bias)

@@ -18,7 +18,7 @@ from xsake._ground.device import platform_of
 from xsake._ground.trace import interpret, interpreting
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_bias, check_inputs
-from xsake._op.run import Plan
+from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake._sequence.exchange import EXCHANGES, Route, Shard
 from xsake.hads.mask.band import Band
@@ -325,15 +325,15 @@ def _program(mesh: Any, options: Options) -> Any:
 
 def _local(options: Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """On one device: from its part of the arrays to its part of the output and of the lse, [B, T, H]."""
-    shard, plan = shard_of(options, arrays, jax.lax.axis_index(options.sequence))
+    shard, runner = shard_of(options, arrays, jax.lax.axis_index(options.sequence))
     shards = shard.rows.order.shards
-    out, lse = Route(plan, options.exchange, options.sequence, shards, options.capacity or 0).forward(shard)
+    out, lse = Route(runner, options.exchange, options.sequence, shards, options.capacity or 0).forward(shard)
     if shard.call.q_segments is not None:
         out = jnp.where((shard.call.q_segments >= 0)[:, :, None, None], out, 0)  # also drops the cotangent of padding
     return out, lse.swapaxes(1, 2)
 
 
-def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shard, Plan]:
+def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shard, Runner]:
     """What shard number `own` holds, and what runs its calls."""
     query, key, value, rows = (arrays[name] for name in ("query", "key", "value", "mask"))
     sizes = (query.shape[1], key.shape[1])
@@ -390,7 +390,7 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
         call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions, by_blocks=by_blocks
     )
     names = registry.candidates(options.implementation, platform_of(query))
-    return shard, Plan.of(names, dataclasses.replace(call, bias=None), options.config)
+    return shard, Runner.of(names, dataclasses.replace(call, bias=None), options.config)
 
 
 def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tuple[Array, Array] | None:
