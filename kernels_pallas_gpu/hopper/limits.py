@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs give to a kernel."""
+"""The resources that NVIDIA GPUs give to a kernel."""
 
 from xsake._ground.device import core_count
 
@@ -19,5 +19,5 @@ HOPPER_L2_BYTES = 50 << 20
 
 
 def hopper_sms() -> int:
-    """Streaming multiprocessors of the GPU that is here; ahead of time, where none is, those of an H200."""
+    """Streaming multiprocessors of this machine's GPU; without a GPU, ahead of time, as many as an H200 has."""
     return core_count() or HOPPER_SMS

@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA in the Hopper dK/dV kernel share: operands, shared memory, columns of keys."""
+"""A CTA of the Hopper dK/dV kernel: its warpgroups share operands, shared memory and columns of keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
 
 class DkvOperands(NamedTuple):
-    """`statistic`: lse as `LogitRule.row_statistic` gives it. `lists`: of columns. `interleaved`: what
-    `Columns.interleaved` says. `counter`: the number of the next item.
+    """`statistic`: lse as `LogitRule.row_statistic` gives it. `lists`: of columns. `interleaved`: the result of
+    `Columns.interleaved`. `counter`: the number of the next item.
     """
 
     q: Any
@@ -50,7 +50,7 @@ class DkvResults(NamedTuple):
 
 class Streaming(NamedTuple):
     """Tile number `n` of queries, of one head. `masked`: whether its elements are tested, which is known while tracing
-    unless `DkvPlan.one_copy`. `bits`: what the mask's bitmaps say of them.
+    unless `DkvPlan.one_copy`. `bits`: the tile's bits, where the mask has bitmaps.
     """
 
     n: Any

@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA in the Hopper dQ kernel share: operands, shared memory, tiles of queries."""
+"""A CTA of the Hopper dQ kernel: its warpgroups share operands, shared memory and tiles of queries."""
 
 from typing import Any, NamedTuple
 

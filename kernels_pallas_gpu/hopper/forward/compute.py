@@ -112,7 +112,7 @@ class ComputeWarpgroup:
 class ForwardTile:
     """A warpgroup's half of a query tile.
 
-    `step0`: steps of this warpgroup in earlier tiles. `first`: what `multiply_first` returned for this tile, where it
+    `step0`: steps of this warpgroup in earlier tiles. `first`: the result of `multiply_first` for this tile, where it
     was called ahead.
     """
 
@@ -166,7 +166,7 @@ class ForwardTile:
         self.write(acc, m, total)
 
     def run_and_begin_the_next(self) -> Any:
-        """Returns the next tile's steps and full steps, and what `multiply_first` returned for it."""
+        """Returns the next tile's steps and full steps, and the result of `multiply_first` for it."""
         acc, m, total = self.attend(self.first_step(self.softmax.nothing()), jnp.int32(1))
         # Before the output is written: the other warpgroup need not wait for that.
         self.warpgroup.yield_tensor_core()

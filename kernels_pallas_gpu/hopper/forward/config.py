@@ -14,7 +14,7 @@ WG_ROWS = 64  # query rows per compute warpgroup
 
 
 class Pairing(enum.Enum):
-    """What the two compute warpgroups of a CTA work on."""
+    """The work of the two compute warpgroups of a CTA."""
 
     ROWS = "two halves of a 128-row tile"
     UNION = "two neighbouring mask rows of 64 queries, whose lists are merged (`lists.row_pairs`)"

@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA of the Hopper forward share: operands, shared memory, and the number of their worker."""
+"""A CTA of the Hopper forward: its warpgroups share operands and shared memory, and have the number of their worker."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from xsake.kernels_pallas_gpu.hopper.work.items import ItemNotes, ItemRefs
 
 class ForwardCta:
     """`refs`: query, key, value; `num_lists` block lists (3, or 4 with their order); the operands named in `options`;
-    the counter of items, if the schedule is dynamic; out and lse, and those of parts, if rows are cut.
+    the counter of items, if the schedule is dynamic; out and lse, and out and lse of parts, if rows are cut.
     """
 
     def __init__(

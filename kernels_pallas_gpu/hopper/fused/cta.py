@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA in the fused Hopper backward share: operands, shared memory, a column of keys."""
+"""A CTA of the fused Hopper backward: its warpgroups share operands, shared memory and a column of keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, Stream, Stream
 
 class FusedOperands(NamedTuple):
     """`statistic`: lse as `LogitRule.row_statistic` gives it. `steps`: 1 / unit of dQ, or None. `lists`: of columns.
-    `interleaved`: what `Columns.interleaved` says.
+    `interleaved`: the result of `Columns.interleaved`.
     """
 
     q: Any
@@ -71,7 +71,7 @@ class FusedCta:
             self.hi = jnp.where(early, lax.div(total * (self.part + 1), plan.parts), total)
 
     def streams(self) -> tuple[Stream, Stream]:
-        """Of Q and of dO."""
+        """The streams of Q and of dO."""
         plan, given, memory, barriers = self.plan, self.given, self.memory, self.barriers
         numbers = [(given.statistic, memory.statistic)]
         numbers += [(given.steps.rows, memory.row_steps)] if plan.deterministic else []

@@ -115,7 +115,7 @@ class FusedPlan(BackwardPlan):
 
     @property
     def step_dtype(self) -> Any:
-        """Of the rows' steps, which are powers of two. float16 does not hold all of them."""
+        """The type of the rows' steps. They are powers of two, and float16 does not hold all of them."""
         return self.dtype if self.dtype == jnp.bfloat16 else jnp.float32
 
     # -- which column --------------------------------------------------------------------------------------------------

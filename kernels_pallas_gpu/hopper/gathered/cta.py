@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA in the gathered Hopper dK/dV kernel share: operands, shared memory, a column of keys."""
+"""A CTA of the gathered Hopper dK/dV kernel: its warpgroups share operands, shared memory and a column of keys."""
 
 from typing import Any, NamedTuple
 

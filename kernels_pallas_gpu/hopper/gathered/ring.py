@@ -24,7 +24,7 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherRing(Ring):
-    """`ready`: what `GatherRing.scratch` gives, as a ref. `tile_bytes`: of all copies of a tile."""
+    """`ready`: a ref of the type `GatherRing.scratch`. `tile_bytes`: bytes of all copies of a tile."""
 
     tile_bytes: int
 
@@ -52,7 +52,7 @@ class GatherRing(Ring):
         initialise(self.ready)
 
     def copy_heads(self, source: Any, at: tuple[Any, Any, Any], ring: Any, slot: Any, row: Any, n: int) -> None:
-        """Of source [B, T, H, D], n heads from `at` on, of one query, to rows of a swizzled ring [stages, rows, D]."""
+        """Copies n heads of a query of source [B, T, H, D], starting at `at`, to a swizzled ring [stages, rows, D]."""
         target = ring.at[slot, pl.ds(pl.multiple_of(row, n), n)]
         if self.interpret:
             batch, query, head = at

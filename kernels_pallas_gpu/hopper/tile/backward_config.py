@@ -55,7 +55,7 @@ class BackwardConfig:
 class BackwardTiles:
     """The configurations of the dQ or the dK/dV kernel that fit a call.
 
-    plan: what the kernel knows of the call with a configuration, a `StreamingPlan`.
+    plan: the kernel's `StreamingPlan` of the call with a configuration.
     one_stage: no configuration may load the resident rows of the next item ahead, whatever the plan says.
     """
 

@@ -1,4 +1,4 @@
-"""How the gradient kernels for Hopper cut a call: what they know of it while tracing, and who holds which rows."""
+"""How the gradient kernels for Hopper cut a call: facts known while tracing, and who holds which rows."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -24,7 +24,7 @@ L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardPlan:
-    """What a gradient kernel knows of a call while tracing. A pair: a batch entry and a head of the rows it holds."""
+    """All that a gradient kernel knows of a call while tracing. A pair: a batch entry and a head of the held rows."""
 
     batch_size: int
     q_len: int
@@ -272,7 +272,7 @@ class StreamingPlan(BackwardPlan):
 
     @property
     def rings(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of the outer and the inner ring: (rings, stages)."""
+        """(rings, stages) of the outer and of the inner ring."""
         rings = self.work.rings
         return (rings, self.config.stages), (rings, self.config.inner_stages)
 

@@ -108,7 +108,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What a compute warpgroup works on in a turn."""
+    """The item of a compute warpgroup in a turn."""
 
     notes: ItemNotes
     turn: Any
