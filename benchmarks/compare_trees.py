@@ -50,7 +50,7 @@ class Runner:
         self._process = subprocess.Popen(command, cwd=record.ROOT, env=checkouts.environment(root), **pipes)
 
     def calls(self) -> list[dict[str, Any]]:
-        """What is raced, when it is compiled: the names of each call, its results, and about what it takes."""
+        """The calls, once they are compiled: names, results, and the rough seconds of one call."""
         ready = self._hear()
         if not Path(ready["xsake"]).is_relative_to(self._root / "src"):
             raise SystemExit(f"the process of {self._root} has imported {ready['xsake']}, which is not its own")

@@ -29,9 +29,9 @@ from xsake.model.training.watch.mfu import PEAK_FLOPS
 
 RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_schedule")
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant
-# Of a TPU chip: JAX's name, and how many multiply-adds its matrix units do per cycle.
+# TPU chips: JAX's name, and how many multiply-adds its matrix units do per cycle.
 TPUS = {"v5e:2x2": ("TPU v5 lite", 4 * 128 * 128), "v6e:2x2": ("TPU v6 lite", 2 * 256 * 256)}
-# Of a step, by recorded throughputs: what more attention leaves is mostly the error of the subtraction.
+# Share of a step's time: where attention takes more, the rest is mostly the error of the subtraction.
 MOST_ATTENTION = 2 / 3
 LOGITS = 512 * 512  # the schedules' cycles are for as many
 

@@ -1,4 +1,4 @@
-"""What small mask blocks cost on a Hopper GPU, beside others that take them, timed fairly on a chip at its power cap.
+"""The cost of small mask blocks on a Hopper GPU, beside others that take them, timed fairly on a chip at its power cap.
 
     python -m benchmarks.gpu.blocks --record               measure, write benchmarks/results/gpu_blocks_<workload>.json
     python -m benchmarks.gpu.blocks --out DIR              write the run, as it grows, to DIR

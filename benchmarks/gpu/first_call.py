@@ -1,4 +1,4 @@
-"""What a first call costs: seconds until its result is there, outside jit and under jit, at new lengths, beside cuDNN.
+"""The cost of a first call: seconds until its result is there, outside jit and under jit, at new lengths, beside cuDNN.
 
     python -m benchmarks.gpu.first_call                  print
     python -m benchmarks.gpu.first_call --record         also write benchmarks/results/gpu_first_call.json

@@ -86,7 +86,7 @@ def random_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> 
 
 
 def bytes_of(model: Transformer, batch: int, length: int) -> dict[str, int]:
-    """What a dense step must read."""
+    """Bytes that a dense step must read."""
     config, size = model.config, np.dtype(model.dtype).itemsize
     cache = 2 * config.layers * batch * length * config.kv_heads * config.head_dim * size
     return {"weights": sum(leaf.nbytes for leaf in jax.tree.leaves(model)), "cache": cache}

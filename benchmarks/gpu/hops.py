@@ -1,4 +1,4 @@
-"""What it costs to cut a long call into the hops of a ring: all shards and all hops, one after another, on one device.
+"""The cost of cutting a long call into the hops of a ring: all shards and all hops, one after another, on one device.
 
     python -m benchmarks.gpu.hops                      llama32k, 8 shards in zigzag, measure and print
     python -m benchmarks.gpu.hops --record             also write benchmarks/results/gpu_hops.json

@@ -1,4 +1,4 @@
-"""What a HADS mask costs, stage by stage, beside the attention that it saves.
+"""The cost of a HADS mask, stage by stage, beside the attention that it saves.
 
     python -m benchmarks.gpu.mask_cost                      32k tokens, 32 query heads on 8, head_dim 128, blocks of 64
     python -m benchmarks.gpu.mask_cost --lengths 4096,8192,16384,32768 --record

@@ -49,7 +49,7 @@ def pairs(mask: xsake.BlockMask) -> float:
 
 
 def error(case: Case, block_q: int, block_kv: int, density: float) -> float:
-    """Of output and gradients of the first tokens, against XLA in float32, relative to the norm: the largest."""
+    """The largest relative error of output and gradients against XLA in float32, over the first tokens."""
     few = [x[:, :COMPARED] for x in (*case.inputs, case.cotangent)]
     mask = mask_of(few[0].shape[1], few[1].shape[2], block_q, block_kv, density)
     by_xla = in_direction(partial(xsake.attention, implementation="xla"), BOTH)

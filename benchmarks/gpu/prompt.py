@@ -66,7 +66,7 @@ def reader(model: Transformer, tokens: np.ndarray, **options: Any) -> Callable[[
 
 
 class Subject(NamedTuple):
-    """What reads, and what it reads."""
+    """A model with its profile, and the prompt that it reads."""
 
     name: str
     model: Transformer

@@ -115,7 +115,7 @@ def whole(query: Array, key: Array, value: Array) -> Array:
 
 
 def error(query: Array, key: Array, value: Array, indices: Array) -> Array:
-    """Of the first 4096 tokens, against XLA in float32, relative to the norm."""
+    """The relative error of the first 4096 tokens against XLA in float32."""
     n = min(query.shape[1], 4096)
     few = [x[:, :n] for x in (query, key, value)]
     exact = xsake.selected_attention(
@@ -156,7 +156,7 @@ def checked_peers(peers: Sequence[str], group: int, runs: Runs, ours: dict[str, 
 
 
 def runs_of(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, by: str, with_whole: bool) -> Runs:
-    """What is raced of ours and of dense attention, with these inputs; dense attention is raced once."""
+    """Our contestants and dense attention on these inputs; dense attention runs with one choice only."""
     attends: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {"selected": (selected, (indices,))}
     if choice == "scored":
         attends[f"dense {by}"] = dense(by), ()
@@ -181,7 +181,7 @@ def chosen(choice: str, query: Array, key: Array) -> Array:
 
 
 def around(arrays: tuple[Any, Any, Any, Any], indices: Any, choice: str, group: int) -> Runs:
-    """What is computed beside the races."""
+    """Programs that run beside the races."""
     query, key, value, _ = arrays
     return {
         choice: (partial(chosen, choice), query, key),

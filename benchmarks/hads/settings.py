@@ -1,4 +1,4 @@
-"""What a study compares: sizes, methods and budgets."""
+"""Settings of a study: sizes, methods and budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST = ("hads", "oracle_top_k", "oracle_gain", *(f"{name}+forced" for name in S
 TASK_METHODS = ("hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced", "x_attention_8")
 # Compared with the weight of the last rows given to every method, and to none.
 LAST_ROWS_METHODS = (*TASK_METHODS, "flash_prefill", "flash_prefill+forced", "hads_shares_top_k+forced", "oracle_gain")
-# Of long texts, each takes a second per method. The stage `long` runs these methods in this order on one text after the
+# A long text takes a second per method. The stage `long` runs these methods in this order on one text after the
 # other, at the first budgets on all texts before the others.
 CLOSEST = ("flash_prefill", "x_attention_8", "x_attention_8_heads", "minference", "kascade", "mean_top_k")
 LONG_METHODS = tuple(

@@ -31,7 +31,7 @@ from xsake.hads.study.texts import Text, load_texts
 
 
 class Study:
-    """What the stages (`benchmarks.hads.stages`) share; each stage goes on from the records that exist already.
+    """Files and records that the stages (`benchmarks.hads.stages`) share. A stage goes on from the records there are.
 
     `out` receives the study's files; files in the folder `earlier` that `out` does not have yet are copied to `out`.
     `stop()` is called before every method; if it returns True, the rest is left for another run.
@@ -77,7 +77,7 @@ class Study:
         return HadsProfile.load(_calibrated(self.profile_path))
 
     def knowledge(self, methods: Iterable[str]) -> dict[str, Any]:
-        """What each of the methods knows beyond the profile; most know nothing."""
+        """The knowledge of each method beyond the profile; most have none."""
         wanted, known = set(methods), {}
         for kind in KINDS:
             if mine := kind.methods & wanted:

@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def extras(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What a summary of this study has beyond `as_json`: what the division among layers is worth, and the results with
-    the weight of the last rows given to every method and to none, if these were run."""
+    """Parts of the study's summaries beyond `as_json`: what the division among layers is worth, and results with the
+    weight of the last rows given to every method and to none, if these were run."""
     lines, found = list(lines), {}
     for last_rows in ("every", "none"):
         if rows := summarise(lines, last_rows=last_rows):
@@ -69,14 +69,14 @@ def extras(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def recorded(which: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the recorded study of this name is about, and its lines, each with its text's document."""
+    """The subject of the recorded study of this name, and its lines, each with its text's document."""
     documents = dict(line.split("\t") for line in (FOLDER / "documents.tsv").read_text().splitlines())
     about, lines = read(FOLDER / f"records-{which}.jsonl.xz")
     return about, list(with_documents(lines, documents))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a compressed file of records is about, and its lines, with the methods' present names."""
+    """The subject of a compressed file of records, and its lines, with the methods' present names."""
     with lzma.open(path, "rt") as file:
         head, *lines = map(json.loads, file)
     renamed = RENAMED if head["about"].get("rivals", 1) == 1 else {}

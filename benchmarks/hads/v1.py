@@ -31,7 +31,7 @@ LEAST, MOST = 0.15, 0.85  # focused heads skip 80-90% of the blocks, broad heads
 
 
 class V1Profile(NamedTuple):
-    """What HADS-v1 knows of each of L layers and H query heads, from dense attention.
+    """The numbers that HADS-v1 keeps for each of L layers and H query heads, from dense attention.
 
     entropy: Shannon entropy of a query's weights over the logarithm of the number of keys that it sees, in [0, 1], as a
       mean over queries. The first query, which sees a single key, is left out.

@@ -32,6 +32,6 @@ def checkout(which: str) -> Iterator[Path]:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Of a process that imports `xsake` from the checkout at `root`, and `benchmarks` and `tests` from this one."""
+    """Environment of a process that imports `xsake` from `root`, and `benchmarks` and `tests` from this checkout."""
     path = [str(root / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}

@@ -17,8 +17,8 @@ MOST = 16  # kernels that are named; the rest is added up
 
 
 def kernel_times(run: Callable[[], Any]) -> dict[str, Any] | None:
-    """Of one call, in seconds: the sum of all kernels, from the first to the last, and of each kernel with the number
-    of its launches; None where there is no GPU. The call must be compiled."""
+    """Seconds of one call: all kernels together, from the first to the last, and each kernel with the number of its
+    launches; None where there is no GPU. The call must be compiled."""
     if jax.default_backend() != "gpu":
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ def sustained_race(
 
 
 def sustained_row(found: Mapping[str, Any], calls: int, flops: float) -> Row:
-    """What is recorded of a contestant of `sustained_race`, whose runs are `calls` calls of `flops` operations."""
+    """The recorded numbers of one contestant of `sustained_race`; a run makes `calls` calls of `flops` operations."""
     times = {kind: found[kind].per_call(calls) for kind in ("burst", "sustained")}
     return {
         **{kind: dataclasses.asdict(time) for kind, time in times.items()},

@@ -1,4 +1,4 @@
-"""What the scripts share beside their races: options, the rows of a record, tables."""
+"""Options, records that grow, and tables of the scripts."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FILLED = 0.85  # of the tokens: with less, a haystack has ended before the prom
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What stands before and after the user's words. The answer's beginning follows at once."""
+    """The text before and after the user's words. The answer's beginning follows at once."""
 
     before: str
     after: str

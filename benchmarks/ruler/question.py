@@ -1,4 +1,4 @@
-"""What every task makes, and what it makes it from."""
+"""A task's question, and the material for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """What a question is made from: `size` units of haystack for a prompt of at most `length` tokens."""
+    """The material of a question: `size` units of haystack for a prompt of at most `length` tokens."""
 
     rng: random.Random
     size: int

@@ -64,7 +64,7 @@ def _difference(mine: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]
 
 
 def difference(one: Mapping[str, float], other: Mapping[str, float]) -> Difference:
-    """Of scores by prompt, TASK/LENGTH/SAMPLE, over those that both have.
+    """The mean difference of scores by prompt, TASK/LENGTH/SAMPLE, over the prompts that both have.
 
     Every task counts alike, as in the average, also where a run was cut off and some tasks have more answers.
     """

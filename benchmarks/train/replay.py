@@ -83,7 +83,7 @@ def make_data(folder: Path) -> Path:
 
 
 class Frames:
-    """What a run attends to at its checkpoints, on one text."""
+    """The attention of a run at its checkpoints, on one text."""
 
     def __init__(self, kind: str, config: TrainConfig, data: Path, tokens: np.ndarray):
         self._kind, self._config = kind, config
