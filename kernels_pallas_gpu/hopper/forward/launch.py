@@ -25,7 +25,6 @@ from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.launch import pad_bias, pad_to
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import RowLists
@@ -43,43 +42,10 @@ def forward(
     bits, bias, block_q, block_kv = Bits.of(mask.bitmaps, mask.kv_bitmap), call.bias, mask.block_q, mask.block_kv
     q_segments, kv_segments = call.q_segments, call.kv_segments
     q_positions, kv_positions = call.q_positions, call.kv_positions
-    batch_size, q_len, num_q_heads, head_dim = q.shape
-    num_pages, kv_len, num_kv_heads, v_head_dim = v.shape
-    page = None
-    if page_table is not None:
-        page, kv_len = kv_len, kv_len * page_table.shape[1]
-    packing = Packing.required(block_q, lists, num_q_heads, num_kv_heads, bias)
-    heads = num_q_heads // packing.group
-    has_segments, has_positions = q_segments is not None, q_positions is not None or kv_positions is not None
-    given = [name for name, is_there in (("segments", has_segments), ("positions", has_positions)) if is_there]
-    pairing = config.pairing(pairing)
-    plan = ForwardPlan(
-        batch_size=batch_size,
-        q_len=packing.length(q_len),
-        kv_len=kv_len,
-        num_q_heads=heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        dtype=q.dtype,
-        packing=packing,
-        block_kv=block_kv,
-        scale=call.scale,
-        soft_cap=call.soft_cap,
-        full_is_exact=call.full_is_exact,
-        has_bias=bias is not None,
-        has_sinks=sink_lse is not None,
-        has_bits=bits is not None,
-        has_row_bits=bits is not None and bits.words is None,
-        q_vectors=tuple(f"q_{name}" for name in given),
-        kv_vectors=tuple(f"kv_{name}" for name in given),
-        page=page,
-        own_lists=lists.indices.shape[:2] == (batch_size, heads),
-        pairing=pairing,
-        elements=ElementRule(band=call.band, kv_len=kv_len, q_axis=0),
-        config=config,
-        interpret=interpret,
-    )
+    packing = Packing.required(block_q, lists, call.q_heads, call.kv_heads, bias)
+    plan = ForwardPlan.of(call, packing, config, pairing=pairing, interpret=interpret)
+    batch_size, q_len, kv_len, heads, v_head_dim = call.batch, call.q_len, plan.kv_len, plan.num_q_heads, v.shape[3]
+    page, pairing = plan.page, plan.pairing
     # TMA copies tiles of 8 rows: a length must be a multiple of 8, or less than 8.
     if page is None:
         k, v = (x if x.shape[1] < 8 else pad_to(x, 8, 1) for x in (k, v))
@@ -92,7 +58,7 @@ def forward(
     if q_segments is not None:
         options["q_segments"] = packing.of_tokens(pad_to(q_segments, block_q, 1))
         options["kv_segments"] = pad_to(kv_segments, plan.tile_kv, 1)
-    if has_positions:
+    if "q_positions" in plan.q_vectors:
         if q_positions is None:
             q_positions = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32), (batch_size, q_len))
         if kv_positions is None:
@@ -113,7 +79,7 @@ def forward(
         options["places"] = pages.places(
             page_table,
             kv_segments,
-            num_pages=num_pages,
+            num_pages=len(call.value),
             page=page,
             unit=plan.unit,
             num_runs=pl.cdiv(kv_len, block_kv) * plan.units_per_block,

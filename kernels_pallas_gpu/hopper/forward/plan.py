@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, ForwardConfig, Pairing
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
+from xsake.kernels_pallas_gpu.hopper.tile.bits import fits_in_lists
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
@@ -106,6 +108,42 @@ class ForwardPlan:
     elements: ElementRule
     config: ForwardConfig
     interpret: Any
+
+    @classmethod
+    def of(
+        cls, call: Call, packing: Packing, config: ForwardConfig, *, pairing: Pairing, interpret: Any = False
+    ) -> "ForwardPlan":
+        mask, heads = call.mask, call.q_heads // packing.group
+        has_positions = call.q_positions is not None or call.kv_positions is not None
+        has_numbers = dict(segments=call.q_segments is not None, positions=has_positions)
+        given = [name for name, there in has_numbers.items() if there]
+        return cls(
+            batch_size=call.batch,
+            q_len=packing.length(call.q_len),
+            kv_len=call.kv_len,
+            num_q_heads=heads,
+            num_kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            v_head_dim=call.value_dim,
+            dtype=call.query.dtype,
+            packing=packing,
+            block_kv=mask.block_kv,
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            full_is_exact=call.full_is_exact,
+            has_bias=call.bias is not None,
+            has_sinks=call.sink_lse is not None,
+            has_bits=mask.bitmaps is not None,
+            has_row_bits=mask.bitmaps is not None and fits_in_lists(mask.bitmaps.shape),
+            q_vectors=tuple(f"q_{name}" for name in given),
+            kv_vectors=tuple(f"kv_{name}" for name in given),
+            page=call.page,
+            own_lists=mask.kv_indices.shape[:2] == (call.batch, heads),
+            pairing=config.pairing(pairing),
+            elements=ElementRule(band=call.band, kv_len=call.kv_len, q_axis=0),
+            config=config,
+            interpret=interpret,
+        )
 
     @property
     def block_q(self) -> int:
