@@ -1,4 +1,4 @@
-"""What the forward and dQ kernels share: grid steps that own queries and walk keys."""
+"""Grid steps that own queries and walk keys: the forward and the dQ kernel."""
 
 from __future__ import annotations
 

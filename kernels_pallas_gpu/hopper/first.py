@@ -63,14 +63,7 @@ def forward(
     assert list_batch in (1, batch_size) and list_heads in (1, kv_heads, q_heads)
     assert mask.local_window_size is None and mask.bitmaps is None
 
-    def product(acc, a, b, *, transpose_b=False):
-        """acc + a @ b on the tensor core: `a` in registers or shared memory, `b` in shared memory."""
-        if not interpret:
-            b = b.transpose((1, 0)) if transpose_b else b
-            return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-        a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
-        plgpu.commit_smem()  # these plain loads come before the next copy into the slot; wgmma has no need of this
-        return acc + jnp.dot(a, b.T if transpose_b else b, preferred_element_type=jnp.float32)
+    product = functools.partial(multiply_add, interpret=bool(interpret))
 
     def kernel(q_ref, k_ref, v_ref, indices, row_ptr, num_full, out_ref, lse_ref, *, smem: Scratch, barriers: Barriers):
         head, row, batch = (lax.axis_index(name) for name in ("head", "row", "batch"))
@@ -150,18 +143,7 @@ def forward(
             plgpu.wait_smem_to_gmem(0)
 
     def entry(*refs):
-        smem = Scratch(
-            q=swizzled((ROWS, head_dim), dtype),
-            k=swizzled((STAGES, block_kv, head_dim), dtype),
-            v=swizzled((STAGES, block_kv, head_dim), dtype),
-            out=swizzled((ROWS, head_dim), dtype),
-            lse=plgpu.SMEM((ROWS,), jnp.float32),
-        )
-        barriers = Barriers(
-            q_ready=plgpu.Barrier(),
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            free=plgpu.Barrier(num_barriers=STAGES),
-        )
+        smem, barriers = shared_memory(block_kv, head_dim, dtype)
         pl.run_scoped(functools.partial(kernel, *refs), smem=smem, barriers=barriers, collective_axes="wg")
 
     # Whole blocks, so that no copy leaves its array: keys past the end are tested for, queries past the end cut off.
@@ -179,6 +161,32 @@ def forward(
         interpret=interpret or None,
     )(q, k, v, mask.kv_indices, mask.kv_row_ptr, mask.kv_num_full)
     return out[:, :q_len], lse[:, :, :q_len]
+
+
+def multiply_add(acc: Any, a: Any, b: Any, *, transpose_b: bool = False, interpret: bool) -> jax.Array:
+    """acc + a @ b on the tensor core: `a` in registers or shared memory, `b` in shared memory."""
+    if not interpret:
+        b = b.transpose((1, 0)) if transpose_b else b
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+    plgpu.commit_smem()  # these plain loads come before the next copy into the slot; wgmma has no need of this
+    return acc + jnp.dot(a, b.T if transpose_b else b, preferred_element_type=jnp.float32)
+
+
+def shared_memory(block_kv: int, head_dim: int, dtype: Any) -> tuple[Scratch, Barriers]:
+    smem = Scratch(
+        q=swizzled((ROWS, head_dim), dtype),
+        k=swizzled((STAGES, block_kv, head_dim), dtype),
+        v=swizzled((STAGES, block_kv, head_dim), dtype),
+        out=swizzled((ROWS, head_dim), dtype),
+        lse=plgpu.SMEM((ROWS,), jnp.float32),
+    )
+    barriers = Barriers(
+        q_ready=plgpu.Barrier(),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        free=plgpu.Barrier(num_barriers=STAGES),
+    )
+    return smem, barriers
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -30,7 +30,7 @@ class BitTiles:
         self._heads, self._group = mask.heads, call.q_heads // mask.heads
 
     def pick(self, batch: Any, head: Any, row: Any, lane: Any, number: Any) -> tuple:
-        """Of a query head; `row` and `lane` are tiles of the whole axes."""
+        """Indices of a query head's tile in `tiles`; `row` and `lane` number the tiles of the whole axes."""
         return (
             batch if self._per_batch else 0,
             lax.div(head, self._group) if self._per_head else 0,

@@ -106,7 +106,7 @@ class ModelConfig:
         """FLOPs of a training step per token of a sequence of `length`: the numerator of MFU.
 
         Only matrix products count: forward, and backward as twice the forward. Products that rematerialisation repeats
-        do not count. Of attention, only active work counts: causal, with `attention_density` of the blocks.
+        do not count. Only the active part of attention counts: causal, with `attention_density` of the blocks.
         """
         if length < 1:
             raise ValueError(f"{length=} must be at least 1")

@@ -57,7 +57,7 @@ ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)
 
 
 def fixed_pattern(name: str, *, length: int, block: int, density: float) -> BlockMask:
-    """Of the masks of pattern `name`, the one whose share of active causal blocks is nearest to `density`.
+    """The mask of pattern `name` whose share of active causal blocks is nearest to `density`.
 
     >>> float(fixed_pattern("sink_window", length=1024, block=64, density=0.43).density().round(2))
     0.43

@@ -165,7 +165,7 @@ def _searched(ascending: Int[Array, "N"], count: int) -> Int[Array, "count_and_o
 
 
 def _row_ptr(ends: Int[Array, "all_rows_and_one"], rows: int) -> Int[Array, "heads rows_and_one"]:
-    """Of each head, from the ends of all heads' rows."""
+    """Row pointers per head, from the ends of all heads' rows."""
     first = ends[:-1].reshape(-1, rows)
     return jnp.concatenate([first, ends[rows::rows, None]], -1) - first[:, :1]
 

@@ -183,8 +183,9 @@ class StreamBarriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingPlan(BackwardPlan):
-    """Of a kernel whose CTAs take items by turns (`work.streaming`). Packed heads count as one. `has_bits`: whether
-    the mask has bitmaps.
+    """The plan of a kernel whose CTAs take items by turns (`work.streaming`). Packed heads count as one.
+
+    has_bits: whether the mask has bitmaps.
     """
 
     packing: Packing

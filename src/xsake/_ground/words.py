@@ -108,7 +108,7 @@ TASKS = {
 
 
 def in_words(name: str) -> str:
-    """Of a method.
+    """The name of a method as a person reads it.
 
     >>> in_words("x_attention_8+forced"), in_words("sparge_older"), in_words("mine")
     ('XAttention + forced blocks', 'SpargeAttention, older version', 'mine')

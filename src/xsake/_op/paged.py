@@ -87,7 +87,7 @@ def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
         raise ValueError(
             f"page_table must be [batch, pages per sequence] with batch={query.shape[0]}; got shape {table.shape}"
         )
-    # What remains is as without pages.
+    # The other checks are those of a call without pages.
     tokens = table.shape[0], table.shape[1] * key.shape[1]
     check_inputs(query, *(jax.ShapeDtypeStruct((*tokens, *x.shape[2:]), x.dtype) for x in (key, value)))
     return table.astype(jnp.int32)

@@ -158,7 +158,7 @@ class _Operation:
         return MeshCut(batch, heads, bool(heads) and self.kv_heads % count == 0)
 
     def part(self, cut: MeshCut, given: tuple) -> tuple:
-        """What one device does. Where K/V heads are not cut but query heads are, it takes the one K/V head it needs."""
+        """Run one device's part. Where only query heads are cut, a device takes the one K/V head of its queries."""
         dims = flat_dims(self.given_dims)
         own: Array | None = None
         if cut.heads and not cut.kv_heads and self.kv_heads > 1:

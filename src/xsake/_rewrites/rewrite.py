@@ -40,7 +40,7 @@ class Rewrite:
     def statistics(
         self, lse: Float[Array, "B H T"], delta: Float[Array, "B H T"] | DeltaParts, d_out: Float[Array, "B T H Dv"]
     ) -> tuple[Float[Array, "B h R"], Float[Array, "B h R"] | DeltaParts, Float[Array, "B R h Dv"]]:
-        """What the backward of `call` takes, from what the backward of the given call takes."""
+        """The arguments of the backward of `call`, from those of the backward of the given call."""
         return lse, delta, d_out
 
     def gradients(self, d_query: Any, d_key: Any, d_value: Any) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ from xsake._ground.trace import vary, varying_axes
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Where tokens lie once every sequence is padded to whole blocks. Block numbers of a sequence begin at 0.
+    """Places of tokens once every sequence is padded to whole blocks. Block numbers of a sequence begin at 0.
 
     `place` [T] is the new index of each token, `length` for tokens past the last sequence; `segment` [1, length] is
     the sequence of each new place, -1 where there is no token; `first_block` [T] is the first block of its sequence.

@@ -39,7 +39,7 @@ EXCHANGES = ("gather", "ring", "sparse")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Shard:
-    """What one shard holds. `call` has its own queries and keys; what follows the keys is given for all shards' keys.
+    """The arrays of one shard. `call` has its own queries and keys; arrays along the keys cover all shards' keys.
 
     `rows` are the shard's own, and `bias` is [.., .., own queries, all keys]. `by_blocks`: the causal rule is all there
     is to test. Then blocks of other shards' keys are full or not listed, and the own keys stand as the own queries do.

@@ -152,7 +152,7 @@ def _reordered(x: Any, shards: int, axis: int, *, back: bool) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is decided while tracing."""
+    """The choices made while tracing."""
 
     sequence: str | tuple[str, ...]
     batch: Axes = None
@@ -334,7 +334,7 @@ def _local(options: Options, arrays: dict[str, Any]) -> tuple[Array, Array]:
 
 
 def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shard, Runner]:
-    """What shard number `own` holds, and what runs its calls."""
+    """Shard number `own`, and the runner of its calls."""
     query, key, value, rows = (arrays[name] for name in ("query", "key", "value", "mask"))
     sizes = (query.shape[1], key.shape[1])
     order, grid = rows.order, rows.grid

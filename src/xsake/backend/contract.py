@@ -1,4 +1,4 @@
-"""What a backend gets (`Call`) and what a backend provides (`Backend`).
+"""`Call`, which a backend gets, and `Backend`, the names that a backend provides.
 
 A backend is a module with the names of `Backend`. CONTRIBUTING.md walks through a new backend: a folder with such a
 module, its name in `_op/registry.py` and in the shared test suite.
@@ -25,7 +25,7 @@ _SHARED = {"shared_batch": True}  # the field's batch may be 1 where the query's
 
 
 def _dims(names: str) -> dict[str, str]:
-    """What an array's dimensions stand for: batch, tokens (t, s), heads (h), K/V heads (k) and channels (d, e)."""
+    """The meaning of an array's dimensions: batch, tokens (t, s), heads (h), K/V heads (k) and channels (d, e)."""
     return {"dims": names}
 
 
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def kv_reach(self) -> int:
-        """How many keys, from the first on, the mask's rule leaves to its queries: lists name no block past these."""
+        """The mask's rule lets queries attend to the first `kv_reach` keys only: lists name no block past these."""
         right = self.mask.band.right
         return self.kv_len if right is None else min(self.kv_len, self.q_len + right)
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 
 class DeltaParts(NamedTuple):
-    """What delta is made of, for a backend whose kernel has d_out at hand: it saves a pass over both arrays."""
+    """The parts of delta. A backend whose kernel reads d_out anyway sums them there, and saves a pass over both."""
 
     out: Float[Array, "B T H Dv"]
     d_lse: Float[Array, "B H T"] | None  # None: zeros
