@@ -245,19 +245,19 @@ def test_hidden_and_exposed_by_hand():
 def test_memory_by_hand():
     config, mesh = PRESETS["tiny"], Mesh(data=2, model=2, sequence=2)
     parameters = config.param_count()
-    at = dict(tokens=1024, union=1.0)
-    memory = training_memory(config, mesh, "gather", batch=2, fsdp="all", remat=False, **at)
+    question = dataclasses.replace(CASE, config=config, tokens=1024, density=1.0, batch=2, union=1.0)
+    memory = training_memory(question, mesh, "gather", remat=False)
     assert (memory["weights"], memory["optimiser"]) == (4 * parameters / 8, 8 * parameters / 8)
     assert memory["gradients"] == 4 * parameters / 8
     assert memory["logits"] == 8 * 512 * config.vocab_size / 2
     assert memory["activations"] == 2 * 512 * block_bytes_per_token(config, 2)
-    more = training_memory(config, mesh, "gather", batch=4, fsdp="data", remat=True, **at)
+    more = training_memory(dataclasses.replace(question, batch=4, fsdp="data"), mesh, "gather", remat=True)
     assert (more["weights"], more["gradients"]) == (4 * parameters / 4, 2 * 4 * parameters / 4)
     assert more["activations"] == 512 * (2 * 2 * config.width + block_bytes_per_token(config, 2))
     piece, local = 2 * 1024 * 1 * 16 * 2, 2 * 512 * 1 * 16 * 2  # one KV head per device
-    assert exchange_bytes(config, mesh, "gather", backward=False, **at) == 2 * piece
-    assert exchange_bytes(config, mesh, "gather", backward=True, **at) == 4 * piece
-    assert exchange_bytes(config, mesh, "ring", backward=True, **at) == 5 * local + 4 * 512 * 2 * 16
+    assert exchange_bytes(question, mesh, "gather", backward=False) == 2 * piece
+    assert exchange_bytes(question, mesh, "gather", backward=True) == 4 * piece
+    assert exchange_bytes(question, mesh, "ring", backward=True) == 5 * local + 4 * 512 * 2 * 16
 
 
 def test_kept_activations_are_what_jax_keeps():

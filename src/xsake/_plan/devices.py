@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 from xsake.model.training.watch.mfu import peak_flops
 
@@ -63,62 +64,30 @@ class Device:
 
 # NVLink 4: 900 GB/s both ways. InfiniBand: one adapter of 400 Gb/s per GPU. ICI: 50 or 100 GB/s per link and direction;
 # a collective along one axis of the torus uses two links. Between slices of TPUs: the host's network over its chips.
-_HGX = Links(domain=8, inside=450.0, hop=450.0, outside=50.0)
-_GPU_LINKS = ("NVLink", "InfiniBand")
-_TPU_LINKS = ("ICI", "data centre network")
-_TPU_NOTE = (
-    "Attention throughputs are cycles of the compiler's schedules: these kernels never ran on a TPU, and waiting for "
-    "memory is in no schedule."
+_gpu = partial(
+    Device,
+    recorded_as="NVIDIA H200",
+    cores=132,
+    links=Links(domain=8, inside=450.0, hop=450.0, outside=50.0),
+    link_names=("NVLink", "InfiniBand"),
 )
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            name="h200",
-            kind="NVIDIA H200",
-            recorded_as="NVIDIA H200",
-            memory=141.0,
-            bandwidth=4800.0,
-            cores=132,
-            links=_HGX,
-            link_names=_GPU_LINKS,
-        ),
-        Device(
-            name="h100",
-            kind="NVIDIA H100 80GB HBM3",
-            recorded_as="NVIDIA H200",
-            memory=80.0,
-            bandwidth=3350.0,
-            cores=132,
-            links=_HGX,
-            link_names=_GPU_LINKS,
-            note="Nothing was recorded on an H100 (SXM): it is taken to be as fast as the H200, whose chip it shares.",
-        ),
-        Device(
-            name="tpu-v5e",
-            kind="TPU v5 lite",
-            recorded_as="TPU v5 lite",
-            memory=16.0,
-            bandwidth=800.0,
-            cores=1,
-            links=Links(domain=256, inside=100.0, hop=50.0, outside=3.1),
-            link_names=_TPU_LINKS,
-            note=_TPU_NOTE,
-        ),
-        Device(
-            name="tpu-v6e",
-            kind="TPU v6 lite",
-            recorded_as="TPU v6 lite",
-            memory=32.0,
-            bandwidth=1600.0,
-            cores=1,
-            links=Links(domain=256, inside=200.0, hop=100.0, outside=12.5),
-            link_names=_TPU_LINKS,
-            note=_TPU_NOTE,
-        ),
-    )
-}
+_tpu = partial(
+    Device,
+    cores=1,
+    link_names=("ICI", "data centre network"),
+    note="Attention throughputs are cycles of the compiler's schedules: these kernels never ran on a TPU, and waiting "
+    "for memory is in no schedule.",
+)
+_H100 = "Nothing was recorded on an H100 (SXM): it is taken to be as fast as the H200, whose chip it shares."
+_V5E = Links(domain=256, inside=100.0, hop=50.0, outside=3.1)
+_V6E = Links(domain=256, inside=200.0, hop=100.0, outside=12.5)
+_ALL = (
+    _gpu(name="h200", kind="NVIDIA H200", memory=141.0, bandwidth=4800.0),
+    _gpu(name="h100", kind="NVIDIA H100 80GB HBM3", memory=80.0, bandwidth=3350.0, note=_H100),
+    _tpu(name="tpu-v5e", kind="TPU v5 lite", recorded_as="TPU v5 lite", memory=16.0, bandwidth=800.0, links=_V5E),
+    _tpu(name="tpu-v6e", kind="TPU v6 lite", recorded_as="TPU v6 lite", memory=32.0, bandwidth=1600.0, links=_V6E),
+)
+DEVICES = {device.name: device for device in _ALL}
 
 
 def find_device(name: str) -> Device:

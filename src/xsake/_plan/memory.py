@@ -5,6 +5,7 @@ from __future__ import annotations
 from xsake._plan.exchanges import heads_per_piece, kv_bytes
 from xsake._plan.meshes import Mesh
 from xsake._plan.models import block_weights
+from xsake._plan.question import Question
 from xsake.model.network.config import ModelConfig
 
 LOSS_CHUNK = 8192  # tokens whose logits exist at a time, as in `xsake.model.TrainConfig`
@@ -26,13 +27,11 @@ def state_shards(fsdp: str, mesh: Mesh) -> int:
     return {"none": 1, "data": mesh.data, "all": mesh.data * mesh.sequence}[fsdp]
 
 
-def training_memory(
-    config: ModelConfig, mesh: Mesh, exchange: str, *, tokens: int, batch: int, fsdp: str, remat: bool, union: float
-) -> dict[str, float]:
-    local = tokens // mesh.sequence
-    split = mesh.model * state_shards(fsdp, mesh)
+def training_memory(q: Question, mesh: Mesh, exchange: str, *, remat: bool) -> dict[str, float]:
+    config, local = q.config, q.tokens // mesh.sequence
+    split = mesh.model * state_shards(q.fsdp, mesh)
     parameters = config.param_count()
-    running_sum = batch > mesh.data  # sequences are computed one after the other
+    running_sum = q.batch > mesh.data  # sequences are computed one after the other
     per_block = local * block_bytes_per_token(config, mesh.model)
     kept = config.layers * local * 2 * config.width + per_block if remat else config.layers * per_block
     return {
@@ -42,40 +41,38 @@ def training_memory(
         "weights in use": _weights_in_use(config, mesh.model),
         "activations": kept,
         "logits": 8 * min(local, LOSS_CHUNK) * config.vocab_size / mesh.model,
-        "exchange": exchange_bytes(config, mesh, exchange, tokens=tokens, union=union, backward=True),
+        "exchange": exchange_bytes(q, mesh, exchange, backward=True),
     }
 
 
-def prefill_memory(config: ModelConfig, mesh: Mesh, exchange: str, *, tokens: int, batch: int, union: float) -> dict:
-    local = tokens // mesh.sequence
+def prefill_memory(q: Question, mesh: Mesh, exchange: str) -> dict[str, float]:
+    config, local = q.config, q.tokens // mesh.sequence
     kv = kv_bytes(local, config.kv_heads // mesh.model, config.head_dim)
     return {
         "weights": 2 * config.param_count() / mesh.model,
-        "cache": batch / mesh.data * config.layers * kv,
+        "cache": q.batch / mesh.data * config.layers * kv,
         "activations": local * block_bytes_per_token(config, mesh.model),
-        "exchange": exchange_bytes(config, mesh, exchange, tokens=tokens, union=union, backward=False),
+        "exchange": exchange_bytes(q, mesh, exchange, backward=False),
     }
 
 
-def exchange_bytes(
-    config: ModelConfig, mesh: Mesh, exchange: str, *, tokens: int, union: float, backward: bool
-) -> float:
+def exchange_bytes(q: Question, mesh: Mesh, exchange: str, *, backward: bool) -> float:
     """What an exchange holds beside the local K and V.
 
     gather: this piece and the next one, and in the backward as much of dK and dV. sparse: `union` of that. ring: the
     next K and V, and the float32 sum of the output; in the backward the next K and V, two dK and dV in float32, and the
     float32 sum of dQ.
     """
-    n = mesh.sequence
+    config, n = q.config, mesh.sequence
     if exchange == "none" or n == 1:
         return 0.0
     kv_heads = config.kv_heads // mesh.model
     if exchange == "ring":
-        local = kv_bytes(tokens // n, kv_heads, config.head_dim)
-        sums = 4.0 * (tokens // n) * (config.q_heads // mesh.model) * config.head_dim
+        local = kv_bytes(q.tokens // n, kv_heads, config.head_dim)
+        sums = 4.0 * (q.tokens // n) * (config.q_heads // mesh.model) * config.head_dim
         return local + sums + (4 * local if backward else 0.0)
-    piece = kv_bytes(tokens, heads_per_piece(kv_heads, n), config.head_dim)
-    return piece * (4 if backward else 2) * (union if exchange == "sparse" else 1.0)
+    piece = kv_bytes(q.tokens, heads_per_piece(kv_heads, n), config.head_dim)
+    return piece * (4 if backward else 2) * (q.union if exchange == "sparse" else 1.0)
 
 
 def _weights_in_use(config: ModelConfig, model: int) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from xsake._plan.groups import Group
-from xsake.model.network.config import ModelConfig
+from xsake._plan.question import Question
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -61,17 +61,17 @@ def every_mesh(devices: int) -> Iterator[Mesh]:
             yield Mesh(data, model, devices // data // model)
 
 
-def mesh_problem(mesh: Mesh, config: ModelConfig, *, tokens: int, batch: int, block: int) -> str | None:
+def mesh_problem(mesh: Mesh, q: Question) -> str | None:
     """Why the model cannot run on this mesh, or None."""
-    if batch % mesh.data:
-        return f"data={mesh.data} does not divide the batch of {batch}"
+    if q.batch % mesh.data:
+        return f"data={mesh.data} does not divide the batch of {q.batch}"
     for name in ("kv_heads", "mlp_width", "vocab_size"):
-        if getattr(config, name) % mesh.model:
-            return f"model={mesh.model} does not divide the model's {name}={getattr(config, name)}"
-    if mesh.sequence > 1 and tokens % (2 * mesh.sequence * block):
+        if getattr(q.config, name) % mesh.model:
+            return f"model={mesh.model} does not divide the model's {name}={getattr(q.config, name)}"
+    if mesh.sequence > 1 and q.tokens % (2 * mesh.sequence * q.block):
         return (
-            f"sequence={mesh.sequence} needs two chunks of whole blocks per device (zigzag), and {tokens} tokens are "
-            f"no multiple of 2 * {mesh.sequence} * {block}"
+            f"sequence={mesh.sequence} needs two chunks of whole blocks per device (zigzag), and {q.tokens} tokens are "
+            f"no multiple of 2 * {mesh.sequence} * {q.block}"
         )
     return None
 

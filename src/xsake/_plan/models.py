@@ -3,71 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 from xsake.model.network.config import PRESETS, ModelConfig
 from xsake.model.network.fields import read_json
 
 # From the models' published configurations. Qwen's biases (0.01% of its parameters) are left out.
+_llama = partial(ModelConfig, vocab_size=128256, kv_heads=8, context=131072, rope_base=5e5)
+_qwen = partial(ModelConfig, layers=28, head_dim=128, context=131072, rope_base=1e6)
 PUBLISHED = {
-    "llama-1b": ModelConfig(
-        vocab_size=128256,
-        layers=16,
-        width=2048,
-        q_heads=32,
-        kv_heads=8,
-        head_dim=64,
-        mlp_width=8192,
-        context=131072,
-        rope_base=500_000.0,
-    ),
-    "llama-8b": ModelConfig(
-        vocab_size=128256,
-        layers=32,
-        width=4096,
-        q_heads=32,
-        kv_heads=8,
-        head_dim=128,
-        mlp_width=14336,
-        context=131072,
-        rope_base=500_000.0,
-        tied=False,
-    ),
-    "llama-70b": ModelConfig(
-        vocab_size=128256,
-        layers=80,
-        width=8192,
-        q_heads=64,
-        kv_heads=8,
-        head_dim=128,
-        mlp_width=28672,
-        context=131072,
-        rope_base=500_000.0,
-        tied=False,
-    ),
-    "qwen2.5-1.5b": ModelConfig(
-        vocab_size=151936,
-        layers=28,
-        width=1536,
-        q_heads=12,
-        kv_heads=2,
-        head_dim=128,
-        mlp_width=8960,
-        context=131072,
-        rope_base=1_000_000.0,
-    ),
-    "qwen2.5-7b": ModelConfig(
-        vocab_size=152064,
-        layers=28,
-        width=3584,
-        q_heads=28,
-        kv_heads=4,
-        head_dim=128,
-        mlp_width=18944,
-        context=131072,
-        rope_base=1_000_000.0,
-        tied=False,
-    ),
+    "llama-1b": _llama(layers=16, width=2048, q_heads=32, head_dim=64, mlp_width=8192),
+    "llama-8b": _llama(layers=32, width=4096, q_heads=32, head_dim=128, mlp_width=14336, tied=False),
+    "llama-70b": _llama(layers=80, width=8192, q_heads=64, head_dim=128, mlp_width=28672, tied=False),
+    "qwen2.5-1.5b": _qwen(vocab_size=151936, width=1536, q_heads=12, kv_heads=2, mlp_width=8960),
+    "qwen2.5-7b": _qwen(vocab_size=152064, width=3584, q_heads=28, kv_heads=4, mlp_width=18944, tied=False),
 }
 MODELS = PRESETS | PUBLISHED
 

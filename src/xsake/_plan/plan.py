@@ -44,11 +44,7 @@ def make_plan(question: Question, mesh: Mesh | None = None) -> Plan:
     if mesh is not None and mesh.devices != question.devices:
         raise ValueError(f"mesh={mesh} has {mesh.devices} devices, and devices={question.devices}")
     asked = [mesh] if mesh is not None else list(every_mesh(question.devices))
-    problems = {
-        m: mesh_problem(m, question.config, tokens=question.tokens, batch=question.batch, block=question.block)
-        for m in asked
-    }
-    refused = {m: problem for m, problem in problems.items() if problem is not None}
+    refused = {m: problem for m in asked if (problem := mesh_problem(m, question)) is not None}
     if len(refused) == len(asked):
         reasons = "; ".join(f"{m}: {problem}" for m, problem in list(refused.items())[:4])
         more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""

@@ -177,11 +177,6 @@ def _weights(q: Question, mesh: Mesh, matmuls: float) -> Traffic:
 
 def _memory(q: Question, mesh: Mesh, exchange: str, remat: bool) -> tuple[dict[str, float], float | None]:
     if q.prefill:
-        return prefill_memory(q.config, mesh, exchange, tokens=q.tokens, batch=q.batch, union=q.union), None
-    both = {
-        r: training_memory(
-            q.config, mesh, exchange, tokens=q.tokens, batch=q.batch, fsdp=q.fsdp, remat=r, union=q.union
-        )
-        for r in (False, True)
-    }
+        return prefill_memory(q, mesh, exchange), None
+    both = {r: training_memory(q, mesh, exchange, remat=r) for r in (False, True)}
     return both[remat], sum(both[not remat].values())
