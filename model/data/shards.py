@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from xsake._ground import atomic
-from xsake.model.network.fields import Kind, OneOf, Text, Whole, check
+from xsake.model.network.fields import TEXT, Kind, check, one_of, whole
 
 FORMAT, VERSION = "xsake-tokens", 1
 HEADER_BYTES = 4096
 SUFFIX = ".tokens"
 _HEADER: dict[str, Kind] = {
-    "format": OneOf((FORMAT,)),
-    "version": Whole(),
-    "dtype": OneOf(("uint16", "uint32")),
-    "tokens": Whole(0, 2**62),
-    "vocab_size": Whole(1, 2**32),
-    "tokenizer": Text(),
+    "format": one_of(FORMAT),
+    "version": whole(),
+    "dtype": one_of("uint16", "uint32"),
+    "tokens": whole(0, 2**62),
+    "vocab_size": whole(1, 2**32),
+    "tokenizer": TEXT,
 }
 
 

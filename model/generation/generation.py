@@ -19,7 +19,7 @@ from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.network.attend import MaskFn
 from xsake.model.network.cache import KVCache
-from xsake.model.network.fields import Whole, check
+from xsake.model.network.fields import check, whole
 from xsake.model.network.sharding import check_generation, shard_model
 from xsake.model.network.transformer import Transformer
 from xsake.model.weights.writer import Writer
@@ -94,7 +94,7 @@ def stream(
         raise ValueError("prompts must not be empty: a model continues at least one token")
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
-    check("seed", seed, Whole(0, 2**32 - 1))
+    check("seed", seed, whole(0, 2**32 - 1))
     if max(lengths) + max_new_tokens > model.config.context:
         raise ValueError(
             f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of "

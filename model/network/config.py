@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
-from xsake.model.network.fields import Flag, Kind, Maybe, Number, Whole, check_all
-
-FIELDS: dict[str, Kind] = {
-    "vocab_size": Whole(),
-    "layers": Whole(most=1024),  # each takes tens of milliseconds to build
-    "width": Whole(),
-    "q_heads": Whole(),
-    "kv_heads": Whole(),
-    "head_dim": Whole(),
-    "mlp_width": Whole(),
-    "context": Whole(),
-    "rope_base": Number(above=0),
-    "norm_eps": Number(above=0),
-    "tied": Flag(),
-    "qkv_bias": Flag(),
-    "qk_norm": Flag(),
-    "window": Maybe(Whole()),
-    "window_from": Whole(0),
-    "rope_factor": Number(least=1),
-    "rope_low": Number(above=0),
-    "rope_high": Number(above=0),
-    "rope_context": Whole(),
-}
+from xsake.model.network.fields import FLAG, check_fields, field, maybe, number, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,28 +40,28 @@ class ModelConfig:
     True
     """
 
-    vocab_size: int
-    layers: int
-    width: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
-    context: int
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
-    tied: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
-    window_from: int = 0
-    rope_factor: float = 1.0
-    rope_low: float = 1.0
-    rope_high: float = 4.0
-    rope_context: int = 8192
+    vocab_size: int = field(whole())
+    layers: int = field(whole(most=1024))  # each takes tens of milliseconds to build
+    width: int = field(whole())
+    q_heads: int = field(whole())
+    kv_heads: int = field(whole())
+    head_dim: int = field(whole())
+    mlp_width: int = field(whole())
+    context: int = field(whole())
+    rope_base: float = field(number(above=0), default=10_000.0)
+    norm_eps: float = field(number(above=0), default=1e-5)
+    tied: bool = field(FLAG, default=True)
+    qkv_bias: bool = field(FLAG, default=False)
+    qk_norm: bool = field(FLAG, default=False)
+    window: int | None = field(maybe(whole()), default=None)
+    window_from: int = field(whole(0), default=0)
+    rope_factor: float = field(number(least=1), default=1.0)
+    rope_low: float = field(number(above=0), default=1.0)
+    rope_high: float = field(number(above=0), default=4.0)
+    rope_context: int = field(whole(), default=8192)
 
     def __post_init__(self) -> None:
-        check_all(self, FIELDS)
+        check_fields(self)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
         if self.head_dim % 2:
@@ -123,42 +102,14 @@ class ModelConfig:
         return attention + 3 * self.width * self.mlp_width
 
 
+_long = partial(ModelConfig, head_dim=64, context=8192)
 PRESETS = {
     "tiny": ModelConfig(
         vocab_size=512, layers=2, width=64, q_heads=4, kv_heads=2, head_dim=16, mlp_width=192, context=512
     ),
-    "small": ModelConfig(
-        vocab_size=16384,
-        layers=12,
-        width=512,
-        q_heads=8,
-        kv_heads=4,
-        head_dim=64,
-        mlp_width=1792,
-        context=8192,
-        rope_base=500_000.0,
-    ),
-    # As large as GPT-2 small (124M), but Llama-style like the others: not GPT-2's architecture, nor its weights.
-    "gpt2-124m": ModelConfig(
-        vocab_size=50304,  # GPT-2's 50257, rounded up to a multiple of 64
-        layers=12,
-        width=768,
-        q_heads=12,
-        kv_heads=12,
-        head_dim=64,
-        mlp_width=2048,
-        context=8192,
-        rope_base=500_000.0,
-    ),
-    "smollm2-135m": ModelConfig(
-        vocab_size=49152,
-        layers=30,
-        width=576,
-        q_heads=9,
-        kv_heads=3,
-        head_dim=64,
-        mlp_width=1536,
-        context=8192,
-        rope_base=100_000.0,
-    ),
+    "small": _long(vocab_size=16384, layers=12, width=512, q_heads=8, kv_heads=4, mlp_width=1792, rope_base=5e5),
+    # As large as GPT-2 small (124M), but Llama-style like the others: not GPT-2's architecture, nor its weights. Its
+    # vocabulary is GPT-2's 50257, rounded up to a multiple of 64.
+    "gpt2-124m": _long(vocab_size=50304, layers=12, width=768, q_heads=12, kv_heads=12, mlp_width=2048, rope_base=5e5),
+    "smollm2-135m": _long(vocab_size=49152, layers=30, width=576, q_heads=9, kv_heads=3, mlp_width=1536, rope_base=1e5),
 }

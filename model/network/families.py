@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from xsake.model.network.config import FIELDS, ModelConfig
-from xsake.model.network.fields import check
+from xsake.model.network.config import ModelConfig
+from xsake.model.network.fields import check, kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,9 @@ def read_config(
     the number of KV heads, the size of a head, the rotary base and the window.
     """
     values = dict(found) | {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+    allowed = kinds(ModelConfig)
     for ours, value in values.items():
-        check(names.get(ours, ours), value, FIELDS[ours], file)
+        check(names.get(ours, ours), value, allowed[ours], file)
     optional = ("kv_heads", "head_dim", "rope_base", "window")
     if missing := sorted(theirs for ours, theirs in names.items() if ours not in values and ours not in optional):
         raise ValueError(f"{file} lacks the field {', '.join(missing)}")

@@ -8,125 +8,77 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
 _MOST_BYTES = 1 << 24  # the most that `read_json` and `read_text` read; real files have some thousand
 
 
-@runtime_checkable
-class Kind(Protocol):
-    """Says whether a value is allowed; `str(kind)` describes the allowed values."""
-
-    def allows(self, value: Any) -> bool: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """An int; True and 2.0 do not count as ints."""
+class Kind:
+    """The values that a field may hold: whether it `allows` a value, and the allowed values in `words`."""
 
-    least: int = 1
-    most: int = LARGEST_INT
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
+    allows: Callable[[Any], bool]
+    words: str
 
     def __str__(self) -> str:
-        return f"an int of at least {self.least} and at most {self.most}"
+        return self.words
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Number:
+FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
+TEXT = Kind(lambda value: isinstance(value, str), "text")
+TABLE = Kind(lambda value: isinstance(value, dict), "a table of names and values")  # from JSON: the names are text
+
+
+def whole(least: int = 1, most: int = LARGEST_INT) -> Kind:
+    """An int; True and 2.0 do not count as ints."""
+    return Kind(
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+        f"an int of at least {least} and at most {most}",
+    )
+
+
+def number(*, above: float = -inf, least: float = -inf, below: float = inf, most: float = inf) -> Kind:
     """A finite int or float, within the bounds that are given."""
-
-    above: int | float | None = None
-    least: int | float | None = None
-    below: int | float | None = None
-    most: int | float | None = None
-
-    def allows(self, value: Any) -> bool:
+    bounds = {"above": above, "at least": least, "below": below, "at most": most}
+    words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf)
+    return Kind(
         # Compared without conversion: an int may be too large for a float.
-        return (
+        lambda value: (
             isinstance(value, int | float)
             and not isinstance(value, bool)
             and -LARGEST_FLOAT <= value <= LARGEST_FLOAT
-            and (self.above is None or value > self.above)
-            and (self.least is None or value >= self.least)
-            and (self.below is None or value < self.below)
-            and (self.most is None or value <= self.most)
-        )
-
-    def __str__(self) -> str:
-        bounds = {"above": self.above, "at least": self.least, "below": self.below, "at most": self.most}
-        words = " and ".join(f"{word} {x}" for word, x in bounds.items() if x is not None)
-        return f"a finite number, {words}" if words else "a finite number"
+            and above < value < below
+            and least <= value <= most
+        ),
+        f"a finite number, {words}" if words else "a finite number",
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "True or False"
+def one_of(*choices: str) -> Kind:
+    return Kind(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, str)
-
-    def __str__(self) -> str:
-        return "text"
+def maybe(kind: Kind) -> Kind:
+    return Kind(lambda value: value is None or kind.allows(value), f"None, or {kind}")
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-    choices: tuple[str, ...]
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, str) and value in self.choices
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.choices)}"
+def list_of(item: Kind) -> Kind:
+    return Kind(lambda value: isinstance(value, list) and all(map(item.allows, value)), f"a list, and each item {item}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Maybe:
-    """None, or a value of another kind."""
-
-    kind: Kind
-
-    def allows(self, value: Any) -> bool:
-        return value is None or self.kind.allows(value)
-
-    def __str__(self) -> str:
-        return f"None, or {self.kind}"
+def field(kind: Kind, **options: Any) -> Any:
+    """A field of a dataclass that holds values of this kind; `options` are those of `dataclasses.field`."""
+    return dataclasses.field(metadata={"kind": kind}, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class ListOf:
-    item: Kind
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, list) and all(map(self.item.allows, value))
-
-    def __str__(self) -> str:
-        return f"a list, and each item {self.item}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A dictionary, as JSON has it: the keys are text."""
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, dict)
-
-    def __str__(self) -> str:
-        return "a table of names and values"
+def kinds(config: Any) -> dict[str, Kind]:
+    """The fields of a dataclass, or of an instance, that were declared by `field`."""
+    return {f.name: f.metadata["kind"] for f in dataclasses.fields(config) if "kind" in f.metadata}
 
 
 def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
@@ -134,10 +86,10 @@ def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
         raise ValueError(f"{'' if where is None else f'{where}: '}{name}={reprlib.repr(value)} must be {kind}")
 
 
-def check_all(values: Any, kinds: Mapping[str, Kind]) -> None:
-    """Check each named attribute of an object against its kind."""
-    for name, kind in kinds.items():
-        check(name, getattr(values, name), kind)
+def check_fields(config: Any) -> None:
+    """Check the value of every field that was declared by `field`; to be called in `__post_init__`."""
+    for name, kind in kinds(config).items():
+        check(name, getattr(config, name), kind)
 
 
 def read_text(path: Path) -> str:

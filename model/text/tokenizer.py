@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from xsake.model.network.fields import Text, check, read_json, read_text
+from xsake.model.network.fields import TEXT, check, read_json, read_text
 from xsake.model.text.chat_template import render
 from xsake.model.text.tokenizer_file import plain_tokenizer_errors, read_tokenizer
 
@@ -159,7 +159,7 @@ def from_folder(folder: Path) -> Tokenizer:
         found["chat_template"] = read_text(beside_it)
     for name, value in found.items():
         if value is not None:
-            check(name, value, Text(), beside)
+            check(name, value, TEXT, beside)
     return Tokenizer(core=core, eos=found["eos_token"], bos=found["bos_token"], template=found["chat_template"])
 
 

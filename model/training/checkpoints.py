@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from xsake._ground import atomic
-from xsake.model.network.fields import Table, check
+from xsake.model.network.fields import TABLE, check
 
 
 class Checkpoints:
@@ -52,7 +52,7 @@ class Checkpoints:
         with self._plain_errors(step):
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
             for name in ("config", "data"):
-                check(name, about[name], Table())
+                check(name, about[name], TABLE)
         return about
 
     def restore(self, step: int, name: str, like: Any) -> Any:

@@ -6,29 +6,7 @@ import dataclasses
 from typing import Any
 
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import Flag, Kind, Number, OneOf, Text, Whole, check_all
-
-FIELDS: dict[str, Kind] = {
-    "length": Whole(),
-    "batch": Whole(),
-    "steps": Whole(),
-    "microbatches": Whole(),
-    "learning_rate": Number(above=0),
-    "warmup": Whole(0),
-    "final_fraction": Number(least=0, most=1),
-    "weight_decay": Number(least=0),
-    "beta1": Number(least=0, below=1),
-    "beta2": Number(least=0, below=1),
-    "clip": Number(above=0),
-    "attention": Text(),
-    "density": Number(above=0, most=1),
-    "block": Whole(),
-    "recalibrate_every": Whole(0),
-    "dtype": OneOf(("bfloat16", "float32")),
-    "remat": Flag(),
-    "loss_chunk": Whole(),
-    "seed": Whole(0, 2**32 - 1),  # jax.random.key would quietly drop higher bits
-}
+from xsake.model.network.fields import FLAG, TEXT, check_fields, field, number, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,28 +37,28 @@ class TrainConfig:
     """
 
     model: ModelConfig
-    length: int
-    batch: int
-    steps: int
-    microbatches: int = 1
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    final_fraction: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
-    attention: str = "dense"
-    density: float = 1.0
-    block: int = 128
-    recalibrate_every: int = 0
-    dtype: str = "bfloat16"
-    remat: bool = False
-    loss_chunk: int = 8192
-    seed: int = 0
+    length: int = field(whole())
+    batch: int = field(whole())
+    steps: int = field(whole())
+    microbatches: int = field(whole(), default=1)
+    learning_rate: float = field(number(above=0), default=1e-3)
+    warmup: int = field(whole(0), default=100)
+    final_fraction: float = field(number(least=0, most=1), default=0.1)
+    weight_decay: float = field(number(least=0), default=0.1)
+    beta1: float = field(number(least=0, below=1), default=0.9)
+    beta2: float = field(number(least=0, below=1), default=0.95)
+    clip: float = field(number(above=0), default=1.0)
+    attention: str = field(TEXT, default="dense")
+    density: float = field(number(above=0, most=1), default=1.0)
+    block: int = field(whole(), default=128)
+    recalibrate_every: int = field(whole(0), default=0)
+    dtype: str = field(one_of("bfloat16", "float32"), default="bfloat16")
+    remat: bool = field(FLAG, default=False)
+    loss_chunk: int = field(whole(), default=8192)
+    seed: int = field(whole(0, 2**32 - 1), default=0)  # jax.random.key would quietly drop higher bits
 
     def __post_init__(self) -> None:
-        check_all(self, FIELDS)
+        check_fields(self)
         if self.length > self.model.context:
             raise ValueError(f"length={self.length} is beyond the model's context of {self.model.context} tokens")
         if self.batch % self.microbatches:

@@ -11,7 +11,7 @@ import numpy as np
 
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import Flag, Kind, ListOf, Number, Text, Whole, check
+from xsake.model.network.fields import FLAG, TEXT, Kind, check, list_of, number, whole
 
 if TYPE_CHECKING:
     from xsake.model.text.tokenizer import Tokenizer
@@ -23,22 +23,22 @@ _DIVISORS = "rope_freqs.weight"  # of the rotary frequencies: llama.cpp's form o
 # The fields that are read, except for those of the model's shape, which `families` has. After "*" comes what follows
 # the architecture.
 _FIELDS: dict[str, Kind] = {
-    "general.architecture": Text(),
-    "split.count": Whole(),
-    "*.rope.scaling.type": Text(),
-    "*.rope.dimension_count": Whole(),
-    "tokenizer.ggml.model": Text(),
-    "tokenizer.ggml.tokens": ListOf(Text()),
-    "tokenizer.ggml.token_type": ListOf(Whole(0)),
-    "tokenizer.ggml.scores": ListOf(Number()),
-    "tokenizer.ggml.merges": ListOf(Text()),
-    "tokenizer.ggml.pre": Text(),
-    "tokenizer.ggml.bos_token_id": Whole(0),
-    "tokenizer.ggml.eos_token_id": Whole(0),
-    "tokenizer.ggml.unknown_token_id": Whole(0),
-    "tokenizer.ggml.add_bos_token": Flag(),
-    "tokenizer.ggml.add_space_prefix": Flag(),
-    "tokenizer.chat_template": Text(),
+    "general.architecture": TEXT,
+    "split.count": whole(),
+    "*.rope.scaling.type": TEXT,
+    "*.rope.dimension_count": whole(),
+    "tokenizer.ggml.model": TEXT,
+    "tokenizer.ggml.tokens": list_of(TEXT),
+    "tokenizer.ggml.token_type": list_of(whole(0)),
+    "tokenizer.ggml.scores": list_of(number()),
+    "tokenizer.ggml.merges": list_of(TEXT),
+    "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.bos_token_id": whole(0),
+    "tokenizer.ggml.eos_token_id": whole(0),
+    "tokenizer.ggml.unknown_token_id": whole(0),
+    "tokenizer.ggml.add_bos_token": FLAG,
+    "tokenizer.ggml.add_space_prefix": FLAG,
+    "tokenizer.chat_template": TEXT,
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from xsake._ground import atomic
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import Flag, Kind, ListOf, Number, Table, Text, Whole, check, read_json
+from xsake.model.network.fields import FLAG, TABLE, TEXT, Kind, check, list_of, number, read_json, whole
 
 if TYPE_CHECKING:
     from xsake.model.network.transformer import Transformer
@@ -23,23 +23,23 @@ _WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 # The fields that are read, except for those of the model's shape, which `families` has.
 _FIELDS: dict[str, Kind] = {
-    "model_type": Text(),
-    "rope_parameters": Table(),
-    "rope_scaling": Table(),
-    "sliding_window": Whole(),
-    "use_sliding_window": Flag(),
-    "max_window_layers": Whole(0),
-    "layer_types": ListOf(Text()),
-    "attention_bias": Flag(),
-    "mlp_bias": Flag(),
-    "hidden_act": Text(),
+    "model_type": TEXT,
+    "rope_parameters": TABLE,
+    "rope_scaling": TABLE,
+    "sliding_window": whole(),
+    "use_sliding_window": FLAG,
+    "max_window_layers": whole(0),
+    "layer_types": list_of(TEXT),
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "hidden_act": TEXT,
 }
 # Llama 3's scaling of rotary positions: our name, Hugging Face's, and what it may hold.
 _LLAMA3: dict[str, tuple[str, Kind]] = {
-    "rope_factor": ("factor", Number(least=1)),
-    "rope_low": ("low_freq_factor", Number(above=0)),
-    "rope_high": ("high_freq_factor", Number(above=0)),
-    "rope_context": ("original_max_position_embeddings", Whole()),
+    "rope_factor": ("factor", number(least=1)),
+    "rope_low": ("low_freq_factor", number(above=0)),
+    "rope_high": ("high_freq_factor", number(above=0)),
+    "rope_context": ("original_max_position_embeddings", whole()),
 }
 
 
