@@ -156,17 +156,10 @@ def tokenizers_agree(folder: Path) -> Iterator[tuple[str, bool]]:
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
     tokens = [pieces.id_to_piece(n) for n in range(pieces.vocab_size())]
-    ours = by_scores(
-        tokens=tokens,
-        scores=[pieces.get_score(n) for n in range(len(tokens))],
-        special=[token for n, token in enumerate(tokens) if pieces.is_control(n)],
-        unknown=tokens[pieces.unk_id()],
-        bos="<s>",
-        eos="</s>",
-        add_bos=True,
-        add_space=True,
-        template=None,
-    )
+    scores = [pieces.get_score(n) for n in range(len(tokens))]
+    special = [token for n, token in enumerate(tokens) if pieces.is_control(n)]
+    core = by_scores(tokens, scores, special=special, unknown=tokens[pieces.unk_id()], add_space=True)
+    ours = Tokenizer.of(core, special=special, bos="<s>", eos="</s>", add_bos=True)
     texts = [text for text in TEXTS if text]
     same = all(ours.encode(text) == [pieces.bos_id(), *pieces.encode(text)] for text in texts)
     same &= all(ours.decode(pieces.encode(text)) == text for text in texts)

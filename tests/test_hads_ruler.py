@@ -382,8 +382,7 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def bytes_alone() -> Tokenizer:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    parts: dict[str, Any] = dict(merges=[], split="gpt-2", special=["<end>"], bos=None, eos="<end>", add_bos=False)
-    return byte_level_bpe(tokens=tokens, template=None, **parts)
+    return Tokenizer.of(byte_level_bpe(tokens, [], "gpt-2"), special=["<end>"], bos=None, eos="<end>")
 
 
 def test_prepared_prompts_need_no_tokenizer(model, bytes_alone, tmp_path: Path):

@@ -14,19 +14,10 @@ CHATML = (
 )
 
 
-def build(**options) -> Tokenizer:
+def build(split="gpt-2", template=CHATML, **options) -> Tokenizer:
     special = ["<|im_start|>", "<|im_end|>"]
-    parts = dict(
-        tokens=[*special, *BYTES, "12", "123", "Ġ1"],
-        merges=["Ġ 1", "1 2", "12 3"],
-        split="gpt-2",
-        special=special,
-        bos="<|im_start|>",
-        eos="<|im_end|>",
-        add_bos=False,
-        template=CHATML,
-    )
-    return byte_level_bpe(**(parts | options))
+    core = byte_level_bpe([*special, *BYTES, "12", "123", "Ġ1"], ["Ġ 1", "1 2", "12 3"], split)
+    return Tokenizer.of(core, special=special, bos="<|im_start|>", eos="<|im_end|>", template=template, **options)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +47,9 @@ def test_a_conversation_is_rendered_by_the_template():
     assert text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_conversation_that_the_template_refuses():
-    with pytest.raises(ValueError, match="refuses these messages: no system here"):
-        build(template="{{ raise_exception('no system here') }}").chat([])
+def test_a_conversation_needs_a_template():
     with pytest.raises(ValueError, match="no chat template"):
         build(template=None).chat([])
-
-
-def test_a_template_cannot_reach_python():
-    with pytest.raises(Exception, match="unsafe"):
-        build(template="{{ ''.__class__.__mro__[1].__subclasses__() }}").chat([])
 
 
 def test_the_beginning_token_is_added_to_text_but_not_to_conversations():

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xsake.model.text import sentencepiece, tokenizer
-from xsake.model.text.tokenizer import Tokenizer
+from xsake.model.text.sentencepiece import by_scores
+from xsake.model.text.tokenizer import Tokenizer, byte_level_bpe
 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
 
@@ -24,30 +24,20 @@ def read_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
     if len(kinds) != len(tokens):
         raise ValueError(f"{path} has {len(tokens)} tokens, but {len(kinds)} types of tokens")
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
-    common: dict[str, Any] = dict(
-        tokens=tokens,
-        special=special,
-        bos=_token(get, "tokenizer.ggml.bos_token_id", tokens, None),
-        eos=_token(get, "tokenizer.ggml.eos_token_id", tokens),
-        template=get("tokenizer.chat_template", None),
-    )
+    bos = _token(get, "tokenizer.ggml.bos_token_id", tokens, None)
+    eos = _token(get, "tokenizer.ggml.eos_token_id", tokens)
+    template = get("tokenizer.chat_template", None)
     if kind == "gpt2":
-        return tokenizer.byte_level_bpe(
-            merges=get("tokenizer.ggml.merges"),
-            split=get("tokenizer.ggml.pre", "gpt-2"),
-            add_bos=get("tokenizer.ggml.add_bos_token", False),
-            **common,
-        )
-    scores = get("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise ValueError(f"{path} has {len(tokens)} tokens, but {len(scores)} scores")
-    return sentencepiece.by_scores(
-        scores=scores,
-        unknown=_token(get, "tokenizer.ggml.unknown_token_id", tokens, None),
-        add_bos=get("tokenizer.ggml.add_bos_token", True),
-        add_space=get("tokenizer.ggml.add_space_prefix", True),
-        **common,
-    )
+        core = byte_level_bpe(tokens, get("tokenizer.ggml.merges"), get("tokenizer.ggml.pre", "gpt-2"))
+    else:
+        scores = get("tokenizer.ggml.scores")
+        if len(scores) != len(tokens):
+            raise ValueError(f"{path} has {len(tokens)} tokens, but {len(scores)} scores")
+        unknown = _token(get, "tokenizer.ggml.unknown_token_id", tokens, None)
+        add_space = get("tokenizer.ggml.add_space_prefix", True)
+        core = by_scores(tokens, scores, special=special, unknown=unknown, add_space=add_space)
+    add_bos = get("tokenizer.ggml.add_bos_token", kind == "llama")
+    return Tokenizer.of(core, special=special, bos=bos, eos=eos, add_bos=add_bos, template=template)
 
 
 def _token(get: Callable[..., Any], name: str, tokens: list[str], *default: Any) -> Any:

@@ -7,7 +7,6 @@ import itertools
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from xsake.model.text.tokenizer import Tokenizer, add_beginning
 from xsake.model.text.tokenizer_file import plain_tokenizer_errors
 
 _SPACE = "▁"  # stands for a space in a token
@@ -16,17 +15,8 @@ _LONGEST = 512  # characters of a token that is merged from others
 
 
 def by_scores(
-    *,
-    tokens: list[str],
-    scores: list[float],
-    special: list[str],
-    unknown: str | None,
-    bos: str | None,
-    eos: str,
-    add_bos: bool,
-    add_space: bool,
-    template: str | None,
-) -> Tokenizer:
+    tokens: list[str], scores: list[float], *, special: list[str], unknown: str | None, add_space: bool
+) -> tokenizers.Tokenizer:
     """A tokenizer that merges, in every text, the two neighbours whose joint token has the highest score.
 
     `add_space` puts a space before a text, as Llama 2 and Mistral expect.
@@ -45,10 +35,7 @@ def by_scores(
         core.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *steps] if add_space else steps)  # type: ignore[assignment]
         pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         core.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)] if add_space else pieces)  # type: ignore[assignment]
-        core.add_special_tokens([token for token in special if token])
-        if add_bos:
-            add_beginning(core, bos, vocabulary)
-    return Tokenizer(core=core, eos=eos, bos=bos, template=template)
+    return core
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float], *, never: frozenset[str]) -> list[tuple[str, str]]:

@@ -50,6 +50,18 @@ class Tokenizer:
     bos: str | None = None
     template: str | None = None
 
+    @classmethod
+    def of(cls, core: tokenizers.Tokenizer, *, special: list[str], add_bos: bool = False, **named: Any) -> Tokenizer:
+        """The tokenizer of a new `core`, which is told its special tokens and, with `add_bos`, to begin with `bos`."""
+        made = cls(core=core, **named)
+        with plain_tokenizer_errors("no tokenizer can be made of its special tokens"):
+            core.add_special_tokens([token for token in special if token])
+            if add_bos and made.bos is not None:
+                core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+                    single=[made.bos, "$A"], special_tokens=[(made.bos, core.token_to_id(made.bos))]
+                )
+        return made
+
     @property
     def vocab_size(self) -> int:
         return self.core.get_vocab_size()
@@ -106,18 +118,8 @@ class Tokenizer:
             return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
 
-def byte_level_bpe(
-    *,
-    tokens: list[str],
-    merges: list[str],
-    split: str,
-    special: list[str],
-    bos: str | None,
-    eos: str,
-    add_bos: bool,
-    template: str | None,
-) -> Tokenizer:
-    """A tokenizer from its parts; `split` is llama.cpp's name of how text is cut into words."""
+def byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> tokenizers.Tokenizer:
+    """Byte-level BPE by its merges; `split` is llama.cpp's name of how text is cut into words."""
     if split not in _SPLITS:
         raise NotImplementedError(f"text split {split!r} is not supported; these are: {', '.join(_SPLITS)}")
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -128,18 +130,7 @@ def byte_level_bpe(
         core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
         if split in _NORMALIZERS:
             core.normalizer = _NORMALIZERS[split]()  # type: ignore[assignment]
-        core.add_special_tokens(special)
-        if add_bos:
-            add_beginning(core, bos, vocabulary)
-    return Tokenizer(core=core, eos=eos, bos=bos, template=template)
-
-
-def add_beginning(core: tokenizers.Tokenizer, bos: str | None, vocabulary: dict[str, int]) -> None:
-    """Let every text begin with `bos`, if there is one."""
-    if bos is not None:
-        core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=[bos, "$A"], special_tokens=[(bos, vocabulary[bos])]
-        )
+    return core
 
 
 def from_folder(folder: Path) -> Tokenizer:
