@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake.model.generation.hads_budget import HadsBudget
-from xsake.model.generation.prefill import Prompt, check_reading, read_prompts
+from xsake.model.generation.prefill import Prompt, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.network.attend import MaskFn
@@ -89,6 +89,33 @@ def stream(
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
+    context, lengths = model.config.context, _check_prompts(model, prompts, max_new_tokens, seed)
+    if mesh is not None:
+        check_generation(mesh, len(prompts))
+        model = shard_model(model, mesh)
+    longest = max(lengths) + max_new_tokens
+    capacity = min(-(-longest // 64) * 64, context)
+    keys = jax.random.split(jax.random.key(seed), max_new_tokens)
+    sampler = sampler or Sampler()
+    if mask_fn is not None:
+        if hads is not None or chunk is not None:
+            raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+        return _with_masks(model, prompts, capacity, keys, sampler, mask_fn, mesh)
+    check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    step = None
+    if hads is not None and hads.decode is not None:
+        hads.check(model.config, longest)
+        step = StepRule.of(hads, shortest=min(lengths), capacity=capacity)
+
+    def steps() -> Iterator[np.ndarray]:
+        read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
+        yield from write(model, read, keys, sampler, hads=hads, step=step)
+
+    return steps()
+
+
+def _check_prompts(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> list[int]:
+    """The prompts' lengths. ValueError if the model cannot continue the prompts by so many tokens."""
     lengths = [len(prompt) for prompt in prompts]
     if not prompts or min(lengths) == 0:
         raise ValueError("prompts must not be empty: a model continues at least one token")
@@ -102,90 +129,52 @@ def stream(
         )
     if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
         raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
-    if mesh is not None:
-        check_generation(mesh, len(prompts))
-        model = shard_model(model, mesh)
-    context = model.config.context
-    capacity = _round_up(max(lengths) + max_new_tokens, context)
-    keys = jax.random.split(jax.random.key(seed), max_new_tokens)
-    if mask_fn is None:
-        check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
-        step = None
-        if hads is not None and hads.decode is not None:
-            hads.check(model.config, max(lengths) + max_new_tokens)
-            step = StepRule.of(hads, shortest=min(lengths), capacity=capacity)
-        return _steps_of_chunks(model, prompts, capacity, keys, sampler or Sampler(), hads, chunk, step, mesh)
-    if hads is not None or chunk is not None:
-        raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
-    padded = np.zeros((len(prompts), max(lengths)), np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return _steps(
-        model,
-        padded,
-        np.array(lengths, np.int32),
-        capacity,
-        keys,
-        sampler or Sampler(),
-        mask_fn,
-        mesh,
-    )
+    return lengths
 
 
-def _round_up(length: int, most: int) -> int:
-    return min(-(-length // 64) * 64, most)
-
-
-def _steps(
+def write(
     model: Transformer,
-    padded: np.ndarray,
-    lengths: np.ndarray,
+    read: Prompt,
+    keys: Array | Sequence[Array],
+    sampler: Sampler,
+    *,
+    hads: HadsBudget | None = None,
+    step: StepRule | None = None,
+) -> Iterator[np.ndarray]:
+    """The tokens that follow prompts that are read, i32[B] per key; each attends to all tokens before it, or with a
+    `step` to the blocks that HADS chooses.
+
+    The cache of `read` is used up.
+    """
+    sparse: dict[str, Any] = {}
+    if hads is not None and step is not None:
+        sparse = dict(step=step, pooled=read.pooled, learned=hads.learned)
+    writer = Writer(model, read.cache, sampler, **sparse)
+    tokens = writer.first(read.last, keys[0])
+    yield np.asarray(tokens)
+    yield from writer.follow(tokens, keys[1:])
+
+
+def _with_masks(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
     capacity: int,
     keys: Array,
     sampler: Sampler,
     mask_fn: MaskFn,
     mesh: Mesh | None,
 ) -> Iterator[np.ndarray]:
+    """The prompts are read in one piece, with the masks of `mask_fn`."""
+    lengths: Any = np.array([len(prompt) for prompt in prompts], np.int32)
+    rows: Any = padded(prompts, int(lengths.max()))
     if mesh is not None:
-        padded, lengths = jax.device_put((padded, lengths), NamedSharding(mesh, PartitionSpec("data")))
+        rows, lengths = jax.device_put((rows, lengths), NamedSharding(mesh, PartitionSpec("data")))
     if jax.tree_util.all_leaves([mask_fn]):  # a plain function: make it an argument of jit
         mask_fn = jax.tree_util.Partial(mask_fn)
     weights, tree = jax.tree.flatten(model)
-    tokens, cache = _prefill(tree, sampler, capacity, weights, padded, lengths, keys[0], mask_fn)
+    tokens, cache = _prefill(tree, sampler, capacity, weights, rows, lengths, keys[0], mask_fn)
     yield np.asarray(tokens)
     yield from Writer(model, cache, sampler).follow(tokens, keys[1:])
-
-
-def _steps_of_chunks(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    capacity: int,
-    keys: Array,
-    sampler: Sampler,
-    hads: HadsBudget | None,
-    chunk: int | None,
-    step: StepRule | None,
-    mesh: Mesh | None,
-) -> Iterator[np.ndarray]:
-    read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
-    sparse: dict[str, Any] = {}
-    if hads is not None and step is not None:
-        sparse = dict(step=step, pooled=read.pooled, learned=hads.learned)
-    yield from _write(Writer(model, read.cache, sampler, **sparse), read.last, keys)
-
-
-def write(model: Transformer, read: Prompt, keys: Array | Sequence[Array], sampler: Sampler) -> Iterator[np.ndarray]:
-    """The tokens that follow prompts that are read, i32[B] per key; each attends to all tokens before it.
-
-    The cache of `read` is used up.
-    """
-    return _write(Writer(model, read.cache, sampler), read.last, keys)
-
-
-def _write(writer: Writer, last: Array, keys: Array | Sequence[Array]) -> Iterator[np.ndarray]:
-    tokens = writer.first(last, keys[0])
-    yield np.asarray(tokens)
-    yield from writer.follow(tokens, keys[1:])
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -194,13 +183,13 @@ def _prefill(
     sampler: Sampler,
     capacity: int,
     weights: list[Array],
-    padded: Array,
+    rows: Array,
     lengths: Array,
     key: Array,
     mask_fn: Any,
 ) -> tuple[Array, KVCache]:
     model: Transformer = jax.tree.unflatten(tree, weights)
-    cache = KVCache.empty(model.config, batch=len(padded), capacity=capacity, dtype=model.dtype)
-    states, cache = model.hidden(padded, cache=cache, mask_fn=mask_fn)
+    cache = KVCache.empty(model.config, batch=len(rows), capacity=capacity, dtype=model.dtype)
+    states, cache = model.hidden(rows, cache=cache, mask_fn=mask_fn)
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
     return sampler(model.logits(last)[:, 0], key), dataclasses.replace(cache, length=lengths)

@@ -63,11 +63,18 @@ def read_prompts(
     if pad_to > capacity:
         raise ValueError(f"{pad_to=} is beyond the cache of {capacity} tokens: make the cache larger")
     total = min(-(-max(int(lengths.max()), pad_to) // block) * block, capacity)
-    padded = np.zeros((len(prompts), total), np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
     reader = _Reader(model, hads, mesh, capacity)
-    return reader.read(padded, lengths, chunk or -(-total // block) * block, watch or (lambda states: None))
+    return reader.read(
+        padded(prompts, total), lengths, chunk or -(-total // block) * block, watch or (lambda states: None)
+    )
+
+
+def padded(prompts: Any, length: int) -> np.ndarray:
+    """i32[B, length]: the prompts, each with zeros after it."""
+    rows = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return rows
 
 
 def _split(x: Any, mesh: Mesh | None) -> Array:

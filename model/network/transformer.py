@@ -216,10 +216,14 @@ class Transformer(nnx.Module):
         rotation = Rotation.of(jnp.asarray(positions), self.config)
         return self.embed(jnp.asarray(tokens)), rotation
 
+    @property
+    def output_weight(self) -> Float[Array, "width vocab"]:
+        """The projection of final states to logits, in the type in which it is stored."""
+        return self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
+
     def logits(self, states: States) -> Float[Array, "B T vocab"]:
         """Next-token logits of final states, in float32."""
-        weight = self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
-        return _project(states, weight.astype(self.dtype))
+        return _project(states, self.output_weight.astype(self.dtype))
 
 
 def _run(block: Block, x: States, rotation: Rotation, attend: AttendLayer, remat: bool) -> Any:

@@ -15,13 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.model.network.transformer import Transformer
-
-
-def output_weight(model: Transformer) -> Float[Array, "width vocab"]:
-    """The projection of final states to logits, in the type in which it is stored."""
-    return model.embed.embedding[...].T if model.config.tied else model.head.kernel[...]
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def next_token_loss(

@@ -19,7 +19,7 @@ from xsake.model.network.sequence_cut import SequenceCut
 from xsake.model.network.sharding import BATCH, parameter_shardings
 from xsake.model.network.transformer import Transformer
 from xsake.model.training.config import TrainConfig
-from xsake.model.training.loss import next_token_loss, output_weight
+from xsake.model.training.loss import next_token_loss
 from xsake.model.training.optimizer import learning_rate, make_optimizer
 
 
@@ -125,7 +125,7 @@ class Program:
         if cut is not None:
             states, targets = cut.rows(states), cut.rows(targets)
         chunk = self.config.loss_chunk * self.mesh.shape["data"] * self.mesh.shape["sequence"]
-        return next_token_loss(states, output_weight(model), targets, chunk)
+        return next_token_loss(states, model.output_weight, targets, chunk)
 
     def _gradients(self, params: Any, mask_fn: MaskFn | None, batch: Array) -> tuple[Array, Any]:
         """Mean loss and gradients over the microbatches [m, B / m, T + 1]."""
