@@ -7,7 +7,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from xsake._ground import atomic
@@ -57,7 +56,5 @@ class RunFile:
     def __enter__(self) -> RunFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._file.close()

@@ -14,7 +14,6 @@ import urllib.parse
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
@@ -65,15 +64,25 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for name, tracker in list(self._open.items()):
             with self._left_out_on_error(name):
                 tracker.close()
 
 
-class _WeightsAndBiases:
+class _OfRun:
+    """A tracker whose library has an object for the run."""
+
+    _run: Any
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _WeightsAndBiases(_OfRun):
     def __init__(self, run: Path, config: dict[str, Any], start: int):
         import wandb
 
@@ -91,12 +100,6 @@ class _WeightsAndBiases:
         except wandb.errors.CommError as error:
             warnings.warn(f"wandb cannot be reached ({error}): events go to {run / 'wandb'}", stacklevel=6)
             self._run = wandb.init(**about | {"mode": "offline"})
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _wandb_key() -> bool:
@@ -128,17 +131,11 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Trackio:
+class _Trackio(_OfRun):
     def __init__(self, run: Path, config: dict[str, Any], start: int):
         import trackio
 
         self._run = trackio.init(project=PROJECT, name=run.name, config=config, resume="allow" if start else "never")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 _MAKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
