@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from xsake._cli.errors import plain_errors
+
+Storages = Annotated[list[str] | None, typer.Option(help="An Optuna storage: a journal file or a URL.")]
+Records = Annotated[Path | None, typer.Option(help="Folder of records; by default the checkout's.")]
 
 
 def dashboard(
@@ -19,8 +22,8 @@ def dashboard(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name by which browsers may reach the server.")
     ] = None,
-    storage: Annotated[list[str] | None, typer.Option(help="An Optuna storage: a journal file or a URL.")] = None,
-    records: Annotated[Path | None, typer.Option(help="Folder of records; by default the checkout's.")] = None,
+    storage: Storages = None,
+    records: Records = None,
     model: Annotated[str, typer.Option(help="For your own texts: a published model or a model file.")] = "smollm2",
     profile: Annotated[
         Path | None, typer.Option(help="The model's HADS profile, if it is not a published one.")
@@ -34,15 +37,8 @@ def dashboard(
         from xsake.dashboard.serve.command import default_records, gather, serve
 
         documents = gather(runs or [Path()], storages=storage or [], records=records or default_records())
-        serve(
-            documents,
-            host=host,
-            port=port,
-            allow_hosts=allow_host or [],
-            model=model,
-            profile=profile,
-            say=typer.echo,
-        )
+        options: dict[str, Any] = dict(host=host, port=port, allow_hosts=allow_host or [], model=model, profile=profile)
+        serve(documents, **options, say=typer.echo)
 
 
 def showcase(
@@ -50,8 +46,8 @@ def showcase(
     out: Annotated[Path, typer.Option(help="The folder to write; a showcase that is there is replaced.")] = Path(
         "site"
     ),
-    storage: Annotated[list[str] | None, typer.Option(help="An Optuna storage: a journal file or a URL.")] = None,
-    records: Annotated[Path | None, typer.Option(help="Folder of records; by default the checkout's.")] = None,
+    storage: Storages = None,
+    records: Records = None,
 ) -> None:
     """Write the dashboard's pages as static files with the recorded data inside.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import load_profile
 
 if TYPE_CHECKING:
     from xsake.model import HadsBudget
@@ -110,15 +111,12 @@ def generate(
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
-    from xsake.hads.profile.profile import HadsProfile, shipped
+    from xsake.hads.profile.profile import shipped
     from xsake.model import HadsBudget
     from xsake.model.weights.published import name_of
 
     name = name_of(model)
-    learned = shipped(name, length) if profile is None else HadsProfile.load(profile)
-    if learned.model != name:
-        raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
-    return HadsBudget(learned, share, decode)
+    return HadsBudget(shipped(name, length) if profile is None else load_profile(profile, name), share, decode)
 
 
 class _Clock:

@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import load_profile
 from xsake.model.weights.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
+Length = Annotated[int, typer.Option(help="Tokens per sequence.", min=64)]
+Sequences = Annotated[int, typer.Option(help="Sequences per domain.", min=1)]
 Domains = Annotated[str | None, typer.Option(help="Only these domains, comma-separated.")]
 DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default bfloat16 on a GPU or TPU.")]
 
@@ -29,8 +32,8 @@ def calibrate(
     texts: Texts,
     out: Annotated[Path, typer.Option(help="Where the profile goes (JSON).")],
     model: Model = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=64)] = 4096,
-    sequences: Annotated[int, typer.Option(help="Sequences per domain.", min=1)] = 4,
+    length: Length = 4096,
+    sequences: Sequences = 4,
     block: Annotated[int, typer.Option(help="Tokens per block.", min=8)] = 64,
     domains: Domains = None,
     dtype: DType = None,
@@ -73,8 +76,8 @@ def evaluate(
         Path, typer.Option(help="A folder for records, tables and pictures; an interrupted run is continued.")
     ],
     model: Model = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=64)] = 4096,
-    sequences: Annotated[int, typer.Option(help="Sequences per domain.", min=1)] = 4,
+    length: Length = 4096,
+    sequences: Sequences = 4,
     methods: Annotated[str, typer.Option(help=f"Groups or methods, comma-separated. {METHODS}")] = "short",
     budgets: Annotated[str, typer.Option(help="Shares of active blocks, comma-separated.")] = "0.2,0.43",
     layers: Annotated[str, typer.Option(help="A budget's division among layers: profile or uniform.")] = "profile",
@@ -93,17 +96,14 @@ def evaluate(
         import jax.numpy as jnp
 
         from xsake.hads.profile.fingerprint import knows_runs
-        from xsake.hads.profile.profile import HadsProfile
         from xsake.hads.study.evaluation import evaluate
         from xsake.hads.study.methods.groups import expand
         from xsake.hads.study.records import Records
         from xsake.hads.study.result import write
         from xsake.hads.study.texts import load_texts
 
-        learned = HadsProfile.load(profile)
         name = name_of(model)
-        if learned.model != name:
-            raise ValueError(f"{profile} is the profile of {learned.model!r}, not of {name!r}: calibrate this model")
+        learned = load_profile(profile, name)
         if not knows_runs(learned.digests):
             print(f"{profile} is of an older version: it recognises its own texts only whole, not parts of them")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]

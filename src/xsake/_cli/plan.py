@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import named_as
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     tokens: Annotated[int, typer.Option(help="Tokens per sequence.")],
     devices: Annotated[int, typer.Option(help="How many devices.")],
     model: Annotated[
@@ -91,22 +93,12 @@ def plan(
                 raise ValueError(f"json={str(json)!r}: there is no folder {str(json.parent)!r}")
             atomic.check_writable(json)
         found = find_device(device)
-        question = Question(
+        changed: dict[str, Any] = dict(
             config=find_model(model),
             device=dataclasses.replace(found, links=override_links(found.links, link or [])),
-            devices=devices,
-            tokens=tokens,
-            density=density,
-            batch=batch,
-            block=block,
-            prefill=prefill,
-            union=union,
-            fsdp=fsdp,
             remat=None if remat == "auto" else remat == "yes",
-            overlap=overlap,
-            imbalance=imbalance,
-            mfu=mfu,
         )
+        question = Question(**named_as(Question, context.params) | changed)
         made = make_plan(question, None if mesh is None else parse_mesh(mesh))
         _show(made, model, top, Console())
         if json is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import named_as
+
+# Options that `xsake.model.train` takes under the same names; those that `TrainConfig` takes go there.
+_OF_RUN = ("fsdp", "exchange", "order", "checkpoint_every", "keep", "eval_every", "eval_batches", "quiet")
 
 
 def train(
+    context: typer.Context,
     data: Annotated[Path, typer.Option(help="A folder made by `xsake data build`.")],
     run: Annotated[Path, typer.Option(help="The folder of the run; a run that was stopped is continued.")],
     preset: Annotated[str, typer.Option(help="The model's shape.")] = "tiny",
@@ -70,24 +75,12 @@ def train(
 
         if preset not in PRESETS:
             raise ValueError(f"{preset=} must be one of {', '.join(PRESETS)}")
-        config = TrainConfig(
-            model=PRESETS[preset],
-            length=length,
-            batch=batch,
-            microbatches=microbatches,
-            steps=steps,
-            learning_rate=learning_rate,
-            warmup=min(warmup, steps),
-            weight_decay=weight_decay,
-            clip=clip,
-            attention=attention,
-            density=density,
-            block=block,
-            recalibrate_every=_recalibrate_every(recalibrate_every, attention, steps),
-            dtype=dtype,
-            remat=remat,
-            seed=seed,
+        if recalibrate_every is None:
+            recalibrate_every = max(1, steps // 10) if attention == "hads" else 0
+        changed: dict[str, Any] = dict(
+            model=PRESETS[preset], warmup=min(warmup, steps), recalibrate_every=recalibrate_every
         )
+        config = TrainConfig(**named_as(TrainConfig, context.params) | changed)
         if distributed or (coordinator, processes, process) != (None, None, None):
             initialize(coordinator, processes, process)
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -97,26 +90,13 @@ def train(
                 data=data,
                 run=run,
                 mesh=parse_mesh(mesh),
-                fsdp=fsdp,
-                exchange=exchange,
-                order=order,
-                checkpoint_every=checkpoint_every,
-                keep=keep,
-                eval_every=eval_every,
-                eval_batches=eval_batches,
                 track=track or (),
-                quiet=quiet,
+                **{name: context.params[name] for name in _OF_RUN},
             )
         except FloatingPointError as error:
             raise ValueError(str(error)) from error
         if not quiet:
             typer.echo(f"trained: {file}")
-
-
-def _recalibrate_every(given: int | None, attention: str, steps: int) -> int:
-    if given is not None:
-        return given
-    return max(1, steps // 10) if attention == "hads" else 0
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:

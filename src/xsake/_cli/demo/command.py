@@ -28,11 +28,11 @@ def show(*, length: int, heads: int, head_dim: int, console: Console | None = No
     console.print(str(mask), highlight=False, soft_wrap=True)
 
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    _parity(console, workload, mask, dtype)
+    _parity(console, workload, dtype)
     _times(console, workload, mask, dtype)
 
 
-def _parity(console: Console, workload: Workload, mask: xsake.BlockMask, dtype: jax.typing.DTypeLike) -> None:
+def _parity(console: Console, workload: Workload, dtype: jax.typing.DTypeLike) -> None:
     """Compare the results to the dense oracle's, on a sequence short enough for the oracle's dense arrays."""
     small = Workload(**{**vars(workload), "length": min(workload.length, 1024)})
     mask = small.uneven_mask()
