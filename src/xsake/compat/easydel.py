@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import xsake
-from xsake.compat.ejkernel import sinks_of
+from xsake.compat.ejkernel import pair_of, sinks_of
 from xsake.compat.element_mask import as_elements, mask_of
 from xsake.hads.mask.band import Band
 
@@ -163,8 +163,10 @@ class BlockSparseAttn:
         batch, tokens, heads, _ = q.shape
         keys, kv_heads = k.shape[1:3]
         info = MaskInfo() if mask_info is None else mask_info
-        segments = _pair("segment_ids", info, tokens == keys)
-        positions = _pair("positions", info, tokens == keys)
+        segments, positions = (
+            pair_of(name, *(getattr(info, f"{side}_{name}", None) for side in ("q", "kv")), one_length=tokens == keys)
+            for name in ("segment_ids", "positions")
+        )
         if attention_mask is None:
             attention_mask = getattr(info, "attention_mask", None)
         elif getattr(info, "attention_mask", None) is not None:
@@ -193,31 +195,10 @@ class BlockSparseAttn:
         forward: Callable = getattr(self, f"forward_{platform}", self.forward_native)
         return forward(query, key, value, **arguments)
 
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+    def _forward(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         return self.forward_native(*args, **kwargs)
 
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        return self.forward_native(*args, **kwargs)
-
-    def forward_cuda(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        return self.forward_native(*args, **kwargs)
-
-    def forward_rocm(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        return self.forward_native(*args, **kwargs)
-
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        return self.forward_native(*args, **kwargs)
-
-
-def _pair(name: str, info: Any, one_length: bool) -> tuple[Array, Array] | None:
-    of_queries, of_keys = (getattr(info, f"{side}_{name}", None) for side in ("q", "kv"))
-    if of_queries is None and of_keys is None:
-        return None
-    if of_queries is None or of_keys is None:
-        if not one_length:
-            raise ValueError(f"mask_info must have q_{name} and kv_{name} where queries and keys differ in number")
-        of_queries = of_keys = of_keys if of_queries is None else of_queries
-    return jnp.asarray(of_queries), jnp.asarray(of_keys)
+    forward_cpu = forward_gpu = forward_cuda = forward_rocm = forward_tpu = _forward
 
 
 def _over_mesh(meta: OperationMetadata, q: Array, k: Array, v: Array, mask: Any, options: dict[str, Any]) -> Array:

@@ -86,8 +86,8 @@ def blocksparse_attention(
             raise ValueError(f"{name} must be [batch, heads, tokens, dim]; got shape {np.shape(x)}")
     q, k, v = (jnp.asarray(x).swapaxes(1, 2) for x in (query, key, value))
     batch, heads, group = q.shape[0], q.shape[2], q.shape[2] // max(k.shape[2], 1)
-    segments = _pair("segment_ids", q_segment_ids, kv_segment_ids, q, k, 0)
-    positions = _pair("positions", q_positions, kv_positions, q, k, None)
+    segments = pair_of("segment_ids", q_segment_ids, kv_segment_ids, one_length=q.shape[1] == k.shape[1])
+    positions = _positions(q_positions, kv_positions, q, k)
     if sequence_parallelism_mesh_axis_name is not None:
         k, v, segments, positions = _of_shard(sequence_parallelism_mesh_axis_name, q, k, v, segments, positions)
     tiles = Tiles.of(fwd_params, bwd_params, chunk_size, platform_of(q), fused_backward)
@@ -235,27 +235,30 @@ def sinks_of(softmax_aux: Any, heads: int, kv_heads: int) -> Array | None:
     return jnp.repeat(aux, heads // aux.shape[0], axis=0)
 
 
-def _pair(name: str, of_queries: Any, of_keys: Any, q: Array, k: Array, fill: int | None) -> tuple[Array, Array] | None:
-    """(query, key) arrays, or None for neither. Of one that is missing, the tokens' indices or `fill`."""
+def pair_of(name: str, of_queries: Any, of_keys: Any, *, one_length: bool) -> tuple[Array, Array] | None:
+    """(query, key) arrays, or None for neither. One array alone is that of both, if queries and keys have `one_length`.
+
+    Raises ValueError where they have not.
+    """
+    given = [jnp.asarray(x) for x in (of_queries, of_keys) if x is not None]
+    if len(given) == 1 and not one_length:
+        raise ValueError(f"q_{name} and kv_{name} go together where queries and keys differ in number; got one")
+    return (given[0], given[-1]) if given else None
+
+
+def _positions(of_queries: Any, of_keys: Any, q: Array, k: Array) -> tuple[Array, Array] | None:
+    """(query, key) positions, or None for neither. Positions that are missing are indices."""
     if of_queries is None and of_keys is None:
         return None
+    of_queries, of_keys = (
+        _indices(like) if x is None else jnp.asarray(x) for x, like in ((of_queries, q), (of_keys, k))
+    )
+    return of_queries, of_keys
 
-    def complete(given: Any, like: Array) -> Array:
-        if given is not None:
-            return jnp.asarray(given)
-        shape = (like.shape[0], like.shape[1])
-        return (
-            jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-            if fill is None
-            else (jnp.full(shape, fill, jnp.int32))
-        )
 
-    if fill is not None and (of_queries is None or of_keys is None):
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(f"q_{name} and kv_{name} go together where queries and keys differ in number; got one")
-        both = jnp.asarray(of_keys if of_queries is None else of_queries)
-        return both, both
-    return complete(of_queries, q), complete(of_keys, k)
+def _indices(x: Array, first: Any = 0) -> Array:
+    """i32[batch, tokens]: first, first + 1, ..."""
+    return jnp.broadcast_to((first + jnp.arange(x.shape[1], dtype=jnp.int32))[None], x.shape[:2])
 
 
 def _of_shard(axis: str, q: Array, k: Array, v: Array, segments: Any, positions: Any) -> tuple:
@@ -272,10 +275,6 @@ def _of_shard(axis: str, q: Array, k: Array, v: Array, segments: Any, positions:
     def whole(x: Array) -> Array:
         return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
-    def number(count: int, first: Any) -> Array:
-        x = first + jnp.arange(count, dtype=jnp.int32)
-        return jnp.broadcast_to(x[None], (q.shape[0], count))
-
     if keys == tokens:
         k, v = whole(k), whole(v)
         segments = None if segments is None else (segments[0], whole(segments[1]))
@@ -286,7 +285,7 @@ def _of_shard(axis: str, q: Array, k: Array, v: Array, segments: Any, positions:
             f"(all); got {keys}"
         )
     if positions is None:
-        positions = (number(tokens, own * tokens), number(k.shape[1], 0))
+        positions = _indices(q, own * tokens), _indices(k)
     return k, v, segments, positions
 
 

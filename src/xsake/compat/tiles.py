@@ -28,14 +28,8 @@ class BwdParams(FwdParams):
     """Tiles of the backward, which need not be those of the forward."""
 
 
-_OF_OTHER_KERNELS = (
-    "blocksize_m",
-    "blocksize_k",
-    "blocksize_n",
-    "blocksize_heads",
-    "blocksize_keys",
-    "num_key_splits",
-)
+_HONOURED = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+_OF_OTHER_KERNELS = [field.name for field in dataclasses.fields(FwdParams) if field.name not in _HONOURED]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +48,8 @@ class Tiles:
             unknown = [field for field in _OF_OTHER_KERNELS if getattr(params, field, None) is not None]
             if unknown:
                 raise NotImplementedError(f"{name}: {', '.join(unknown)} belong to other kernels: leave them None")
-        for name, value in (("chunk_size", chunk_size), *_sizes_of(given)):
+        sizes = {f"{of}.{name}": getattr(params, name, None) for of, params in given.items() for name in _HONOURED}
+        for name, value in ({"chunk_size": chunk_size} | sizes).items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r} must be an int of at least 1, or None")
         if chunk_size is not None and any(getattr(forward, f"{s}_blocksize", None) is not None for s in ("q", "kv")):
@@ -101,8 +96,3 @@ class Tiles:
 
         of_gradients = tiling(self.backward, pairs[1])
         return triton.Config(forward=tiling(self.forward, pairs[0]), dq=of_gradients, dkv=of_gradients)
-
-
-def _sizes_of(given: dict[str, Any]) -> list[tuple[str, Any]]:
-    names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
-    return [(f"{of}.{name}", getattr(params, name, None)) for of, params in given.items() for name in names]
