@@ -33,6 +33,12 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "xsake_run_step_duration_seconds": ("seconds", "Time of the last step."),
     "xsake_run_mfu_ratio": ("mfu", "Model FLOP/s utilisation of the last step, from 0 to 1."),
     "xsake_run_density_ratio": ("kept_share", "Share of the blocks that attention keeps, mean over layers and heads."),
+    "xsake_run_last_event_timestamp_seconds": ("last_event", "When the run wrote something last."),
+}
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "xsake_run_steps": ("step", "Steps taken."),
+    "xsake_run_tokens": ("tokens", "Tokens read in training."),
+    "xsake_run_training_seconds": ("elapsed", "Time spent in steps."),
 }
 
 
@@ -45,64 +51,36 @@ class Runs(Collector):
         for run in self._library.runs:
             with run.lock:
                 if not run.gone and not run.recorded and run.problem is None and run.state.events:
-                    last = {
-                        key: number(run.state.last.get(key)) for key in ("learning_rate", "gradient_norm", "seconds")
-                    }
-                    seen.append((run, run_documents.summary(run) | last))
-        yield from self._gauges(seen)
-        yield from self._counters(seen)
+                    names = ("learning_rate", "gradient_norm", "seconds")
+                    last = {name: number(run.state.last.get(name)) for name in names}
+                    seen.append((run, run_documents.summary(run) | last | {"last_event": run.last_event()}))
+        for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (field, text) in metrics.items():
+                family = kind(name, text, labels=["run"])
+                for run, entry in seen:
+                    if entry.get(field) is not None:
+                        family.add_metric([run.id], entry[field])
+                yield family
         yield from _descriptions(seen)
         yield GaugeMetricFamily("xsake_dashboard_followers", "Event streams that are open.", value=self._live.followers)
         yield CounterMetricFamily(
             "xsake_dashboard_events_sent", "Events sent to followers.", value=self._live.events_sent
         )
 
-    def _gauges(self, seen: list[tuple[Run, dict[str, Any]]]) -> Iterator[Metric]:
-        for name, (field, text) in _GAUGES.items():
-            family = GaugeMetricFamily(name, text, labels=["run"])
-            for run, entry in seen:
-                if entry.get(field) is not None:
-                    family.add_metric([run.id], entry[field])
-            yield family
-        family = GaugeMetricFamily(
-            "xsake_run_layer_density_ratio", "Share of the blocks that a layer keeps.", labels=["run", "layer"]
-        )
-        for run, _ in seen:
-            densities = run.state.densities.last
-            for number_, row in enumerate(densities["layers"] if densities else ()):
-                family.add_metric([run.id, str(number_)], sum(row) / len(row))
-        yield family
-        last = GaugeMetricFamily(
-            "xsake_run_last_event_timestamp_seconds", "When the run wrote something last.", labels=["run"]
-        )
-        for run, _ in seen:
-            last.add_metric([run.id], run.last_event())
-        yield last
-
-    def _counters(self, seen: list[tuple[Run, dict[str, Any]]]) -> Iterator[Metric]:
-        for name, field, text in (
-            ("xsake_run_steps", "step", "Steps taken."),
-            ("xsake_run_tokens", "tokens", "Tokens read in training."),
-            ("xsake_run_training_seconds", "elapsed", "Time spent in steps."),
-        ):
-            family = CounterMetricFamily(name, text, labels=["run"])
-            for run, entry in seen:
-                if entry[field] is not None:
-                    family.add_metric([run.id], entry[field])
-            yield family
-
 
 def _descriptions(seen: list[tuple[Run, dict[str, Any]]]) -> Iterator[Metric]:
     status = StateSetMetricFamily("xsake_run_status", "1 for the status that the run has.", labels=["run"])
     about = InfoMetricFamily("xsake_run", "What the run is.", labels=["run"])
+    layers = GaugeMetricFamily(
+        "xsake_run_layer_density_ratio", "Share of the blocks that a layer keeps.", labels=["run", "layer"]
+    )
     for run, entry in seen:
+        for layer, row in enumerate((run.state.densities.last or {"layers": ()})["layers"]):
+            layers.add_metric([run.id, str(layer)], sum(row) / len(row))
         status.add_metric([run.id], {name: name == entry["status"] for name in STATUSES})
-        about.add_metric(
-            [run.id],
-            {"name": run.name, "attention": entry["attention"] or "", "preset": entry["preset"] or ""},
-        )
-    yield status
-    yield about
+        known = {name: entry[name] or "" for name in ("attention", "preset")}
+        about.add_metric([run.id], {"name": run.name} | known)
+    yield from (layers, status, about)
 
 
 def render(library: Library, live: Live) -> bytes:

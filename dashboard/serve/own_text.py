@@ -21,6 +21,7 @@ from xsake._ground.extras import missing
 from xsake.dashboard.read.run_events import frame
 from xsake.dashboard.serve.problems import BadRequest, Busy, NotFound, TooLarge, Unavailable
 from xsake.dashboard.show.documents import Documents
+from xsake.model.network.fields import TEXT, check, list_of, maybe, number, whole
 
 MOST_TEXT = 1_000_000  # bytes of UTF-8
 MOST_WAITING = 4
@@ -30,6 +31,12 @@ LIMIT = 1800.0  # seconds that one text may take
 LENGTHS = (1024, 8192)  # tokens
 LENGTH = 2048
 METHODS = ("hads", "x_attention_8", "sink_window", "mean_top_k", "flash_prefill", "oracle_gain")
+_BODY = {
+    "text": TEXT,
+    "length": whole(*LENGTHS),
+    "budgets": maybe(list_of(number(above=0, most=1))),
+    "methods": list_of(TEXT),
+}
 _LONGEST_ANSWER = 128 << 20
 _NEEDED = ("flax", "gguf", "safetensors", "tokenizers")  # of the extra `model`
 
@@ -226,27 +233,24 @@ def _check(body: Any) -> Job:
     """A job from what was posted."""
     if not isinstance(body, dict):
         raise BadRequest('the body must be an object such as {"text": "..."}')
-    if unknown := sorted(set(body) - {"text", "length", "budgets", "methods"}):
+    if unknown := sorted(set(body) - set(_BODY)):
         raise BadRequest(f"unknown {str(unknown[0])[:60]!r}; allowed are text, length, budgets and methods")
-    text = body.get("text")
-    if not isinstance(text, str) or not text.strip():
+    given = {"text": "", "length": LENGTH, "budgets": None, "methods": list(METHODS)} | body
+    try:
+        for name, kind in _BODY.items():
+            check(name, given[name], kind)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    text, length, budgets, methods = (given[name] for name in _BODY)
+    if not text.strip():
         raise BadRequest("text must be a string that is not empty")
     if (size := len(text.encode("utf-8", "replace"))) > MOST_TEXT:
         raise TooLarge(f"the text has {size:,} bytes, and at most {MOST_TEXT:,} are read: paste a part of it")
-    length = body.get("length", LENGTH)
-    if type(length) is not int or not LENGTHS[0] <= length <= LENGTHS[1]:
-        raise BadRequest(f"length={str(length)[:40]} must be a whole number from {LENGTHS[0]} to {LENGTHS[1]}")
-    budgets = body.get("budgets")
     if budgets is not None:
-        if (
-            not isinstance(budgets, list)
-            or not 1 <= len(budgets) <= 8
-            or not all(type(budget) in (int, float) and 0 < budget <= 1 for budget in budgets)
-        ):
+        if not 1 <= len(budgets) <= 8:
             raise BadRequest("budgets must be up to 8 shares of the blocks, above 0 and at most 1")
         budgets = sorted(set(map(float, budgets)))
-    methods = body.get("methods", list(METHODS))
-    if not isinstance(methods, list) or not 1 <= len(methods) <= 12 or not all(isinstance(m, str) for m in methods):
+    if not 1 <= len(methods) <= 12:
         raise BadRequest(f"methods must be names such as {', '.join(METHODS)}")
     if "hads" not in methods:
         methods = ["hads", *methods]

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 def main() -> None:
@@ -16,7 +16,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints goes to the standard error
 
     def tell(**answer: Any) -> None:
-        _send(answers, answer)
+        answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+        answers.flush()
 
     from xsake.dashboard.show.recorder import Recorder
 
@@ -40,11 +41,6 @@ def main() -> None:
             )
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             tell(error=f"{error}"[:1000] or type(error).__name__)
-
-
-def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def _metric(name: str, count: int) -> dict[str, Any]:
 def summary(run: Run) -> dict[str, Any]:
     """The run's entry in the list; `_sort` is when it began."""
     state = run.state
-    config = state.start.get("config")
-    config = config if isinstance(config, dict) else {}
+    config = config_of(run)
     steps = _whole(config.get("steps"))
     per_step = tokens_per_step(run)
     status, reason = status_of(run)
@@ -129,11 +128,14 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-def tokens_per_step(run: Run) -> int | None:
+def config_of(run: Run) -> dict[str, Any]:
+    """The training configuration that the run file begins with; empty if there is none."""
     config = run.state.start.get("config")
-    if not isinstance(config, dict):
-        return None
-    length, batch = _whole(config.get("length")), _whole(config.get("batch"))
+    return config if isinstance(config, dict) else {}
+
+
+def tokens_per_step(run: Run) -> int | None:
+    length, batch = (_whole(config_of(run).get(name)) for name in ("length", "batch"))
     return None if length is None or batch is None else length * batch
 
 
@@ -147,9 +149,7 @@ def preset_of(config: dict[str, Any]) -> str | None:
 
 def status_of(run: Run) -> tuple[str, str | None]:
     """The run's status, and why."""
-    state = run.state
-    config = state.start.get("config")
-    steps = _whole(config.get("steps")) if isinstance(config, dict) else None
+    state, steps = run.state, _whole(config_of(run).get("steps"))
     if state.failed is not None:
         return "failed", str(state.failed.get("reason") or "the run said that it failed")[:500]
     if (steps is not None and state.step >= steps) or run.recorded:

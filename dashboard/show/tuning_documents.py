@@ -8,7 +8,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ class Tuning:
         """`search`: folders in which journals are looked for, each time anew."""
         self._given, self._folders, self._search = storages, folders, search
         self._lock = threading.Lock()
-        self._cached: dict[str | Path, tuple[Any, list[tuple[str, list[Any]]]]] = {}
-        self._read_databases: dict[Path, tuple[int, tuning_db.Database]] = {}
+        self._held: dict[Path, tuple[Any, Any]] = {}  # what was read, with the version of its file
 
     # -- studies ---------------------------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ class Tuning:
         found, skipped = {}, []
         for storage, shown in self._storages().items():
             try:
-                studies = self._read(storage)
+                studies = self._read(storage, studies_of) if isinstance(storage, Path) else studies_of(storage)
             except FileNotFoundError:
                 continue
             except (Unreadable, OSError) as error:
@@ -59,16 +58,14 @@ class Tuning:
                 found[identity] = (_study_entry(identity, name, shown, trials), trials)
         return found, skipped
 
-    def _read(self, storage: str | Path) -> list[tuple[str, list[Any]]]:
-        """The studies, read again only when the journal changed."""
-        if not isinstance(storage, Path):
-            return studies_of(storage)
-        about = storage.stat()
+    def _read(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """The contents of a journal or a database, read again only when its file changed."""
+        about = path.stat()
         version = (about.st_ino, about.st_size, about.st_mtime_ns)
         with self._lock:
-            if storage not in self._cached or self._cached[storage][0] != version:
-                self._cached[storage] = version, studies_of(storage)
-            return self._cached[storage][1]
+            if path not in self._held or self._held[path][0] != version:
+                self._held[path] = version, read(path)
+            return self._held[path][1]
 
     # -- documents -------------------------------------------------------------------------------------------------
 
@@ -109,14 +106,6 @@ class Tuning:
                 return _database_entry(*one) | {"rows": rows, "environments": plain(database.environments)}
         raise NotFound(f"there is no tuning database {identity[:100]!r}; api/tuning lists those there are")
 
-    def _database(self, path: Path) -> tuning_db.Database:
-        """The database, read again only when its file changed."""
-        version = path.stat().st_mtime_ns
-        with self._lock:
-            if path not in self._read_databases or self._read_databases[path][0] != version:
-                self._read_databases[path] = version, tuning_db.Database.read(path)
-            return self._read_databases[path][1]
-
     def _databases(self) -> tuple[list[tuple[str, str, Path, Any]], list[dict[str, str]]]:
         """(id, origin, path, database) of every file that can be read, and those that cannot."""
         found, broken = [], []
@@ -125,7 +114,7 @@ class Tuning:
                 if path.name == "schema.json":
                     continue
                 try:
-                    database = self._database(path)
+                    database = self._read(path, tuning_db.Database.read)
                 except (OSError, ValueError) as error:
                     broken.append({"path": path.name, "reason": str(error)[:300]})
                     continue
