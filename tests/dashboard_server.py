@@ -42,6 +42,14 @@ def append(file: Path, text: str) -> None:
         opened.write(text)
 
 
+def library_of(path: Path) -> Library:
+    """The runs in a folder, or one run file, read."""
+    library = Library([Given.of(path)])
+    library.search()
+    library.update()
+    return library
+
+
 def documents(folder: Path, records: Path | None = None, storages: list[Any] | None = None) -> Documents:
     return Documents(library=Library([Given.of(folder)]), tuning=Tuning(storages or [], {}), records=records)
 

@@ -12,22 +12,14 @@ import textwrap
 import time
 
 import pytest
-from dashboard_server import append, documents, following, serving, step_line, write_run
+from dashboard_server import append, documents, following, library_of, serving, step_line, write_run
 
 from xsake.dashboard.read import stored
 from xsake.dashboard.read.inside import Outside, open_inside, read_inside
-from xsake.dashboard.read.library import Given, Library
 from xsake.dashboard.read.line_reader import LONGEST_LINE
 from xsake.dashboard.show import run_documents
 
 NASTY = '<img src=x onerror=alert(1)>"&\n../..'
-
-
-def library_of(folder):
-    library = Library([Given.of(folder)])
-    library.search()
-    library.update()
-    return library
 
 
 def test_files_outside_the_given_folder_are_not_read(tmp_path):

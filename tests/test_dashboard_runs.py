@@ -16,7 +16,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from dashboard_server import append, documents, following, serving, step_line, write_run
+from dashboard_server import append, documents, following, library_of, serving, step_line, write_run
 
 from xsake.dashboard.read import library as library_module
 from xsake.dashboard.read import thinning
@@ -105,9 +105,7 @@ def test_a_long_run_is_thinned_and_zoomed_into(tmp_path, monkeypatch):
     values[777] = 99.0
     lines = "".join(step_line(n + 1, loss=float(value)) for n, value in enumerate(values))
     append(write_run(tmp_path / "a", 0), lines)
-    library = Library([Given.of(tmp_path)])
-    library.search()
-    library.update()
+    library = library_of(tmp_path)
     whole = run_documents.series(library, "a", metrics="loss", points=100)
     loss = whole["series"]["loss"]
     assert whole["bucket"] > 1 and len(loss["step"]) <= 100
@@ -280,10 +278,7 @@ def test_runs_are_found_and_named(tmp_path):
     write_run(tmp_path / ".hidden", 1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
-    library = Library([Given.of(tmp_path)])
-    library.search()
-    library.update()
-    listed = run_documents.runs(library)
+    listed = run_documents.runs(library_of(tmp_path))
     assert {(run["id"], run["path"].partition("/")[2]) for run in listed["runs"]} == {
         ("run", "a/run"),
         ("run~2", "b/run"),
@@ -291,6 +286,4 @@ def test_runs_are_found_and_named(tmp_path):
     assert listed["skipped"][0]["reason"] == "the run file holds no event yet"
     with pytest.raises(ValueError, match="neither a folder nor a run file"):
         Given.of(tmp_path / "nothing")
-    one = Library([Given.of(tmp_path / "a" / "run" / "metrics.jsonl")])
-    one.search()
-    assert [run.id for run in one.runs] == ["metrics"]
+    assert [run.id for run in library_of(tmp_path / "a" / "run" / "metrics.jsonl").runs] == ["metrics"]

@@ -126,8 +126,9 @@ HUGE = 2**62
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     # The bytes.
     "empty": (dict(keep=0.0), "empty file"),
-    "cut in the header": (dict(keep=0.1), "cut short"),
-    "cut in the data": (dict(keep=0.9), "bytes past the file"),
+    "cut in the magic": (dict(keep=0.0005), "does not begin with GGUF|ends within the magic"),
+    "cut in the header": (dict(keep=0.1), "cannot be read as a GGUF file; is it cut short"),
+    "cut in the data": (dict(keep=0.999), "is it cut short.*bytes past the file"),
     "magic": (dict(magic=b"GGUX"), "does not begin with GGUF"),
     "version 1": (dict(version=1), "its version is 1, and versions 2, 3 are read"),
     "big-endian": (dict(version=3 << 24), "its version is 50331648"),
@@ -162,7 +163,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "an embedding with one dimension": (tensor("token_embd", shape=(128,)), "lacks the tensor token_embd.weight"),
     "no embedding": (dict(tensors={"token_embd": None}), "lacks the tensor token_embd.weight"),
     "no norm": (dict(tensors={"output_norm": None}), "lacks 1 tensors: output_norm.weight"),
-    "a bias": (dict(tensors={"extra": dict(name="blk.0.attn_q.bias")}), "no use for 1 of its tensors"),
+    "a bias": (
+        dict(tensors={"extra": dict(name="blk.0.attn_q.bias")}),
+        "not a plain LlamaForCausalLM: no use for 1 of its tensors: blk.0.attn_q.bias",
+    ),
     # The model's shape.
     "layers 0": (field("llama.block_count", U32, 0), "block_count=0 must be an int of at least 1"),
     "layers a million": (field("llama.block_count", U32, 10**6), "block_count=1000000 must be an int .* at most 1024"),
@@ -195,7 +199,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer kind a list": (field("tokenizer.ggml.model", LIST, (TEXT, ["gpt2"])), "must be text"),
     "tokens are numbers": (field("tokenizer.ggml.tokens", LIST, (U32, [1] * VOCAB)), "must be a list, and each"),
     "tokens are text": (field("tokenizer.ggml.tokens", TEXT, "abc"), "tokens='abc' must be a list"),
-    "too few tokens": (field("tokenizer.ggml.tokens", LIST, (TEXT, ["a"])), "1 tokens, but an embedding of 16"),
+    "too few tokens": (
+        field("tokenizer.ggml.tokens", LIST, (TEXT, ["a"])),
+        "1 tokens, but an embedding of 16: vocabulary mis",
+    ),
+    "no tokenizer": (dict(fields={"tokenizer.ggml.model": None}), "lacks the field tokenizer.ggml.model"),
     "no tokens": (dict(fields={"tokenizer.ggml.tokens": None}), "lacks the field tokenizer.ggml.tokens"),
     "too few types": (field("tokenizer.ggml.token_type", LIST, (I32, [1])), "16 tokens, but 1 types"),
     "types are texts": (field("tokenizer.ggml.token_type", LIST, (TEXT, ["a"] * VOCAB)), "each item an int"),

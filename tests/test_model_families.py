@@ -123,8 +123,10 @@ def test_every_quantisation_that_the_package_reads(tmp_path):
         np.testing.assert_array_equal(file.read("x"), gguf.dequantize(stored, kind))
 
 
-@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
-def test_an_unknown_architecture_is_refused_by_name_at_once(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "known"), [("gguf", "llama, qwen2, qwen3"), ("safetensors", "llama, mistral, qwen2, qwen3")]
+)
+def test_an_unknown_architecture_is_refused_by_name_at_once(tmp_path, kind, known):
     """Of safetensors, before the weights are looked at."""
     if kind == "gguf":
         path = write(tmp_path / "m.gguf", architecture="mamba", fields=of_architecture("mamba"))
@@ -133,7 +135,7 @@ def test_an_unknown_architecture_is_refused_by_name_at_once(tmp_path, kind):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
         (tmp_path / "model.safetensors").write_bytes(b"no weights")
     start = time.process_time()
-    with pytest.raises(ValueError, match="'mamba', which is not known; these can be loaded: llama"):
+    with pytest.raises(ValueError, match=f"'mamba', which is not known; these can be loaded: {known}$"):
         open_model(path)
     assert time.process_time() - start < 1
 

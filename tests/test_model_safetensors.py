@@ -96,11 +96,6 @@ def test_defaults_of_old_configurations(folder):
     ("change", "error", "message"),
     [
         (
-            dict(model_type="gemma3"),
-            ValueError,
-            "model_type 'gemma3', which is not known; .*: llama, mistral, qwen2, qwen3",
-        ),
-        (
             dict(rope_scaling={"type": "linear", "factor": 2}),
             NotImplementedError,
             "not supported: rope scaling 'linear'",
@@ -115,38 +110,24 @@ def test_defaults_of_old_configurations(folder):
             NotImplementedError,
             "not supported: attention_bias, mlp_bias",
         ),
-        (dict(hidden_size=...), ValueError, "lacks the field hidden_size"),
         (dict(num_hidden_layers=3), ValueError, r"lacks 9 tensors: model.layers.2.input_layernorm.weight, .*, \.\.\."),
         (dict(num_hidden_layers=1), ValueError, "no use for 9 of its tensors: model.layers.1"),
-        (dict(intermediate_size=100), ValueError, r"shape \(192, 64\), but .* \(100, 64\)"),
-        (dict(head_dim=15), ValueError, "head_dim=15 must be even"),
     ],
 )
 def test_other_models_are_refused(folder, change, error, message):
+    """What else is refused is in test_hostile_safetensors.py."""
     configure(folder, **change)
     with pytest.raises(error, match=message):
         load_pretrained(folder)
 
 
-def test_broken_folders_are_refused(folder, tmp_path_factory):
-    empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
-        load_pretrained(empty)
+def test_paths_that_hold_no_model_or_already_one(folder):
     with pytest.raises(
         FileNotFoundError, match=r"nowhere is no file, and no published model \(smollm2, qwen2.5-coder-1.5b\)"
     ):
-        load_pretrained(empty / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
-        load_tokenizer(folder)
+        load_pretrained(folder / "nowhere")
     with pytest.raises(FileExistsError, match="already holds a model"):
         save_pretrained(build(), folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="cannot be read as a safetensors file; is it cut short"):
-        load_pretrained(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is not JSON"):
-        load_pretrained(folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config.json must be beside the .safetensors file"):
         load_pretrained(folder / "model.safetensors")
@@ -163,14 +144,3 @@ def test_the_tokenizer_beside(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.stop == {core.token_to_id(END_OF_TEXT)}
     assert tokenizer.chat([{"role": "user", "content": "hello"}]) == core.encode("hello").ids
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer file"):
-        load_tokenizer(folder)
-    core = train_tokenizer(["hello"], 260)
-    core.add_tokens([f"more{i}" for i in range(300)])
-    core.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"the tokenizer has \d+ tokens, but the model only 512"):
-        load_tokenizer(folder)

@@ -128,12 +128,6 @@ def test_mask_fn_gives_each_layer_its_mask(model, logits):
     assert jnp.abs(masked - logits)[:, 24:].max() > 0.1
 
 
-@pytest.mark.slow  # the next test has every block, too
-def test_a_mask_of_every_block_is_dense_attention(model, logits):
-    mask = xsake.patterns.causal(LENGTH, LENGTH, block_q=16, block_kv=16)
-    np.testing.assert_allclose(run(model, TOKENS, mask_fn=lambda *_: mask), logits, rtol=1e-4, atol=1e-4)
-
-
 def test_a_mask_without_a_rule_does_not_leak_the_future(model, logits):
     mask = xsake.patterns.dense(LENGTH, LENGTH, block_q=16, block_kv=16)
     np.testing.assert_allclose(run(model, TOKENS, mask_fn=lambda *_: mask), logits, rtol=1e-4, atol=1e-4)
