@@ -17,10 +17,9 @@ from xsake._op import tuned
 from xsake.hads import PooledKeys
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.model import HadsBudget, KVCache, Transformer
-from xsake.model.generation import sparse_decode
+from xsake.model.generation import sparse_decode, writer
 from xsake.model.generation.sampling import Sampler
 from xsake.model.network.config import ModelConfig
-from xsake.model.weights import writer
 
 # Qwen2.5-1.5B's layers, with fewer words.
 _SIZES = dict(vocab_size=1024, width=1536, q_heads=12, kv_heads=2, head_dim=128, mlp_width=8960, qkv_bias=True)

@@ -12,8 +12,7 @@ from tiny_model import TINY, TOKENS, build, run
 
 import xsake
 from xsake.model import Sampler, generate, stream
-from xsake.model.generation import generation, prefill
-from xsake.model.weights import writer
+from xsake.model.generation import generation, prefill, writer
 
 # One worker for the tests of the model: it has its programs.
 pytestmark = pytest.mark.xdist_group("model")

@@ -44,8 +44,8 @@ from xsake.model import HadsBudget, KVCache, ModelConfig, Transformer
 from xsake.model.generation.prefill import read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
+from xsake.model.generation.writer import Writer
 from xsake.model.weights.published import name_of
-from xsake.model.weights.writer import Writer
 
 
 class Turns:

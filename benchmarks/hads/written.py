@@ -20,8 +20,8 @@ from xsake.model import HadsBudget, KVCache
 from xsake.model.generation.prefill import Prompt
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule, forward
+from xsake.model.generation.writer import Writer
 from xsake.model.network.transformer import Transformer
-from xsake.model.weights.writer import Writer
 
 
 class Divergence(NamedTuple):

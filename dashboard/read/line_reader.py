@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def checksum(before: bytes) -> int:
-    """Of the bytes before a place, at least the last `_CHECKED` of them where there are so many."""
+    """The checksum of the last `_CHECKED` of the bytes before a place, or of all if there are fewer."""
     return zlib.crc32(before[-_CHECKED:])
 
 

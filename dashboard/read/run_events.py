@@ -18,7 +18,7 @@ _LARGEST_STEP = 2**53
 
 
 def parse_lines(data: bytes) -> list[Event]:
-    """The events among these lines. What is no event is left out."""
+    """The events among these lines. Other lines are left out."""
     lines = data.count(b"\n")
     # All lines in one call is faster than line by line; the checks make sure that it means the same.
     if data[:1] == b"{" and data[-2:] == b"}\n" and data.count(b"}\n{") == lines - 1:

@@ -41,7 +41,7 @@ NONE = Points(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 
 
 def thin(points: Points, bucket: int) -> Points:
-    """Of every `bucket` steps: the smallest and the largest value, and the first that is not finite.
+    """The smallest and the largest value of every `bucket` steps, and the first value that is not finite.
 
     Thinning twice, with buckets of 2 and then of 4 steps, equals thinning once with buckets of 4.
 

@@ -1,4 +1,4 @@
-"""What dashboard/API.md says of each document, for the page /docs: the fields are described once."""
+"""The descriptions of documents in dashboard/API.md, for the page /docs: the fields are described once."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def default_records() -> Path | None:
 def gather(
     folders: Sequence[Path], *, storages: Sequence[str] = (), records: Path | None = None, own_tuning: bool = True
 ) -> Documents:
-    """What the pages show: runs and studies in `folders`, further storages, records, and what this user tuned."""
+    """The documents of the pages: runs and studies in `folders`, further storages, records, and this user's tuning."""
     if records is not None and not records.is_dir():
         raise ValueError(f"{records} is no folder of records")
     given = [Given.of(path) for path in folders]

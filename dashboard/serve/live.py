@@ -1,7 +1,7 @@
 """Live: reads what runs write, a few times per second, and streams it to the browsers that follow.
 
 A follower is a place in the run file, and nothing is queued for it: a browser that reads slowly is only further behind.
-What was written last is in memory, formatted once for all followers; a follower from further back reads the file.
+The last events are in memory, formatted once for all followers; a follower from further back reads the file.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Follower:
         self.has_more = False
 
     async def next(self) -> list[Written]:
-        """What to send now. `has_more` says whether to ask again at once, `ended` whether to ask no more."""
+        """The events to send now. `has_more` says whether to ask again at once, `ended` whether to ask no more."""
         run, self.has_more = self.run, False
         if run.gone:
             return self._end("gone", "the run's folder was deleted")

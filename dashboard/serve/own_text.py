@@ -235,7 +235,7 @@ def _check(body: Any) -> Job:
         raise BadRequest('the body must be an object such as {"text": "..."}')
     if unknown := sorted(set(body) - set(_BODY)):
         raise BadRequest(f"unknown {str(unknown[0])[:60]!r}; allowed are text, length, budgets and methods")
-    given = {"text": "", "length": LENGTH, "budgets": None, "methods": list(METHODS)} | body
+    given: dict[str, Any] = {"text": "", "length": LENGTH, "budgets": None, "methods": list(METHODS)} | body
     try:
         for name, kind in _BODY.items():
             check(name, given[name], kind)

@@ -1,4 +1,4 @@
-"""What may be wrong with a request: each error has a status, a code, and a message that says what to do."""
+"""Errors that answer a request: each has a status, a code, and a message that says what to do."""
 
 from __future__ import annotations
 

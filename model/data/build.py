@@ -28,7 +28,7 @@ _PIECE_CHARACTERS = 1 << 20  # a longer text is cut, so that more than one threa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Built:
-    """What `build` made: tokens and texts of each split, bytes of text read, and files that are not UTF-8."""
+    """The result of `build`: tokens and texts of each split, bytes of text read, and files that are not UTF-8."""
 
     vocab_size: int
     tokens: dict[str, int]

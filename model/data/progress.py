@@ -33,7 +33,7 @@ def part_of(out: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a split's finished files hold: its texts up to number `text`, but for that text's last `rest` tokens."""
+    """Where a split's finished files end: `rest` tokens before the end of text number `text`."""
 
     files: int = 0
     text: int = -1

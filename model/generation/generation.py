@@ -17,12 +17,12 @@ from xsake.model.generation.hads_budget import HadsBudget
 from xsake.model.generation.prefill import Prompt, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
+from xsake.model.generation.writer import Writer
 from xsake.model.network.attend import MaskFn
 from xsake.model.network.cache import KVCache
 from xsake.model.network.fields import check, whole
 from xsake.model.network.sharding import check_generation, shard_model
 from xsake.model.network.transformer import Transformer
-from xsake.model.weights.writer import Writer
 
 
 def generate(

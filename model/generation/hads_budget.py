@@ -30,7 +30,7 @@ class HadsBudget:
 
     @cached_property
     def learned(self) -> tuple[LayerWeights, ...]:
-        """What the profile knows of each layer, on the device: moved there once, not with every prompt."""
+        """The profile's knowledge of each layer, moved to the device once, not with every prompt."""
         return tuple(LayerWeights.of(self.profile, layer) for layer in range(self.profile.layers))
 
     def check(self, config: ModelConfig, length: int) -> None:

@@ -33,7 +33,7 @@ UNIT = 64  # prompts without HADS are cut and padded to multiples of this many t
 
 
 class Prompt(NamedTuple):
-    """What is known once prompts are read: the last states [B, 1, width], the cache and, with HADS, pooled keys."""
+    """The results of reading prompts: the last states [B, 1, width], the cache and, with HADS, pooled keys."""
 
     last: Float[Array, "B 1 width"]
     cache: KVCache
@@ -153,7 +153,7 @@ class _Reader:
 
 
 class _Static(NamedTuple):
-    """What a block's program is compiled for."""
+    """The static arguments of a block's program."""
 
     tree: Any  # of the block's weights
     attention_fn: Callable[..., Any]

@@ -27,7 +27,7 @@ from xsake.model.network.transformer import Transformer
 
 
 class StepRule(NamedTuple):
-    """What the program of a step is compiled for."""
+    """The static arguments of a step's program."""
 
     budget: float
     room: int

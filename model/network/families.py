@@ -83,11 +83,7 @@ _LAYER = (
     (("mlp", "up", "kernel"), "ffn_up", "mlp.up_proj"),
     (("mlp", "down", "kernel"), "ffn_down", "mlp.down_proj"),
 )
-_BIASES = (
-    (("attention", "query", "bias"), "attn_q", "self_attn.q_proj"),
-    (("attention", "key", "bias"), "attn_k", "self_attn.k_proj"),
-    (("attention", "value", "bias"), "attn_v", "self_attn.v_proj"),
-)
+_BIASES = tuple(((*ours[:-1], "bias"), gguf, theirs) for ours, gguf, theirs in _LAYER[1:4])  # of q, k and v
 _HEAD_NORMS = (
     (("attention", "query_norm", "scale"), "attn_q_norm", "self_attn.q_norm"),
     (("attention", "key_norm", "scale"), "attn_k_norm", "self_attn.k_norm"),

@@ -1,4 +1,4 @@
-"""What a field may hold: each field is declared once, by kind and range, and checked in one place.
+"""The values that a field may hold: each field is declared once, by kind and range, and checked in one place.
 
 Files come from anywhere, so nothing is assumed of a value: it may be of any type, huge, or not a number.
 """

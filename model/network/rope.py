@@ -37,7 +37,7 @@ def frequencies(config: ModelConfig) -> Float[Array, "half"]:
 
 
 def divisors(config: ModelConfig, frequency: Float[Array, "half"]) -> Float[Array, "half"]:
-    """What Llama 3 divides each frequency by: 1 if it is fast, `rope_factor` if it is slow."""
+    """The number by which Llama 3 divides each frequency: 1 if it is fast, `rope_factor` if it is slow."""
     turns = config.rope_context * frequency / (2 * math.pi)
     fast = jnp.clip((turns - config.rope_low) / (config.rope_high - config.rope_low), 0, 1)
     return 1 / ((1 - fast) / config.rope_factor + fast)

@@ -51,7 +51,7 @@ class SequenceCut:
     def natural(self, x: Array) -> Array:
         """Heads [B, T, heads, D] in the order of the sequence, still cut: no device gathers them.
 
-        Of the two pieces of a zigzag that a device holds, one is even: it and the odd one go to where they belong.
+        A device holds two pieces of a zigzag, an even and an odd one; each goes to the device that holds it in order.
         """
         if self.order == "contiguous":
             return x

@@ -1,4 +1,4 @@
-"""What `--attention` means: which function attends, and with which mask.
+"""The function and the mask that `--attention` stands for.
 
 A mask function is a callable that is also a pytree, so that it is an argument of the compiled step: a recalibration
 changes its arrays without compiling anew, and a checkpoint can hold them.
@@ -34,12 +34,9 @@ class FixedMask:
         return self.mask
 
 
-def _sink_window(length: int, block: int, size: int) -> BlockMask:
-    return patterns.sink_window(length, length, sink=block, window=size * block, block_q=block, block_kv=block)
-
-
-def _sliding_window(length: int, block: int, size: int) -> BlockMask:
-    return patterns.sink_window(length, length, sink=0, window=size * block, block_q=block, block_kv=block)
+def _window(sinks: int, length: int, block: int, size: int) -> BlockMask:
+    """A window of `size` blocks, and the first `sinks` blocks."""
+    return patterns.sink_window(length, length, sink=sinks * block, window=size * block, block_q=block, block_kv=block)
 
 
 def _big_bird(length: int, block: int, size: int) -> BlockMask:
@@ -49,8 +46,8 @@ def _big_bird(length: int, block: int, size: int) -> BlockMask:
 
 # Masks grow denser with `size`, which runs from 0 to the number of blocks per row.
 _FAMILIES: dict[str, Callable[[int, int, int], BlockMask]] = {
-    "sink_window": _sink_window,
-    "sliding_window": _sliding_window,
+    "sink_window": partial(_window, 1),
+    "sliding_window": partial(_window, 0),
     "big_bird": _big_bird,
 }
 ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)

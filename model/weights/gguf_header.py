@@ -24,17 +24,9 @@ from gguf import GGMLQuantizationType, GGUFValueType
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4  # as in llama.cpp
 _SCALARS: dict[GGUFValueType, np.dtype] = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
-    GGUFValueType.BOOL: np.dtype("?"),
+    kind: np.dtype(kind.name.lower()).newbyteorder("<")
+    for kind in GGUFValueType
+    if kind not in (GGUFValueType.STRING, GGUFValueType.ARRAY)
 }
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a bar with loss, speed and time left, or lines where there is no terminal."""
+"""The progress of a training run on the screen: a bar, or lines where there is no terminal."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class _TensorBoard:
 
         from tensorboardX import SummaryWriter
 
-        # What a killed run wrote after its checkpoint is taken back.
+        # Events that a killed run wrote after its checkpoint are taken back.
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1 if start else None)
         if not start:
             self._writer.add_text("config", json.dumps(config, indent=1), 0)

@@ -11,7 +11,7 @@ from xsake.model.training.watch.mfu import peak_flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
-    """What joins the devices. Speeds are in GB/s (1e9 bytes), in one direction, per device.
+    """The links between devices. Speeds are in GB/s (1e9 bytes), in one direction, per device.
 
     Args:
       domain: neighbouring devices that fast links join: a node with NVLink, a slice with ICI.

@@ -65,14 +65,14 @@ def pieces(kv_heads: int, n: int) -> int:
 
 
 def forward_bytes(exchange: str, kv: float, n: int, union: float = 1.0) -> float:
-    """What a device receives in one layer's forward."""
+    """Bytes that a device receives in one layer's forward."""
     if exchange == "none":
         return 0.0
     return share_of_others(n) * kv * (union if exchange == "sparse" else 1.0)
 
 
 def backward_bytes(exchange: str, kv: float, n: int, union: float = 1.0) -> float:
-    """What a device receives in one layer's backward: K and V again, and dK and dV."""
+    """Bytes that a device receives in one layer's backward: K and V again, and dK and dV."""
     again = forward_bytes(exchange, kv, n, union)
     gradients = 2 * kv if exchange == "ring" else again
     return again + gradients

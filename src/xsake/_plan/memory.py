@@ -13,7 +13,7 @@ USABLE = 0.9  # of a device's memory
 
 
 def block_bytes_per_token(config: ModelConfig, model: int = 1) -> float:
-    """What JAX keeps of one transformer block for its backward, per token, with the heads over `model` devices.
+    """Bytes that JAX keeps of one transformer block for its backward, per token, with the heads over `model` devices.
 
     28 * width + 16: two norms in float32 and their output; (6 * q_heads + 4 * kv_heads) * head_dim: q, k, v, the output
     twice; 4 * q_heads: lse; 12 * mlp_width: six arrays of SwiGLU. XLA may keep fewer of them.
@@ -57,7 +57,7 @@ def prefill_memory(q: Question, mesh: Mesh, exchange: str) -> dict[str, float]:
 
 
 def exchange_bytes(q: Question, mesh: Mesh, exchange: str, *, backward: bool) -> float:
-    """What an exchange holds beside the local K and V.
+    """Bytes that an exchange holds beside the local K and V.
 
     gather: this piece and the next one, and in the backward as much of dK and dV. sparse: `union` of that. ring: the
     next K and V, and the float32 sum of the output; in the backward the next K and V, two dK and dV in float32, and the

@@ -40,7 +40,7 @@ class Plan:
 
 
 def make_plan(question: Question, mesh: Mesh | None = None) -> Plan:
-    """Of every mesh, or of one."""
+    """The plan of every mesh, or of one."""
     if mesh is not None and mesh.devices != question.devices:
         raise ValueError(f"mesh={mesh} has {mesh.devices} devices, and devices={question.devices}")
     asked = [mesh] if mesh is not None else list(every_mesh(question.devices))

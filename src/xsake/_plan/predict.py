@@ -18,7 +18,7 @@ from xsake._plan.rates import Point, Rate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one device, for a whole step; sizes in bytes.
+    """Times, traffic and memory of one device in a whole step; sizes in bytes.
 
     Args:
       exchange: how K and V get to the queries.

@@ -1,4 +1,4 @@
-"""What is asked of a plan, checked when it is made."""
+"""The question that a plan answers, checked when it is made."""
 
 from __future__ import annotations
 

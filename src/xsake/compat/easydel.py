@@ -25,7 +25,7 @@ Axes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationMetadata:
-    """What holds for every call of an operation.
+    """Settings of every call of an operation.
 
     Args:
       runtime_dtype: query, key and value are cast to it, and the output has it. None keeps their own.
@@ -145,7 +145,8 @@ class BlockSparseAttn:
         """Attention; `mask_info` holds segment ids, positions and an attention mask, which is honoured exactly.
 
         Fewer queries than keys, under a causal rule and without positions, are the last tokens of the keys: decoding.
-        Of `ignore`, what is not None is refused by name. `fused_backward` asks for what XSAKE chooses by itself.
+        Arguments in `ignore` that are not None are refused by name. XSAKE chooses by itself whether to fuse the
+        backward, whatever `fused_backward` is.
         """
         unknown = [name for name, given in ignore.items() if given is not None]
         if cache_metadata is not None:

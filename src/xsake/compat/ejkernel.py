@@ -1,7 +1,7 @@
 """ejkernel's block-sparse and native sparse attention: its names, signatures and layouts, on XSAKE.
 
-Change the import, and keep the call. Every argument is honoured or refused by name. What differs from what ejkernel
-computes is on the page "Coming from another library".
+Change the import, and keep the call. Every argument is honoured or refused by name. Differences from ejkernel's
+results are on the page "Coming from another library".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `xsake demo` shows: a mask per head, and sparse attention compared to dense attention on this machine."""
+"""The tables of `xsake demo`: a mask per head, and sparse attention compared to dense attention on this machine."""
 
 from __future__ import annotations
 
