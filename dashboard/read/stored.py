@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import lzma
-import threading
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,10 @@ class Shelf:
     """The files of a folder whose names end in `SUFFIX`. The last few that were read stay in memory."""
 
     def __init__(self, folder: Path | None, kind: str, keep: int = 2):
-        self._given = folder
-        self._kind, self._keep = kind, keep
-        self._lock = threading.Lock()
-        self._held: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._about: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._broken: dict[str, tuple[Any, str]] = {}  # those that cannot be read, and why
+        self._given, self._kind = folder, kind
+        # By folder, path and version: a file that changed is read anew. Files that cannot be read are remembered too.
+        self._document = lru_cache(keep)(lambda root, path, version: read(root, path))
+        self._description = lru_cache(1000)(self._describe)
 
     @property
     def _folder(self) -> Path | None:
@@ -65,38 +63,33 @@ class Shelf:
         folder = self._folder
         return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}")) if folder else []
 
-    def get(self, name: str) -> dict[str, Any]:
+    def _place(self, name: str) -> tuple[Path, Path, int]:
         folder = self._folder
         if folder is None or name not in self.names():
             raise NotFound(f"there is no {self._kind} {name[:100]!r}; the list says which there are")
         path = folder / f"{name}{SUFFIX}"
         try:
-            version = path.lstat().st_mtime_ns
-            with self._lock:
-                held, broken = self._held.get(name), self._broken.get(name)
-            if broken is not None and broken[0] == version:
-                raise NotFound(broken[1])
-            if held is None or held[0] != version:
-                held = version, read(folder, path)
-        except ValueError as error:
-            self._broken[name] = version, str(error)
-            raise NotFound(str(error)) from error
+            return folder, path, path.lstat().st_mtime_ns
         except OSError as error:
             raise NotFound(f"{name} cannot be read: {error.strerror}") from error
-        with self._lock:
-            self._held.pop(name, None)
-            self._held[name] = held
-            self._about[name] = version, held[1]["about"]
-            while len(self._held) > self._keep:
-                self._held.pop(next(iter(self._held)))
-        return held[1]
+
+    def _describe(self, *place: Any) -> dict[str, Any] | str:
+        """The file's description, or why the file cannot be read."""
+        try:
+            return self._document(*place)["about"]
+        except ValueError as error:
+            return str(error)
+
+    def get(self, name: str) -> dict[str, Any]:
+        place = self._place(name)
+        if isinstance(reason := self._description(*place), str):
+            raise NotFound(reason)
+        return self._document(*place)
 
     def about(self) -> list[dict[str, Any]]:
         """The descriptions of all files that can be read."""
         found = []
         for name in self.names():
             with contextlib.suppress(NotFound):
-                if name not in self._about:
-                    self.get(name)
-                found.append(self._about[name][1])
-        return found
+                found.append(self._description(*self._place(name)))
+        return [one for one in found if isinstance(one, dict)]

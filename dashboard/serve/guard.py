@@ -14,6 +14,9 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
 from xsake.dashboard.read.run_events import to_json
 from xsake.dashboard.serve.problems import BadRequest, Forbidden, Problem, TooLarge
 
@@ -56,47 +59,47 @@ class Guard:
 
         async def with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                there = {name.lower() for name, _ in message["headers"]}
-                more = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in there]
-                message = {**message, "headers": [*message["headers"], *more]}
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         try:
             self._check(scope)
             await self._app(scope, _limited(receive), with_headers)
         except Problem as problem:
+            headers = {}
             if problem.status == 413:
                 await _drain(receive)
-            await refuse(problem, with_headers)
+                headers["connection"] = "close"  # the rest of the body is not read
+            answer = Response(to_json(problem.document()), problem.status, headers, "application/json")
+            await answer(scope, receive, with_headers)
 
     def _check(self, scope: Scope) -> None:
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.lower(), []).append(value)
-        hosts = headers.get(b"host", [])
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             raise Forbidden(
                 f"Host {_shown(hosts)} is not this server: use localhost, or start it with --allow-host NAME"
             )
-        for origin in headers.get(b"origin", []):
-            scheme, _, host = origin.partition(b"://")
-            if scheme not in (b"http", b"https") or host.lower() != hosts[0].lower():
+        for origin in headers.getlist("origin"):
+            scheme, _, host = origin.partition("://")
+            if scheme not in ("http", "https") or host.lower() != hosts[0].lower():
                 raise Forbidden(f"Origin {_shown([origin])} is another site than {_shown(hosts)}: open the page itself")
-        site = headers.get(b"sec-fetch-site", [b"none"])[0]
-        if site == b"cross-site" and headers.get(b"sec-fetch-mode", [b""])[0] != b"navigate":
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             raise Forbidden("a page of another site asked for this: open the dashboard's own page")
         if scope["method"] not in ("GET", "HEAD", "POST", "DELETE"):
             raise BadRequest(f"method {scope['method'][:20]!r} is not known here: use GET, HEAD, POST or DELETE")
         if scope["method"] == "POST":
-            kind = headers.get(b"content-type", [b""])[0].partition(b";")[0].strip().lower()
-            if kind != b"application/json":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
                 raise BadRequest("send JSON, with the header Content-Type: application/json")
-        for length in headers.get(b"content-length", []):
-            if length.isdigit() and int(length) > MOST_BODY:
+        for length in headers.getlist("content-length"):
+            if length.isdecimal() and int(length) > MOST_BODY:
                 raise TooLarge(f"the body has {int(length):,} bytes, and at most {MOST_BODY:,} are read")
 
-    def _is_ours(self, host: bytes) -> bool:
-        found = _HOST.fullmatch(host.decode("latin-1"))
+    def _is_ours(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
         if found is None:
             return False
         name = (found["six"] or found["name"]).lower()
@@ -114,8 +117,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _shown(values: list[bytes]) -> str:
-    return ", ".join(repr(value.decode("latin-1")[:80]) for value in values) or "(none)"
+def _shown(values: list[str]) -> str:
+    return ", ".join(repr(value[:80]) for value in values) or "(none)"
 
 
 def _limited(receive: Receive) -> Receive:
@@ -143,12 +146,3 @@ async def _drain(receive: Receive) -> None:
                 left -= len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
-
-
-async def refuse(problem: Problem, send: Send) -> None:
-    body = to_json(problem.document())
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if problem.status == 413:
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

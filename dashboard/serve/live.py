@@ -31,16 +31,12 @@ class Live:
     def __init__(self, library: Library):
         self.library = library
         self._followed: Counter[str] = Counter()
-        self._streams = 0
+        self.followers = 0
         self._changed = asyncio.Event()
         self._closed = False
         self._statuses: dict[str, tuple[str, str | None]] = {}
         self._list = b""
         self.events_sent = 0
-
-    @property
-    def followers(self) -> int:
-        return self._streams
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -95,16 +91,16 @@ class Live:
 
     @contextlib.contextmanager
     def following(self, runs: list[str]) -> Iterator[None]:
-        self._streams += 1
+        self.followers += 1
         self._followed.update(runs)
         try:
             yield
         finally:
-            self._streams -= 1
+            self.followers -= 1
             self._followed -= Counter(runs)
 
     def check_room(self) -> None:
-        if self._streams >= MOST_FOLLOWERS:
+        if self.followers >= MOST_FOLLOWERS:
             raise Busy(f"{MOST_FOLLOWERS} streams are open already, and no more are allowed: close some pages")
 
     def follow_run(self, identity: str, after: str | None) -> AsyncIterator[bytes]:

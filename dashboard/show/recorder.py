@@ -111,19 +111,20 @@ class Recorder:
         )
 
 
+@dataclasses.dataclass
 class _Recording:
-    def __init__(
-        self,
-        recorder: Recorder,
-        tokens: np.ndarray,
-        grid: CausalGrid,
-        counts: dict[float, np.ndarray],
-        methods: list[str],
-        progress: Progress,
-    ):
-        self._r, self._tokens, self._grid, self._counts, self._methods = recorder, tokens, grid, counts, methods
-        self._progress, self._done = progress, 0
-        self._of = len(recorder._layers.weights) * (1 + len(methods) * len(counts))
+    _r: Recorder
+    _tokens: np.ndarray
+    _grid: CausalGrid
+    _counts: dict[float, np.ndarray]
+    _methods: list[str]
+    _progress: Progress
+    _done: int = 0
+
+    @property
+    def _of(self) -> int:
+        """How many steps the recording takes."""
+        return len(self._r._layers.weights) * (1 + len(self._methods) * len(self._counts))
 
     def make(self, about: dict[str, Any]) -> dict[str, Any]:
         profile, batch = self._r._profile, jnp.asarray(self._tokens[None])
