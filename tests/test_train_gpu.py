@@ -25,12 +25,12 @@ class Uncompiled(Trainer):
     log: list[tuple[str, int, str]] = []
 
     def begin(self):
-        self.state, self._taken = None, 0
+        self.state, self.taken = None, 0
         self._note("begin")
 
     def step(self):
         assert self._next_batch().shape == (1, self.config.batch, self.config.length + 1)
-        self._taken += 1
+        self.taken += 1
         self._note("step")
         return np.float32(0)
 

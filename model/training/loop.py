@@ -72,7 +72,7 @@ def train(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     trainer = Trainer(config, data=data, mesh=mesh, fsdp=fsdp, exchange=exchange, order=order, recalibrate=recalibrate)
-    held = trainer.held_out() if eval_every else None
+    held, recalibrate_every = trainer.held_out() if eval_every else None, config.recalibrate_every
     metrics_file = run / METRICS_FILE
     done, previous = _look_at(run)
     _check_same_run(run, previous, trainer.description)
@@ -94,7 +94,7 @@ def train(
                     clock.drain()
                     report.event("eval", trainer.taken, loss=trainer.evaluate(held, eval_batches))
                     clock.restart()
-                if not last and trainer.recalibrates and _due(trainer.taken, config.recalibrate_every):
+                if not last and trainer.recalibrates and recalibrate_every and trainer.taken % recalibrate_every == 0:
                     clock.drain()
                     start = time.perf_counter()
                     trainer.recalibrate()
@@ -107,10 +107,6 @@ def train(
                     trainer.save(checkpoints)
                     clock.restart()
     return metrics_file
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 class _Clock:

@@ -37,6 +37,7 @@ class Trainer:
     """
 
     state: TrainState
+    taken: int  # steps
 
     def __init__(
         self,
@@ -111,21 +112,16 @@ class Trainer:
         return choose_order(order, length=config.length, shards=shards, block=block)
 
     @property
-    def taken(self) -> int:
-        """Steps taken."""
-        return self._taken
-
-    @property
     def recalibrates(self) -> bool:
         return self._recalibrate is not None
 
     def begin(self) -> None:
-        self.state, self._taken = self.program.init(), 0
+        self.state, self.taken = self.program.init(), 0
         self.recalibrate()
 
     def restore(self, checkpoints: Checkpoints, step: int) -> None:
         """Resume the run from a checkpoint, on this mesh, whatever mesh the checkpoint was saved from."""
-        self.state, self._taken = checkpoints.restore(step, "state", self.program.abstract_state()), step
+        self.state, self.taken = checkpoints.restore(step, "state", self.program.abstract_state()), step
         if self.recalibrate() and jax.tree.leaves(self.mask_fn):
             # The callback gives the structure of mask_fn, the checkpoint the arrays in it.
             everywhere = NamedSharding(self.program.mesh, PartitionSpec())
@@ -136,12 +132,12 @@ class Trainer:
         trees: dict[str, Any] = {"state": self.state}
         if self._recalibrate is not None and jax.tree.leaves(self.mask_fn):
             trees["mask"] = jax.tree.leaves(self.mask_fn)
-        checkpoints.save(self._taken, trees, self.description)
+        checkpoints.save(self.taken, trees, self.description)
 
     def step(self) -> dict[str, Array]:
         """Start the next step and return its metrics, which are still being computed."""
         self.state, metrics = self.program.step(self.state, self.mask_fn, self._next_batch())
-        self._taken += 1
+        self.taken += 1
         return metrics
 
     def recalibrate(self) -> bool:
@@ -149,7 +145,7 @@ class Trainer:
         if self._recalibrate is None:
             return False
         tokens = self._next_batch()[0, :, :-1]
-        mask_fn = self._recalibrate(self._taken, self.program.model(self.state.params), tokens)
+        mask_fn = self._recalibrate(self.taken, self.program.model(self.state.params), tokens)
         is_tree = not jax.tree_util.all_leaves([mask_fn])
         self.mask_fn = mask_fn if is_tree else jax.tree_util.Partial(mask_fn)
         return True
@@ -188,7 +184,7 @@ class Trainer:
         return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu}
 
     def _next_batch(self) -> Array:
-        return self._place(self._batches, self._taken)
+        return self._place(self._batches, self.taken)
 
     def _place(self, batches: Batches, number: int) -> Array:
         return batches.on_devices(number, self.program.batch_sharding, self.config.microbatches)

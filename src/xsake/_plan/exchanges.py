@@ -42,13 +42,13 @@ class Traffic:
         return Traffic(bytes=self.bytes * times, seconds=self.seconds * times, hidden=self.hidden * times)
 
 
-def kv_bytes(tokens: int, kv_heads: int, head_dim: int, item: int = 2) -> float:
-    """K and V of one layer.
+def kv_bytes(tokens: int, kv_heads: int, head_dim: int) -> float:
+    """K and V of one layer, in bfloat16.
 
     >>> kv_bytes(1024, 8, 128)
     4194304.0
     """
-    return 2.0 * tokens * kv_heads * head_dim * item
+    return 2.0 * tokens * kv_heads * head_dim * 2
 
 
 def heads_per_piece(kv_heads: int, n: int) -> int:
