@@ -33,7 +33,7 @@ class ModelConfig:
       window_from: the first layer with a window.
       rope_factor: slow rotary frequencies are divided by this, and fast ones are not (Llama 3); 1 scales nothing.
       rope_low, rope_high, rope_context: a frequency is slow if it turns less than `rope_low` times in `rope_context`
-        tokens, and fast if it turns more than `rope_high` times. Those between are divided in part.
+        tokens, and fast if it turns more than `rope_high` times. Frequencies between are divided in part.
 
     >>> config = PRESETS["tiny"]
     >>> dataclasses.replace(config, layers=4).param_count() > config.param_count()
