@@ -133,7 +133,7 @@ class Library:
 
 
 def find_runs(given: Given) -> Iterator[Found]:
-    """The runs of a given folder: those that have a metrics file, and for records every run file."""
+    """The runs of a given folder: every folder with a metrics file, and for records every run file."""
     if given.file is not None:
         yield Found(given.root, given.file, given.file.stem, given.file.name, given.recorded)
         return

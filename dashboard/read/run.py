@@ -1,4 +1,4 @@
-"""Run: what is known of one training run, kept up to date from its file, in bounded memory."""
+"""Run: the state of one training run, kept up to date from its file, in bounded memory."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def shown(event: Event, seconds: float) -> tuple[str, Event]:
 
 
 def plain(value: Any, depth: int = 8) -> Any:
-    """The value for JSON: numbers that are not finite become None, as does what is nested too deeply."""
+    """The value for JSON: numbers that are not finite and values nested too deeply become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if depth == 0:

@@ -41,7 +41,7 @@ def make_app(
     names: Iterable[str] = (),
     any_address: bool = False,
 ) -> FastAPI:
-    """The server as an ASGI application. `names` and `any_address` are those of `Guard`."""
+    """The server as an ASGI application. `Guard` takes `names` and `any_address`."""
     began = time.monotonic()
     live = Live(documents.library)
     texts = Texts(documents) if texts is None else texts

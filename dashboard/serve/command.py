@@ -1,4 +1,4 @@
-"""`xsake dashboard`: find what is to be shown, and serve it."""
+"""`xsake dashboard`: find runs, studies and records, and serve them."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _limited(receive: Receive) -> Receive:
 
 
 async def _drain(receive: Receive) -> None:
-    """Read what is still coming, and keep none of it: whoever is cut off while sending never sees the answer."""
+    """Read the rest of the body and forget it: a client that is cut off while it sends never sees the answer."""
     left = MOST_DRAINED
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(30):

@@ -70,7 +70,7 @@ class Live:
         return changed
 
     def _read_all(self) -> bool:
-        """Also makes the list of runs, for those who follow it."""
+        """Also makes the list of runs for its followers."""
         self.library.search()
         self.library.update()
         listed = to_json(run_documents.runs(self.library))

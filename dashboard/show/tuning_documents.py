@@ -107,7 +107,7 @@ class Tuning:
         raise NotFound(f"there is no tuning database {identity[:100]!r}; api/tuning lists those there are")
 
     def _databases(self) -> tuple[list[tuple[str, str, Path, Any]], list[dict[str, str]]]:
-        """(id, origin, path, database) of every file that can be read, and those that cannot."""
+        """(id, origin, path, database) of every readable file, and the reason for each other file."""
         found, broken = [], []
         for origin, folder in self._folders.items():
             for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:

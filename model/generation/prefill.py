@@ -202,7 +202,7 @@ def _read_block(
     counts: Array | None,
     lengths: Array,
 ) -> tuple[Array, Any]:
-    """A block's output for a chunk, and the layer's keys, values and pooled keys with those of the chunk."""
+    """A block's output for a chunk, and the layer's keys, values and pooled keys up to the chunk's end."""
     start = static.start
 
     def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:

@@ -106,7 +106,7 @@ def forward(
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
             options = {name: value for name, value in step._asdict().items() if name != "tokens"}
             given = query, keys, cache.values[layer]
-            # XLA alone would cut the whole cache into tiles before it takes those that a mask lists.
+            # XLA alone would cut the whole cache into tiles before it takes the blocks that a mask lists.
             if platform_of(query) == "gpu":
                 mask = step_mask(query, own, learned[layer], lengths, slots=cache.capacity, **options)
                 positions = places, slot_positions

@@ -129,7 +129,7 @@ class Transformer(nnx.Module):
             self.head = linear(config.width, config.vocab_size)
 
     def __call__(self, tokens: Tokens, *, cache: KVCache | None = None, **options: Any) -> Any:
-        """Logits, float32[B, T, vocab_size]; with a cache, (logits, cache). The options are those of `hidden`."""
+        """Logits, float32[B, T, vocab_size]; with a cache, (logits, cache). It takes the options of `hidden`."""
         if cache is None:
             return self.logits(self.hidden(tokens, **options))
         states, cache = self.hidden(tokens, cache=cache, **options)

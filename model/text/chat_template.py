@@ -28,28 +28,25 @@ def render(template: str, **variables: Any) -> str:
     """
     given = json.dumps({"template": template, "variables": variables, "seconds": CPU_SECONDS, "bytes": MEMORY_BYTES})
     most = EXTRA_CHARACTERS + 4 * len(given)
-    process = subprocess.Popen(
-        # -P keeps this folder off the path: its modules would hide others of the same names.
-        [sys.executable, "-P", str(_PROCESS), str(most)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with process:
-        try:
-            answer, said = process.communicate(given.encode(), timeout=_WALL_SECONDS)
-            stopped = process.returncode == -signal.SIGPROF
-        except subprocess.TimeoutExpired:
-            stopped = True
-        finally:
-            process.kill()
-    if stopped:
-        raise ValueError(f"the model's chat template ran for more than {CPU_SECONDS:g} s and was stopped")
-    if process.returncode:
-        reason = (said.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    stopped = ValueError(f"the model's chat template ran for more than {CPU_SECONDS:g} s and was stopped")
+    try:
+        done = subprocess.run(
+            # -P keeps this folder off the path: its modules would hide others of the same names.
+            [sys.executable, "-P", str(_PROCESS), str(most)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            input=given.encode(),
+            capture_output=True,
+            timeout=_WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise stopped from error
+    if done.returncode == -signal.SIGPROF:
+        raise stopped
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = (said or [f"exit status {done.returncode}"])[-1]
         raise ValueError(f"the model's chat template could not be run: {reason}")
-    outcome, text = json.loads(answer)
+    outcome, text = json.loads(done.stdout)
     if outcome != "text":
         raise ValueError(f"the model's chat template {text}")
     return text

@@ -75,7 +75,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """ValueError for what is not a training configuration of this version."""
+        """Raises ValueError if the values are no training configuration of this version."""
         try:
             return cls(**values | {"model": ModelConfig(**values["model"])})
         except (TypeError, KeyError) as error:

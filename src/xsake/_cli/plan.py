@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import named_as
@@ -200,5 +201,4 @@ def _bytes(size: float) -> str:
     >>> _bytes(141e9), _bytes(2.5e6)
     ('141.0 GB', '2.5 MB')
     """
-    unit, name = next((u for u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if size >= u[0]), (1e3, "kB"))
-    return f"{size / unit:.1f} {name}"
+    return decimal(round(size))

@@ -10,7 +10,7 @@ import typer
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import named_as
 
-# Options that `xsake.model.train` takes under the same names; those that `TrainConfig` takes go there.
+# Options that `xsake.model.train` takes under the same names; `TrainConfig` takes others.
 _OF_RUN = ("fsdp", "exchange", "order", "checkpoint_every", "keep", "eval_every", "eval_batches", "quiet")
 
 

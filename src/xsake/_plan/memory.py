@@ -23,7 +23,7 @@ def block_bytes_per_token(config: ModelConfig, model: int = 1) -> float:
 
 
 def state_shards(fsdp: str, mesh: Mesh) -> int:
-    """Over how many devices, beside those along `model`, weights, gradients and optimiser are split."""
+    """The number of devices, not counting `model`, over which weights, gradients and optimiser are split."""
     return {"none": 1, "data": mesh.data, "all": mesh.data * mesh.sequence}[fsdp]
 
 

@@ -35,7 +35,7 @@ class Mesh:
         return Group.along(self.data, stride=self.model * self.sequence, devices=self.devices, domain=domain)
 
     def weights_group(self, domain: int) -> Group:
-        """The devices that compute with the same weights: those along `data` and `sequence`."""
+        """The devices along `data` and `sequence`, which compute with the same weights."""
         return Group.along(self.data * self.sequence, stride=self.model, devices=self.devices, domain=domain)
 
 

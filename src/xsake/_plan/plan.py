@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from xsake._plan.exchanges import EXCHANGES, WHAT_IF
 from xsake._plan.meshes import Mesh, every_mesh, mesh_problem
@@ -15,7 +14,7 @@ from xsake.model.training.watch.mfu import peak_flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Predictions, the best first: those that fit before those that do not, then by time.
+    """Predictions, the best first: meshes with enough memory before the others, then by time.
 
     Args:
       question: what was asked.
@@ -82,10 +81,8 @@ def rest_of_step(question: Question) -> Rate:
 def _with_memory_that_fits(question: Question, mesh: Mesh, exchange: str, rest: Rate) -> Prediction:
     """Without recomputation where that fits, unless the question says otherwise."""
     points = shipped_points()
-    choices: Sequence[bool] = [question.remat] if question.remat is not None else [False, True]
-    if question.prefill:
-        choices = [False]
-    for remat in choices:
+    given = False if question.prefill else question.remat
+    for remat in (False, True) if given is None else (given,):
         found = predict(question, mesh, exchange, remat=remat, points=points, rest=rest)
         if found.fits:
             break

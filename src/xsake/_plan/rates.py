@@ -14,7 +14,7 @@ from typing import Any
 
 FILE = Path(__file__).with_name("rates.json")
 FORWARD, BOTH = "forward", "forward+backward"
-BOTH_FLOPS = 3.5  # of forward and backward together, over those of the forward
+BOTH_FLOPS = 3.5  # operations of forward and backward together, over operations of the forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ class FwdParams:
 
 @dataclasses.dataclass(frozen=True)
 class BwdParams(FwdParams):
-    """Tiles of the backward, which need not be those of the forward."""
+    """Tiles of the backward, which may differ from the forward's."""
 
 
 _HONOURED = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,11 @@ def show(folder: Path, console: Console | None = None) -> bool:
     except (OSError, ValueError) as error:
         console.print(f"left out: {error}", markup=False)
         return False
-    text = Text("reference/0", "reference", page(tokenizer.encode))
+    text = Text("reference/0", "reference", np.asarray(prompt.page(tokenizer.encode, LENGTH), np.int32))
     compare(model, text, shipped(MODEL, LENGTH), folder, console)
     console.print("\n[bold]How soon the first token comes[/bold]")
     prompt.show(model, tokenizer.encode, console)
     return True
-
-
-def page(encode: Callable[[str], list[int]]) -> np.ndarray:
-    """The beginning of Python's language reference, which comes with Python."""
-    from pydoc_data.topics import topics
-
-    return np.asarray(encode("\n\n".join(topics[name] for name in sorted(topics)))[:LENGTH], np.int32)
 
 
 def compare(model: Any, text: Text, profile: HadsProfile, folder: Path, console: Console) -> None:

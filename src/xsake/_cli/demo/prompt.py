@@ -20,10 +20,14 @@ LENGTH = 6000
 
 def show(model: Any, encode: Callable[[str], list[int]], console: Console) -> None:
     """Print both times. Compiling is not counted: a model of one layer compiles what all layers run."""
+    race(model, page(encode, LENGTH, backwards=True), shipped(MODEL, LENGTH), BUDGET, console)
+
+
+def page(encode: Callable[[str], list[int]], length: int, *, backwards: bool = False) -> list[int]:
+    """The first tokens of Python's language reference, which comes with Python, or of its topics in reverse order."""
     from pydoc_data.topics import topics
 
-    tokens = encode("\n\n".join(topics[name] for name in sorted(topics, reverse=True)))[:LENGTH]
-    race(model, tokens, shipped(MODEL, LENGTH), BUDGET, console)
+    return encode("\n\n".join(topics[name] for name in sorted(topics, reverse=backwards)))[:length]
 
 
 def race(model: Any, tokens: list[int], profile: Any, budget: float, console: Console) -> dict[str, float]:
