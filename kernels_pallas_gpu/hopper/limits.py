@@ -18,6 +18,13 @@ HOPPER_SMS = 132  # of an H100 SXM and an H200; an H100 PCIe has 114, an H20 has
 HOPPER_L2_BYTES = 50 << 20
 
 
+def misfit(shared_memory: int) -> str | None:
+    """Why Hopper has no room for so many bytes, or None."""
+    if shared_memory > HOPPER_SHARED_MEMORY:
+        return f"it needs {shared_memory} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
+    return None
+
+
 def hopper_sms() -> int:
     """Streaming multiprocessors of this machine's GPU; without a GPU, ahead of time, as many as an H200 has."""
     return core_count() or HOPPER_SMS

@@ -22,9 +22,9 @@ def knows(call: Call) -> str | None:
     return "it knows no blocks under 64 keys" if call.mask.block_kv < 64 else None
 
 
-def tiles(call: Call, *, one_stage: bool = False) -> BackwardTiles:
+def _tiles(call: Call) -> BackwardTiles:
     packing = Packing.of_call(call)
-    return BackwardTiles(plan=lambda config: DkvPlan.of(call, packing, config), one_stage=one_stage)
+    return BackwardTiles(plan=lambda config: DkvPlan.of(call, packing, config))
 
 
 def first_fit(call: Call, tiles: BackwardTiles) -> BackwardConfig:
@@ -40,16 +40,16 @@ def first_fit(call: Call, tiles: BackwardTiles) -> BackwardConfig:
 
 
 def default(call: Call) -> BackwardConfig:
-    return _with_registers_for_copies(call, first_fit(call, tiles(call)))
+    return _with_registers_for_copies(call, first_fit(call, _tiles(call)))
 
 
 def space(call: Call) -> Sequence[BackwardConfig]:
-    found = tiles(call).space(first_fit(call, tiles(call)), accumulators=call.head_dim + call.value_dim)
+    found = _tiles(call).space(first_fit(call, _tiles(call)), accumulators=call.head_dim + call.value_dim)
     return [_with_registers_for_copies(call, config) for config in found]
 
 
 def misfit(call: Call, config: BackwardConfig) -> str | None:
-    return tiles(call).misfit(config)
+    return _tiles(call).misfit(config)
 
 
 def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardConfig:

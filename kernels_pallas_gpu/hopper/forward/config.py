@@ -1,14 +1,12 @@
-"""How the Hopper forward is tiled and scheduled: its configuration, the heuristic and the search space."""
+"""How the Hopper forward is tiled and scheduled, and what its two compute warpgroups work on."""
 
 import dataclasses
 import enum
 from typing import Literal
 
-from jax.experimental import pallas as pl
-
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY, HOPPER_SMS, hopper_sms
+from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SMS
 
 WG_ROWS = 64  # query rows per compute warpgroup
 
@@ -89,62 +87,6 @@ class ForwardConfig:
     def pairing(self, possible: Pairing) -> Pairing:
         return Pairing.APART if possible is Pairing.UNION and self.tile_kv != 2 * WG_ROWS else possible
 
-    def smem_bytes(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> int:
-        pairing = self.pairing(pairing)
-        compute_wgs, rings = 1 if pairing is Pairing.ALONE else 2, 2 if pairing is Pairing.APART else 1
-        q = self.q_stages * compute_wgs * WG_ROWS * head_dim * 2
-        out = compute_wgs * WG_ROWS * v_head_dim * 2 if self.separate_out(head_dim, v_head_dim) else 0
-        ring = rings * self.stages * self.tile_kv
-        # Every buffer begins at a multiple of 1024 bytes. The last two terms are for lse, and for notes and barriers.
-        return (
-            q + out + ring * (head_dim + v_head_dim) * 2 + num_kv_vectors * pl.cdiv(ring * 4, 1024) * 1024 + 2048 + 512
-        )
-
     def separate_out(self, head_dim: int, v_head_dim: int) -> bool:
         """Whether the output is staged in a buffer of its own; otherwise it overwrites the queries."""
         return self.q_stages == 2 or head_dim != v_head_dim
-
-    def fits(self, head_dim: int, v_head_dim: int, pairing: Pairing, num_kv_vectors: int = 0) -> bool:
-        # An accumulator of 64 x 256 leaves no registers for logits of 64 x 128.
-        if v_head_dim > 128 and self.tile_kv > 64:
-            return False
-        return self.smem_bytes(head_dim, v_head_dim, pairing, num_kv_vectors) <= HOPPER_SHARED_MEMORY
-
-
-def heuristic(
-    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0, widest_tile: int = 128
-) -> ForwardConfig:
-    """The first configuration that fits: prefer a wide tile, then queries loaded ahead, then a deep ring.
-
-    A call whose tiles are narrower than a configuration says would leave half of the ring unused.
-    """
-    queries_ahead = (2, 1) if v_head_dim <= 128 else (1,)
-    for tile_kv in (128, 64) if widest_tile >= 128 else (64,):
-        for q_stages in queries_ahead:
-            for stages in (4, 3, 2):
-                # Beside an accumulator of 64 x 256 there are no registers for the state of a persistent loop.
-                config = ForwardConfig(
-                    tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=0 if v_head_dim > 128 else hopper_sms()
-                )
-                if config.fits(head_dim, v_head_dim, pairing, num_kv_vectors):
-                    return config
-    raise NotImplementedError(
-        f"{head_dim=} and {v_head_dim=} need more shared memory or registers than Hopper has, in every configuration"
-    )
-
-
-def search_space(
-    head_dim: int, v_head_dim: int, pairing: Pairing = Pairing.ROWS, num_kv_vectors: int = 0, widest_tile: int = 128
-) -> list[ForwardConfig]:
-    first = heuristic(head_dim, v_head_dim, pairing, num_kv_vectors, widest_tile)
-    configs = [
-        ForwardConfig(tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=num_ctas)
-        for tile_kv in (128, 64)
-        for stages in (4, 3, 2)
-        for q_stages in (2, 1)
-        for num_ctas in (hopper_sms(), 0)
-    ]
-    configs[:0] = [dataclasses.replace(first, head_group=n) for n in (1, 2, 4, 8, 16, 64)]
-    if pairing in (Pairing.ROWS, Pairing.UNION, Pairing.HEADS):
-        configs.insert(0, dataclasses.replace(first, take_turns=False))
-    return [first, *(c for c in configs if c != first and c.fits(head_dim, v_head_dim, pairing, num_kv_vectors))]

@@ -13,6 +13,7 @@ from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, ForwardConfi
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.hopper.tile.bits import fits_in_lists
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
+from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
@@ -376,9 +377,13 @@ class ForwardPlan:
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 
-    def memory(self) -> ForwardMemory:
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory, with room in the ring for tiles as wide as the configuration says."""
+        return smem_bytes([self.memory(self.config.tile_kv), self.barriers()])
+
+    def memory(self, tile_kv: int | None = None) -> ForwardMemory:
         rows = self.compute_wgs, WG_ROWS
-        ring = *self.rings, self.stages, self.tile_kv
+        ring = *self.rings, self.stages, tile_kv or self.tile_kv
         return ForwardMemory(
             q=swizzled((self.q_stages * self.compute_wgs, WG_ROWS, self.head_dim), self.dtype),
             k=swizzled((*ring, self.head_dim), self.dtype),

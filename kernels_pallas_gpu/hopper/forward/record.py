@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from jax import Array
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.forward import config as space_of
+from xsake.kernels_pallas_gpu.hopper import limits
 from xsake.kernels_pallas_gpu.hopper.forward import launch
-from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing
+from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing, mergeable
+from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.kernel import DTYPES, Kernel, interpretation
+from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.bits import fits_in_lists
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
@@ -55,21 +57,47 @@ def _unknown_short_blocks(call: Call) -> str | None:
 
 
 def default(call: Call) -> ForwardConfig:
-    config = space_of.heuristic(call.head_dim, call.value_dim, pairing(call), _vectors(call), _widest_tile(call))
-    if Packing.of_call(call).group > 1 and call.mask.bitmaps is not None:
-        # A warpgroup that skips a tile would have to wait for its turn.
-        config = dataclasses.replace(config, take_turns=False)
-    return config
+    """The first configuration that fits: prefer a wide tile, then queries loaded ahead, then a deep ring.
+
+    A call whose tiles are narrower than a configuration says would leave half of the ring unused.
+    """
+    wide = call.value_dim > 128
+    # A warpgroup that skips a tile by its bits would have to wait for its turn.
+    skips = Packing.of_call(call).group > 1 and call.mask.bitmaps is not None
+    # Beside an accumulator of 64 x 256 there are no registers for the state of a persistent loop.
+    shared = dict(num_ctas=0 if wide else hopper_sms(), take_turns=not skips)
+    for tile_kv in (128, 64) if _widest_tile(call) >= 128 else (64,):
+        for q_stages in (1,) if wide else (2, 1):
+            for stages in (4, 3, 2):
+                config = ForwardConfig(tile_kv=tile_kv, stages=stages, q_stages=q_stages, **shared)
+                if misfit(call, config) is None:
+                    return config
+    raise NotImplementedError(
+        f"head_dim={call.head_dim} and value_dim={call.value_dim} need more shared memory or registers than Hopper "
+        "has, in every configuration"
+    )
 
 
 def space(call: Call) -> Sequence[ForwardConfig]:
-    return space_of.search_space(call.head_dim, call.value_dim, pairing(call), _vectors(call), _widest_tile(call))
+    first = default(call)
+    configs = [dataclasses.replace(first, head_group=n) for n in (1, 2, 4, 8, 16, 64)]
+    if pairing(call) in (Pairing.ROWS, Pairing.UNION, Pairing.HEADS):
+        configs.insert(0, dataclasses.replace(first, take_turns=not first.take_turns))
+    configs += [
+        ForwardConfig(tile_kv=tile_kv, stages=stages, q_stages=q_stages, num_ctas=num_ctas)
+        for tile_kv in (128, 64)
+        for stages in (4, 3, 2)
+        for q_stages in (2, 1)
+        for num_ctas in (hopper_sms(), 0)
+    ]
+    return list(dict.fromkeys([first, *(config for config in configs if misfit(call, config) is None)]))
 
 
 def misfit(call: Call, config: ForwardConfig) -> str | None:
-    if config.fits(call.head_dim, call.value_dim, pairing(call), _vectors(call)):
-        return None
-    return "it needs more shared memory or registers than a Hopper GPU has"
+    # An accumulator of 64 x 256 leaves no registers for logits of 64 x 128.
+    if call.value_dim > 128 and config.tile_kv > 64:
+        return "it needs more registers than a Hopper GPU has"
+    return limits.misfit(ForwardPlan.of(call, Packing.of_call(call), config, pairing=pairing(call)).smem_bytes())
 
 
 def run(call: Call, *, config: ForwardConfig) -> tuple[Array, Array]:
@@ -81,20 +109,15 @@ def pairing(call: Call) -> Pairing:
     packing = Packing.of_call(call)
     tests = (call.q_positions, call.kv_positions, call.kv_segments, call.bias, call.mask.bitmaps, call.page_table)
     plain = all(x is None for x in tests) and call.full_is_exact
-    mergeable = space_of.mergeable(call.mask.block_q, call.mask.block_kv, call.q_len, call.band, plain=plain)
+    merged = mergeable(call.mask.block_q, call.mask.block_kv, call.q_len, call.band, plain=plain)
     widest, heads = max(call.head_dim, call.value_dim), call.q_heads // packing.group
-    return Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=mergeable)
-
-
-def _vectors(call: Call) -> int:
-    """How many arrays with a number per key a tile has beside K and V."""
-    return (call.kv_segments is not None) + (call.q_positions is not None or call.kv_positions is not None)
+    return Pairing.of(packing.rows, call.mask.heads, heads, call.kv_heads, widest, mergeable=merged)
 
 
 def _widest_tile(call: Call) -> int:
     """Keys of a step at most: only plain rules and bits of rows have tiles of several blocks, see `ForwardPlan`."""
-    bitmaps = call.mask.bitmaps
-    plain = not _vectors(call) and call.bias is None and (bitmaps is None or fits_in_lists(bitmaps.shape))
+    bitmaps, given = call.mask.bitmaps, (call.kv_segments, call.q_positions, call.kv_positions)
+    plain = all(x is None for x in given) and call.bias is None and (bitmaps is None or fits_in_lists(bitmaps.shape))
     return 128 if plain else math.gcd(128, call.mask.block_kv)
 
 

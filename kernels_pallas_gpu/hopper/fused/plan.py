@@ -8,9 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.hopper import limits
+from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
-from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.work.plan import BackwardPlan, active_keys, early_ranks, longest_share
@@ -199,9 +199,6 @@ class FusedPlan(BackwardPlan):
             all_read=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
         )
 
-    def shared(self) -> list[Any]:
-        return [self.memory(), self.barriers()]
-
 
 def misfit(call: Call, config: FusedConfig) -> str | None:
     """Why the fused kernel cannot serve a call that the Mosaic kernels can serve, or None."""
@@ -214,10 +211,7 @@ def misfit(call: Call, config: FusedConfig) -> str | None:
     if config.tile > ROWS and max(call.head_dim, call.value_dim) > ROWS:
         dims = f"head dims {call.head_dim} and {call.value_dim}"
         return f"tile={config.tile} and {dims} need more registers than a thread has"
-    need = smem_bytes(FusedPlan.of(call, config).shared())
-    if need > HOPPER_SHARED_MEMORY:
-        return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-    return None
+    return limits.misfit(FusedPlan.of(call, config).smem_bytes())
 
 
 def heuristic(call: Call) -> FusedConfig:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.hopper import limits
 from xsake.kernels_pallas_gpu.hopper.gathered.ring import GatherRing
 from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
@@ -107,6 +108,19 @@ class GatheredPlan(BackwardPlan):
             early=min(ranks, max(1, hopper_sms() // (parts * self.pairs))),  # their parts fill the chip once
             parts=parts,
         )
+
+    @property
+    def one_stage(self) -> bool:
+        """The keys of a CTA stay until it ends."""
+        return True
+
+    def misfit(self) -> str | None:
+        """Why the configuration cannot serve the call, or None."""
+        if self.packing.rows % self.config.tile:
+            return f"tile={self.config.tile} does not divide the mask's block of {self.packing.rows}"
+        if self.config.resident_stages == 2:
+            return "this call needs resident_stages=1"
+        return limits.misfit(self.smem_bytes())
 
     def ring(self, ready: Any, free: Any) -> GatherRing:
         tile_bytes = ROWS * (self.head_dim + self.v_head_dim) * 2 + 2 * ROWS * 4

@@ -10,7 +10,7 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.dkv import record as dkv
 from xsake.kernels_pallas_gpu.hopper.gathered import launch, plan
 from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
-from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
 
 
 def knows(call: Call) -> str | None:
@@ -24,12 +24,16 @@ def wanted(call: Call, config: BackwardConfig) -> bool:
     return config.gather
 
 
+def _tiles(call: Call) -> BackwardTiles:
+    return BackwardTiles(plan=lambda config: plan.GatheredPlan.of(call, config))
+
+
 def default(call: Call) -> BackwardConfig:
-    return dkv.first_fit(call, dkv.tiles(call, one_stage=True))
+    return dkv.first_fit(call, _tiles(call))
 
 
 def space(call: Call) -> Sequence[BackwardConfig]:
-    return dkv.tiles(call, one_stage=True).space(default(call), accumulators=call.head_dim + call.value_dim)
+    return _tiles(call).space(default(call), accumulators=call.head_dim + call.value_dim)
 
 
 def misfit(call: Call, config: BackwardConfig) -> str | None:
@@ -37,7 +41,7 @@ def misfit(call: Call, config: BackwardConfig) -> str | None:
         return f"gather=True: {problem}"
     if config.compute_wgs != plan.WGS:
         return f"gather=True needs compute_wgs={plan.WGS}"
-    return dkv.tiles(call, one_stage=True).misfit(config)
+    return _tiles(call).misfit(config)
 
 
 def run(call: Call, lse: Array, minus_delta: Array, d_out: Array, *, config: BackwardConfig) -> tuple[Array, Array]:

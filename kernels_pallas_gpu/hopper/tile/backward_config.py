@@ -55,12 +55,10 @@ class BackwardConfig:
 class BackwardTiles:
     """The configurations of the dQ or the dK/dV kernel that fit a call.
 
-    plan: the kernel's `StreamingPlan` of the call with a configuration.
-    one_stage: no configuration may load the resident rows of the next item ahead, whatever the plan says.
+    plan: the kernel's plan of the call with a configuration: `one_stage`, `smem_bytes()` and `misfit()`.
     """
 
     plan: Callable[[BackwardConfig], Any]
-    one_stage: bool = False
 
     def first_fit(self, *candidates: dict[str, int]) -> BackwardConfig:
         """The first candidate for which there is shared memory. If another kernel serves the call, no tile may divide
@@ -69,8 +67,7 @@ class BackwardTiles:
         for candidate in candidates:
             config = BackwardConfig(**{"resident_stages": 1, **candidate})
             plan = self.plan(config)
-            two = config.resident_stages == 2 and (self.one_stage or plan.one_stage)
-            if not two and plan.smem_bytes() <= HOPPER_SHARED_MEMORY:
+            if not (config.resident_stages == 2 and plan.one_stage) and plan.smem_bytes() <= HOPPER_SHARED_MEMORY:
                 return config
         dims = f"head dims {plan.head_dim} and {plan.v_head_dim}"
         raise NotImplementedError(
@@ -91,6 +88,4 @@ class BackwardTiles:
         return list(found)
 
     def misfit(self, config: BackwardConfig) -> str | None:
-        if self.one_stage and config.resident_stages == 2:
-            return "this call needs resident_stages=1"
         return self.plan(config).misfit()

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
+from xsake.kernels_pallas_gpu.hopper import limits
 from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY, hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
@@ -95,6 +96,20 @@ class BackwardPlan:
     @property
     def kv_size(self) -> int:
         return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
+
+    def memory(self) -> NamedTuple:
+        raise NotImplementedError
+
+    def barriers(self) -> NamedTuple:
+        raise NotImplementedError
+
+    def shared(self) -> list[Any]:
+        """The scratch types of the kernel."""
+        return [self.memory(), self.barriers()]
+
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory on a GPU, also where the kernel is interpreted."""
+        return smem_bytes(dataclasses.replace(self, interpret=False).shared())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,19 +244,8 @@ class StreamingPlan(BackwardPlan):
         two = dataclasses.replace(self.config, resident_stages=2)
         return dataclasses.replace(self, config=two).smem_bytes() <= HOPPER_SHARED_MEMORY
 
-    def memory(self) -> NamedTuple:
-        raise NotImplementedError
-
-    def barriers(self) -> StreamBarriers:
-        raise NotImplementedError
-
     def shared(self) -> list[Any]:
-        """The scratch types of the kernel."""
-        return [self.memory(), self.barriers(), self.turns.memory()]
-
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory on a GPU, also where the kernel is interpreted."""
-        return smem_bytes(dataclasses.replace(self, interpret=False).shared())
+        return [*super().shared(), self.turns.memory()]
 
     def misfit(self) -> str | None:
         """Why the configuration cannot serve the call, or None."""
@@ -251,10 +255,7 @@ class StreamingPlan(BackwardPlan):
             return f"head dims {self.head_dim} and {self.v_head_dim} need compute_wgs=2 and tile={ROWS}"
         if self.one_stage and self.config.resident_stages == 2:
             return "this call needs resident_stages=1"
-        need = self.smem_bytes()
-        if need > HOPPER_SHARED_MEMORY:
-            return f"it needs {need} bytes of shared memory; {HOPPER_SHARED_MEMORY} are the limit"
-        return None
+        return limits.misfit(self.smem_bytes())
 
     def check(self) -> None:
         if problem := self.misfit():
