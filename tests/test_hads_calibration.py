@@ -25,6 +25,7 @@ from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.rows import Rows
 from xsake.model import PRESETS, Transformer
 
 # One worker: it has the model and its profile.
@@ -199,7 +200,7 @@ def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: had
         for name in estimator._fields:
             np.testing.assert_allclose(getattr(profile, name)[at], getattr(estimator, name), rtol=1e-4, atol=1e-5)
         found = block_mass(layer.pooled, estimator, grid)
-        gain = np.asarray(sorted_gains(found, grid, sensitivity[at], RULE.own_part * variance[at])[-1])
+        gain = np.asarray(sorted_gains(found, Rows(grid), sensitivity[at], RULE.own_part * variance[at])[-1])
         gains[:, at] = gain[np.isfinite(gain) & (gain >= 0)].reshape(count, 4, -1)
     tables = tabulate(gains)
     np.testing.assert_allclose(profile.sensitivity, sensitivity, rtol=1e-4)

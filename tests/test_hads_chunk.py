@@ -18,14 +18,10 @@ from tiny_model import TINY, build, run
 import xsake
 from xsake import BlockMask, hads
 from xsake.hads.mask.grid import Grid
-from xsake.hads.mask.lists.compact import compact
-from xsake.hads.mask.lists.rows import finished
-from xsake.hads.mask.lists.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import chunk, pooled_keys
-from xsake.hads.selection.gpu import choose as gpu_choose
 from xsake.hads.selection.gpu import estimate
-from xsake.hads.selection.gpu.rows import Rows
+from xsake.hads.selection.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.generation.prefill import read_prompts
@@ -261,50 +257,6 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
     used = grid.causal()[first:] & holds[:, None, first:, None]
     found = found[:, :, : grid.side - first, : grid.side]
     np.testing.assert_allclose(np.where(used, found, 0), np.where(used, wanted, 0), atol=0.02)
-
-
-COUNTS = {0: [700, 400, 300], 20: [700, 400, 0], 48: [700, 0, 0], 63: [100, 0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("first", "end", "longest"),
-    [
-        (48, 1024, 2000),
-        pytest.param(20, 630, 630, marks=pytest.mark.slow),
-        pytest.param(0, 630, 630, marks=pytest.mark.slow),
-        pytest.param(63, 1024, 1024, marks=pytest.mark.slow),
-    ],
-)
-def test_the_kernels_of_the_choice_are_xlas(first, end, longest):
-    """Many gains are equal. The first sequence may go on after the chunk; others end inside it or before it."""
-    grid, lengths = CausalGrid(end, 16, PROFILE.rule), jnp.array([longest, 470, 300], jnp.int32)
-    shape = (3, 4, grid.side, grid.side)
-    logits = np.round(2 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
-    mass = jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1)[:, :, first:]
-    weights, count = hads.LayerWeights.of(PROFILE, 1), jnp.array(COUNTS[first], jnp.int32)
-    full, room = grid.full()[first:], 200  # too few slots for some heads
-
-    @jax.jit
-    def ours(mass):
-        rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness, "count": count[:, None]}
-        picked = gpu_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **rule)
-        return picked.blocks(grid), picked.finished_lists(grid, room)
-
-    @jax.jit
-    def xlas(mass):
-        blocks = chunk.keep_by_gain(mass, weights, count, lengths, first, grid)
-        return blocks, finished(jnp, *compact(blocks, full, room + 1))
-
-    with xsake.interpret():
-        found, lists = ours(mass)
-    wanted, wanted_lists = xlas(mass)
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(found.sum((1, 2, 3)), count)
-    ends = np.asarray(lists[1])[..., -1:]
-    same = (np.arange(room + 1) < room) | (ends < room)  # the spare slot of a list that does not fit may name any block
-    np.testing.assert_array_equal(np.where(same, lists[0], 0), np.where(same, wanted_lists[0], 0))
-    for a, b in zip(lists[1:], wanted_lists[1:], strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_the_kernels_of_a_chunk_lower_for_cuda():

@@ -18,17 +18,19 @@ from sweep import sweep
 from xsake import BlockMask, hads
 from xsake._ground.trace import interpret
 from xsake.hads.mask.lists import compact, triton_compact
+from xsake.hads.mask.lists.rows import finished
 from xsake.hads.mask.lists.triton_call import pad, padded
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection import choice, estimate, program
+from xsake.hads.selection.cut import Cut
 from xsake.hads.selection.gpu import choose as gpu_choose
 from xsake.hads.selection.gpu import estimate as gpu_estimate
-from xsake.hads.selection.gpu.rows import Rows
 from xsake.hads.selection.gpu.sort import sort_rows
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.rows import Rows
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([64, 256, 2048]), st.booleans())
@@ -89,43 +91,58 @@ def rule(seed: int, heads: int) -> dict[str, jax.Array]:
     return {"sensitivity": jnp.asarray(omega, jnp.float32), "burstiness": jnp.asarray(phi, jnp.float32)}
 
 
-COUNTS: dict[str, dict[str, Any]] = {
-    "all heads together": {"count": 900},
-    "a number per head": {"count": np.array([250, 400, 300])},
-    "a threshold": {"threshold": 1e-3},
+def of_few_values(grid: CausalGrid, batch: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and their masses; many gains are equal, within a row and between rows."""
+    logits = np.round(2 * np.random.default_rng(0).standard_normal((batch, 3, grid.side, grid.side))).astype(np.float32)
+    return logits, np.asarray(jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1))
+
+
+WHOLE, OTHER = (630, 0, None), Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
+SHARDS = Cut(4, "zigzag")
+# The first sequence of a chunk may go on after the chunk; others end inside the chunk or before it.
+CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {  # end, first row of blocks, lengths; rule; kept
+    "all heads together": (WHOLE, OTHER, {"count": 900}),
+    "a number per head": (WHOLE, RULE, {"count": np.array([250, 400, 300])}),
+    "a threshold": (WHOLE, OTHER, {"threshold": 1e-3}),
+    "equal counts of shards": (WHOLE, RULE, {"count": 500, "cut": SHARDS}),
+    "equal counts per head": (WHOLE, RULE, {"count": np.array([150, 200, 150]), "cut": SHARDS}),
+    "a chunk": ((1024, 48, (2000, 470, 300)), RULE, {"count": np.array([[525], [0], [0]])}),
+    "a chunk, its last block short": ((630, 20, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [0]])}),
+    "a chunk of all rows": ((630, 0, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [225]])}),
+    "a chunk of one row": ((1024, 63, (1024, 470, 300)), RULE, {"count": np.array([[75], [0], [0]])}),
 }
 
 
-def of_few_values(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and their masses; many gains are equal, within a row and between rows."""
-    logits = 2 * np.random.default_rng(0).standard_normal((2, 3, grid.side, grid.side)).astype(np.float32)
-    return np.round(logits), np.asarray(jax.nn.softmax(np.where(grid.causal(), np.round(logits), -np.inf), -1))
-
-
-@pytest.mark.parametrize("name", sweep(COUNTS, slow=["all heads together", "a threshold"]))
+@pytest.mark.parametrize("name", sweep(CHOICES, slow=set(CHOICES) - {"a number per head", "a chunk"}))
 def test_choice_is_xlas(name: str):
-    """Also with other constants of the rule than the present ones."""
-    other = Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
-    grid = CausalGrid(630, 16, RULE if name == "a number per head" else other)
-    _, mass = of_few_values(grid)
-    given = rule(1, 3) | COUNTS[name]
-    few = 200  # too few for some heads
+    (end, first, lengths), constants, kept = CHOICES[name]
+    grid, lengths = CausalGrid(end, 16, constants), None if lengths is None else jnp.array(lengths, jnp.int32)
+    mass = jnp.asarray(of_few_values(grid, batch=2 if lengths is None else len(lengths))[1][:, :, first:])
+    given, few = rule(1, 3) | kept, 200  # too few slots for some heads
 
     @jax.jit
     def ours(mass):
-        picked = gpu_choose.choose(pad(mass), Rows(grid), normalise=False, **given)
-        return picked.blocks(grid), picked.lists(grid, few)
+        picked = gpu_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **given)
+        return picked.blocks(grid), picked.lists(grid, few), picked.finished_lists(grid, few)
 
     @jax.jit
     def xlas(mass):
-        blocks = choice.choose(mass, grid, **given)
-        return blocks, compact.compact(blocks, grid.full(), few)
+        blocks = choice.choose(mass, grid, first=first, lengths=lengths, **given)
+        lists = compact.compact(blocks, grid.full()[first:], few + 1)
+        return blocks, compact.compact(blocks, grid.full()[first:], few), finished(jnp, *lists)
 
     with interpret():
-        got, lists = ours(jnp.asarray(mass))
-    wanted, wanted_lists = xlas(jnp.asarray(mass))
+        got, lists, whole_lists = ours(mass)
+    wanted, wanted_lists, wanted_whole = xlas(mass)
     assert np.array_equal(got, wanted)
+    if lengths is not None:
+        assert got.sum((1, 2, 3)).tolist() == kept["count"][:, 0].tolist()
     for g, w in zip(used_slots(*lists), used_slots(*wanted_lists), strict=True):
+        assert np.array_equal(g, w)
+    # The spare slot of a list that does not fit may name any block.
+    same = (np.arange(few + 1) < few) | (np.asarray(whole_lists[1])[..., -1:] < few)
+    assert np.array_equal(np.where(same, whole_lists[0], 0), np.where(same, wanted_whole[0], 0))
+    for g, w in zip(whole_lists[1:], wanted_whole[1:], strict=True):
         assert np.array_equal(g, w)
 
 

@@ -14,15 +14,11 @@ from hypothesis import given
 from sweep import sweep
 
 from xsake import hads
-from xsake._ground.trace import interpret
 from xsake.hads.mask.lists.order import shard_of_rows
-from xsake.hads.mask.lists.triton_call import pad
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import choice, program
 from xsake.hads.selection.cut import TOGETHER, Cut, equal_counts
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.gpu import choose as gpu_choose
-from xsake.hads.selection.gpu.rows import Rows
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
@@ -100,18 +96,6 @@ def test_a_shard_keeps_the_best_blocks_of_its_rows():
 @partial(jax.jit, static_argnames=("grid", "cut"))
 def _choose(mass, grid, count, cut=TOGETHER, **rule):
     return choice.choose(mass, grid, count=count, cut=cut, **rule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [500, np.array([150, 200, 150])], ids=["all heads", "per head"])
-def test_kernels_choose_as_xla(count):
-    grid = CausalGrid(630, 16)
-    logits = np.round(2 * np.random.default_rng(0).standard_normal((2, 3, 40, 40)))
-    mass = jax.nn.softmax(jnp.asarray(np.where(grid.causal(), logits, -np.inf), jnp.float32), -1)
-    rule = dict(sensitivity=jnp.array([1.0, 2.0, 0.5]), burstiness=jnp.full(3, 0.03), count=count, cut=Cut(4, "zigzag"))
-    with interpret():
-        got = gpu_choose.choose(pad(mass), Rows(grid), normalise=False, **rule).blocks(grid)
-    assert np.array_equal(got, choice.choose(mass, grid, **rule))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -34,8 +34,8 @@ from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gpu import choose as gpu_choose
 from xsake.hads.selection.gpu import estimate as gpu_estimate
-from xsake.hads.selection.gpu.rows import Rows
 from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.rows import Rows
 from xsake.hads.study.methods.mask import MethodMask
 
 BUDGETS = (0.1, 0.2, 0.43)

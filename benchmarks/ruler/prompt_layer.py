@@ -19,7 +19,7 @@ from jax import Array
 from benchmarks.hads.methods import METHODS
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.selection.chunk import LayerWeights, keep_by_gain
+from xsake.hads.selection.choice import choose
 from xsake.hads.selection.keep import keep_largest
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority
 
@@ -59,9 +59,9 @@ class PromptLayer(Layer):
 def oracle_gain(x: PromptLayer) -> Blocks:
     """HADS's rule on true masses; the last rows, which count more, are each prompt's own."""
     sensitivity, burstiness = (jnp.asarray(of)[x.number] for of in (x.profile.sensitivity, x.profile.burstiness))
-    weights = LayerWeights(x.profile.estimator(x.number), sensitivity, burstiness)
     mass = block_statistics(x.query, x.key, block=x.grid.block).share
-    return keep_by_gain(mass, weights, jnp.asarray(x.count), jnp.asarray(x.lengths), 0, x.grid)
+    rule = {"sensitivity": sensitivity, "burstiness": burstiness}
+    return choose(mass, x.grid, lengths=jnp.asarray(x.lengths), count=jnp.asarray(x.count)[:, None], **rule)
 
 
 _OWN_PROGRAMS: dict[str, Callable[..., Blocks]] = {"oracle_gain": oracle_gain}

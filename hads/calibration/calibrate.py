@@ -43,6 +43,7 @@ from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.pooled import Pooled
+from xsake.hads.selection.rows import Rows
 
 Progress = Callable[[str, int, int], None]
 _choose = jax.jit(choose, static_argnames="grid")
@@ -218,7 +219,7 @@ def _for_large_errors(sensitivity: np.ndarray, rule: Rule) -> np.ndarray:
 def _gains(
     pooled: Pooled, estimator: Any, sensitivity: np.ndarray | Array, burstiness: np.ndarray | Array, grid: CausalGrid
 ) -> Array:
-    return sorted_gains(block_mass(pooled, estimator, grid), grid, sensitivity, burstiness)[-1]
+    return sorted_gains(block_mass(pooled, estimator, grid), Rows(grid), sensitivity, burstiness)[-1]
 
 
 def _free(gains: Float[np.ndarray, "H n n"]) -> Float[np.ndarray, "H free"]:

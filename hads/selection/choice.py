@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import sorted_gains
-from xsake.hads.selection.keep import nonnegative_order
+from xsake.hads.selection.keep import kept_blocks, nonnegative_order
+from xsake.hads.selection.rows import Rows
 
 
 def choose(
-    mass: Float[Array, "B H n n"],
+    mass: Float[Array, "B H rows n"],
     grid: CausalGrid,
     *,
     sensitivity: Float[Array | np.ndarray, "H"],
@@ -22,18 +23,19 @@ def choose(
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
     cut: Cut = TOGETHER,
-) -> Bool[Array, "B H n n"]:
+    first: int = 0,
+    lengths: Int[Array, "B"] | None = None,
+) -> Bool[Array, "B H rows n"]:
     """The blocks with the largest gains (`selection.gain`), the forced blocks among them.
 
-    Give `count`, how many blocks every sequence keeps: one number over all heads, or [H], one number per head. Or give
-    `threshold`: blocks of at least this gain are kept. A count must cover the forced blocks. `cut` says which blocks
-    compete for a count.
+    Give `count`, how many blocks every sequence keeps: one number over all heads; [H], one number per head; or [B, 1],
+    one number per sequence. Or give `threshold`: blocks of at least this gain are kept. A count must cover the forced
+    blocks. `cut` says which blocks compete for a count. `first` and `lengths` as in `Rows`: the rows of a chunk compete
+    among themselves, and rows past a sequence's end keep nothing.
     """
-    keys, rows, gain = sorted_gains(mass, grid, sensitivity, burstiness)
+    keys, in_order, gain = sorted_gains(mass, Rows(grid, first, lengths), sensitivity, burstiness)
     if threshold is not None:
         kept = (gain >= threshold).sum(-1)
     else:
         kept = kept_per_row(nonnegative_order(gain), jnp.asarray(count, jnp.int32), grid, cut)
-    # The gain falls along a row, so a row keeps its heaviest blocks.
-    last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
-    return (keys >= last) & (kept > 0)[..., None]
+    return kept_blocks(keys, in_order, kept)  # the gain falls along a row, so a row keeps its heaviest blocks

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from xsake._ground.device import on_gpu
 from xsake._ground.trace import jit_may_partition
@@ -23,16 +23,15 @@ from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.compact import compact
 from xsake.hads.mask.lists.rows import finished
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.estimator import Estimator, bucket_of
+from xsake.hads.profile.estimator import Estimator
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import Rule
-from xsake.hads.selection.gain import gains_of_sorted, key_of
-from xsake.hads.selection.keep import nonnegative_order, row_counts
-from xsake.hads.selection.pooled import query_parts, spread_weights, variance
+from xsake.hads.selection.choice import choose
+from xsake.hads.selection.estimate import logit_terms
+from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.program import unsupported
-
-_ROWS = 64  # at a time, of mean queries against every key: a bound on memory
+from xsake.hads.selection.rows import Rows
 
 
 class LayerWeights(NamedTuple):
@@ -128,7 +127,6 @@ def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Ar
 def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
     from xsake.hads.selection.gpu import choose as gpu_choose
     from xsake.hads.selection.gpu import estimate
-    from xsake.hads.selection.gpu.rows import Rows
 
     rows, weights = Rows(grid, first, given.lengths), given.weights
     logits = estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
@@ -138,92 +136,16 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
 
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
-    logits = _logits(grid, first, given)
-    mass = jax.nn.softmax(jnp.where(grid.causal()[None, None, first:], logits, -jnp.inf), -1)
-    blocks = keep_by_gain(mass, given.weights, given.counts, given.lengths, first, grid)
+    mass = jax.nn.softmax(jnp.where(grid.causal()[first:], _logits(grid, first, given), -jnp.inf), -1)
+    rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
+    blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)
     full = mask.allowed_and_full()[1][:, : grid.side]
     return finished(jnp, *compact(blocks, full, mask.num_allowed + 1))
 
 
-def keep_by_gain(
-    mass: Float[Array, "B H rows n"],
-    weights: LayerWeights,
-    counts: Int[Array, "B"],
-    lengths: Int[Array, "B"],
-    first: int,
-    grid: CausalGrid,
-) -> Bool[Array, "B H rows n"]:
-    """`choose` for rows of blocks from row `first` on, on any masses; rows past a sequence's end keep nothing."""
-    b, h, rows, n = mass.shape
-    row, column = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32)
-    sides = (lengths + grid.block - 1) // grid.block
-    back = row[:, None] - column[None]
-    exists = (row[None] < sides[:, None])[:, None, :, None] & ((back >= 0) & (back <= grid.reach))[None, None]
-    keys = key_of(mass, row[None, None, :, None], column[None, None, None], grid)
-    keys = jnp.where(exists, keys, -1)
-    in_order = jnp.sort(keys, -1)
-    weight = grid.rule.row_weight(row[None], sides[:, None]).astype(jnp.float32)[:, None, :, None]
-    omega, phi = (jnp.asarray(x)[None, :, None, None] for x in (weights.sensitivity, weights.burstiness))
-    gain = jnp.where(in_order < 0, -1.0, gains_of_sorted(in_order, omega * weight, phi))
-    kept = row_counts(nonnegative_order(gain).reshape(b, h * rows, n), counts).reshape(b, h, rows)
-    last = jnp.take_along_axis(in_order, n - jnp.maximum(kept, 1)[..., None], -1)
-    return (keys >= last) & (kept > 0)[..., None]
-
-
 def _logits(grid: CausalGrid, first: int, given: _Given) -> Float[Array, "B H rows n"]:
     """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything."""
-    b, _, h, d = given.query.shape
-    estimator = given.weights.estimator
-    mean, spread = _query_moments(given.query, given.lengths, first, grid)
-    rows, n, groups = mean.shape[2], grid.side, given.key.shape[2]
-    ours = (
-        jnp.concatenate(query_parts(mean, spread), -1) * spread_weights(jnp.asarray(estimator.features))[None, :, None]
-    )
-    products = jnp.einsum("bkgid,bkjd->bkgij", ours.reshape(b, groups, h // groups, rows, -1), given.pooled.parts(n))
-    bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
-    bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * _over_keys(grid, first, given, mean * d**-0.5)
-    return products.reshape(b, h, rows, n) + bias[None] + tokens
-
-
-def _query_moments(query: Array, lengths: Array, first: int, grid: CausalGrid) -> tuple[Array, Array]:
-    """Mean and variance of each block's queries, [B, H, rows, D]; queries past a sequence's end do not count."""
-    b, t, h, d = query.shape
-    rows = grid.side - first
-    x = jnp.pad(query, ((0, 0), (0, rows * grid.block - t), (0, 0), (0, 0)))
-    x = x.reshape(b, rows, grid.block, h, d).astype(jnp.float32)
-    place = (first * grid.block + jnp.arange(rows * grid.block, dtype=jnp.int32)).reshape(1, rows, grid.block)
-    here = place < jnp.minimum(lengths, grid.length)[:, None, None]
-    count = jnp.maximum(here.sum(2), 1).astype(jnp.float32)[:, None, :, None]
-    x = jnp.where(here[..., None, None], x, 0)
-    mean = x.sum(2).swapaxes(1, 2) / count
-    return mean, variance(jnp.square(x).sum(2).swapaxes(1, 2) / count, mean)
-
-
-def _over_keys(
-    grid: CausalGrid, first: int, given: _Given, query: Float[Array, "B H rows D"]
-) -> Float[Array, "B H rows n"]:
-    """The tokens' feature (`pooled`): the log of the mean exponential of mean queries' logits with a block's keys.
-
-    0 for keys that come after the last of the rows that are computed together.
-    """
-    b, h, rows, d = query.shape
-    key, lengths = given.key, given.lengths
-    n, groups = grid.side, key.shape[2]
-    keys = jnp.pad(key[:, : grid.length], ((0, 0), (0, n * grid.block - grid.length), (0, 0), (0, 0)))
-    keys = keys.reshape(b, n, grid.block, groups, d)
-    place = jnp.arange(n * grid.block, dtype=jnp.int32).reshape(1, n, grid.block)
-    here = place < jnp.minimum(lengths, grid.length)[:, None, None]
-    count = jnp.maximum(here.sum(2), 1).astype(jnp.float32)[:, None, None, None]
-    parts = []
-    for begin in range(0, rows, _ROWS):
-        some = query[:, :, begin : begin + _ROWS].reshape(b, groups, h // groups, -1, d)
-        seen = first + begin + some.shape[3]
-        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
-        mean = jnp.einsum("bkgid,bkjd->bkgij", some, given.pooled.mean[:, :, :seen])
-        # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
-        above = jnp.exp(jnp.minimum(logits.astype(jnp.float32) - mean[..., None], 80.0))
-        total = jnp.where(here[:, None, None, None, :seen], above, 0).sum(-1) / count[..., :seen]
-        part = mean + jnp.log(jnp.maximum(total, 1e-30))
-        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - seen),)))
-    return jnp.concatenate(parts, 3).reshape(b, h, rows, n)
+    known = given.pooled.parts(grid.side)
+    pooled = pool(given.query, given.key, grid, first=first, lengths=given.lengths, known=known)
+    products, bias, tokens = logit_terms(pooled, given.weights.estimator, grid, first)
+    return products + bias + tokens

@@ -38,17 +38,18 @@ TOGETHER = Cut()
 
 
 def kept_per_row(
-    order: UInt[Array, "B H n w"], count: Int[Array, "*per_head"], grid: CausalGrid, cut: Cut
+    order: UInt[Array, "B H n w"], count: Int[Array, "*counts"], grid: CausalGrid, cut: Cut
 ) -> Int[Array, "B H n"]:
     """How many entries each row keeps so that the largest are kept; entries that are 0 are never kept.
 
-    `count` is one number over all heads, of every shard of `cut.heads_axes`; or [H], one number per head.
+    `count` is one number over all heads, of every shard of `cut.heads_axes`; [H], one number per head; or, without
+    shards of the sequence, [B, 1], one number per sequence.
     """
     b, h, n, w = order.shape
     if cut.shards is None:
-        if count.ndim:
-            return row_counts(order, count)
-        return row_counts(order.reshape(b, h * n, w), count, cut.heads_axes).reshape(b, h, n)
+        groups = count.shape[-1] if count.ndim else 1
+        kept = row_counts(order.reshape(b, groups, -1, w), count, () if count.ndim else cut.heads_axes)
+        return kept.reshape(b, h, n)
     rows, place = _rows_of_shards(n, cut.shards, cut.order)
     by_shard = jnp.pad(order, ((0, 0), (0, 0), (0, 1), (0, 0)))[:, :, rows.reshape(-1)]
     by_shard = by_shard.reshape(b, h, *rows.shape, w)

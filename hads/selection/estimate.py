@@ -16,15 +16,24 @@ from xsake.hads.selection.pooled import Pooled, spread_weights
 
 def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
     """Unnormalised log mass; -inf where causality forbids."""
-    b, h, n, width = pooled.query.shape
+    products, bias, tokens = logit_terms(pooled, estimator, grid)
+    return jnp.where(grid.causal(), products + (bias + tokens), -jnp.inf)
+
+
+def logit_terms(pooled: Pooled, estimator: Estimator, grid: CausalGrid, first: int = 0) -> tuple[Array, Array, Array]:
+    """The terms of the rows' logits from row `first` on: products of features, bias by distance, the tokens' feature.
+
+    Shapes are [B, H, rows, n]; the bias is the same for all sequences, [1, H, rows, n].
+    """
+    b, h, rows, width = pooled.query.shape
     kv_heads = pooled.key.shape[1]
     weighted = pooled.query * spread_weights(jnp.asarray(estimator.features))[None, :, None]
     # The default precision (TF32 on a GPU) is far finer than the error of the estimate.
-    logits = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, n, width), pooled.key)
-    bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance())]
+    products = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, rows, width), pooled.key)
+    bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
-    bias = bias[None] + jnp.asarray(estimator.tokens)[None, :, None, None] * pooled.tokens
-    return jnp.where(grid.causal(), logits.reshape(b, h, n, n) + bias, -jnp.inf)
+    tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * pooled.tokens
+    return products.reshape(b, h, rows, grid.side), bias[None], tokens
 
 
 @partial(jax.jit, static_argnames="grid")

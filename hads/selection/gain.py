@@ -30,6 +30,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.rows import Rows
 
 FORCED = 1 << 30  # above the bits of every mass, which is at most 1
 
@@ -59,17 +60,13 @@ def gains_of_sorted(keys: Int[Array, "*lead n"], weight: Array, burstiness: Arra
 
 
 def sorted_gains(
-    mass: Float[Array, "*B H n n"], grid: CausalGrid, sensitivity: Any, burstiness: Any
-) -> tuple[Int[Array, "*B H n n"], Int[Array, "*B H n n"], Float[Array, "*B H n n"]]:
-    """(keys, the keys with every row sorted upwards, gains of the sorted keys); all -1 where causality forbids."""
-
-    def aligned(x: Any) -> Array:
-        return jax.lax.broadcast_to_rank(jnp.asarray(x), mass.ndim)
-
-    i = jnp.arange(grid.side, dtype=jnp.int32)
-    keys = key_of(mass.astype(jnp.float32), aligned(i[:, None]), aligned(i), grid)
-    keys = jnp.where(grid.causal(), keys, -1)
-    rows = jnp.sort(keys, -1)
-    omega, phi = (aligned(jnp.asarray(x)[:, None, None]) for x in (sensitivity, burstiness))
-    gain = gains_of_sorted(rows, omega * aligned(grid.row_weights()[:, None]), phi)
-    return keys, rows, jnp.where(rows < 0, -1.0, gain)
+    mass: Float[Array, "B H rows n"], rows: Rows, sensitivity: Any, burstiness: Any
+) -> tuple[Int[Array, "B H rows n"], Int[Array, "B H rows n"], Float[Array, "B H rows n"]]:
+    """(keys, the keys with every row sorted upwards, gains of the sorted keys); all -1 for blocks that do not exist."""
+    i = jnp.arange(rows.grid.side, dtype=jnp.int32)
+    row, column = i[None, None, rows.first :, None], i[None, None, None]
+    keys = jnp.where(rows.allowed(), key_of(mass.astype(jnp.float32), row, column, rows.grid), -1)
+    in_order = jnp.sort(keys, -1)
+    omega, phi = (jnp.asarray(x)[None, :, None, None] for x in (sensitivity, burstiness))
+    gain = gains_of_sorted(in_order, omega * rows.weights(), phi)
+    return keys, in_order, jnp.where(in_order < 0, -1.0, gain)

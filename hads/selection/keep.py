@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, Shaped, UInt
 
 from xsake.hads.profile.causal_grid import CausalGrid
 
@@ -37,7 +37,14 @@ def keep_largest(
     b, h, n, _ = rows.shape
     flat = (rows & jnp.uint32(~low & 0xFFFFFFFF)).reshape(b, h * n, n)
     kept = row_counts(flat, jnp.asarray(count, jnp.int32)).reshape(b, h, n)
-    last = jnp.take_along_axis(rows, grid.side - jnp.maximum(kept, 1)[..., None], -1)
+    return kept_blocks(keys, rows, kept)
+
+
+def kept_blocks(
+    keys: Shaped[Array, "*rows n"], in_order: Shaped[Array, "*rows n"], kept: Int[Array, "*rows"]
+) -> Bool[Array, "*rows n"]:
+    """Each row's `kept` blocks with the largest keys; `in_order` holds the keys sorted upwards."""
+    last = jnp.take_along_axis(in_order, keys.shape[-1] - jnp.maximum(kept, 1)[..., None], -1)
     return (keys >= last) & (kept > 0)[..., None]
 
 

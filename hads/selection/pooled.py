@@ -26,43 +26,58 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.rows import Rows
 
 # The kind of each part of the pooled vectors: the bound is a sum of two products.
 KIND_OF_PART = (0, 1, 2, 3, 3)
 _ROW_PARTS = 4
 _ROWS_PER_PART = 64  # at least: for fewer rows, another launch takes longer than the work it saves
+_ROWS = 64  # rows of a chunk at a time: a bound on memory
+
+Tokens = Bool[Array | np.ndarray, "#B n block"] | None  # which tokens of each block exist; None means all
 
 
 class Pooled(NamedTuple):
     """The two sides of the pooled features and the tokens' feature, float32; weights are not yet applied."""
 
-    query: Float[Array, "B H n five_D"]
+    query: Float[Array, "B H rows five_D"]
     key: Float[Array, "B K n five_D"]
-    tokens: Float[Array, "B H n n"]
+    tokens: Float[Array, "B H rows n"]
 
 
-def pool(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Pooled:
-    """Pool a layer's queries and keys in one pass."""
-    q_mean, q_var = _moments(_blocks(query, grid), grid)
-    keys = _blocks(key, grid)
-    k_mean, k_var = _moments(keys, grid)
-    k_max, k_min = _extremes(keys, grid)
-    return Pooled(
-        jnp.concatenate(query_parts(q_mean, q_var), -1),
-        jnp.concatenate(key_parts(k_mean, k_var, k_max, k_min), -1),
-        # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
-        over_keys(
-            q_mean * query.shape[-1] ** -0.5,
-            key,
-            k_mean,
-            grid,
-            lambda above: jnp.exp(jnp.minimum(above, 80.0)),
-            lambda mean, total: mean + jnp.log(total),
-        ),
+def pool(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S K D"],
+    grid: CausalGrid,
+    *,
+    first: int = 0,
+    lengths: Int[Array, "B"] | None = None,
+    known: Float[Array, "B K n five_D"] | None = None,
+) -> Pooled:
+    """Pool a layer's queries and keys in one pass.
+
+    `first` and `lengths` as in `Rows`: the queries of a chunk, against the keys up to its end, of which `known` are the
+    key parts of the features.
+    """
+    rows = Rows(grid, first, lengths)
+    mean, spread = _moments(blocks_of(query, grid.block), rows.tokens(first))
+    if known is None:
+        known = jnp.concatenate(key_features(blocks_of(key, grid.block), rows.tokens(0)), -1)
+    # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
+    tokens = over_keys(
+        mean * query.shape[-1] ** -0.5,
+        key[:, : grid.length],
+        known[..., : query.shape[-1]],
+        grid,
+        lambda above: jnp.exp(jnp.minimum(above, 80.0)),
+        lambda mean, total: mean + jnp.log(jnp.maximum(total, 1e-30)),
+        first=first,
+        lengths=lengths,
     )
+    return Pooled(jnp.concatenate(query_parts(mean, spread), -1), known, tokens)
 
 
 def query_parts(mean: Array, variance: Array) -> tuple[Array, ...]:
@@ -88,34 +103,37 @@ def variance(mean_of_squares: Array, mean: Array) -> Array:
 
 
 def over_keys(
-    query: Float[Array, "B H n D"],
+    query: Float[Array, "B H rows D"],
     key: Float[Array, "B T K D"],
     k_mean: Float[Array, "B K n D"],
     grid: CausalGrid,
     summed: Callable[[Array], Array],
     finish: Callable[[Array, Array], Array],
-) -> Float[Array, "B H n n"]:
-    """Of mean queries (scaled) and each block's keys: `finish(mean logit, mean of summed(logit - mean logit))`.
+    *,
+    first: int = 0,
+    lengths: Int[Array, "B"] | None = None,
+) -> Float[Array, "B H rows n"]:
+    """For mean queries (scaled) and each block's keys: `finish(mean logit, mean of summed(logit - mean logit))`.
 
-    0 where causality forbids.
+    0 where causality forbids. `first` and `lengths` as in `Rows`.
     """
-    b, h, n, d = query.shape
-    tail = grid.side * grid.block - grid.length
-    keys = jnp.pad(key, ((0, 0), (0, tail), (0, 0), (0, 0))).reshape(b, n, grid.block, -1, d)
-    query = query.reshape(b, keys.shape[3], -1, n, d)
-    sizes = jnp.asarray(grid.sizes, jnp.float32)
+    b, h, rows, d = query.shape
+    keys = blocks_of(key, grid.block)
+    query = query.reshape(b, keys.shape[3], -1, rows, d)
+    exists = Rows(grid, first, lengths).tokens(0)
+    sizes = _sizes(exists, grid.block)
     parts = []
-    for first, end in itertools.pairwise(row_bounds(n)):
-        some = query[:, :, :, first:end]
+    for begin, end in itertools.pairwise(row_bounds(rows) if lengths is None else [*range(0, rows, _ROWS), rows]):
+        some, seen = query[:, :, :, begin:end], first + end
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
-        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :end])
-        mean = jnp.einsum("bkgid,bkjd->bkgij", some, k_mean[:, :, :end])
+        logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
+        mean = jnp.einsum("bkgid,bkjd->bkgij", some, k_mean[:, :, :seen])
         above = summed(logits.astype(jnp.float32) - mean[..., None])
-        if tail and end == n:
-            above = jnp.where(_inside(grid)[..., 0], above, 0)
-        part = finish(mean, above.sum(-1) / sizes[None, None, None, None, :end])
-        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, n - end),)))
-    return jnp.where(grid.causal(), jnp.concatenate(parts, 3).reshape(b, h, n, n), 0.0)
+        if exists is not None:
+            above = jnp.where(exists[:, None, None, None, :seen], above, 0)
+        part = finish(mean, above.sum(-1) / sizes[:, None, None, None, :seen])
+        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, grid.side - seen),)))
+    return jnp.where(grid.causal()[first:], jnp.concatenate(parts, 3).reshape(b, h, rows, grid.side), 0.0)
 
 
 def row_bounds(rows: int) -> list[int]:
@@ -134,30 +152,36 @@ def spread_weights(weights: Float[Array, "*lead kinds pairs"]) -> Float[Array, "
 # Heads stay between tokens and dimensions until blocks are reduced: to move them before would copy everything.
 
 
-def _blocks(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B n block heads D"]:
-    b, _, h, d = x.shape
-    x = jnp.pad(x, ((0, 0), (0, grid.side * grid.block - grid.length), (0, 0), (0, 0)))
-    return x.reshape(b, grid.side, grid.block, h, d)
+def blocks_of(x: Float[Array, "B T heads D"], block: int) -> Float[Array, "B n block heads D"]:
+    b, t, h, d = x.shape
+    return jnp.pad(x, ((0, 0), (0, -t % block), (0, 0), (0, 0))).reshape(b, -(-t // block), block, h, d)
 
 
-def _moments(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:
-    """Mean and variance over a block's tokens. The padding is 0 and counts only in the number of tokens."""
-    tokens = jnp.asarray(grid.sizes, jnp.float32)[None, None, :, None]
+def _sizes(exists: Tokens, block: int) -> Float[Array, "#B n"]:
+    """How many tokens of each block exist, at least 1."""
+    if exists is None:
+        return jnp.full((1, 1), block, jnp.float32)
+    return jnp.maximum(exists.sum(-1), 1).astype(jnp.float32)
+
+
+def _moments(x: Float[Array, "B n block heads D"], exists: Tokens) -> tuple[Array, Array]:
+    """Mean and variance over a block's tokens, [B, heads, n, D] each; tokens that do not exist do not count."""
+    sizes = _sizes(exists, x.shape[2])[:, None, :, None]
     wide = x.astype(jnp.float32)
-    mean = wide.sum(2).swapaxes(1, 2) / tokens
-    return mean, variance(jnp.square(wide).sum(2).swapaxes(1, 2) / tokens, mean)
+    if exists is not None:
+        wide = jnp.where(exists[..., None, None], wide, 0)
+    mean = wide.sum(2).swapaxes(1, 2) / sizes
+    return mean, variance(jnp.square(wide).sum(2).swapaxes(1, 2) / sizes, mean)
 
 
-def _extremes(x: Float[Array, "B n block heads D"], grid: CausalGrid) -> tuple[Array, Array]:
-    """The largest and the smallest of a block's tokens in each dimension."""
+def key_features(x: Float[Array, "B n block heads D"], exists: Tokens) -> tuple[Float[Array, "B heads n D"], ...]:
+    """The keys' side of the features of each block (`key_parts`); 0 for a block without tokens."""
     largest = smallest = x
-    if grid.length < grid.side * grid.block:
-        inside = _inside(grid)[..., None]
-        largest, smallest = jnp.where(inside, x, -jnp.inf), jnp.where(inside, x, jnp.inf)
-    largest, smallest = largest.max(2), smallest.min(2)
-    return largest.swapaxes(1, 2).astype(jnp.float32), smallest.swapaxes(1, 2).astype(jnp.float32)
-
-
-def _inside(grid: CausalGrid) -> Array:
-    """bool[n, block, 1]: the token exists."""
-    return (jnp.arange(grid.side * grid.block) < grid.length).reshape(grid.side, grid.block, 1)
+    if exists is not None:
+        there = exists[..., None, None]
+        largest, smallest = jnp.where(there, x, -jnp.inf), jnp.where(there, x, jnp.inf)
+    extremes = [extreme.swapaxes(1, 2).astype(jnp.float32) for extreme in (largest.max(2), smallest.min(2))]
+    if exists is not None:
+        some = exists.any(-1)[:, None, :, None]
+        extremes = [jnp.where(some, extreme, 0) for extreme in extremes]
+    return key_parts(*_moments(x, exists), *extremes)

@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from xsake._ground.device import on_gpu
 from xsake._ground.trace import jit_may_partition
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, variance
+from xsake.hads.selection.pooled import KIND_OF_PART, blocks_of, key_features
 from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.rows import Rows
 
 
 class PooledKeys(NamedTuple):
@@ -88,36 +89,17 @@ def _pool_last_by_xla(block: int, number: int, features: Array, keys: Array, len
         slots = last[:, None] * block + jnp.arange(block, dtype=jnp.int32)[None]
         # A slot past the cache repeats its last one, which `lengths` leaves out.
         own = jnp.take_along_axis(keys, jnp.minimum(slots, keys.shape[1] - 1)[:, :, None, None], 1)
-        new = _pool(own, slots < lengths[:, None], block)
+        new = jnp.stack(key_features(own[:, None], (slots < lengths[:, None])[:, None]), 3)
         features = features.at[row, :, last].set(new[:, :, 0])
     return features
 
 
 def _pool_by_kernel(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
     from xsake.hads.selection.gpu.estimate import pool_keys
-    from xsake.hads.selection.gpu.rows import Rows
 
     return pool_keys(key, Rows(grid, first, lengths), into=features)
 
 
 def _pool_by_xla(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
-    keys = jnp.pad(key, ((0, 0), (0, -key.shape[1] % grid.block), (0, 0), (0, 0)))
-    places = first * grid.block + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    new = _pool(keys, places[None] < jnp.minimum(lengths, grid.length)[:, None], grid.block)
+    new = jnp.stack(key_features(blocks_of(key, grid.block), Rows(grid, first, lengths).tokens(first)), 3)
     return features.at[:, :, first : first + new.shape[2]].set(new)
-
-
-def _pool(keys: Float[Array, "B T K D"], valid: Array, block: int) -> Float[Array, "B K n five D"]:
-    """The features of each block's valid tokens."""
-    b, t, heads, d = keys.shape
-    x = keys.reshape(b, t // block, block, heads, d).astype(jnp.float32)
-    here = valid.reshape(b, t // block, block, 1, 1)
-    count = jnp.maximum(here.sum(2), 1).astype(jnp.float32)
-    real = jnp.where(here, x, 0)
-    mean = real.sum(2) / count
-    largest = jnp.where(here, x, -jnp.inf).max(2)
-    smallest = jnp.where(here, x, jnp.inf).min(2)
-    any_here = here.any(2)
-    spread = variance(jnp.square(real).sum(2) / count, mean)
-    parts = key_parts(mean, spread, jnp.where(any_here, largest, 0), jnp.where(any_here, smallest, 0))
-    return jnp.stack(parts, 3).swapaxes(1, 2)

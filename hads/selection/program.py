@@ -19,6 +19,7 @@ from xsake.hads.selection.devices.partitioned import partitioned
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.given import Given
 from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.rows import Rows
 
 _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
 
@@ -60,7 +61,6 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
     from xsake.hads.mask.lists.triton_call import pad
     from xsake.hads.selection.gpu import choose as gpu_choose
     from xsake.hads.selection.gpu import estimate as gpu_estimate
-    from xsake.hads.selection.gpu.rows import Rows
 
     logits = gpu_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
     sensitivity, burstiness = given.sensitivity, given.burstiness

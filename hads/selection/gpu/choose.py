@@ -24,8 +24,8 @@ from xsake.hads.mask.lists.triton_call import TILE, iota, triton_call, whole
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import gains_of_sorted, key_of
-from xsake.hads.selection.gpu.rows import Rows
 from xsake.hads.selection.gpu.sort import sort_rows
+from xsake.hads.selection.rows import Rows
 
 _TWO_ROWS = 512  # blocks per row up to which a program sorts two rows
 _SORT_WARPS, _CUT_WARPS, _KEPT_WARPS, _LIST_WARPS = 4, 8, 8, 4

@@ -22,8 +22,8 @@ from jaxtyping import Float
 from xsake._ground.trace import interpreting
 from xsake.hads.mask.lists.triton_call import TILE, Output, iota, padded, triton_call
 from xsake.hads.profile.estimator import BUCKETS, Estimator
-from xsake.hads.selection.gpu.rows import Rows
 from xsake.hads.selection.pooled import KIND_OF_PART, key_parts, query_parts, variance
+from xsake.hads.selection.rows import Rows
 
 _PARTS = len(KIND_OF_PART)
 _CHUNK, _PROGRAMS = 16, 1024  # at most so many blocks of keys per program, at least so many programs

@@ -1,0 +1,90 @@
+"""Rows: the rows of blocks that a choice is made for, those of whole sequences or of a chunk of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from xsake.hads.profile.causal_grid import CausalGrid
+
+
+class Rows(NamedTuple):
+    """The rows of a grid from row `first` on, for sequences of these lengths; None means that all tokens exist.
+
+    XLA's program takes masks of the rows' blocks and tokens. A kernel gets the lengths as an `input`, and passes its
+    reference to the methods that ask for `length_ref`.
+    """
+
+    grid: CausalGrid
+    first: int = 0
+    lengths: Int[Array, "B"] | None = None
+
+    @property
+    def number(self) -> int:
+        return self.grid.side - self.first
+
+    @property
+    def short(self) -> bool:
+        """Whether a block may have fewer tokens than others."""
+        return self.lengths is not None or self.grid.length % self.grid.block > 0
+
+    # -- for XLA's program
+
+    def allowed(self) -> Bool[Array | np.ndarray, "#B 1 rows n"]:
+        """The blocks that causality and the window allow, in rows that the sequence has."""
+        causal = self.grid.causal()[None, None, self.first :]
+        if self.lengths is None:
+            return causal
+        row, side = self._rows_and_sides()
+        return (row < side)[:, None, :, None] & causal
+
+    def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
+        """How much an error in each row counts (`Rule.row_weight`)."""
+        if self.lengths is None:
+            return self.grid.row_weights()[None, None, self.first :, None]
+        return self.grid.rule.row_weight(*self._rows_and_sides()).astype(jnp.float32)[:, None, :, None]
+
+    def _rows_and_sides(self) -> tuple[Int[Array, "1 rows"], Int[Array, "B 1"]]:
+        assert self.lengths is not None
+        sides = (self.lengths + self.grid.block - 1) // self.grid.block
+        return jnp.arange(self.first, self.grid.side, dtype=jnp.int32)[None], sides[:, None]
+
+    def tokens(self, first: int) -> Bool[Array | np.ndarray, "#B n block"] | None:
+        """Which tokens of the blocks from block `first` on exist; None means all."""
+        if not self.short:
+            return None
+        block, side = self.grid.block, self.grid.side
+        place = np.arange(first * block, side * block, dtype=np.int32).reshape(1, side - first, block)
+        if self.lengths is None:
+            return place < self.grid.length
+        return place < jnp.minimum(self.lengths, self.grid.length)[:, None, None]
+
+    # -- for kernels
+
+    def input(self, batch: int) -> tuple[Array, Any]:
+        """The lengths and their block spec: a program sees the length of its sequence."""
+        from xsake.hads.mask.lists.triton_call import whole
+
+        lengths = jnp.full(batch, self.grid.length, jnp.int32) if self.lengths is None else self.lengths
+        return lengths[:, None], whole(None, 1)
+
+    def side(self, length_ref: Any) -> Any:
+        """How many rows of blocks the sequence has. Row j of these has j + 1 blocks."""
+        if self.lengths is None:
+            return self.grid.side
+        return lax.div(length_ref[0] + (self.grid.block - 1), jnp.int32(self.grid.block))
+
+    def tokens_in(self, block: Array, length_ref: Any) -> Array | None:
+        """How many tokens of a block exist; None means all."""
+        if not self.short:
+            return None
+        end = jnp.minimum(length_ref[0], self.grid.length)
+        return jnp.clip(end - block * self.grid.block, 0, self.grid.block)
+
+    def size(self, tokens: Array | None) -> Any:
+        """The divisor of a block's mean over its tokens."""
+        return float(self.grid.block) if tokens is None else jnp.maximum(tokens, 1).astype(jnp.float32)
