@@ -96,6 +96,15 @@ class HadsProfile:
         """One layer's weights."""
         return Estimator(self.features[layer], self.tokens[layer], self.distance[layer], self.sink[layer])
 
+    def weights(self, layer: Any) -> tuple[Estimator, Any, Any]:
+        """One layer's estimator, sensitivity and burstiness."""
+        return self.estimator(layer), self.sensitivity[layer], self.burstiness[layer]
+
+    def check_layer(self, layer: int | np.integer) -> None:
+        """Raise ValueError if the model has no such layer."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"{layer=} must be an int from 0 to {self.layers - 1}, the profile's layers")
+
     def check(self) -> None:
         """Raise ValueError if shapes or values cannot be a profile's."""
         for name, axes in (("sink", 2), ("features", 4), ("free_shares", 1)):

@@ -16,8 +16,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._ground.device import on_gpu
-from xsake._ground.trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.compact import compact
@@ -30,7 +28,7 @@ from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import logit_terms
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.pooled_keys import PooledKeys
-from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.program import by_kernels_or_xla, unsupported
 from xsake.hads.selection.rows import Rows
 
 
@@ -44,10 +42,8 @@ class LayerWeights(NamedTuple):
     @classmethod
     def of(cls, profile: HadsProfile, layer: int) -> LayerWeights:
         """One layer's weights from a profile."""
-        if not 0 <= layer < profile.layers:
-            raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
-        weights = cls(profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer])
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weights)
+        profile.check_layer(layer)
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), cls(*profile.weights(layer)))
 
 
 def select_chunk(
@@ -100,7 +96,8 @@ def select_chunk(
         window=None if start == 0 or windowed else (None, start),
     )
     given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    lists = _chosen(grid, mask, start // block, jax.lax.stop_gradient(given))
+    kernels, xla = (partial(by, grid, mask, start // block) for by in (_by_kernels, _by_xla))
+    lists = by_kernels_or_xla(kernels, xla, unsupported(query.shape[-1], grid), jax.lax.stop_gradient(given))
     return BlockMask.of_finished(lists, **dataclasses.asdict(mask), density_hint=density_hint)
 
 
@@ -115,16 +112,8 @@ class _Given(NamedTuple):
     lengths: Int[Array, "B"]
 
 
-def _chosen(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
-    """The finished lists of the mask's rows, which are the rows of `grid` from row `first` on."""
-    xla = partial(_by_xla, grid, mask, first)
-    # Kernels are not partitioned over devices.
-    if unsupported(given.query.shape[-1], grid) is not None or jit_may_partition():
-        return xla(given)
-    return on_gpu(partial(_by_kernels, grid, mask, first), xla, given)
-
-
 def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
+    """The finished lists of the mask's rows, which are the rows of `grid` from row `first` on."""
     from xsake.hads.selection.gpu import choose as gpu_choose
     from xsake.hads.selection.gpu import estimate
 

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._ground.device import on_gpu
-from xsake._ground.trace import jit_may_partition
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.pooled import KIND_OF_PART, blocks_of, key_features
-from xsake.hads.selection.program import unsupported
+from xsake.hads.selection.program import by_kernels_or_xla, unsupported
 from xsake.hads.selection.rows import Rows
 
 
@@ -59,10 +57,7 @@ class PooledKeys(NamedTuple):
         grid = CausalGrid(end, block)
         kernel, xla = (partial(by, grid, start // block) for by in (_pool_by_kernel, _pool_by_xla))
         given = self.features, key, jnp.asarray(lengths, jnp.int32)
-        # A kernel is not partitioned over devices.
-        if unsupported(key.shape[-1], grid) is not None or jit_may_partition():
-            return PooledKeys(xla(*given))
-        return PooledKeys(on_gpu(kernel, xla, *given))
+        return PooledKeys(by_kernels_or_xla(kernel, xla, unsupported(key.shape[-1], grid), *given))
 
     def write_last(
         self, keys: Float[Array, "B S K D"], lengths: Int[Array, "B"], *, block: int, tokens: int = 1
@@ -70,10 +65,8 @@ class PooledKeys(NamedTuple):
         """With the blocks of each sequence's last `tokens` tokens, from the keys of the cache."""
         number = -(-(tokens - 1) // block) + 1  # as many blocks as the tokens can touch
         kernel, xla = (partial(by, block, number) for by in (_pool_last_by_kernel, _pool_last_by_xla))
-        given = self.features, keys, lengths
-        if unsupported(keys.shape[-1], CausalGrid(self.blocks * block, block)) is not None or jit_may_partition():
-            return PooledKeys(xla(*given))
-        return PooledKeys(on_gpu(kernel, xla, *given))
+        why_not = unsupported(keys.shape[-1], CausalGrid(self.blocks * block, block))
+        return PooledKeys(by_kernels_or_xla(kernel, xla, why_not, self.features, keys, lengths))
 
 
 def _pool_last_by_kernel(block: int, number: int, features: Array, keys: Array, lengths: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,13 @@ def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = Non
     """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room`, their lists of `room` slots per head."""
     kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (_by_kernels_of_devices, _by_xla))
     return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
+
+
+def by_kernels_or_xla(kernels: Callable, xla: Callable, why_not: str | None, *given: Any) -> Any:
+    """`kernels(*given)` on a GPU if there is no reason why not, else `xla(*given)`; kernels are not partitioned."""
+    if why_not is not None or jit_may_partition():
+        return xla(*given)
+    return on_gpu(kernels, xla, *given)
 
 
 def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
@@ -80,9 +88,6 @@ def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: i
     weight = sensitivity.reshape(groups, -1)
     total = weight.sum(-1)
     part = weight / total[:, None]
-    b, _, n, _ = mass.shape
-    return (
-        jnp.einsum("bkgij,kg->bkij", mass.reshape(b, groups, -1, n, n), part, precision=jax.lax.Precision.HIGHEST),
-        total,
-        (burstiness.reshape(groups, -1) * part).sum(-1),
-    )
+    grouped = mass.reshape(mass.shape[0], groups, -1, *mass.shape[2:])
+    shared = jnp.einsum("bkgij,kg->bkij", grouped, part, precision=jax.lax.Precision.HIGHEST)
+    return shared, total, (burstiness.reshape(groups, -1) * part).sum(-1)

@@ -92,8 +92,7 @@ def select(
         )
     kept = _kept(profile, budget, mode, heads, grid.length, layer)
 
-    weights = profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]
-    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *weights, kept)))
+    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(layer), kept)))
     options: dict[str, Any] = dict(
         block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
@@ -170,8 +169,8 @@ def check_inputs(
             f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
             "keys (for a chunk of a prompt, use hads.select_chunk)"
         )
-    if isinstance(layer, int | np.integer) and not 0 <= layer < profile.layers:
-        raise ValueError(f"{layer=} must be an int from 0 to {profile.layers - 1}, the profile's layers")
+    if isinstance(layer, int | np.integer):
+        profile.check_layer(layer)
     return profile.grid(query.shape[1])
 
 

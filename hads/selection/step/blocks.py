@@ -25,6 +25,7 @@ from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.gain import FORCED, gains_of_sorted, key_of
 from xsake.hads.selection.pooled import query_parts, spread_weights
 from xsake.hads.selection.pooled_keys import PooledKeys
+from xsake.hads.selection.program import share_by_group
 
 
 class StepBlocks(NamedTuple):
@@ -119,15 +120,10 @@ def _sorted_gains(
     t = query.shape[1]
     rows = ((lengths - t)[:, None] + jnp.arange(t, dtype=jnp.int32)[None]) // grid.block
     mass = _mass(query, pooled, weights, rows, reach)
-    b, groups, n = mass.shape[0], pooled.features.shape[1], pooled.blocks
-    of_group = weights.sensitivity.reshape(groups, -1)
-    omega = of_group.sum(-1)
-    part = of_group / omega[:, None]
-    phi = (weights.burstiness.reshape(groups, -1) * part).sum(-1)
-    shared = jnp.einsum("bkgj,kg->bkj", mass.reshape(b, groups, -1, n), part, precision=jax.lax.Precision.HIGHEST)
-
+    groups, n = pooled.features.shape[1:3]
+    shared, omega, phi = share_by_group(mass[:, :, None], weights.sensitivity, weights.burstiness, groups)
     last, column = rows[:, -1][:, None, None], jnp.arange(n, dtype=jnp.int32)[None, None]
-    keys = key_of(shared, last, column, grid)
+    keys = key_of(shared[:, :, 0], last, column, grid)
     # The first tokens may be in an earlier block than the last one, whose near blocks are others.
     back = rows[:, :, None] - column
     seen = (back >= 0) & (back <= reach)

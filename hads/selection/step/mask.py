@@ -11,8 +11,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake._ground.device import on_gpu
-from xsake._ground.trace import jit_may_partition
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.rows import finished
@@ -64,7 +62,8 @@ def step_mask(
     if -(-slots // block) != pooled.blocks:
         raise ValueError(f"a cache of {slots} tokens has not the {pooled.blocks} blocks of {block} that are pooled")
     given, of_step = _Given(query, pooled, weights, lengths), _Rule(budget, room, block, rule, window)
-    columns, row_ptr = _lists(of_step, given)
+    kernels, xla = (partial(by, of_step) for by in (_by_kernels, _by_xla))
+    columns, row_ptr = program.by_kernels_or_xla(kernels, xla, unsupported(block, pooled), given)
     b, kv_heads, _ = columns.shape
     none = np.zeros((b, kv_heads, 1), np.int32)
     grid = Grid.of(_BLOCK_Q, block, query.shape[1], slots, False, None)
@@ -83,15 +82,6 @@ def step_mask(
     )
 
 
-def _lists(rule: _Rule, given: _Given) -> tuple[Array, Array]:
-    """(i32[B, K, capacity], the columns of each head's blocks, as `lists.finished` leaves them; row_ptr)."""
-    xla = partial(_by_xla, rule)
-    # Kernels are not partitioned over devices.
-    if unsupported(rule.block, given.pooled) is not None or jit_may_partition():
-        return xla(given)
-    return on_gpu(partial(_by_kernels, rule), xla, given)
-
-
 def unsupported(block: int, pooled: PooledKeys) -> str | None:
     """Why there are no kernels for these shapes; None if there are."""
     _, kv_heads, n, _, head_dim = pooled.features.shape
@@ -102,6 +92,7 @@ def unsupported(block: int, pooled: PooledKeys) -> str | None:
 
 
 def _by_kernels(rule: _Rule, given: _Given) -> tuple[Array, Array]:
+    """(i32[B, K, capacity], the columns of each head's blocks, as `lists.finished` leaves them; row_ptr)."""
     from xsake.hads.selection.gpu import step as gpu_step
 
     query, pooled, weights, lengths = given
