@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xsake.hads.selection.cut import Cut
-from xsake.hads.selection.devices.heads_of_shard import divides
+from xsake.hads.selection.devices.heads_of_shard import divides, names_of, specs_of_shards
 from xsake.hads.selection.given import Given
 
 _EXPLICIT = AxisType.Explicit
@@ -33,7 +33,7 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
     mesh = _explicit_mesh(given.query, given.key)
     if mesh is None:
         return make(cut, given)
-    batch, tokens, heads, features = (_names(entry) for entry in _spec(given.query))
+    batch, tokens, heads, features = (names_of(entry) for entry in _spec(given.query))
     if heads and cut.heads_axes:
         raise ValueError(
             f"heads are sharded over {cut.heads_axes} of the shard_map around this and over the explicit axes {heads}: "
@@ -51,10 +51,8 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
             f"{q_heads} query heads, {kv_heads} KV heads and {masks} masks",
             stacklevel=3,
         )
-    specs = jax.tree.map(lambda x: P(*(None,) * x.ndim), given)._replace(
-        query=P(batch or None, None, heads or None, None),
-        key=P(batch or None, None, (heads or None) if kv_heads % shards == 0 else None, None),
-    )
+    query, key = specs_of_shards(batch or None, heads, kv_heads, shards)
+    specs = jax.tree.map(lambda x: P(*(None,) * x.ndim), given)._replace(query=query, key=key)
     return jax.shard_map(
         partial(make, dataclasses.replace(cut, heads_axes=cut.heads_axes or heads)),
         mesh=mesh,
@@ -75,11 +73,7 @@ def _spec(array: Any) -> tuple[Any, ...]:
     return (*spec, *(None,) * (array.ndim - len(spec)))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _placed(mesh: Any, x: Any, spec: P) -> Any:
-    if [_names(entry) for entry in _spec(x)] == [_names(entry) for entry in spec]:
+    if [names_of(entry) for entry in _spec(x)] == [names_of(entry) for entry in spec]:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from xsake.hads.selection.given import Given
 
@@ -16,6 +17,18 @@ def divides(q_heads: int, kv_heads: int, masks: int, shards: int) -> bool:
         return False
     mine, group = q_heads // shards, q_heads // kv_heads
     return mine % group == 0 or group % mine == 0
+
+
+def specs_of_shards(batch: Any, heads: tuple[str, ...], kv_heads: int, shards: int) -> tuple[P, P]:
+    """The specs of query and key for shards of batch and heads; all KV heads are everywhere if shards cut them."""
+    return P(batch, None, heads or None, None), P(
+        batch, None, (heads or None) if kv_heads % shards == 0 else None, None
+    )
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a spec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def heads_of_shard(given: Given, kv_heads: int, axes: tuple[str, ...]) -> Given:

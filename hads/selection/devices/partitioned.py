@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import Cut
-from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard
+from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard, names_of, specs_of_shards
 from xsake.hads.selection.given import Given
 
 Program = Callable[..., Any]  # program(grid, masks, room, given, cut=cut)
@@ -57,13 +57,11 @@ def _partitioned(
 
     def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         batch, _, axes, _ = (*arguments[0].sharding.spec, None, None, None, None)[:4]
-        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        names = names_of(axes)
         shards = math.prod(mesh.shape[name] for name in names)
         if not divides(q_heads, kv_heads, masks, shards):
             names, shards = (), 1
-        specs = [P() for _ in arguments]
-        specs[0] = P(batch, None, names or None, None)
-        specs[1] = P(batch, None, (names or None) if kv_heads % shards == 0 else None, None)
+        specs = *specs_of_shards(batch, names, kv_heads, shards), *(P() for _ in arguments[2:])
 
         def local(*leaves: Any) -> Any:
             given = heads_of_shard(tree.unflatten(leaves), kv_heads, names)
