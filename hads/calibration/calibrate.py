@@ -95,18 +95,12 @@ def calibrate(
         np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(layers, sensitivity, strict=True)])
         for n in range(count)
     )
-    estimators = [layer.estimator for layer in layers]
     profile = HadsProfile(
-        features=np.stack([e.features for e in estimators]),
-        tokens=np.stack([e.tokens for e in estimators]),
-        distance=np.stack([e.distance for e in estimators]),
-        sink=np.stack([e.sink for e in estimators]),
+        **{name: np.stack([getattr(layer.estimator, name) for layer in layers]) for name in Estimator._fields},
+        **tables._asdict(),
         sensitivity=sensitivity,
         burstiness=np.stack([layer.burstiness for layer in layers]),
         free_shares=FREE_SHARES,
-        layer_shares=tables.layer_shares,
-        head_shares=tables.head_shares,
-        log_thresholds=tables.log_thresholds,
         model=name,
         block=block,
         length=length,

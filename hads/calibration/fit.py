@@ -45,10 +45,12 @@ def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tu
     def scaled(w: Estimator) -> Estimator:
         return w._replace(features=w.features / scale)
 
-    def objective(w: Estimator, n: Array) -> Array:
+    def divergence(w: Estimator, n: Array) -> Array:
         one = jax.tree.map(lambda x: x[n][None], pooled)
-        rows = _divergence(block_logits(one, scaled(w), grid)[0], mass[n], grid)
-        return rows + 1e-4 * jnp.square(w.features).sum()  # features that tell nothing get no weight
+        return _divergence(block_logits(one, scaled(w), grid)[0], mass[n], grid)
+
+    def objective(w: Estimator, n: Array) -> Array:
+        return divergence(w, n) + 1e-4 * jnp.square(w.features).sum()  # features that tell nothing get no weight
 
     def step(i: Array, carry: tuple) -> tuple:
         gradient = jax.grad(objective)(carry[0], i % len(mass))
@@ -56,14 +58,8 @@ def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tu
         return _adam(carry, gradient, rate, i + 1)
 
     w, *_ = jax.lax.fori_loop(0, steps, step, (zero, zero, zero))
-    left = jax.lax.map(
-        lambda n: _divergence(block_logits(_one(pooled, n), scaled(w), grid)[0], mass[n], grid), jnp.arange(len(mass))
-    )
+    left = jax.lax.map(partial(divergence, w), jnp.arange(len(mass)))
     return scaled(w), left.mean() / heads
-
-
-def _one(pooled: Pooled, n: Array) -> Pooled:
-    return jax.tree.map(lambda x: x[n][None], pooled)
 
 
 def _divergence(logits: Float[Array, "H n n"], mass: Float[Array, "H n n"], grid: CausalGrid) -> Array:

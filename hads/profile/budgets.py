@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +20,7 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
     """
     grid = profile.grid(length)
     heads = profile.q_heads if heads is None else heads
-    free, free_total = _free(budget, grid, profile.layers * heads)
-    share = free / max(free_total, 1)
-    shares = _interpolate(share, np.asarray(profile.free_shares), np.asarray(profile.layer_shares))
-    room = np.full(profile.layers, heads * (grid.blocks - grid.forced_blocks))
-    return apportion(shares * room, free, room) + heads * grid.forced_blocks
+    return _divided(_shares(profile, profile.layer_shares, budget, grid, heads), heads, budget, grid)
 
 
 def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], chunk: int) -> np.ndarray:
@@ -60,17 +57,20 @@ def _row_weights(grid: CausalGrid, free: np.ndarray) -> np.ndarray:
 
 def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:
     """i64[L]: as `layer_counts`, but the same number for every layer (to one block)."""
-    free, _ = _free(budget, grid, layers * heads)
-    room = np.full(layers, heads * (grid.blocks - grid.forced_blocks))
-    return apportion(room.astype(float), free, room) + heads * grid.forced_blocks
+    return _divided(np.ones(layers), heads, budget, grid)
+
+
+def _divided(shares: np.ndarray, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:
+    """i64[L]: the blocks of a budget, divided among layers in proportion to their `shares`."""
+    free, _ = _free(budget, grid, len(shares) * heads)
+    room = np.full(len(shares), heads * (grid.blocks - grid.forced_blocks))
+    return apportion(shares * room, free, room) + heads * grid.forced_blocks
 
 
 def head_counts(profile: HadsProfile, budget: float, length: int) -> np.ndarray:
     """i64[L, H]: `layer_counts` divided among a layer's heads in the proportions that calibration found on average."""
     grid = profile.grid(length)
-    free, free_total = _free(budget, grid, profile.layers * profile.q_heads)
-    points, table = np.asarray(profile.free_shares), np.asarray(profile.head_shares)
-    shares = _interpolate(free / max(free_total, 1), points, table)
+    shares = _shares(profile, profile.head_shares, budget, grid, profile.q_heads)
     room = np.full(profile.q_heads, grid.blocks - grid.forced_blocks)
     by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
     return apportion(shares * room, by_layer, room) + grid.forced_blocks
@@ -129,9 +129,11 @@ def _free(budget: float, grid: CausalGrid, heads: int) -> tuple[int, int]:
     return free, heads * (grid.blocks - grid.forced_blocks)
 
 
-def _interpolate(share: float, points: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The table's row for `share`, interpolated between its `points`; 0 for a share of 0 and 1 for a share of 1."""
-    x = np.concatenate([[0.0], points, [1.0]])
+def _shares(profile: HadsProfile, shares: Any, budget: float, grid: CausalGrid, heads: int) -> np.ndarray:
+    """The entry for a budget of a profile's table, interpolated; 0 for no free block and 1 for all of them."""
+    free, free_total = _free(budget, grid, profile.layers * heads)
+    share, table = free / max(free_total, 1), np.asarray(shares)
+    x = np.concatenate([[0.0], np.asarray(profile.free_shares), [1.0]])
     y = np.concatenate([np.zeros((1, *table.shape[1:])), table, np.ones((1, *table.shape[1:]))])
     flat = y.reshape(len(x), -1)
     return np.stack([np.interp(share, x, column) for column in flat.T]).reshape(table.shape[1:])
