@@ -19,7 +19,6 @@ from xsake.hads.selection.select import select
 
 NAME = "in training"  # what profiles call a model that is being trained
 
-
 _STATIC = ("transpose", "density_hint", "shards", "order", "heads_axis")
 
 
@@ -60,18 +59,8 @@ class HadsMask:
         return cls(profile, counts, transpose, density_bucket(budget), shards, order, heads_axis)
 
     def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
-        return select(
-            query,
-            key,
-            self.profile,
-            self.counts,
-            layer=layer,
-            transpose=self.transpose,
-            density_hint=self.density_hint,
-            shards=self.shards,
-            order=self.order,
-            heads_axis=self.heads_axis,
-        )
+        options = {name: getattr(self, name) for name in _STATIC}
+        return select(query, key, self.profile, self.counts, layer=layer, **options)
 
 
 def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: Any) -> HadsMask:
