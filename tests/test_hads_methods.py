@@ -15,10 +15,10 @@ from hypothesis import given
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.keep import keep_largest
 from xsake.hads.study.methods import ranking, registry, scores, shipped
-from xsake.hads.study.methods.groups import expand
 from xsake.hads.study.methods.layer import Layer
 from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.methods.registry import Method, register, register_rival
+from xsake.hads.study.methods.shipped import expand
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250

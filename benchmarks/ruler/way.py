@@ -10,7 +10,7 @@ import jax
 from benchmarks.ruler.masked_prefill import read_masked
 from benchmarks.ruler.prompt_layer import program_of
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.study.methods.groups import expand
+from xsake.hads.study.methods.shipped import expand
 from xsake.model import HadsBudget
 from xsake.model.generation.generation import write
 from xsake.model.generation.prefill import Prompt, read_prompts

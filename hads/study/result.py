@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from xsake._ground import atomic
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import pictures
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import as_json, retention, summarise
-from xsake.hads.study.table import table
+from xsake.hads.study.summary import Summary, as_json, retention, summarise
 from xsake.hads.study.texts import Text
 
 
@@ -40,3 +41,36 @@ def write(
     title = f"Layer {seen.layer}, head {seen.head}, reading {text.name} with {budget:.0%} of the blocks"
     pictures.mask_over_mass(seen.mass, seen.kept, folder / "mask.png", title)
     console.print(f"records, summary and pictures are in {folder}")
+
+
+def table(rows: Sequence[Summary], title: str) -> Table:
+    """Methods by budget, best first. Where there are several texts, the last columns are HADS minus the method with its
+    95% interval (none if all texts are parts of one document), and the number of texts."""
+    several = any(row.sequences > 1 for row in rows)
+    widest = max(len(row.method) for row in rows)
+    made = Table(title=title)
+    names = ["budget", "method", "blocks", "KL (nats)", "perplexity", "same token"]
+    for name in names + ["HADS - method", "", "texts"] * several:
+        is_name = name == "method"
+        made.add_column(name, justify="left" if is_name else "right", min_width=widest * is_name)
+    last = None
+    for row in rows:
+        if last is not None and row.budget != last:
+            made.add_section()
+        first, last = row.budget != last, row.budget
+        cells = [
+            f"{row.budget:.0%}" if first else "",
+            f"[bold]{row.method}[/bold]" if row.method == "hads" else row.method,
+            f"{row.density:.2%}",
+            f"{row.kl:.4f}",
+            f"{row.perplexity_gap:+.2%}",
+            f"{row.same_token:.1%}",
+        ]
+        if several:
+            difference = row.against
+            interval = ""
+            if difference is not None and difference.low is not None:
+                interval = rf"\[{difference.low:+.4f}, {difference.high:+.4f}]"
+            cells += ["" if difference is None else f"{difference.mean:+.4f}", interval, str(row.sequences)]
+        made.add_row(*cells)
+    return made

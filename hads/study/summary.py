@@ -88,10 +88,6 @@ def _document(line: dict[str, Any]) -> str:
     return line.get("document", line["sequence"])
 
 
-def _differences(row: Summary) -> dict[str, Difference | None]:
-    return {"against": row.against, "loss_against": row.loss_against}
-
-
 def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
     """(domain, method, budget, items that the dense model answers, share of these that the sparse one answers)."""
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
@@ -124,10 +120,12 @@ def as_json(
 ) -> dict[str, Any]:
     """The contents of a summary file."""
     names = ("domain", "method", "budget", "asked", "retention")
+
+    def read(row: Summary) -> dict[str, Any]:
+        return {name: of._asdict() if isinstance(of, Difference) else of for name, of in row._asdict().items()}
+
     return {
         "about": about,
-        "methods": [
-            row._asdict() | {name: one and one._asdict() for name, one in _differences(row).items()} for row in rows
-        ],
+        "methods": [read(row) for row in rows],
         "tasks": [dict(zip(names, one, strict=True)) for one in kept],
     }

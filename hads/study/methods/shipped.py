@@ -19,15 +19,14 @@ from xsake.hads.study.methods import ranking, scores
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority
 from xsake.hads.study.methods.registry import GROUPS, METHODS, Method, register, register_rival
 
-__all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass"]
+__all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass", "expand"]
 
 Mass = Float[Array, "B H n n"]
 
 
 def hads(x: Layer) -> Blocks:
     """As `hads.select` chooses blocks, by kernels where there are kernels."""
-    weights = x.profile.estimator(x.number), x.profile.sensitivity[x.number], x.profile.burstiness[x.number]
-    given = Given(x.query, x.key, *weights, {"count": jnp.asarray(x.count, jnp.int32)})
+    given = Given(x.query, x.key, *x.profile.weights(x.number), {"count": jnp.asarray(x.count, jnp.int32)})
     return chosen(x.grid, x.query.shape[2], jax.tree.map(jnp.asarray, given))
 
 
@@ -122,3 +121,18 @@ register("oracle_top_k", Method(oracle_top_k, forced=False), group="oracles")
 register("oracle_top_k+forced", Method(oracle_top_k), group="oracles")
 register("oracle_top_p+forced", Method(oracle_top_p), group="oracles")
 register("oracle_gain", Method(oracle_gain), group="oracles")
+
+
+def expand(names: str) -> list[str]:
+    """Methods from a comma-separated list of names and groups, each method once, in the order given.
+
+    >>> expand("short,hads_group")
+    ['hads', 'sink_window+forced', 'mean_top_k+forced', 'x_attention_8+forced', 'hads_group']
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = f"groups are {', '.join(GROUPS)}; methods are {', '.join(METHODS)}"
+    if not wanted:
+        raise ValueError(f"no method is named; {known}")
+    if unknown := [name for name in wanted if name not in METHODS and name not in GROUPS]:
+        raise ValueError(f"unknown {unknown}; {known}")
+    return list(dict.fromkeys(method for name in wanted for method in GROUPS.get(name, [name])))

@@ -97,7 +97,7 @@ def evaluate(
 
         from xsake.hads.profile.fingerprint import knows_runs
         from xsake.hads.study.evaluation import evaluate
-        from xsake.hads.study.methods.groups import expand
+        from xsake.hads.study.methods.shipped import expand
         from xsake.hads.study.records import Records
         from xsake.hads.study.result import write
         from xsake.hads.study.texts import load_texts
