@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import RULE
+from xsake.model import PRESETS, Transformer
 
 
 def random_profile(
@@ -49,17 +54,34 @@ def random_inputs(seed: int, length: int, profile: HadsProfile, batch: int = 1) 
     return query, key
 
 
+def tiny_model(**changes: Any) -> Transformer:
+    """The preset `tiny` in float32, as it is initialised, with a configuration that is changed so."""
+    config = dataclasses.replace(PRESETS["tiny"], **changes)
+    return Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple[Any, Any, Any]:
+    """Lists without the slots past the last entry, which hold anything."""
+    used = np.arange(indices.shape[-1]) < np.asarray(row_ptr)[..., -1:]
+    return np.where(used, indices, -1), row_ptr, num_full
+
+
 def softmax(x: np.ndarray) -> np.ndarray:
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
 
 
-def dense_weights(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Causal attention weights [B, H, T, T] in float64."""
+def dense_weights(query: np.ndarray, key: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Causal attention weights [B, H, T, T] in float64; with a window, of the tokens inside it."""
     q, k = query.astype(np.float64), np.repeat(key, query.shape[2] // key.shape[2], 2).astype(np.float64)
     logits = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
-    t = np.arange(q.shape[1])
-    return softmax(np.where(t[:, None] >= t, logits, -np.inf))
+    return softmax(np.where(visible(q.shape[1], window), logits, -np.inf))
+
+
+def visible(length: int, window: int | None = None) -> np.ndarray:
+    """bool[T, T]: the query sees the key."""
+    back = np.arange(length)[:, None] - np.arange(length)
+    return (back >= 0) & (back < (length if window is None else window))
 
 
 def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int) -> np.ndarray:

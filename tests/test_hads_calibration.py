@@ -26,7 +26,7 @@ from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.rows import Rows
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 # One worker: it has the model and its profile.
 pytestmark = pytest.mark.xdist_group("calibration")
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(0).integers(0, 512, (2, 250))
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return case.tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_wrong_calibrations(model: Transformer):
 
 def test_memory_follows_one_layer(model: Transformer):
     """The compiler's count, from shapes alone: more sequences add one layer's statistics, more layers only weights."""
-    shapes = nnx.eval_shape(lambda: Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32))
+    shapes = nnx.eval_shape(case.tiny_model)
     memory = needed(shapes, length=250, sequences=8, block=16)
     one = 4 * (3 * 4 * 16 * 16 + (4 + 2) * 16 * 5 * 16)
     assert 8 * one < memory.stages["fit of a layer"] < 4 * 8 * one

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
+import hads_case as case
 import numpy as np
 import pytest
-from flax import nnx
 from typer.testing import CliRunner
 
 from xsake._cli import app
@@ -16,7 +15,7 @@ from xsake._cli import hads as cli
 from xsake.hads import HadsProfile
 from xsake.hads.study.summary import retention
 from xsake.hads.study.texts import load_texts
-from xsake.model import PRESETS, Transformer, save_pretrained
+from xsake.model import save_pretrained
 
 
 def encode(text: str) -> list[int]:
@@ -42,7 +41,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.mark.slow  # what it prints is tested with the calibration
 def test_a_dry_run_tells_the_memory_and_writes_nothing(tokens: Path, tmp_path: Path):
-    save_pretrained(Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32), tmp_path / "model")
+    save_pretrained(case.tiny_model(), tmp_path / "model")
     options = ["--out", tmp_path / "profile.json", "--model", tmp_path / "model", "--length", 300, "--block", 16]
     code, said = run("calibrate", tokens, *options, "--dry-run")
     assert code == 0, said
@@ -52,7 +51,7 @@ def test_a_dry_run_tells_the_memory_and_writes_nothing(tokens: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = case.tiny_model()
     monkeypatch.setattr(cli, "_load", lambda *_, **__: (model, encode))
     profile, out = tmp_path / "profile.json", tmp_path / "out"
     code, said = run("calibrate", tokens, "--out", profile, "--length", 300, "--block", 16, "--domains", "calm")

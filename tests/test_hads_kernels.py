@@ -137,7 +137,7 @@ def test_choice_is_xlas(name: str):
     assert np.array_equal(got, wanted)
     if lengths is not None:
         assert got.sum((1, 2, 3)).tolist() == kept["count"][:, 0].tolist()
-    for g, w in zip(used_slots(*lists), used_slots(*wanted_lists), strict=True):
+    for g, w in zip(case.used_slots(*lists), case.used_slots(*wanted_lists), strict=True):
         assert np.array_equal(g, w)
     # The spare slot of a list that does not fit may name any block.
     same = (np.arange(few + 1) < few) | (np.asarray(whole_lists[1])[..., -1:] < few)
@@ -161,11 +161,6 @@ def test_nothing_is_read_outside_the_triangle():
 # -- lists -----------------------------------------------------------------------------------------------------------
 
 
-def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple:
-    used = np.arange(indices.shape[-1]) < np.asarray(row_ptr)[..., -1:]
-    return np.where(used, indices, 0), row_ptr, num_full
-
-
 LISTS = [(9, 13, 200, 0.3), (3, 70, 5, 0.5)]  # rows, columns, capacity, density
 
 
@@ -174,18 +169,14 @@ def test_lists_are_xlas(of: tuple[int, int, int, float]):
     rows, columns, capacity, density = of
     rng = np.random.default_rng(0)
     active, full = jnp.asarray(rng.random((2, 1, rows, columns)) < density), rng.random((rows, columns)) < 0.7
-    wanted = used_slots(*jax.jit(lambda active: compact.compact(active, full, capacity))(active))
+    wanted = case.used_slots(*jax.jit(lambda active: compact.compact(active, full, capacity))(active))
     with interpret():
-        got = used_slots(*jax.jit(lambda active: triton_compact.compact(active, full, capacity))(active))
+        got = case.used_slots(*jax.jit(lambda active: triton_compact.compact(active, full, capacity))(active))
     for g, w in zip(got, wanted, strict=True):
         assert np.array_equal(g, w)
 
 
 # -- all together ----------------------------------------------------------------------------------------------------
-
-
-def weights(profile: hads.HadsProfile, layer: int) -> tuple:
-    return jax.tree.map(jnp.asarray, (profile.estimator(layer), profile.sensitivity[layer], profile.burstiness[layer]))
 
 
 @pytest.mark.slow  # estimate, choice and lists are compared above, each by itself
@@ -194,7 +185,8 @@ def test_blocks_are_xlas(heads: int):
     profile, length = case.random_profile(head_dim=16), 512
     grid = CausalGrid(length, profile.block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
-    inputs = program.Given(query, key, *weights(profile, 0), {"count": jnp.int32(0.3 * heads * grid.blocks)})
+    kept = {"count": jnp.int32(0.3 * heads * grid.blocks)}
+    inputs = jax.tree.map(jnp.asarray, program.Given(query, key, *profile.weights(0), kept))
     wanted = np.asarray(program._by_xla(grid, heads, None, inputs))
     with interpret():
         got = np.asarray(program._by_kernels(grid, heads, None, inputs))
@@ -217,7 +209,7 @@ def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int]):
     assert unsupported(head_dim, grid) is None
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.dtype(dtype)) for heads in (8, 2))
     make = partial(program._by_kernels, grid, 8, 100)
-    text = lower(make, program.Given(*avals, *weights(profile, 0), {"count": jnp.int32(1000)}), chip=chip)
+    text = lower(make, program.Given(*avals, *profile.weights(0), {"count": jnp.int32(1000)}), chip=chip)
     for name in (
         "pool_queries",
         "pool_keys",
@@ -246,7 +238,7 @@ def test_mask_on_a_gpu_is_xlas(length: int, block: int):
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
     grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
     wanted = jax.jit(partial(program._by_xla, grid, 8, None))(
-        program.Given(query, key, *weights(profile, 1), {"count": int(counts[1])})
+        program.Given(query, key, *profile.weights(1), {"count": int(counts[1])})
     )
     mask: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1))(query, key)
     rows: BlockMask = jax.jit(partial(hads.select, profile=profile, budget=0.3, layer=1, transpose=False))(query, key)

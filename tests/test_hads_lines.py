@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from benchmarks.hads import kascade, minference
 from benchmarks.hads.lines import Lines, first_of_last, keep_lines, pairs_of, recall
@@ -22,7 +21,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.methods.layer import Layer
 from xsake.hads.study.methods.mask import MethodMask
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
@@ -132,7 +131,7 @@ def test_the_best_anchors_are_those_of_all_combinations():
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return Transformer(dataclasses.replace(PRESETS["tiny"], layers=3), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return case.tiny_model(layers=3)
 
 
 @pytest.mark.slow  # a whole model; what it is made of is tested above and below

@@ -23,13 +23,6 @@ from xsake.hads.study.methods.shipped import expand
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
 GRID = CausalGrid(LENGTH, 16)
-RIVALS = (
-    shipped.sink_window,
-    shipped.mean_top_k,
-    shipped.x_attention_8,
-    shipped.x_attention_16,
-    shipped.flash_prefill,
-)
 
 
 @cache
@@ -137,7 +130,7 @@ def kept() -> dict[str, np.ndarray]:
 def test_methods_promote_no_ranks():
     query, key = inputs()
     with jax.numpy_rank_promotion("raise"):
-        for name in (*expand("ours"), *(rival.__name__ for rival in RIVALS), *expand("oracles")):
+        for name in (*expand("ours"), *(rival.__name__ for rival in shipped.RIVALS), *expand("oracles")):
             jax.eval_shape(lambda m, q, k: m.blocks(1, q, k), MethodMask.of(name, PROFILE, [300, 301]), query, key)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from xsake.dashboard.read.coding import decode_levels, decode_mask, full_square
 from xsake.dashboard.show.recorder import Recorder
@@ -16,7 +15,7 @@ from xsake.hads.calibration.observe import observe
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.records import Records
 from xsake.hads.study.texts import Text
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 PROFILE = case.random_profile(head_dim=16)
 LENGTH = 200
@@ -26,7 +25,7 @@ BUDGETS, METHODS = (0.6,), ("hads", "sink_window")
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return case.tiny_model()
 
 
 @pytest.fixture(scope="module")

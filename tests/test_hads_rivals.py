@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from benchmarks.hads import ablations, patterns, rivals, scores, v1, x_heads
 from benchmarks.hads.methods import ABLATIONS, METHODS, RIVALS, STRENGTHENED
@@ -32,19 +31,11 @@ from xsake.hads.study.methods import shipped
 from xsake.hads.study.methods.layer import Layer
 from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.methods.scores import antidiagonal_shares, strided_peaks
-from xsake.model import PRESETS, Transformer
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
 GRID = CausalGrid(LENGTH, 16)
-SHIPPED = (
-    shipped.sink_window,
-    shipped.mean_top_k,
-    shipped.x_attention_8,
-    shipped.x_attention_16,
-    shipped.flash_prefill,
-)
-_RIVALS = {rival.__name__: rival for rival in (*SHIPPED, *patterns.PATTERNS, *rivals.METHODS, *x_heads.METHODS)}
+_RIVALS = {rival.__name__: rival for rival in (*shipped.RIVALS, *patterns.PATTERNS, *rivals.METHODS, *x_heads.METHODS)}
 PRIORITIES = _RIVALS | {own.__name__: own for own in (*ablations.BY_PRIORITY, *v1.METHODS)}
 
 
@@ -312,7 +303,7 @@ def test_mass_by_distance():
 
 @pytest.mark.slow
 def test_v1_profile_of_a_tiny_model(tmp_path: Path):
-    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = case.tiny_model()
     tokens = np.random.default_rng(0).integers(0, 512, (2, 96)).astype(np.int32)
     known = v1.measure(model, tokens, 16)
 

@@ -120,8 +120,7 @@ def test_equal_counts_on_a_gpu():
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, 8192, profile))
     counts = hads.layer_counts(profile, 0.3, 8192).astype(np.int32)
     grid, cut = profile.grid(8192), Cut(8, "zigzag")
-    weights = profile.estimator(1), profile.sensitivity[1], profile.burstiness[1]
-    given = jax.tree.map(jnp.asarray, Given(query, key, *weights, {"count": counts[1]}))
+    given = jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(1), {"count": counts[1]}))
     wanted = np.asarray(jax.jit(partial(program._by_xla, grid, 8, None, cut=cut))(given))
     mask = _select(query, key, profile, counts, order="zigzag")
     assert np.ptp(by_shard(mask, 8, "zigzag")) <= 1

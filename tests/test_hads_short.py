@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hads_case
 import hads_case as case
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from xsake._cli.demo import model as short
@@ -18,7 +15,7 @@ from xsake.hads.profile import profile as profile_module
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import shipped
 from xsake.hads.study.texts import Text
-from xsake.model import PRESETS, Transformer
+from xsake.model import PRESETS
 from xsake.model.weights.published import PUBLISHED
 
 
@@ -52,7 +49,7 @@ def test_the_page_is_whole():
 @pytest.mark.slow
 def test_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(short, "BUDGETS", (0.6,))
-    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = case.tiny_model()
     text = Text("numbers/0", "numbers", np.random.default_rng(0).integers(0, 512, 200).astype(np.int32))
     console = Console(width=200, record=True)
     (tmp_path / "records.jsonl").write_text("of an earlier demo")
@@ -72,8 +69,8 @@ def test_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_the_race_to_the_first_token():
     """Both ways are timed, each with what it compiles left out."""
-    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
-    profile = hads_case.random_profile(head_dim=16)
+    model = case.tiny_model()
+    profile = case.random_profile(head_dim=16)
     tokens = np.random.default_rng(0).integers(0, 512, 200).tolist()
     console = Console(width=200, record=True)
     times = prompt.race(model, tokens, profile, 0.6, console)

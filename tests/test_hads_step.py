@@ -58,16 +58,6 @@ def chosen_of(*arguments, **options):
     return jax.tree.map(np.asarray, _chosen_of(*arguments, **options))
 
 
-def test_counts_are_exact_and_forced_blocks_are_on(inputs, pooled):
-    chosen = chosen_of(inputs[0], pooled, LENGTHS, budget=0.4, room=step_count(20, 2, 0.4, PROFILE.rule))
-    for row, length in enumerate(LENGTHS):
-        blocks = -(-int(length) // BLOCK)
-        entries = [(int(h), int(j)) for h, j, live in zip(*(x[row] for x in chosen), strict=True) if live]
-        assert len(entries) == len(set(entries)) == step_count(blocks, 2, 0.4, PROFILE.rule)
-        assert {(h, j) for h in (0, 1) for j in (0, blocks - 2, blocks - 1)} <= set(entries)
-        assert max(j for _, j in entries) < blocks
-
-
 def test_the_kept_blocks_have_the_largest_mass_of_their_head(inputs, pooled):
     """Against the estimate in plain numpy, second order in place of the logits with every key."""
     chosen = chosen_of(inputs[0], pooled, LENGTHS, budget=0.4, room=24)  # more room than entries, as below
@@ -95,19 +85,31 @@ def test_the_kept_blocks_have_the_largest_mass_of_their_head(inputs, pooled):
         assert kept == set(free[: len(kept)])
 
 
-def test_gathered_attention_is_attention_to_the_listed_blocks(inputs, pooled):
-    query, key, value = inputs
-    poison = jnp.where((np.arange(CAPACITY)[None] < LENGTHS[:, None])[..., None, None], 0, jnp.nan)
-    chosen = chosen_of(query, pooled, LENGTHS, budget=0.4, room=24)
-    out = jax.jit(partial(attend_blocks, block_size=BLOCK))(query, key, value + poison, *chosen, jnp.asarray(LENGTHS))
-    query, key, value, out = map(np.asarray, (query, key, value, out))
-    for row, length in enumerate(LENGTHS):
-        for head in range(4):
-            live = [int(j) for h, j, on in zip(*(x[row] for x in chosen), strict=True) if on and h == head // 2]
-            at = np.concatenate([np.arange(j * BLOCK, min((j + 1) * BLOCK, length)) for j in live])
-            logits = np.float64(key[row, at, head // 2]) @ np.float64(query[row, 0, head]) / 4
-            p = np.exp(logits - logits.max())
-            np.testing.assert_allclose(out[row, 0, head], p @ value[row, at, head // 2] / p.sum(), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(("tokens", "lengths"), [(1, LENGTHS), (4, np.array([290, 191], np.int32))], ids=["1", "4"])
+def test_new_tokens_attend_to_exactly_the_blocks_that_they_share(inputs, tokens, lengths):
+    """Exact counts, every token's near blocks on, and softmax over the keys of these blocks.
+
+    The four tokens of the first sequence are in two blocks. What lies past a sequence's end is not read.
+    """
+    query, (_, key, value) = np.random.default_rng(3).standard_normal((2, tokens, 4, 16)).astype(np.float32), inputs
+    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=CAPACITY // BLOCK, head_dim=16)
+    chosen = chosen_of(
+        query, write(pooled, key, jnp.asarray(lengths), start=0, block=BLOCK), lengths, budget=0.4, room=24
+    )
+    poison = jnp.where((np.arange(CAPACITY)[None] < lengths[:, None])[..., None, None], 0, jnp.nan)
+    out = jax.jit(partial(attend_blocks, block_size=BLOCK))(query, key, value + poison, *chosen, jnp.asarray(lengths))
+    query, key, value, out = (np.asarray(x, np.float64) for x in (query, key, value, out))
+    for row, length in enumerate(lengths):
+        entries = [(int(h), int(j)) for h, j, on in zip(*(x[row] for x in chosen), strict=True) if on]
+        blocks, first = -(-int(length) // BLOCK), (int(length) - tokens) // BLOCK
+        assert len(entries) == len(set(entries)) == step_count(blocks, 2, 0.4, PROFILE.rule, tokens=tokens)
+        lists = [sorted(j for h, j in entries if h == k) for k in (0, 1)]
+        assert all({0, first - 1, first, blocks - 1} <= set(found) and max(found) < blocks for found in lists)
+        for t, head in np.ndindex(tokens, 4):
+            at = np.concatenate([np.arange(j * BLOCK, (j + 1) * BLOCK) for j in lists[head // 2]])
+            at = at[at <= length - tokens + t]
+            p = case.softmax(key[row, at, head // 2] @ query[row, t, head] / 4)
+            np.testing.assert_allclose(out[row, t, head], p @ value[row, at, head // 2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", sweep([None, 100], slow=[None]))
@@ -214,33 +216,6 @@ def test_several_tokens_at_once_are_what_one_after_the_other_are(model, read, to
     again = write(again, cache.keys[0], cache.length, start=0, block=16)
     for a, b in zip(pooled[0], again, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_several_tokens_share_the_blocks_that_are_chosen():
-    """Exact counts, the near blocks of the first token too; attention against softmax over these blocks' keys."""
-    rng = np.random.default_rng(3)
-    shapes = ((2, 4, 4, 16), (2, CAPACITY, 2, 16), (2, CAPACITY, 2, 16))
-    query, key, value = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
-    lengths = np.array([290, 191], np.int32)  # the tokens of the first sequence are in two blocks
-    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=CAPACITY // BLOCK, head_dim=16)
-    pooled = write(pooled, key, jnp.asarray(lengths), start=0, block=BLOCK)
-    chosen = chosen_of(query, pooled, lengths, budget=0.4, room=16)
-    out = jax.jit(partial(attend_blocks, block_size=BLOCK))(query, key, value, *chosen, jnp.asarray(lengths))
-    query, key, value, out = (np.asarray(x, np.float64) for x in (query, key, value, out))
-    chosen = jax.tree.map(np.asarray, chosen)
-    for row, length in enumerate(lengths):
-        lists = [{int(j) for h, j, on in zip(*(x[row] for x in chosen), strict=True) if on and h == k} for k in (0, 1)]
-        blocks = -(-int(length) // BLOCK)
-        assert sum(map(len, lists)) == step_count(blocks, 2, 0.4, PROFILE.rule, tokens=4)
-        first = (int(length) - 4) // BLOCK
-        assert all({0, first - 1, first, blocks - 1} <= found and max(found) < blocks for found in lists)
-        for t, head in np.ndindex(4, 4):
-            at = np.concatenate([np.arange(j * BLOCK, (j + 1) * BLOCK) for j in sorted(lists[head // 2])])
-            at = at[at <= length - 4 + t]
-            logits = key[row, at, head // 2] @ query[row, t, head] / 4
-            p = np.exp(logits - logits.max())
-            wanted = p @ value[row, at, head // 2] / p.sum()
-            np.testing.assert_allclose(out[row, t, head], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_numbers_of_tokens_are_refused(model, read):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from xsake.hads import HadsMask
 from xsake.hads.calibration.layerwise import Layers
@@ -25,7 +24,7 @@ from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.records import Records, read
 from xsake.hads.study.summary import layer_division, summarise
 from xsake.hads.study.texts import Text, load_texts
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 PROFILE = case.random_profile(head_dim=16)
 LENGTH = 200
@@ -36,7 +35,7 @@ ABOUT = {"model": "tiny"}
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return case.tiny_model()
 
 
 @pytest.mark.slow

@@ -8,10 +8,8 @@ import lzma
 from pathlib import Path
 
 import hads_case as case
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from benchmarks.hads import stages, tasks, texts
 from benchmarks.hads.compile_ahead import compile_evaluation
@@ -21,7 +19,7 @@ from benchmarks.hads.settings import LONG_METHODS, Settings
 from benchmarks.hads.study import Study
 from benchmarks.hads.texts import CALIBRATION, EVALUATION
 from xsake.hads.study.records import read
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 LENGTH = 256
 SETTINGS = Settings(
@@ -62,7 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return case.tiny_model()
 
 
 @pytest.mark.slow

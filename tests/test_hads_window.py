@@ -13,7 +13,6 @@ from flax import nnx
 from tiny_model import TINY, build
 
 from xsake import hads
-from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.model import HadsBudget, generate
 
@@ -22,32 +21,16 @@ PROFILE = dataclasses.replace(case.random_profile(layers=1, head_dim=16), window
 GRID = PROFILE.grid(LENGTH)
 
 
-def visible(length: int, window: int) -> np.ndarray:
-    """bool[T, T]: the query sees the key."""
-    back = np.arange(length)[:, None] - np.arange(length)
-    return (back >= 0) & (back < window)
-
-
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 18, 70, 203, 500])
 def test_the_grid_has_the_blocks_of_visible_tokens(window: int):
     grid = CausalGrid(LENGTH, BLOCK, window=window)
     tokens = np.zeros((grid.side * BLOCK,) * 2, bool)
-    tokens[:LENGTH, :LENGTH] = visible(LENGTH, window)
+    tokens[:LENGTH, :LENGTH] = case.visible(LENGTH, window)
     tiles = tokens.reshape(grid.side, BLOCK, grid.side, BLOCK)
     np.testing.assert_array_equal(grid.causal(), tiles.any((1, 3)))
     np.testing.assert_array_equal(grid.full(), tiles.all((1, 3)))
     assert grid.blocks == grid.causal().sum()
     assert not (grid.forced() & ~grid.causal()).any()
-
-
-def test_statistics_are_those_of_dense_weights_in_the_window():
-    query, key = case.random_inputs(1, LENGTH, PROFILE)
-    stats = jax.jit(lambda q, k: block_statistics(q, k, block=BLOCK, window=WINDOW))(query, key)
-    logits = np.einsum("bthd,bshd->bhts", np.float64(query), np.repeat(np.float64(key), 2, 2)) / 4
-    weights = case.softmax(np.where(visible(LENGTH, WINDOW), logits, -np.inf))
-    starts = np.arange(0, LENGTH, BLOCK)
-    sums = np.add.reduceat(np.add.reduceat(weights, starts, -1), starts, -2)
-    np.testing.assert_allclose(stats.mass, sums / np.minimum(BLOCK, LENGTH - starts)[:, None], rtol=2e-5, atol=1e-7)
 
 
 def test_a_mask_keeps_an_exact_number_of_blocks_inside_the_window():

@@ -112,10 +112,11 @@ def _true_statistics(x: Layer) -> BlockStatistics:
     return block_statistics(x.query, x.key, block=x.grid.block)
 
 
+RIVALS = (sink_window, mean_top_k, x_attention_8, x_attention_16, flash_prefill)
 GROUPS["short"] = ["hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced"]
 register("hads", Method(hads), group="ours")
 register("hads_group", Method(hads_group), group="ours")
-for _rival in (sink_window, mean_top_k, x_attention_8, x_attention_16, flash_prefill):
+for _rival in RIVALS:
     register_rival(_rival.__name__, _rival)
 register("oracle_top_k", Method(oracle_top_k, forced=False), group="oracles")
 register("oracle_top_k+forced", Method(oracle_top_k), group="oracles")
