@@ -17,7 +17,7 @@ from xsake.hads.selection.pooled import row_bounds
 
 
 class BlockStatistics(NamedTuple):
-    """Of causal attention, for every query head.
+    """The mass of each block of causal attention, for every query head.
 
     `mass[b, h, i, j]` is the attention that a query of block i gives to the keys of block j, as a mean over the queries
     of block i: a row sums to 1. `square` is the mean of its square, so that `square - mass ** 2` is its variance.

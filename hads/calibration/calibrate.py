@@ -114,19 +114,19 @@ def calibrate(
 
 
 class _Learned(NamedTuple):
-    """What is kept of a layer, on the host."""
+    """One layer's results, on the host."""
 
     estimator: Estimator
     burstiness: Float[np.ndarray, "H"]
-    kept: list[np.ndarray]  # of each sequence of the backward pass, the bits of `_packed`
-    gains: list[np.ndarray]  # of each sequence, f32[H, free blocks], of heads that are all equally sensitive
+    kept: list[np.ndarray]  # for each sequence of the backward pass, the bits of `_packed`
+    gains: list[np.ndarray]  # for each sequence, f32[H, free blocks], as if all heads were equally sensitive
     kv_heads: int
 
 
 def _learn_layers(
     model: Any, tokens: Array | np.ndarray, grid: CausalGrid, *, back: int, steps: int, report: Progress
 ) -> Iterator[_Learned]:
-    """What all sequences show of each layer; their states wait on the host, or on a device with much room, and no
+    """Learn each layer from all sequences; their states wait on the host, or on a device with much room, and no
     layer's statistics outlive it."""
     layers, rotation = Layers(model), None
     states: list[Array | np.ndarray] = []

@@ -35,7 +35,7 @@ class Layers:
         return None if getattr(config, "window_from", 0) else getattr(config, "window", None)
 
     def start(self, tokens: Int[Array, "B T"], *, windowed: bool = False) -> tuple[Float[Array, "B T width"], Any]:
-        """What the first block gets: embedded tokens, and the rotary positions.
+        """The first block's inputs: embedded tokens, and the rotary positions.
 
         NotImplementedError if the model has a window within the tokens, unless the caller honours `window`.
         """

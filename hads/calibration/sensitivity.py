@@ -1,4 +1,4 @@
-"""What dropped mass costs the model, per head."""
+"""The cost of dropped mass to the model, per head."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def tabulate(gains: Iterable[Float[np.ndarray, "L H free"]]) -> Tables:
 
 
 def _one(gains: Float[np.ndarray, "L H free"]) -> tuple[np.ndarray, np.ndarray]:
-    """Of one sequence: the shares [X, L, H] and the logarithms of the thresholds [X]."""
+    """For one sequence: the shares [X, L, H] and the logarithms of the thresholds [X]."""
     places = np.clip(np.round(FREE_SHARES * gains.size).astype(int) - 1, 0, gains.size - 1)
     cuts = np.sort(gains, axis=None)[gains.size - 1 - places]
     counts = np.stack([(gains >= cut).sum(-1) for cut in cuts])

@@ -1,4 +1,4 @@
-"""What a profile remembers of its calibration texts, so that nobody evaluates on them, whole, in part or shifted.
+"""Fingerprints of calibration texts, so that nobody evaluates on these texts, whole, in part or shifted.
 
 A fingerprint is the digest of a whole sequence and, after a colon, hashes of some of its runs of RUN tokens. Which runs
 are kept depends on their tokens alone (one run in KEPT, by its hash), so that a text that begins elsewhere, or that

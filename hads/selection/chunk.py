@@ -33,7 +33,7 @@ from xsake.hads.selection.rows import Rows
 
 
 class LayerWeights(NamedTuple):
-    """What a profile knows of one layer, as arrays: one compiled program serves all layers."""
+    """One layer of a profile as arrays, so that one compiled program serves all layers."""
 
     estimator: Estimator
     sensitivity: Any
@@ -68,14 +68,14 @@ def select_chunk(
     Args:
       query: the chunk's queries, rotary positions applied.
       key: the keys of the sequences. The first start + T are read: a cache of any size, which need not be cut.
-      pooled: of the same keys, the chunk's own among them (`PooledKeys.write`).
-      weights: of this layer (`LayerWeights.of`).
+      pooled: the same keys pooled, the chunk's own among them (`PooledKeys.write`).
+      weights: this layer's (`LayerWeights.of`).
       counts: how many blocks each sequence keeps in this chunk, over all heads: a row of `hads.chunk_counts`.
       lengths: tokens of each sequence.
       start: a multiple of the block.
-      block, rule: those of the profile.
+      block, rule: the profile's.
       density_hint: the budget, by which attention looks up its tuned configuration.
-      window: of the profile. If it is within the start + T keys, the mask has no rule: it says which blocks are read,
+      window: the profile's. If it is within the start + T keys, the mask has no rule: it says which blocks are read,
         and the call must say which tokens see each other, by `positions`, `is_causal` and `local_window_size`.
     """
     length = query.shape[1]
@@ -102,7 +102,7 @@ def select_chunk(
 
 
 class _Given(NamedTuple):
-    """What the blocks of a chunk are chosen from: arguments of `select_chunk`."""
+    """The arguments of `select_chunk` that are arrays."""
 
     query: Float[Array, "B T H D"]
     key: Float[Array, "B S K D"]

@@ -95,7 +95,7 @@ def equal_counts(
 def _equal_counts_of_heads(
     counts: Int[Array, "H"], least: np.ndarray, most: np.ndarray, axes: tuple[str, ...]
 ) -> Int[Array, "H shards"]:
-    """`equal_counts` of each head. What rounding leaves goes around all heads, those of other devices too."""
+    """`equal_counts` of each head. Units left by rounding go around all heads, on other devices too."""
     if not axes:
         return equal_counts(counts, least, most)
     first = jax.lax.axis_index(axes) * len(counts)

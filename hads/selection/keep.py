@@ -17,12 +17,12 @@ def keep_largest(
     count: Int[Array, ""] | Int[Array, "B"] | int,
     forced: Array | np.ndarray | None = None,
 ) -> Bool[Array, "B H n n"]:
-    """Exactly `count` causal blocks per sequence, over all heads: the forced blocks and those of highest priority.
+    """Exactly `count` causal blocks per sequence, over all heads: the forced blocks and the blocks of highest priority.
 
     `count` is the same for all sequences, or one number per sequence.
 
-    Of equal priorities, later rows come first (a pattern with coarse steps gives its remainder to the last rows), and
-    in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks per row.
+    Among equal priorities later rows come first, so that a pattern with coarse steps gives its remainder to the last
+    rows, and in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks per row.
     """
     low = (1 << max(grid.side - 1, 1).bit_length()) - 1
     priority = jnp.where(priority == 0, 0.0, priority.astype(jnp.float32))  # -0 and 0 are equal, their bits are not
@@ -59,7 +59,7 @@ def row_counts(
 ) -> Int[Array, "*B rows"]:
     """How many of each row's entries are among the `count` largest of all rows; their sum is exactly `count`.
 
-    Entries that are 0 are never counted: there must be `count` others. Of equal entries, later rows come first.
+    Entries that are 0 are never counted: there must be `count` others. Among equal entries, later rows come first.
     `axes` are mesh axes of `jax.shard_map` over which the rows are sharded: `count` is of the rows of all shards.
 
     >>> import jax.numpy as jnp

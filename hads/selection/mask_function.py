@@ -64,7 +64,7 @@ class HadsMask:
 
 
 def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: Any) -> HadsMask:
-    """What `recalibration` will give, with shapes in place of arrays; `heads` are those of `profile_shape`."""
+    """The mask function that `recalibration` will give, with shapes for arrays; `heads` as in `profile_shape`."""
     from xsake.hads.profile.profile import profile_shape
 
     profile = profile_shape(model=name, block=block, length=length, **heads)

@@ -1,8 +1,8 @@
 """The features of a pair of blocks: products of pooled vectors, and the mean query against every key.
 
-The mean logit of a pair of blocks is exactly the product of their means. What pooling loses is the spread of the logits
-inside the pair, on which the block's softmax mass depends; the other features stand for it. With q̄, k̄ the means and
-var the variances over a block, for each feature dimension:
+The mean logit of a pair of blocks is exactly the product of their means. Pooling loses the spread of the logits
+inside the pair, on which the block's softmax mass depends; the other features stand for it. With q̄, k̄ the means and var
+the variances over a block, for each feature dimension:
 
     mean      q̄ k̄ / sqrt(D)
     keys      ½ (q̄² + var q) var k / D                 second order, from the keys' spread

@@ -1,4 +1,4 @@
-"""PooledKeys: what the choice of blocks needs of the keys in a cache, kept beside the cache and updated as it grows."""
+"""PooledKeys: the keys of a cache pooled for the choice of blocks, kept beside the cache and updated as it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: the rows of blocks that a choice is made for, those of whole sequences or of a chunk of them."""
+"""Rows: the rows of blocks that a choice is made for, all of a sequence or a chunk of them."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def select(
 
 
 def _chosen(grid: CausalGrid, heads: int, kv_heads: int, room: int | None, cut: Cut, given: Given) -> Any:
-    """`chosen` for the shard of heads that `given` is of; `heads` and `kv_heads` are those of all shards."""
+    """`chosen` for the shard of heads in `given`; `heads` and `kv_heads` count the heads of all shards."""
     here = heads_of_shard(given, kv_heads, cut.heads_axes)
     return chosen(grid, heads // cut.axis_size, here, room=room, cut=cut)
 

@@ -154,7 +154,7 @@ def _line(text: Text, case: tuple[str, float, str, str], density: float, one: Co
 
 
 def _answers(text: Text, one: Compared) -> dict[str, int]:
-    """For a text that asks something: its items, those that the dense run answers, those that both runs answer."""
+    """For a text that asks something: the numbers of its items, of answers by the dense run, of answers by both."""
     if text.items is None:
         return {}
     asked, dense, both = 0, 0, 0

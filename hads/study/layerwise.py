@@ -67,7 +67,7 @@ def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tu
 def choose_blocks(
     mask_fn: MethodMask, layer: Array, query: Array, key: Array, memory: Any = None
 ) -> tuple[Blocks | TokenMask, Num[Array, "B H"], Any]:
-    """What a layer keeps, how many blocks (or how much in blocks) that is per head, and what it leaves to the next."""
+    """A layer's choice, its number of blocks per head (for single tokens, their share in blocks), and its memory."""
     kept, memory = mask_fn.choose(layer, query, key, memory)
     return kept, kept.counts() if isinstance(kept, TokenMask) else kept.sum((-2, -1)), memory
 

@@ -27,8 +27,8 @@ class Portrait(NamedTuple):
 def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float) -> Portrait:
     """HADS's choice from the queries and keys of dense attention.
 
-    Of the heads that keep at most the budget's share, the head shown has most kept mass outside the forced blocks: a
-    fixed pattern would harm this head most.
+    The head shown keeps at most the budget's share, and has the most kept mass outside the forced blocks among such
+    heads: a fixed pattern would harm this head most.
     """
     grid = profile.grid(len(tokens))
     counts = layer_counts(profile, budget, grid.length)

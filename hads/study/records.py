@@ -56,7 +56,7 @@ class Records:
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a file of records is about, and its lines."""
+    """The `about` of a file of records, and its lines."""
     head, *lines = _whole_lines(Path(path))
     return head["about"], lines
 
@@ -79,7 +79,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def key_of(sequence: str, method: str, budget: float, layers: str, last_rows: str = "own") -> tuple:
-    """What tells lines apart: the names of KEY and, if methods do not weigh the last rows as they are, who does."""
+    """A line's key: the values of KEY, and `last_rows` unless each method weighs the last rows in its own way."""
     return sequence, method, budget, layers, *([] if last_rows == "own" else [last_rows])
 
 

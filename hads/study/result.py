@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: a table on the screen, a summary and pictures in a folder."""
+"""The results of an evaluation: a table on the screen, a summary and pictures in a folder."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _EXPLICIT = AxisType.Explicit
 def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, given: Given) -> Any:
     """`make(cut, given)`, whose results are [batch, masks, ...]; over explicit axes by each shard of batch and heads.
 
-    `masks` is how many there are over all shards. Batch and heads stay sharded as they are in the query. What else is
-    sharded is gathered, with a warning. Without explicit axes this is `make` itself.
+    `masks` is how many there are over all shards. Batch and heads stay sharded as they are in the query. Other axes are
+    gathered, with a warning. Without explicit axes this is `make` itself.
     """
     mesh = _explicit_mesh(given.query, given.key)
     if mesh is None:

@@ -32,7 +32,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 
 def heads_of_shard(given: Given, kv_heads: int, axes: tuple[str, ...]) -> Given:
-    """What the shard of query heads needs: its heads' weights, and the KV heads that its query heads share.
+    """The inputs of a shard of query heads: its heads' weights, and the KV heads that its query heads share.
 
     `given.query` is the shard's part, `given.key` its part or all `kv_heads` KV heads; the weights are of all heads.
     """

@@ -40,7 +40,7 @@ _DROPPED = 31 - _DIGIT * _PASSES  # lowest bits of a gain that the cut ignores
 class Choice(NamedTuple):
     """Each row keeps its `kept` blocks with the largest keys; `last` is the smallest key among them.
 
-    The rows are the last ones of the grid: all, or those of a prompt's chunk.
+    The rows are the last ones of the grid: all rows, or the rows of a prompt's chunk.
     """
 
     keys: Int[Array, "B H m width"]
@@ -323,7 +323,7 @@ def _shared_out(
     in_order: Int[Array, "B H m width"],
     number: int,
 ) -> tuple[Int[Array, "B H rows"], Int[Array, "B H rows"], Int[Array, "B H rows_and_one"]]:
-    """(`last`, `kept` and `row_ptr` of a `Choice`): what is above the cut, and of the entries at the cut the last ones.
+    """(`last`, `kept` and `row_ptr` of a `Choice`): every entry above the cut, and the last of those equal to it.
 
     `reach`: how many entries of each row are at the cut or above it, and how many above it.
     """

@@ -3,7 +3,7 @@
 Three steps: the pooled features of queries and keys, with the weights applied; the tokens' feature of every pair of
 blocks; the sum of all terms, tile by tile. Products of 16-bit numbers are summed in float32: an estimate needs no more.
 
-They serve the queries of a whole sequence, and those of a chunk against all keys up to its end (`Rows`).
+They serve the queries of a whole sequence, and the queries of a chunk against all keys up to its end (`Rows`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def block_logits(
 ) -> Float[Array, "B H m width"]:
     """`estimate.block_logits`, `padded`; entries above the diagonal or past the last row are not written.
 
-    Queries are those of `rows`. Keys may be a cache: those past the grid's end are not read. `k_features` are their
-    `PooledKeys.features`, where these are known.
+    Queries are the tokens of `rows`. Keys may be a cache: keys past the grid's end are not read. `k_features` are the
+    `PooledKeys.features` of the keys, where they are known.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     heads_per_program = math.gcd(heads // kv_heads, _MOST_HEADS_PER_PROGRAM)
@@ -177,7 +177,7 @@ def _tokens_of(ref: Any, tokens: Array | None, other: float) -> Array:
 
 
 def _moments(ref: Any, rows: Rows, length_ref: Any) -> tuple[Array, Array]:
-    """Mean and variance of this program's block; what is past its tokens does not count."""
+    """Mean and variance of this program's block; memory past its tokens does not count."""
     tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
     x = _tokens_of(ref, tokens, 0.0).astype(jnp.float32)
     share = 1 / rows.size(tokens)

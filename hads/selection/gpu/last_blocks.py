@@ -24,7 +24,7 @@ def pool_last_blocks(
     block: int,
     number: int,
 ) -> Float[Array, "B K n five D"]:
-    """The features with those of the last `number` blocks that each sequence has tokens in."""
+    """The features, with the last `number` blocks that each sequence has tokens in pooled anew."""
     b, slots, kv_heads, d = keys.shape
     n = features.shape[2]
 

@@ -28,7 +28,7 @@ from xsake.hads.selection.pooled import KIND_OF_PART, query_parts
 
 _LOGITS_WARPS, _GAINS_WARPS = 8, 4
 _TOGETHER = 8192  # numbers in the registers of a program: with four warps, and much beside them, logits would spill
-_MOST_ROWS = 8  # queries at a time: loads of one would wait for those of another
+_MOST_ROWS = 8  # queries at a time: the loads of one query would wait for the loads of another
 # A query alone has no variance, and so no product with the squared means of keys.
 _PARTS = tuple(part for part, kind in enumerate(KIND_OF_PART) if KINDS[kind] != "queries")
 _TOKENS_PARTS = (0, 1)  # the mean and variance of keys, whose products make the tokens' feature (`selection.step`)
@@ -245,8 +245,8 @@ def lists(
 ) -> tuple[Int[Array, "B K capacity"], Int[Array, "B K 2"]]:
     """(columns of each head's blocks, rising, the last one repeated to the end; row_ptr).
 
-    A sequence keeps `counts[its blocks]` blocks over all KV heads, but at most `room`. Of equal gains later heads come
-    first, and in a head the larger keys.
+    A sequence keeps `counts[its blocks]` blocks over all KV heads, but at most `room`. Among equal gains, later
+    heads come first, and in a head the larger keys.
     """
     b, kv_heads, width = gains.keys.shape
     n = len(counts) - 1

@@ -57,12 +57,12 @@ def select_step(
       lengths: tokens of each sequence, the last ones included.
       budget: the share of the cache's blocks that are kept.
       room: slots of the list: `step_count` of the longest sequence to come.
-      block, rule, window: those of the profile.
+      block, rule, window: the profile's.
     """
     reach = reach_of(pooled, block, window)
     keys, gain = _sorted_gains(query, pooled, weights, lengths, CausalGrid(pooled.blocks * block, block, rule), reach)
     b, groups, n = keys.shape
-    # Of equal gains later heads come first, and in a head the larger keys, as in `keep.row_counts`.
+    # Among equal gains, later heads come first, and in a head the larger keys, as in `keep.row_counts`.
     _, from_end = jax.lax.top_k(gain.reshape(b, groups * n)[:, ::-1], min(room, groups * n))
     at = groups * n - 1 - from_end
     chosen = jnp.take_along_axis(keys.reshape(b, -1), at, 1)
@@ -85,7 +85,7 @@ def step_count(
 
     With a window the budget is a share of the blocks inside: the last token's own and `reach` before it.
 
-    ValueError if more than that are always on: with several new tokens, also those of the block before the last.
+    ValueError if more blocks are always on: with several new tokens, also the near blocks of the block before the last.
 
     >>> from xsake.hads.profile.rule import Rule
     >>> step_count(100, 2, 0.1, Rule())

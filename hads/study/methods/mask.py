@@ -83,7 +83,7 @@ class MethodMask:
         return kept
 
     def choose(self, layer: Any, query: Array, key: Array, memory: Any = None) -> tuple[Blocks | TokenMask, Any]:
-        """What a layer keeps, and what it leaves to the next layer; `memory` is what the layer before left."""
+        """A layer's choice, and its memory for the next layer; `memory` is the memory of the layer before."""
         grid = check_inputs(query, key, self.profile, layer)
         query, key = jax.lax.stop_gradient((query, key))
         count = self.counts[layer]

@@ -50,8 +50,9 @@ def register(name: str, method: Method, *, group: str) -> None:
 def register_rival(
     name: str, priority: Callable[[Layer], Priority], groups: tuple[str, str] = ("rivals", "forced")
 ) -> None:
-    """Register the method that keeps the diagonal blocks and those of highest priority, in two forms: `name` in the
-    first of the groups, and `name+forced`, with HADS's forced blocks always kept, in the second."""
+    """Register the method that keeps the diagonal blocks and the blocks of highest priority, in two forms.
+
+    `name` is in the first of the groups, and `name+forced`, which also keeps HADS's forced blocks, in the second."""
     register_in_both_forms(name, partial(_by_priority, priority), groups)
 
 
