@@ -298,7 +298,9 @@ import hads_case, jax, jax.numpy as jnp
 from cuda_offline import compile
 from xsake.hads import LayerWeights, PooledKeys
 from xsake.hads.profile.rule import RULE
-from xsake.hads.selection import pooled_keys, step_mask
+from xsake.hads.selection import pooled_keys
+from xsake.hads.selection.step import mask as step_mask
+from xsake.hads.selection.step.blocks import StepRule
 chip, tokens, q_heads, kv_heads, head_dim, blocks, batch = sys.argv[1], *map(int, sys.argv[2:])
 features = jax.ShapeDtypeStruct((batch, kv_heads, blocks, 5, head_dim), jnp.float32)
 keys = jax.ShapeDtypeStruct((batch, blocks * 64 - 5, kv_heads, head_dim), jnp.bfloat16)
@@ -307,7 +309,7 @@ weights = LayerWeights.of(hads_case.random_profile(q_heads=q_heads, kv_heads=kv_
 assert step_mask.unsupported(64, PooledKeys(features)) is None
 def everything(query, features, keys, weights, lengths):
     pooled = PooledKeys(pooled_keys._pool_last_by_kernel(64, 2, features, keys, lengths))
-    rule = step_mask._Rule(0.1, blocks * kv_heads // 10, 64, RULE, None)
+    rule = StepRule(0.1, blocks * kv_heads // 10, 64, RULE)
     return step_mask._by_kernels(rule, step_mask._Given(query, pooled, weights, lengths)), pooled
 lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
 compile(everything, query, features, keys, weights, lengths, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))

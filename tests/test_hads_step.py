@@ -16,7 +16,7 @@ from tiny_model import FOUR_PROMPTS, TINY, build
 
 from xsake import hads
 from xsake.hads.profile.estimator import bucket_of
-from xsake.hads.selection.step.blocks import select_step, step_count
+from xsake.hads.selection.step.blocks import StepRule, select_step, step_count
 from xsake.hads.selection.step.mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
 from xsake.model import HadsBudget, KVCache, generate
@@ -50,7 +50,7 @@ def pooled(inputs):
 @partial(jax.jit, static_argnames=("budget", "room"))
 def _chosen_of(query, pooled, lengths, budget, room):
     weights = hads.LayerWeights.of(PROFILE, 1)
-    return select_step(query, pooled, weights, lengths, budget=budget, room=room, block=BLOCK, rule=PROFILE.rule)
+    return select_step(query, pooled, weights, lengths, StepRule(budget, room, BLOCK, PROFILE.rule))
 
 
 def chosen_of(*arguments, **options):
@@ -115,16 +115,16 @@ def test_new_tokens_attend_to_exactly_the_blocks_that_they_share(inputs, tokens,
 @pytest.mark.parametrize("window", sweep([None, 100], slow=[None]))
 def test_a_mask_of_the_blocks_is_attended_as_gathered(inputs, pooled, window):
     weights, lengths = hads.LayerWeights.of(PROFILE, 1), jnp.asarray(LENGTHS)
-    options = dict(budget=0.4, room=24, block=BLOCK, rule=PROFILE.rule, window=window)
+    step = StepRule(0.4, 24, BLOCK, PROFILE.rule, window=window)
 
     @jax.jit
     def gathered(query, key, value):
-        chosen = select_step(query, pooled, weights, lengths, **options)
+        chosen = select_step(query, pooled, weights, lengths, step)
         return attend_blocks(query, key, value, *chosen, lengths, block_size=BLOCK, window=window)
 
     @jax.jit
     def listed(query, key, value):
-        mask = step_mask(query, pooled, weights, lengths, slots=CAPACITY, **options)
+        mask = step_mask(query, pooled, weights, lengths, step, slots=CAPACITY)
         positions = lengths[:, None] - 1, jnp.broadcast_to(jnp.arange(CAPACITY), (2, CAPACITY))
         return attend_listed(query, key, value, mask, positions, window=window)
 
@@ -133,9 +133,9 @@ def test_a_mask_of_the_blocks_is_attended_as_gathered(inputs, pooled, window):
 
 def test_a_cache_of_other_blocks_is_refused(inputs, pooled):
     weights, lengths = hads.LayerWeights.of(PROFILE, 1), jnp.asarray(LENGTHS)
-    options = dict(budget=0.4, room=24, block=BLOCK, rule=PROFILE.rule)
+    step = StepRule(0.4, 24, BLOCK, PROFILE.rule)
     with pytest.raises(ValueError, match="a cache of 400 tokens has not the 20 blocks of 16 that are pooled"):
-        step_mask(inputs[0], pooled, weights, lengths, slots=400, **options)
+        step_mask(inputs[0], pooled, weights, lengths, step, slots=400)
 
 
 def test_pooled_keys_follow_the_cache(inputs):

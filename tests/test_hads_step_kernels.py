@@ -42,9 +42,9 @@ class Case:
         return -(-self.slots // self.block)
 
     @property
-    def rule(self) -> mask._Rule:
+    def rule(self) -> step.StepRule:
         room = int(step.counts(self.blocks, self.kv_heads, self.budget)[-1])
-        return mask._Rule(self.budget, room, self.block, RULE, self.window)
+        return step.StepRule(self.budget, room, self.block, RULE, window=self.window)
 
     def given(self, seed: int = 0) -> mask._Given:
         sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, block=self.block)
@@ -80,7 +80,7 @@ def test_blocks_are_xlas(name: str):
     for g, w in zip(got, wanted, strict=True):
         assert np.array_equal(g, w)
     kept = np.asarray(got[1])[..., 1].sum(-1)
-    reach = step.reach_of(given.pooled, of.block, of.window)
+    reach = step.reach_of(given.pooled, of.rule)
     inside = [min(-(-length // of.block), reach + 1) for length in of.lengths]
     assert kept.tolist() == step.counts(of.blocks, of.kv_heads, of.budget)[inside].tolist()
 
@@ -96,7 +96,7 @@ def test_most_blocks_without_mass_are_tied():
 def test_masses_are_xlas():
     of = CASES["3 tokens, 6 heads on one, a window, 37 blocks"]
     query, pooled, weights, lengths = of.given()
-    reach = step.reach_of(pooled, of.block, of.window)
+    reach = step.reach_of(pooled, of.rule)
     with interpret():
         logits = jax.jit(partial(gpu_step.logits, block=of.block, reach=reach))(
             query, pooled.features, weights.estimator, lengths
@@ -181,7 +181,7 @@ def test_kernels_lower_for_cuda(of: tuple[int, int, int, int, int]):
 
     def everything(query, features, keys, weights, lengths):
         pooled = hads.PooledKeys(pooled_keys._pool_last_by_kernel(64, 2, features, keys, lengths))
-        rule = mask._Rule(0.1, blocks * kv_heads // 10, 64, RULE, None)
+        rule = step.StepRule(0.1, blocks * kv_heads // 10, 64, RULE)
         return mask._by_kernels(rule, mask._Given(query, pooled, weights, lengths)), pooled
 
     text = lower(everything, query, features, keys, weights, jax.ShapeDtypeStruct((2,), jnp.int32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 import xsake
 from xsake._ground.device import platform_of
 from xsake.hads.profile.causal_grid import blocks_back
-from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.pooled_keys import PooledKeys
+from xsake.hads.selection.step import blocks
 from xsake.hads.selection.step.blocks import select_step, step_count
 from xsake.hads.selection.step.mask import step_mask
 from xsake.kernels_xla_ref.gathered import attend_blocks
@@ -26,15 +26,8 @@ from xsake.model.network.cache import KVCache
 from xsake.model.network.transformer import Transformer
 
 
-class StepRule(NamedTuple):
-    """The static arguments of a step's program."""
-
-    budget: float
-    room: int
-    block: int
-    rule: Rule
-    tokens: int = 1
-    window: int | None = None
+class StepRule(blocks.StepRule):
+    """The static arguments of a step, from a budget."""
 
     @classmethod
     def of(cls, hads: HadsBudget, *, shortest: int, capacity: int, tokens: int = 1) -> StepRule:
@@ -104,15 +97,14 @@ def forward(
             cache = cache.write(layer, key, value)
             keys = cache.keys[layer]
             own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
-            options = {name: value for name, value in step._asdict().items() if name != "tokens"}
             given = query, keys, cache.values[layer]
             # XLA alone would cut the whole cache into tiles before it takes the blocks that a mask lists.
             if platform_of(query) == "gpu":
-                mask = step_mask(query, own, learned[layer], lengths, slots=cache.capacity, **options)
+                mask = step_mask(query, own, learned[layer], lengths, step, slots=cache.capacity)
                 positions = places, slot_positions
                 out = attend_listed(*given, mask, positions, window=step.window)
             else:
-                chosen = select_step(query, own, learned[layer], lengths, **options)
+                chosen = select_step(query, own, learned[layer], lengths, step)
                 out = attend_blocks(*given, *chosen, lengths, block_size=step.block, window=step.window)
             return out, (cache, own)
 

@@ -28,6 +28,23 @@ from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.program import share_by_group
 
 
+class StepRule(NamedTuple):
+    """The static arguments of a step: a program is compiled for each.
+
+    - `budget`: the share of the cache's blocks that are kept.
+    - `room`: slots of the list: `step_count` of the longest sequence to come.
+    - `block`, `rule`, `window`: the profile's.
+    - `tokens`: the most new tokens at once.
+    """
+
+    budget: float
+    room: int
+    block: int
+    rule: Rule
+    tokens: int = 1
+    window: int | None = None
+
+
 class StepBlocks(NamedTuple):
     """The blocks that the new tokens of each sequence attend to: entries of all KV heads in one list of W slots."""
 
@@ -41,12 +58,7 @@ def select_step(
     pooled: PooledKeys,
     weights: LayerWeights,
     lengths: Int[Array, "B"],
-    *,
-    budget: float,
-    room: int,
-    block: int,
-    rule: Rule,
-    window: int | None = None,
+    step: StepRule,
 ) -> StepBlocks:
     """The blocks for the last T tokens of each sequence: exactly `step_count` of each, over all KV heads.
 
@@ -55,27 +67,25 @@ def select_step(
       pooled: of the cache's keys, the last tokens' own among them (`PooledKeys.write_last`).
       weights: of this layer.
       lengths: tokens of each sequence, the last ones included.
-      budget: the share of the cache's blocks that are kept.
-      room: slots of the list: `step_count` of the longest sequence to come.
-      block, rule, window: the profile's.
     """
-    reach = reach_of(pooled, block, window)
-    keys, gain = _sorted_gains(query, pooled, weights, lengths, CausalGrid(pooled.blocks * block, block, rule), reach)
+    block, reach = step.block, reach_of(pooled, step)
+    grid = CausalGrid(pooled.blocks * block, block, step.rule)
+    keys, gain = _sorted_gains(query, pooled, weights, lengths, grid, reach)
     b, groups, n = keys.shape
     # Among equal gains, later heads come first, and in a head the larger keys, as in `keep.row_counts`.
-    _, from_end = jax.lax.top_k(gain.reshape(b, groups * n)[:, ::-1], min(room, groups * n))
+    _, from_end = jax.lax.top_k(gain.reshape(b, groups * n)[:, ::-1], min(step.room, groups * n))
     at = groups * n - 1 - from_end
     chosen = jnp.take_along_axis(keys.reshape(b, -1), at, 1)
     low = (1 << max(n - 1, 1).bit_length()) - 1  # where `key_of` keeps the column
     blocks = jnp.minimum((lengths + block - 1) // block, reach + 1)
-    wanted = jnp.asarray(counts(n, groups, budget))[jnp.minimum(blocks, n)]
+    wanted = jnp.asarray(counts(n, groups, step.budget))[jnp.minimum(blocks, n)]
     live = (jnp.arange(at.shape[1])[None] < wanted[:, None]) & (chosen >= 0)
     return StepBlocks((at // n).astype(jnp.int32), jnp.where(live, chosen & low, 0), live)
 
 
-def reach_of(pooled: PooledKeys, block: int, window: int | None) -> int:
+def reach_of(pooled: PooledKeys, step: StepRule) -> int:
     """How many blocks before its own a token sees."""
-    return pooled.blocks if window is None else blocks_back(window, block)
+    return pooled.blocks if step.window is None else blocks_back(step.window, step.block)
 
 
 def step_count(

@@ -15,11 +15,10 @@ from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.rows import finished
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.rule import Rule
 from xsake.hads.selection import program
 from xsake.hads.selection.chunk import LayerWeights
 from xsake.hads.selection.pooled_keys import PooledKeys
-from xsake.hads.selection.step.blocks import counts, reach_of, select_step
+from xsake.hads.selection.step.blocks import StepRule, counts, reach_of, select_step
 
 _BLOCK_Q = 64  # more than all new tokens: the mask has one row, whose blocks are all partial
 _MOST_BLOCKS = 32768  # of all KV heads, both numbers rounded up to powers of two: a program holds their gains
@@ -32,41 +31,29 @@ class _Given(NamedTuple):
     lengths: Int[Array, "B"]
 
 
-class _Rule(NamedTuple):
-    """The arguments of `select_step` that are known while tracing."""
-
-    budget: float
-    room: int
-    block: int
-    rule: Rule
-    window: int | None
-
-
 def step_mask(
     query: Float[Array, "B T H D"],
     pooled: PooledKeys,
     weights: LayerWeights,
     lengths: Int[Array, "B"],
+    step: StepRule,
     *,
     slots: int,
-    budget: float,
-    room: int,
-    block: int,
-    rule: Rule,
-    window: int | None = None,
 ) -> BlockMask:
     """The blocks that `select_step` chooses, as a mask of one row for each KV head, for a cache of `slots` tokens.
 
     The mask has no rule: a call with it must say, by positions, which tokens a query sees.
     """
-    if -(-slots // block) != pooled.blocks:
-        raise ValueError(f"a cache of {slots} tokens has not the {pooled.blocks} blocks of {block} that are pooled")
-    given, of_step = _Given(query, pooled, weights, lengths), _Rule(budget, room, block, rule, window)
-    kernels, xla = (partial(by, of_step) for by in (_by_kernels, _by_xla))
-    columns, row_ptr = program.by_kernels_or_xla(kernels, xla, unsupported(block, pooled), given)
+    if -(-slots // step.block) != pooled.blocks:
+        raise ValueError(
+            f"a cache of {slots} tokens has not the {pooled.blocks} blocks of {step.block} that are pooled"
+        )
+    given = _Given(query, pooled, weights, lengths)
+    kernels, xla = (partial(by, step) for by in (_by_kernels, _by_xla))
+    columns, row_ptr = program.by_kernels_or_xla(kernels, xla, unsupported(step.block, pooled), given)
     b, kv_heads, _ = columns.shape
     none = np.zeros((b, kv_heads, 1), np.int32)
-    grid = Grid.of(_BLOCK_Q, block, query.shape[1], slots, False, None)
+    grid = Grid.of(_BLOCK_Q, step.block, query.shape[1], slots, False, None)
     return BlockMask(
         kv_indices=columns,
         kv_row_ptr=row_ptr,
@@ -91,26 +78,26 @@ def unsupported(block: int, pooled: PooledKeys) -> str | None:
     return program.unsupported(head_dim, CausalGrid(n * block, block))
 
 
-def _by_kernels(rule: _Rule, given: _Given) -> tuple[Array, Array]:
+def _by_kernels(step: StepRule, given: _Given) -> tuple[Array, Array]:
     """(i32[B, K, capacity], the columns of each head's blocks, as `lists.finished` leaves them; row_ptr)."""
     from xsake.hads.selection.gpu import step as gpu_step
 
     query, pooled, weights, lengths = given
     groups, n = pooled.features.shape[1:3]
-    reach = reach_of(pooled, rule.block, rule.window)
-    grid = CausalGrid(n * rule.block, rule.block, rule.rule)
-    where: dict[str, Any] = dict(block=rule.block, reach=reach)
+    reach = reach_of(pooled, step)
+    grid = CausalGrid(n * step.block, step.block, step.rule)
+    where: dict[str, Any] = dict(block=step.block, reach=reach)
     logits = gpu_step.logits(query, pooled.features, weights.estimator, lengths, **where)
     gains = gpu_step.gains(logits, weights.sensitivity, weights.burstiness, lengths, grid=grid, reach=reach)
-    return gpu_step.lists(gains, counts(n, groups, rule.budget), lengths, **where, room=rule.room)
+    return gpu_step.lists(gains, counts(n, groups, step.budget), lengths, **where, room=step.room)
 
 
-def _by_xla(rule: _Rule, given: _Given) -> tuple[Array, Array]:
-    chosen = select_step(*given, **rule._asdict())
+def _by_xla(step: StepRule, given: _Given) -> tuple[Array, Array]:
+    chosen = select_step(*given, step)
     b = len(chosen.block)
     kv_heads, n = given.pooled.features.shape[1:3]
     listed = jnp.zeros((b, kv_heads, n), bool).at[jnp.arange(b)[:, None], chosen.kv_head, chosen.block].max(chosen.live)
-    columns = jnp.sort(jnp.where(listed, jnp.arange(n, dtype=jnp.int32), n), -1)[..., : min(rule.room, n)]
+    columns = jnp.sort(jnp.where(listed, jnp.arange(n, dtype=jnp.int32), n), -1)[..., : min(step.room, n)]
     number = listed.sum(-1, dtype=jnp.int32)[..., None]
     row_ptr = jnp.concatenate([jnp.zeros_like(number), number], -1)
     return finished(jnp, columns, row_ptr, number)[0], row_ptr
