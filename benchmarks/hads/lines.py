@@ -202,7 +202,7 @@ def recall(
     grid = masks[0].grid
 
     def row(keys: int, i: Array, q: Array) -> Array:
-        weights = attention_rows(q, key[:, :keys], i, grid, None)
+        weights = attention_rows(q, key[:, :keys], i, grid)
         real = (i * grid.block + jnp.arange(grid.block) < grid.length)[:, None]
         kept = [jnp.where(mask.seen(i, keys, key.shape[2]) & real, weights, 0).sum((-2, -1)) for mask in masks]
         return jnp.stack(kept)

@@ -129,7 +129,7 @@ def mean_entropy(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], g
     """f32[B, H]: `V1Profile.entropy` of each sequence."""
 
     def row(keys: int, i: Array, q: Float[Array, "B K G block D"]) -> Array:
-        weights = attention_rows(q, key[:, :keys], i, grid, None)
+        weights = attention_rows(q, key[:, :keys], i, grid)
         t = i * grid.block + jnp.arange(grid.block)
         # A query that sees one key has entropy 0, and log(1) = 0 to divide by.
         keys = jnp.maximum(jnp.minimum(t + 1, grid.length), 2).astype(jnp.float32)

@@ -39,7 +39,6 @@ def block_statistics(
     key: Float[Array | np.ndarray, "B T K D"],
     *,
     block: int,
-    scale: float | None = None,
     window: int | None = None,
 ) -> BlockStatistics:
     """Dense causal attention's statistics, in float32; memory grows with `block * T`, not with T ** 2.
@@ -55,7 +54,7 @@ def block_statistics(
     grid = CausalGrid(query.shape[1], block, window=window)
 
     def row(keys: int, i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
-        weights = attention_rows(q, key[:, :keys], i, grid, scale)
+        weights = attention_rows(q, key[:, :keys], i, grid)
         in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
         by_block = block_sums(weights, grid) * in_row[None, None, None, :, None]
         queries = in_row.sum()
@@ -106,13 +105,13 @@ def _rows_at_once(row_bytes: int, rows: int) -> int | None:
 
 
 def attention_rows(
-    q: Float[Array, "B K G block D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid, scale: float | None
+    q: Float[Array, "B K G block D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid
 ) -> Float[Array, "B K G block S"]:
     """Causal attention weights of the queries of block i; the keys are the first S, all that these queries see."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Products of 16-bit numbers are exact in float32, whatever the precision.
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
-    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide) * scale
+    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide)
+    logits = logits * q.shape[-1] ** -0.5
     back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(key.shape[1])[None]
     seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
     if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count

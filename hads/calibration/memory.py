@@ -18,7 +18,6 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.tables import AT_ONCE
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.rule import RULE, Rule
 
 
 class Memory(NamedTuple):
@@ -34,12 +33,12 @@ class Memory(NamedTuple):
         return self.weights + max(self.stages.values())
 
 
-def needed(model: Any, *, length: int, sequences: int, block: int = 64, rule: Rule = RULE) -> Memory:
+def needed(model: Any, *, length: int, sequences: int, block: int = 64) -> Memory:
     """Of `calibrate` with `sequences` of `length` tokens. The model may hold shapes in place of arrays."""
     from flax import nnx
 
     layers = Layers(model)
-    grid, window = CausalGrid(length, block, rule, layers.window), layers.window
+    grid, window = CausalGrid(length, block, window=layers.window), layers.window
     graph, weights, attention = layers.graph, layers.weights[0], model.attention_fn
     whole = nnx.split(model)
 

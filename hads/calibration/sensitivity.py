@@ -30,7 +30,7 @@ def cost_of_dropping(
     kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, n, n), 3, 0).astype(jnp.float32)
 
     def row(keys: int, i: Array, q: Array, g: Array) -> tuple[Array, Array]:
-        weights = attention_rows(q, layer.key[:, :keys], i, grid, None)
+        weights = attention_rows(q, layer.key[:, :keys], i, grid)
         wide, highest = g.astype(jnp.float32), jax.lax.Precision.HIGHEST
         felt = jnp.einsum("bkgtd,bskd->bkgts", wide, value[:, :keys], precision=highest)
         mass, moved = block_sums(weights, grid), block_sums(weights * felt, grid)

@@ -165,8 +165,6 @@ def profile_shape(
     model: str,
     block: int,
     length: int,
-    rule: Rule = RULE,
-    window: int | None = None,
 ) -> HadsProfile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
 
@@ -174,8 +172,8 @@ def profile_shape(
     """
     wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
-    about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads, window=window)
-    return HadsProfile(**arrays, **about, digests=(), rule=rule)
+    about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads)
+    return HadsProfile(**arrays, **about, digests=(), rule=RULE)
 
 
 def shipped(model: str, length: int = 0) -> HadsProfile:

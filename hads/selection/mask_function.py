@@ -63,10 +63,10 @@ class HadsMask:
         return select(query, key, self.profile, self.counts, layer=layer, **options)
 
 
-def mask_shape(*, budget: float, block: int, length: int, name: str = NAME, **heads: Any) -> HadsMask:
+def mask_shape(*, budget: float, block: int, length: int, **heads: Any) -> HadsMask:
     """The mask function that `recalibration` will give, with shapes for arrays; `heads` as in `profile_shape`."""
     from xsake.hads.profile.profile import profile_shape
 
-    profile = profile_shape(model=name, block=block, length=length, **heads)
+    profile = profile_shape(model=NAME, block=block, length=length, **heads)
     counts = jax.ShapeDtypeStruct((profile.layers,), jnp.int32)
     return HadsMask(profile, counts, density_hint=density_bucket(budget))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+RESAMPLES = 10_000
+
 
 class Difference(NamedTuple):
     """Mean of a - b over sequences, its 95% interval, and the share of resamples in which it is not below 0.
@@ -25,9 +27,7 @@ class Difference(NamedTuple):
         return self.high is not None and self.high < 0
 
 
-def paired_difference(
-    a: np.ndarray, b: np.ndarray, documents: Sequence[str] | None = None, *, resamples: int = 10_000, seed: int = 0
-) -> Difference:
+def paired_difference(a: np.ndarray, b: np.ndarray, documents: Sequence[str] | None = None) -> Difference:
     """The difference of two methods' numbers for the same sequences, in the same order.
 
     Sequences of one document resemble each other. So a resample draws whole documents, with all their sequences;
@@ -48,14 +48,12 @@ def paired_difference(
     sizes, sums = np.bincount(of), np.bincount(of, difference)
     if documents is not None and len(sizes) == 1:
         return Difference(float(difference.mean()), None, None, 1.0)
-    rng = np.random.default_rng(seed)
-    drawn = (rng.integers(0, len(sizes), (part, len(sizes))) for part in _parts(resamples, 1000))
-    means = np.concatenate([sums[some].sum(1) / sizes[some].sum(1) for some in drawn])
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Difference(float(difference.mean()), float(low), float(high), float((means >= 0).mean()))
+    rng = np.random.default_rng(0)
+    drawn = (rng.integers(0, len(sizes), (1000, len(sizes))) for _ in range(RESAMPLES // 1000))
+    return _difference(difference.mean(), np.concatenate([sums[some].sum(1) / sizes[some].sum(1) for some in drawn]))
 
 
-def mean_of_groups(differences: Sequence[np.ndarray], *, resamples: int = 10_000, seed: int = 0) -> Difference:
+def mean_of_groups(differences: Sequence[np.ndarray]) -> Difference:
     """The mean of the groups' means: every group counts alike, however many differences it has.
 
     A resample draws from each group as many differences as it has.
@@ -63,12 +61,14 @@ def mean_of_groups(differences: Sequence[np.ndarray], *, resamples: int = 10_000
     >>> mean_of_groups([np.array([-1.0, -1.0, -1.0]), np.array([-3.0])])
     Difference(mean=-2.0, low=-2.0, high=-2.0, not_below=0.0)
     """
-    rng = np.random.default_rng(seed)
-    drawn = [group[rng.integers(0, len(group), (resamples, len(group)))].mean(1) for group in differences]
-    means = np.mean(drawn, 0)
-    low, high = np.quantile(means, [0.025, 0.975])
-    mean = float(np.mean([group.mean() for group in differences]))
-    return Difference(mean, float(low), float(high), float((means >= 0).mean()))
+    rng = np.random.default_rng(0)
+    drawn = [group[rng.integers(0, len(group), (RESAMPLES, len(group)))].mean(1) for group in differences]
+    return _difference(np.mean([group.mean() for group in differences]), np.mean(drawn, 0))
+
+
+def _difference(mean: float | np.floating, resampled: np.ndarray) -> Difference:
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Difference(float(mean), float(low), float(high), float((resampled >= 0).mean()))
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -79,7 +79,3 @@ def holm(p: np.ndarray) -> np.ndarray:
     out = np.empty_like(p)
     out[order] = np.minimum(adjusted, 1.0)
     return out
-
-
-def _parts(total: int, size: int) -> list[int]:
-    return [min(size, total - at) for at in range(0, total, size)]

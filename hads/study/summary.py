@@ -35,10 +35,10 @@ def with_last_rows(lines: Iterable[dict[str, Any]], last_rows: str) -> list[dict
     return [line for line in lines if line.get("last_rows", "own") == last_rows]
 
 
-def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads", last_rows: str = "own") -> list[Summary]:
+def summarise(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[Summary]:
     """One row for each method, budget and division among layers, best KL first within a budget.
 
-    A method is compared with `reference` at the same budget and division, on the sequences that both have read.
+    A method is compared with HADS at the same budget and division, on the sequences that both have read.
     """
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for line in with_last_rows(lines, last_rows):
@@ -49,9 +49,9 @@ def summarise(lines: Iterable[dict[str, Any]], reference: str = "hads", last_row
     losses: dict[tuple, Difference] = {}
     for key, mine in groups.items():
         budget, layers, method = key
-        ours = groups.get((budget, layers, reference), {})
+        ours = groups.get((budget, layers, "hads"), {})
         both = sorted(set(mine) & set(ours))
-        if method != reference and both:
+        if method != "hads" and both:
             documents = [_document(mine[name]) for name in both]
             for what, found in (("kl", differences), ("sparse_loss", losses)):
                 a, b = (np.array([group[name][what] for name in both]) for group in (ours, mine))

@@ -23,7 +23,7 @@ LAST_ROWS = ("own", "every", "none")
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("profile", "counts", "with_forced", "knowledge"),
-    meta_fields=("program", "transpose", "last_rows"),
+    meta_fields=("program", "last_rows"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodMask:
@@ -43,7 +43,6 @@ class MethodMask:
     counts: Any
     with_forced: Any
     knowledge: Any = None
-    transpose: bool = False
     last_rows: str = "own"
 
     @classmethod
@@ -54,7 +53,6 @@ class MethodMask:
         counts: Any,
         *,
         knowledge: Any = None,
-        transpose: bool = False,
         last_rows: str = "own",
     ) -> MethodMask:
         if last_rows not in LAST_ROWS:
@@ -68,7 +66,6 @@ class MethodMask:
             counts=jnp.asarray(counts, jnp.int32),
             with_forced=jnp.asarray(method.forced),
             knowledge=knowledge,
-            transpose=transpose,
             last_rows=last_rows,
         )
 
@@ -95,10 +92,10 @@ class MethodMask:
         return (kept.blocks, kept.memory) if isinstance(kept, Remembered) else (kept, None)
 
     def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
-        return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1], self.transpose)
+        return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1])
 
 
-def causal_mask(blocks: Blocks, block: int, length: int, transpose: bool = False) -> BlockMask:
+def causal_mask(blocks: Blocks, block: int, length: int) -> BlockMask:
     return BlockMask.from_blocks(
-        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True, transpose=transpose
+        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True, transpose=False
     )
