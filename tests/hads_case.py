@@ -9,12 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tiny_model import TINY, build
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import RULE
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 
 
 def random_profile(
@@ -47,6 +48,10 @@ def random_profile(
     )
 
 
+ONE_LAYER = random_profile(layers=1, head_dim=TINY.head_dim)
+PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
+
+
 def random_inputs(seed: int, length: int, profile: HadsProfile, batch: int = 1) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = ((batch, length, heads, profile.head_dim) for heads in (profile.q_heads, profile.kv_heads))
@@ -56,8 +61,13 @@ def random_inputs(seed: int, length: int, profile: HadsProfile, batch: int = 1) 
 
 def tiny_model(**changes: Any) -> Transformer:
     """The preset `tiny` in float32, as it is initialised, with a configuration that is changed so."""
-    config = dataclasses.replace(PRESETS["tiny"], **changes)
+    config = dataclasses.replace(TINY, **changes)
     return Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+def one_layer(**changes: Any) -> Transformer:
+    """A model of one layer for `ONE_LAYER`, with weights far from their initial values."""
+    return build(config=dataclasses.replace(TINY, layers=1, **changes))
 
 
 def used_slots(indices: Any, row_ptr: Any, num_full: Any) -> tuple[Any, Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import hads_case as case
@@ -13,7 +12,7 @@ import pytest
 from contract.case import attend, check_run, make
 from cuda_offline import lower
 from sweep import sweep
-from tiny_model import TINY, build, run
+from tiny_model import run
 
 import xsake
 from xsake import BlockMask, hads
@@ -129,20 +128,21 @@ def test_wrong_chunks_are_refused(inputs):
     query, key = inputs
     with pytest.raises(ValueError, match="chunk=40 must be a multiple of the profile's block of 16 tokens"):
         hads.chunk_counts(PROFILE, BUDGET, [LENGTH], 40)
+    pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=8, head_dim=8)
+    with pytest.raises(ValueError, match="up to token 144 do not fit 8 pooled blocks of 16"):
+        pooled.write(key[:, :64], jnp.array([144, 144]), start=80, block=16)
     with pytest.raises(ValueError, match="start=8 must be a multiple of the block of 16 tokens"):
-        pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=8, head_dim=8)
         chunk_mask(query[:, :64], key, pooled, np.int32([9, 9]), np.int32([99, 99]), 8)
 
 
 # The model.
 
-MODEL_PROFILE = case.random_profile(layers=1, head_dim=TINY.head_dim)
-PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
+MODEL_PROFILE, PROMPTS = case.ONE_LAYER, case.PROMPTS
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build(config=dataclasses.replace(TINY, layers=1))
+    return case.one_layer()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_weights_that_change_between_prompts_are_seen(model):
 
 @pytest.fixture(scope="module")
 def windowed():
-    return build(config=dataclasses.replace(TINY, layers=1, window=40))
+    return case.one_layer(window=40)
 
 
 @pytest.mark.slow  # compiles for each chunk, with and without a window
@@ -222,12 +222,6 @@ def test_a_prompt_beyond_the_cache_is_refused(model):
         read_prompts(model, PROMPTS, capacity=128)
     with pytest.raises(ValueError, match="pad_to=512 is beyond the cache of 256 tokens"):
         read_prompts(model, PROMPTS, capacity=256, pad_to=512)
-
-
-def test_keys_past_the_pooled_blocks_are_refused():
-    pooled = hads.PooledKeys.empty(batch=1, kv_heads=2, blocks=4, head_dim=16)
-    with pytest.raises(ValueError, match="up to token 80 do not fit 4 pooled blocks of 16"):
-        pooled.write(jnp.zeros((1, 32, 2, 16)), jnp.array([80]), start=48, block=16)
 
 
 @pytest.mark.parametrize("first", sweep([0, 8], slow=[0]))

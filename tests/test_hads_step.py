@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import hads_case as case
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from sweep import sweep
-from tiny_model import FOUR_PROMPTS, TINY, build
+from tiny_model import FOUR_PROMPTS
 
 from xsake import hads
 from xsake.hads.profile.estimator import bucket_of
@@ -159,13 +158,12 @@ def test_budgets_that_leave_no_choice_are_refused():
         step_count(20, 2, 0.1, PROFILE.rule)
 
 
-ONE_LAYER = case.random_profile(layers=1, head_dim=16)
-PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, 203))]
+ONE_LAYER, PROMPTS = case.ONE_LAYER, case.PROMPTS
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build(config=dataclasses.replace(TINY, layers=1))
+    return case.one_layer()
 
 
 def test_writing_with_all_blocks_is_writing_densely(model):

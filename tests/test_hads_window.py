@@ -17,7 +17,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.model import HadsBudget, generate
 
 WINDOW, BLOCK, LENGTH = 70, 16, 203
-PROFILE = dataclasses.replace(case.random_profile(layers=1, head_dim=16), window=WINDOW)
+PROFILE = dataclasses.replace(case.ONE_LAYER, window=WINDOW)
 GRID = PROFILE.grid(LENGTH)
 
 
@@ -43,10 +43,10 @@ def test_a_mask_keeps_an_exact_number_of_blocks_inside_the_window():
 
 @pytest.fixture(scope="module")
 def model():
-    return build(config=dataclasses.replace(TINY, layers=1, window=WINDOW))
+    return case.one_layer(window=WINDOW)
 
 
-PROMPTS = [np.random.default_rng(n).integers(512, size=length).tolist() for n, length in enumerate((150, LENGTH))]
+PROMPTS = case.PROMPTS
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 128])
