@@ -27,7 +27,8 @@ _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
 
 def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None, cut: Cut = TOGETHER) -> Any:
     """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room`, their lists of `room` slots per head."""
-    kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (_by_kernels_of_devices, _by_xla))
+    own = partial(partitioned, _by_kernels, _by_xla) if jit_may_partition() else _by_kernels
+    kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (own, _by_xla))
     return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
 
 
@@ -57,12 +58,6 @@ def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
     blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, cut=cut, **given.kept)
     return blocks if room is None else compact(blocks, grid.full(), room)
-
-
-def _by_kernels_of_devices(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut) -> Any:
-    if jit_may_partition():
-        return partitioned(_by_kernels, _by_xla, grid, heads, room, given, cut)
-    return _by_kernels(grid, heads, room, given, cut=cut)
 
 
 def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:

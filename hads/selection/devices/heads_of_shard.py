@@ -21,9 +21,8 @@ def divides(q_heads: int, kv_heads: int, masks: int, shards: int) -> bool:
 
 def specs_of_shards(batch: Any, heads: tuple[str, ...], kv_heads: int, shards: int) -> tuple[P, P]:
     """The specs of query and key for shards of batch and heads; all KV heads are everywhere if shards cut them."""
-    return P(batch, None, heads or None, None), P(
-        batch, None, (heads or None) if kv_heads % shards == 0 else None, None
-    )
+    of_keys = heads if kv_heads % shards == 0 else ()
+    return P(batch, None, heads or None, None), P(batch, None, of_keys or None, None)
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
