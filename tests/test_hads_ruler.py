@@ -235,7 +235,7 @@ def model() -> Any:
 
 
 def blocks_of(name: str, query: Any, key: Any, lengths: list[int], budget: float = 0.6) -> np.ndarray:
-    profile = jax.tree.map(jnp.asarray, dataclasses.replace(PROFILE, digests=()))
+    profile = PROFILE.on_device()
     counts = np.stack([layer_counts(PROFILE, budget, length) for length in lengths], 1).astype(np.int32)
     blocks, kept = choose_blocks(
         program_of(name), profile, jnp.asarray(forces(name)), jnp.int32(1), query, key, counts, np.int32(lengths)
@@ -261,8 +261,7 @@ def test_padding_changes_no_choice(name):
 def test_no_choice_holds_an_array_of_all_tokens_squared(name):
     """A model of 12 heads at 32768 tokens: 4096 x 4096 per head, XAttention's, is the most; nothing is computed."""
     length, block = 32768, 64
-    profile = case.random_profile(q_heads=12, kv_heads=2, head_dim=128, block=block)
-    profile = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+    profile = case.random_profile(q_heads=12, kv_heads=2, head_dim=128, block=block).on_device()
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (12, 2))
     counts, lengths = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     traced = jax.make_jaxpr(choose_blocks, static_argnums=0)(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,7 +20,7 @@ def read_text(layers: Layers, profile: HadsProfile, text: Text, method: str, bud
     Raises ValueError if a layer's blocks are not as many as the profile gives it.
     """
     counts = layer_counts(profile, budget, len(text.tokens))
-    known = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+    known = profile.on_device()
     mask_fn = MethodMask.of(method, known, counts)
     found: list[np.ndarray] = []
     states, kept = layerwise.run(

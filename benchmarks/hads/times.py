@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ def attention_times(
     some = texts[: s.batch]
     x, rotation = layers.start(jnp.asarray(np.stack([text.tokens for text in some]), jnp.int32))
     inputs = layerwise.project(layers.graph, layers.weights[number], x, rotation, s.attention_dtype)
-    profile = jax.tree.map(jnp.asarray, dataclasses.replace(study.profile, digests=()))
+    profile = study.profile.on_device()
     known = study.knowledge(name for name, _ in pairs)
     dense = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True))
     sparse = jax.jit(lambda q, k, v, mask: attention(q, k, v, mask=mask))

@@ -67,7 +67,7 @@ class Recorder:
         self._encode, self._decode = encode, decode
         self._layers = Layers(model)
         # Without the digests, which are static: the compiler must not tell profiles apart.
-        self._on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+        self._on_device = profile.on_device()
 
     @classmethod
     def load(cls, model: str, profile: Path | None = None) -> Recorder:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -24,8 +21,6 @@ def recalibration(
     def recalibrate(step: int, model: Any, tokens: Array) -> HadsMask:
         sample = np.asarray(tokens)[:sequences]
         profile = calibrate(model, sample, name=name, block=block, sensitivity_sequences=2, steps=steps, seed=step)
-        # Without the digests, which are not arrays: the next profile must look the same to the compiler.
-        on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
-        return HadsMask.of(on_device, budget, tokens.shape[1])
+        return HadsMask.of(profile.on_device(), budget, tokens.shape[1])
 
     return recalibrate

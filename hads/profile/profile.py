@@ -92,6 +92,10 @@ class HadsProfile:
         """The blocks of a sequence, chosen from by this profile's rule."""
         return CausalGrid(length, self.block, self.rule, self.window)
 
+    def on_device(self) -> HadsProfile:
+        """The profile as JAX arrays, without digests: digests are static, and would compile a program per profile."""
+        return jax.tree.map(jnp.asarray, dataclasses.replace(self, digests=()))
+
     def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
         return Estimator(self.features[layer], self.tokens[layer], self.distance[layer], self.sink[layer])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,8 +76,7 @@ def evaluate(
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
     total = profile.q_heads * profile.layers * profile.grid(length).blocks
-    # Without the digests, which are static: profiles of different texts must look the same to the compiler.
-    on_device = jax.tree.map(jnp.asarray, dataclasses.replace(profile, digests=()))
+    on_device = profile.on_device()
     work = list(itertools.product(budgets, methods))
     beyond = {name: jax.tree.map(jnp.asarray, known) for name, known in (knowledge or {}).items()}
     report = progress or (lambda what, done, of: None)

@@ -175,14 +175,14 @@ def gains(
     def of_group(x: Any) -> tuple[Array, pl.BlockSpec]:
         return jnp.asarray(x, jnp.float32), pl.BlockSpec((group,), lambda k, b: (k,))
 
-    row = ((b, kv_heads, width), jnp.int32, whole_of_head(width))
+    row = ((b, kv_heads, width), jnp.int32, whole(None, None, width))
     return Gains(
         *triton_call(
             kernel,
             "hads_step_gains",
             (kv_heads, b),
             [
-                (logits, whole_of_head(t, group, n)),
+                (logits, whole(None, None, t, group, n)),
                 of_group(sensitivity),
                 of_group(burstiness),
                 (lengths[:, None], whole(None, 1)),
@@ -191,11 +191,6 @@ def gains(
             num_warps=_GAINS_WARPS,
         )
     )
-
-
-def whole_of_head(*shape: int) -> pl.BlockSpec:
-    """The whole of one KV head's array, for a grid of (KV heads, batch)."""
-    return whole(None, None, *shape)
 
 
 def _of_heads(ref: Any, first: int, number: int, group: int) -> Float[Array, "{number}"]:
@@ -278,7 +273,7 @@ def lists(
         plgpu.store(out_ref.at[slot], value, mask=slot < capacity)
         plgpu.store(ptr_ref.at[iota(2)], iota(2) * kept)
 
-    row, table = whole_of_head(width), jnp.asarray(counts)
+    row, table = whole(None, None, width), jnp.asarray(counts)
     columns, row_ptr = triton_call(
         kernel,
         "hads_step_lists",
@@ -291,8 +286,8 @@ def lists(
             (lengths[:, None], whole(None, 1)),
         ],
         [
-            ((b, kv_heads, capacity), jnp.int32, whole_of_head(capacity)),
-            ((b, kv_heads, 2), jnp.int32, whole_of_head(2)),
+            ((b, kv_heads, capacity), jnp.int32, whole(None, None, capacity)),
+            ((b, kv_heads, 2), jnp.int32, whole(None, None, 2)),
         ],
         num_warps=min(max(every // 1024, 4), 16),
     )
