@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from xsake.model.network.fields import FLAG, check_fields, field, maybe, number, whole
+from xsake._ground.fields import check_fields, field
+from xsake.model.network.fields import FLAG, maybe, number, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from xsake._ground.fields import check, kinds
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import check, kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

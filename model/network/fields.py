@@ -1,32 +1,21 @@
-"""The values that a field may hold: each field is declared once, by kind and range, and checked in one place.
+"""The kinds of values in configurations of models, and in the files that hold models.
 
 Files come from anywhere, so nothing is assumed of a value: it may be of any type, huge, or not a number.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import reprlib
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from xsake._ground.fields import Kind
+
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
 _MOST_BYTES = 1 << 24  # the most that `read_json` and `read_text` read; real files have some thousand
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """The values that a field may hold: whether it `allows` a value, and the allowed values in `words`."""
-
-    allows: Callable[[Any], bool]
-    words: str
-
-    def __str__(self) -> str:
-        return self.words
 
 
 FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
@@ -69,27 +58,6 @@ def maybe(kind: Kind) -> Kind:
 
 def list_of(item: Kind) -> Kind:
     return Kind(lambda value: isinstance(value, list) and all(map(item.allows, value)), f"a list, and each item {item}")
-
-
-def field(kind: Kind, **options: Any) -> Any:
-    """A field of a dataclass that holds values of this kind; `options` are those of `dataclasses.field`."""
-    return dataclasses.field(metadata={"kind": kind}, **options)
-
-
-def kinds(config: Any) -> dict[str, Kind]:
-    """The fields of a dataclass, or of an instance, that were declared by `field`."""
-    return {f.name: f.metadata["kind"] for f in dataclasses.fields(config) if "kind" in f.metadata}
-
-
-def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
-    if not kind.allows(value):
-        raise ValueError(f"{'' if where is None else f'{where}: '}{name}={reprlib.repr(value)} must be {kind}")
-
-
-def check_fields(config: Any) -> None:
-    """Check the value of every field that was declared by `field`; to be called in `__post_init__`."""
-    for name, kind in kinds(config).items():
-        check(name, getattr(config, name), kind)
 
 
 def read_text(path: Path) -> str:

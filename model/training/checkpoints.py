@@ -11,7 +11,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from xsake._ground import atomic
-from xsake.model.network.fields import TABLE, check
+from xsake._ground.fields import check
+from xsake.model.network.fields import TABLE
 
 
 class Checkpoints:

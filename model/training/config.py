@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from xsake._ground.fields import check_fields, field
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, TEXT, check_fields, field, number, one_of, whole
+from xsake.model.network.fields import FLAG, TEXT, number, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

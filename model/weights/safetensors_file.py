@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xsake._ground import atomic
+from xsake._ground.fields import Kind, check
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, TABLE, TEXT, Kind, check, list_of, number, read_json, whole
+from xsake.model.network.fields import FLAG, TABLE, TEXT, list_of, number, read_json, whole
 
 if TYPE_CHECKING:
     from xsake.model.network.transformer import Transformer

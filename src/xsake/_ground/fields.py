@@ -7,9 +7,27 @@ import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-_ALLOWED, _BEFORE = "allowed", "before"
+_KIND, _BEFORE = "kind", "before"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The values that a field may hold: whether it `allows` a value, and the allowed values in `words`."""
+
+    allows: Callable[[Any], bool]
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def field(kind: Kind, **rest: Any) -> Any:
+    """A field of a dataclass for values of this kind; `rest` is explained in `whole`."""
+    before = {_BEFORE: rest.pop(_BEFORE)} if _BEFORE in rest else {}
+    return dataclasses.field(metadata={_KIND: kind, **before}, **rest)
 
 
 def whole(low: int, high: int, *, multiple_of: int = 1, **rest: Any) -> Any:
@@ -31,24 +49,30 @@ def whole(low: int, high: int, *, multiple_of: int = 1, **rest: Any) -> Any:
     ValueError: rows=512 must be an int from 1 to 256
     """
     words = f"an int from {low} to {high}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
-    return _field(lambda value: type(value) is int and low <= value <= high and value % multiple_of == 0, words, **rest)
+    kind = Kind(lambda value: type(value) is int and low <= value <= high and value % multiple_of == 0, words)
+    return field(kind, **rest)
 
 
 def one_of(*choices: Any, **rest: Any) -> Any:
     """A field for one of a few values; True is not taken for 1, nor 2.0 for 2."""
-    kinds = [(type(choice), choice) for choice in choices]
-    return _field(
-        lambda value: any(type(value) is kind and value == c for kind, c in kinds), f"one of {choices}", **rest
-    )
+    types = [(type(choice), choice) for choice in choices]
+    allowed = Kind(lambda value: any(type(value) is kind and value == c for kind, c in types), f"one of {choices}")
+    return field(allowed, **rest)
 
 
 def flag(**rest: Any) -> Any:
     return one_of(False, True, **rest)
 
 
-def _field(allows: Callable[[Any], bool], words: str, **rest: Any) -> Any:
-    before = {_BEFORE: rest.pop(_BEFORE)} if _BEFORE in rest else {}
-    return dataclasses.field(metadata={_ALLOWED: (allows, words), **before}, **rest)
+def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
+    if not kind.allows(value):
+        raise ValueError(f"{'' if where is None else f'{where}: '}{name}={reprlib.repr(value)} must be {kind}")
+
+
+@cache
+def kinds(config: type) -> Mapping[str, Kind]:
+    """The kind of every field of a configuration."""
+    return {f.name: f.metadata.get(_KIND) or _instance_of(config, f.name) for f in dataclasses.fields(config)}
 
 
 def check_fields(config: Any) -> None:
@@ -56,11 +80,8 @@ def check_fields(config: Any) -> None:
 
     A field that holds another configuration, such as a direction's, is declared by its type alone.
     """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        allows, words = field.metadata.get(_ALLOWED) or _instance_of(type(config), field.name)
-        if not allows(value):
-            raise ValueError(f"{field.name}={reprlib.repr(value)} must be {words}")
+    for name, kind in kinds(config.__class__).items():
+        check(name, getattr(config, name), kind)
 
 
 @cache
@@ -69,11 +90,11 @@ def hints(config: type) -> Mapping[str, Any]:
     return typing.get_type_hints(config)
 
 
-def _instance_of(config: type, name: str) -> tuple[Callable[[Any], bool], str]:
+def _instance_of(config: type, name: str) -> Kind:
     kind: Any = hints(config)[name]
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(f"{config.__name__}.{name} must declare its values: use whole, one_of or flag")
-    return lambda value: isinstance(value, kind), f"a {kind.__name__}"
+    return Kind(lambda value: isinstance(value, kind), f"a {kind.__name__}")
 
 
 def from_stored(kind: type, values: Mapping[str, Any]) -> Any:
