@@ -14,29 +14,14 @@ class Problem(Exception):
         return {"error": {"code": self.code, "message": self.message}}
 
 
-class BadRequest(Problem):
-    status, code = 400, "bad_request"
+def _kind(status: int, code: str) -> type[Problem]:
+    return type(code, (Problem,), {"status": status, "code": code})
 
 
-class Forbidden(Problem):
-    status, code = 403, "forbidden"
-
-
-class NotFound(Problem):
-    status, code = 404, "not_found"
-
-
-class Gone(Problem):
-    status, code = 410, "gone"
-
-
-class TooLarge(Problem):
-    status, code = 413, "too_large"
-
-
-class Busy(Problem):
-    status, code = 429, "busy"
-
-
-class Unavailable(Problem):
-    status, code = 503, "unavailable"
+BadRequest = _kind(400, "bad_request")
+Forbidden = _kind(403, "forbidden")
+NotFound = _kind(404, "not_found")
+Gone = _kind(410, "gone")
+TooLarge = _kind(413, "too_large")
+Busy = _kind(429, "busy")
+Unavailable = _kind(503, "unavailable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +98,28 @@ class Documents:
 
     # -- all of it, for the showcase -------------------------------------------------------------------------------
 
-    def everything(self) -> list[tuple[str, dict[str, Any]]]:
+    def everything(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, document) of every document that a static page may ask for."""
-        made: list[tuple[str, dict[str, Any]]] = [("api/site", self.site(static=True))]
-        listed = run_documents.runs(self.library)
-        made.append(("api/runs", listed))
+        yield "api/site", self.site(static=True)
+        yield "api/runs", (listed := run_documents.runs(self.library))
         for one in listed["runs"]:
-            made.append((f"api/runs/{one['id']}", run_documents.run(self.library, one["id"])))
-            made.append((f"api/runs/{one['id']}/series", run_documents.series(self.library, one["id"])))
-        tuning = self.tuning.overview()
-        made.append(("api/tuning", tuning))
-        made += [(f"api/tuning/studies/{one['id']}", self.tuning.study(one["id"])) for one in tuning["studies"]]
-        made += [(f"api/tuning/databases/{one['id']}", self.tuning.database(one["id"])) for one in tuning["databases"]]
-        recordings = self.recordings()
-        made.append(("api/recordings", recordings))
+            yield f"api/runs/{one['id']}", run_documents.run(self.library, one["id"])
+            yield f"api/runs/{one['id']}/series", run_documents.series(self.library, one["id"])
+        yield "api/tuning", (tuning := self.tuning.overview())
+        for one in tuning["studies"]:
+            yield f"api/tuning/studies/{one['id']}", self.tuning.study(one["id"])
+        for one in tuning["databases"]:
+            yield f"api/tuning/databases/{one['id']}", self.tuning.database(one["id"])
+        yield "api/recordings", (recordings := self.recordings())
         for one in recordings["recordings"]:
             whole = self._recording(one["id"])
-            made.append((f"api/recordings/{one['id']}", whole["about"]))
-            made += [(f"api/recordings/{one['id']}/layers/{n}", layer) for n, layer in enumerate(whole["layers"])]
-        benchmarks = benchmark_documents.overview(self.records)
-        made.append(("api/benchmarks", benchmarks))
+            yield f"api/recordings/{one['id']}", whole["about"]
+            yield from ((f"api/recordings/{one['id']}/layers/{n}", layer) for n, layer in enumerate(whole["layers"]))
+        yield "api/benchmarks", (benchmarks := benchmark_documents.overview(self.records))
         for one in benchmarks["benchmarks"]:
-            made.append((f"api/benchmarks/{one['id']}", benchmark_documents.benchmark(self.records, one["id"])))
-        replays = self.replays()
-        made.append(("api/replays", replays))
+            yield f"api/benchmarks/{one['id']}", benchmark_documents.benchmark(self.records, one["id"])
+        yield "api/replays", (replays := self.replays())
         for one in replays["replays"]:
             whole = self._replays.get(one["id"])
-            made.append((f"api/replays/{one['id']}", whole["about"]))
-            made += [(f"api/replays/{one['id']}/frames/{name}", frame) for name, frame in whole["frames"].items()]
-        return made
+            yield f"api/replays/{one['id']}", whole["about"]
+            yield from ((f"api/replays/{one['id']}/frames/{name}", frame) for name, frame in whole["frames"].items())
