@@ -102,8 +102,8 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
             "seed=100000000000000000000000 must be an int of at least 0 and at most 4294967295",
         ),
         ([*HELLO, "--seed", -1], "seed=-1 must be an int of at least 0"),
-        ([*HELLO, "--top-p", "2"], "top_p=2.0 must be above 0"),
-        ([*HELLO, "--temperature", "inf"], "temperature=inf must be finite"),
+        ([*HELLO, "--top-p", "2"], "top_p=2.0 must be None, or a finite number, above 0"),
+        ([*HELLO, "--temperature", "inf"], "temperature=inf must be a finite number, at least 0"),
         ([*HELLO, "--max-new-tokens", 10**20], "exceed the model's context of 512"),
         ([*HELLO, "--window", 8, "--block", 10**20], "Invalid value for '--block'"),
         ([*HELLO, "--system", "Be kind."], "--system needs a model with a chat template"),
@@ -119,7 +119,7 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
         ([*AT_LONG, "--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),
         (
             [*AT_LONG, "--hads", 2, "--profile", "PROFILE"],
-            "prompt=2.0 must be a share of the blocks, above 0 and at most 1",
+            "prompt=2.0 must be a finite number, above 0 and at most 1",
         ),
         (
             [*AT_LONG, "--hads", 0.6, "--chunk", 40, "--profile", "PROFILE"],

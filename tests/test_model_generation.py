@@ -174,11 +174,11 @@ def test_the_seed_decides_the_draw(small):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-1.0), "temperature=-1.0 must be finite and not negative"),
-        (dict(temperature=float("inf")), "temperature=inf must be finite"),
-        (dict(top_k=0), "top_k=0 must be at least 1"),
-        (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1"),
-        (dict(top_p=1.5), "top_p=1.5 must be above 0"),
+        (dict(temperature=-1.0), "temperature=-1.0 must be a finite number, at least 0"),
+        (dict(temperature=float("inf")), "temperature=inf must be a finite number"),
+        (dict(top_k=0), "top_k=0 must be None, or an int of at least 1"),
+        (dict(top_p=0.0), "top_p=0.0 must be None, or a finite number, above 0 and at most 1"),
+        (dict(top_p=1.5), "top_p=1.5 must be None, or a finite number, above 0"),
     ],
 )
 def test_wrong_samplers_are_refused(options, message):

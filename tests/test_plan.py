@@ -370,7 +370,7 @@ def test_help_lists_what_there_is():
         (["--link", "domain=1.5"], "positive whole number"),
         (["--fsdp", "some"], "one of all, data, none"),
         (["--remat", "maybe"], "auto, yes or no"),
-        (["--overlap", "1.5"], "between 0 and 1"),
+        (["--overlap", "1.5"], "at least 0 and at most 1"),
         (["--json", "nowhere/plan.json"], "no folder 'nowhere'"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from functools import cached_property
 
+from xsake._ground.fields import check_fields, field
 from xsake.hads import HadsProfile, LayerWeights
 from xsake.model.network.config import ModelConfig
+from xsake.model.network.fields import maybe, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +22,11 @@ class HadsBudget:
     """
 
     profile: HadsProfile
-    prompt: float
-    decode: float | None = None
+    prompt: float = field(number(above=0, most=1))
+    decode: float | None = field(maybe(number(above=0, most=1)), default=None)
 
     def __post_init__(self) -> None:
-        for name, value in (("prompt", self.prompt), ("decode", 1.0 if self.decode is None else self.decode)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ValueError(f"{name}={value!r} must be a share of the blocks, above 0 and at most 1")
+        check_fields(self)
 
     @cached_property
     def learned(self) -> tuple[LayerWeights, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
+
+from xsake._ground.fields import check_fields, field
+from xsake.model.network.fields import maybe, number, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,17 +27,12 @@ class Sampler:
     [1]
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float = field(number(least=0), default=0.0)
+    top_k: int | None = field(maybe(whole()), default=None)
+    top_p: float | None = field(maybe(number(above=0, most=1)), default=None)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be finite and not negative")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        check_fields(self)
 
     def __call__(self, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> Int[Array, " B"]:
         if self.temperature == 0:

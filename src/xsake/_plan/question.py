@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from xsake._ground.fields import check_fields, field
 from xsake._plan.devices import Device
 from xsake._plan.rates import recorded_blocks, shipped_points
 from xsake.model.network.config import ModelConfig
+from xsake.model.network.fields import FLAG, maybe, number, one_of, whole
 
-FSDP = ("all", "data", "none")
+_SHARE = number(above=0, most=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,33 +36,21 @@ class Question:
 
     config: ModelConfig
     device: Device
-    devices: int
-    tokens: int
-    density: float = 1.0
-    batch: int = 8
-    block: int = 128
-    prefill: bool = False
-    union: float = 0.6
-    fsdp: str = "all"
-    remat: bool | None = None
-    overlap: float = 0.8
-    imbalance: float = 1.02
-    mfu: float | None = None
+    devices: int = field(whole())
+    tokens: int = field(whole())
+    density: float = field(_SHARE, default=1.0)
+    batch: int = field(whole(), default=8)
+    block: int = field(whole(), default=128)
+    prefill: bool = field(FLAG, default=False)
+    union: float = field(_SHARE, default=0.6)
+    fsdp: str = field(one_of("all", "data", "none"), default="all")
+    remat: bool | None = field(maybe(FLAG), default=None)
+    overlap: float = field(number(least=0, most=1), default=0.8)
+    imbalance: float = field(number(least=1), default=1.02)
+    mfu: float | None = field(maybe(_SHARE), default=None)
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tokens", "batch", "block"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("density", "union", "mfu"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be above 0 and at most 1")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap={self.overlap} must be between 0 and 1")
-        if not 1 <= self.imbalance < float("inf"):
-            raise ValueError(f"imbalance={self.imbalance} must be at least 1")
-        if self.fsdp not in FSDP:
-            raise ValueError(f"fsdp={self.fsdp!r} must be one of {', '.join(FSDP)}")
+        check_fields(self)
         known = recorded_blocks(shipped_points(), self.device.recorded_as)
         if self.block not in known:
             raise ValueError(
