@@ -27,10 +27,9 @@ class Records:
             if head.get("about") != about:
                 raise ValueError(f"{self.path} holds a run of {head.get('about')}, not of {about}: use another file")
             self._lines = {_key(line): line for line in lines}
-            self._rewrite()  # without a line that was cut off
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._append([{"about": about}])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = [{"about": about}, *self]  # without a line that was cut off
+        atomic.write_text(self.path, "".join(json.dumps(line) + "\n" for line in whole))
 
     def __contains__(self, key: tuple) -> bool:
         return key in self._lines
@@ -42,17 +41,10 @@ class Records:
         return len(self._lines)
 
     def add(self, lines: Iterable[dict[str, Any]]) -> None:
-        lines = list(lines)
-        self._append(lines)
-        self._lines |= {_key(line): line for line in lines}
-
-    def _append(self, lines: list[dict[str, Any]]) -> None:
+        added = {_key(line): line for line in lines}
         with self.path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-    def _rewrite(self) -> None:
-        lines = [{"about": self.about}, *self._lines.values()]
-        atomic.write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+            file.writelines(json.dumps(line) + "\n" for line in added.values())
+        self._lines |= added
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], list[dict[str, Any]]]:
