@@ -7,6 +7,10 @@ queries lie on the lanes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -15,7 +19,7 @@ from jaxtyping import Float
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling, dkv_axes
-from xsake.kernels_pallas_tpu.launch import Refs, grid_places, launch
+from xsake.kernels_pallas_tpu.launch import Refs, grid_places, launch, listed_elements
 from xsake.kernels_pallas_tpu.tile.bias import BiasTiles
 from xsake.kernels_pallas_tpu.tile.bits import BitTiles
 from xsake.kernels_pallas_tpu.tile.element import (
@@ -116,7 +120,6 @@ def dkv(
             refs.dv[...] = dv[...].astype(refs.dv.dtype).reshape(refs.dv.shape)
 
     own = lambda *shape: pl.BlockSpec((1, 1, 1, *shape), lambda b, k, j, g: (b, k, j, *(0,) * len(shape)))  # noqa: E731
-    head = lambda at: at[1] * group + at[3]  # noqa: E731
     kv_tokens = None
     if rule.kv_rows:
         x = rule.kv_tokens(call)
@@ -137,16 +140,9 @@ def dkv(
         },
         streams={
             **pair.streams(
-                q.cut_heads(call.query), q.cut_heads(d_out), lambda ref, at, t, n: ref.at[at[0], head(at), t]
+                q.cut_heads(call.query), q.cut_heads(d_out), lambda ref, at, t, n: ref.at[at[0], _head(group, at), t]
             ),
-            "statistics": (row_statistics(rule, lse, delta), lambda ref, at, t, n: ref.at[at[0], head(at), t]),
-            "q_tokens": (rule.q_tokens(call), lambda ref, at, t, n: ref.at[at[0], t]) if rule.q_rows else None,
-            "bias": None
-            if bias is None
-            else (bias.tiles, lambda ref, at, t, n: ref.at[bias.pick(at[0], head(at), at[2], t)]),
-            "bits": None
-            if bits is None
-            else (bits.tiles, lambda ref, at, t, n: ref.at[bits.pick(at[0], head(at), at[2], t, n[0])]),
+            **_streams(call, rule, bias, bits, row_statistics(rule, lse, delta)),
         },
         outputs={
             "dk": ((*shape, call.head_dim), call.key.dtype, own(kv.tile, call.head_dim)),
@@ -156,12 +152,29 @@ def dkv(
             "dk_acc": pltpu.VMEM((kv.tile, call.head_dim), jnp.float32),
             "dv_acc": pltpu.VMEM((kv.tile, call.value_dim), jnp.float32),
         },
-        flops=4
-        * call.batch
-        * call.q_heads
-        * mask.capacity
-        * mask.block_q
-        * mask.block_kv
-        * (call.head_dim + call.value_dim),
+        flops=4 * listed_elements(call) * (call.head_dim + call.value_dim),
     )
     return kv.uncut_heads(dk), kv.uncut_heads(dv)
+
+
+def _head(group: int, at: Sequence[Any]) -> Any:
+    """The query head of a grid step."""
+    return at[1] * group + at[3]
+
+
+def _streams(
+    call: Call, rule: Rule, bias: BiasTiles | None, bits: BitTiles | None, statistics: Array
+) -> dict[str, tuple[Array, Callable] | None]:
+    """The numbers per query and per element that are streamed beside queries and dO."""
+    head = partial(_head, call.q_heads // call.kv_heads)
+    streams: dict[str, tuple[Array, Callable] | None] = {
+        "statistics": (statistics, lambda ref, at, t, n: ref.at[at[0], head(at), t]),
+        "q_tokens": (rule.q_tokens(call), lambda ref, at, t, n: ref.at[at[0], t]) if rule.q_rows else None,
+        "bias": None,
+        "bits": None,
+    }
+    if bias is not None:
+        streams["bias"] = (bias.tiles, lambda ref, at, t, n: ref.at[bias.pick(at[0], head(at), at[2], t)])
+    if bits is not None:
+        streams["bits"] = (bits.tiles, lambda ref, at, t, n: ref.at[bits.pick(at[0], head(at), at[2], t, n[0])])
+    return streams

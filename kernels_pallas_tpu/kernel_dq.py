@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling, dq_axes
-from xsake.kernels_pallas_tpu.launch import Refs, launch
+from xsake.kernels_pallas_tpu.launch import Refs, launch, listed_elements
 from xsake.kernels_pallas_tpu.query_steps import QuerySteps
 from xsake.kernels_pallas_tpu.tile.element import Rule, Tokens, dot, row_statistics, spread
 from xsake.kernels_pallas_tpu.tile.tiles import LANES
@@ -83,12 +83,6 @@ def dq(
             "delta": pltpu.VMEM((rows, LANES), jnp.float32),
             "acc": pltpu.VMEM((rows, call.head_dim), jnp.float32),
         },
-        flops=2
-        * call.batch
-        * call.q_heads
-        * call.mask.capacity
-        * call.mask.block_q
-        * call.mask.block_kv
-        * (2 * call.head_dim + call.value_dim),
+        flops=2 * listed_elements(call) * (2 * call.head_dim + call.value_dim),
     )
     return q.uncut_heads(out)

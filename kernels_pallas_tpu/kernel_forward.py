@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_tpu.config import Tiling, forward_axes
-from xsake.kernels_pallas_tpu.launch import Refs, launch
+from xsake.kernels_pallas_tpu.launch import Refs, launch, listed_elements
 from xsake.kernels_pallas_tpu.query_steps import QuerySteps
 from xsake.kernels_pallas_tpu.tile.element import NEG_INF, Rule, Tokens, dot, spread
 from xsake.kernels_pallas_tpu.tile.tiles import LANES
@@ -102,13 +102,7 @@ def forward(call: Call, tiling: Tiling) -> tuple[Float[Array, "B T H Dv"], Float
             "total": pltpu.VMEM((rows, LANES), jnp.float32),
             "acc": pltpu.VMEM((rows, dim), jnp.float32),
         },
-        flops=2
-        * call.batch
-        * call.q_heads
-        * call.mask.capacity
-        * call.mask.block_q
-        * call.mask.block_kv
-        * (call.head_dim + dim),
+        flops=2 * listed_elements(call) * (call.head_dim + dim),
     )
     return q.uncut_heads(out), q.uncut(lse[:, :, :, 0], 2)
 

@@ -59,6 +59,12 @@ def successor(ids: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
     return out[::-1]
 
 
+def listed_elements(call: Call) -> int:
+    """Elements of the logits in all listed blocks, by the capacity of the lists."""
+    mask = call.mask
+    return call.batch * call.q_heads * mask.capacity * mask.block_q * mask.block_kv
+
+
 def launch(
     body: Callable[[Refs, Walk, list[Array], list[Array]], None],
     *,
