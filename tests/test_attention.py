@@ -92,51 +92,18 @@ def _run(implementation, table, name):
     return check_run(implementation, case)
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(
-        MASKS,
-        slow=[
-            "one mask for all",  # test_bias_of_minus_infinity_masks_elements_and_whole_rows
-            "a mask per head",
-            "a mask a kv head",
-            "a mask a batch",
-            "a mask a batch and head",
-            "no mask",
-            "square blocks",
-            "tall blocks",
-            "very unequal heads",
-        ],
-    ),
-)
+@pytest.mark.parametrize("name", sweep(MASKS, slow=MASKS))  # other tests have such masks
 def test_masks(implementation, name):
     _run(implementation, MASKS, name)
 
 
-@pytest.mark.parametrize(
-    "name", sweep(HEADS, slow=["multi query", "multi head", "one head", "values wider than keys", "equal head dims"])
-)
+@pytest.mark.parametrize("name", sweep(HEADS, slow=HEADS.keys() - {"group of three"}))
 def test_heads(implementation, name):
     _run(implementation, HEADS, name)
 
 
 @pytest.mark.parametrize(
-    "name",
-    sweep(
-        RULES,
-        slow=[
-            "causal mask",
-            "causal without a mask",
-            "causal call on a mask without a rule",
-            "unaligned window of the mask",
-            "unaligned window of the call",
-            "int window is both sides",
-            "causal and window",
-            "window beyond every length",
-            "window of nothing but itself",
-            "window within a block",
-        ],
-    ),
+    "name", sweep(RULES, slow=RULES.keys() - {"causal mask, many full blocks", "one-sided windows"})
 )
 def test_rules(implementation, name):
     options = dict(RULES[name])
@@ -149,22 +116,7 @@ def test_rules(implementation, name):
     _run(implementation, {name: options}, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(
-        LENGTHS,
-        slow=[
-            "length 63, causal",
-            "length 129",
-            "more keys",
-            "more keys, causal",
-            "more queries, causal",  # "sinks far above and below" has such lengths
-            "one query",
-            "one key",
-            "lengths that are multiples of the block",
-        ],
-    ),
-)
+@pytest.mark.parametrize("name", sweep(LENGTHS, slow=LENGTHS.keys() - {"length 1"}))
 def test_lengths(implementation, name):
     _run(implementation, LENGTHS, name)
 
@@ -187,13 +139,8 @@ def test_length_1000(implementation):
     check_run(implementation, case)
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(
-        ARGUMENTS,
-        slow=["scale", "negative scale", "soft cap", "soft cap after bias", "sinks", "several sinks a head"],
-    ),
-)
+# It has more queries than keys, too.
+@pytest.mark.parametrize("name", sweep(ARGUMENTS, slow=ARGUMENTS.keys() - {"sinks far above and below"}))
 def test_arguments(implementation, name):
     _run(implementation, ARGUMENTS, name)
 

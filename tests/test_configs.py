@@ -27,29 +27,9 @@ def test_forward_and_backward_tiles_are_independent(implementation, which):
 
 
 def _call(implementation, case):
-    names = (
-        "bias",
-        "scale",
-        "is_causal",
-        "local_window_size",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-        "segment_ids",
-        "positions",
-        "sinks",
-        "logits_soft_cap",
-    )
-    arguments = dict.fromkeys(names) | {"is_causal": False} | case.options | case.arrays
-    return build_call(
-        jnp.asarray(case.query),
-        jnp.asarray(case.key),
-        jnp.asarray(case.value),
-        case.mask(),
-        **arguments,
-        default_blocks=get(implementation.name).default_blocks(
-            case.query.shape[1], case.key.shape[1], case.query.shape[3]
-        ),
-    )
+    sizes = case.query.shape[1], case.key.shape[1], case.query.shape[3]
+    blocks = get(implementation.name).default_blocks(*sizes)
+    return build_call(**case.inputs, **case.rest, **case.options, mask=case.mask(), default_blocks=blocks)
 
 
 def _space(implementation, case):

@@ -44,8 +44,7 @@ def few(name):
 @pytest.mark.parametrize("name", sweep(CASES, slow=["one query, one mask", "a mask a head, sinks", "nothing attends"]))
 def test_parts_give_the_whole(name):
     case = few(name)
-    given = {**case.inputs, **case.rest, **case.options}
-    call = build_call(*(given.pop(n) for n in ("query", "key", "value")), case.mask(), default_blocks=(8, 16), **given)
+    call = build_call(**case.inputs, **case.rest, **case.options, mask=case.mask(), default_blocks=(8, 16))
     xla = registry.get("xla")
     group = 1 if call.mask.heads == 4 else 2
 

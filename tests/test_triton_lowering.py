@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from cuda_offline import lower
 from sweep import sweep
 
 import xsake
@@ -19,21 +19,6 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.triton import backend as triton
 from xsake.kernels_pallas_gpu.triton.tiles import Tiling
 from xsake.kernels_xla_ref import oracle
-
-_A100 = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA A100", num_cores=None, platform="gpu"))
-_NO_RULES: dict[str, Any] = dict(
-    bias=None,
-    scale=None,
-    is_causal=False,
-    local_window_size=None,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    segment_ids=None,
-    positions=None,
-    sinks=None,
-    logits_soft_cap=None,
-    default_blocks=(128, 128),
-)
 
 
 def _mask(q_len: int, kv_len: int, block: int, heads: int, *, seed: int = 0, **rule: Any) -> xsake.BlockMask:
@@ -53,7 +38,7 @@ def _inputs(b: int, t: int, s: int, h: int, k: int, d: int, dv: int, dtype: Any 
 def _call(dtype: Any = jnp.bfloat16, dim: int = 64, length: int = 256, block: int = 128, **arguments: Any) -> Call:
     query, key, value = _inputs(1, length, length, 4, 2, dim, dim, dtype)
     mask = _mask(length, length, block, 4, is_causal=True)
-    return build_call(query, key, value, mask, **{**_NO_RULES, **arguments})
+    return build_call(query, key, value, mask, default_blocks=(128, 128), **arguments)
 
 
 def _lower(call: Call, config: triton.Config) -> list[str]:
@@ -65,8 +50,7 @@ def _lower(call: Call, config: triton.Config) -> list[str]:
         grads = triton.backward(call, config, lse, lse, out, with_bias=with_bias)
         return out, lse, [g for g in grads if g is not None]
 
-    with use_abstract_mesh(_A100):
-        text = jax.jit(both).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower(both, call, chip="sm_80")
     assert "xla.gpu.triton" in text
     return [name for name in ("forward", "dq", "dkv", "d_bias") if f'"xsake_triton_{name}"' in text]
 
