@@ -102,10 +102,6 @@ def difference(this: Kernel | None, other: Kernel | None) -> str:
     return words + (", ..." if len(changed) > MOST_TOLD else "") if changed else "in another order, or other operands"
 
 
-def can_assemble() -> bool:
-    return {"jax-cuda13-plugin", "nvidia-cuda-nvcc", "triton"} <= {d.metadata["Name"] for d in metadata.distributions()}
-
-
 def _tool(package: str, name: str, *arguments: str) -> str:
     """The output of a program of an installed package."""
     installed = package in {d.metadata["Name"] for d in metadata.distributions()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import hypothesis.extra.numpy as hnp
@@ -16,6 +17,7 @@ from jax.sharding import AxisType
 
 import xsake
 from xsake import BlockMask
+from xsake.kernels_xla_ref import oracle
 
 OPERATORS = {"union": operator.or_, "intersection": operator.and_}
 SIZES = dict(block_q=16, block_kv=16, q_len=64, kv_len=64)
@@ -61,17 +63,16 @@ def test_every_element(name, data):
     np.testing.assert_array_equal(getattr(a, name)(b).to_elements(), op(x, y))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
 @fewer
 @given(st.data())
-def test_every_element_under_jit(name, data):
+def test_every_element_under_jit(data):
     like = data.draw(drawn())
     (a, x), (b, y) = data.draw(masks(like)), data.draw(masks(like))
-    op = OPERATORS[name]
     first = data.draw(st.booleans())  # one mask may be concrete
     given = (a, b) if first else (a,)
-    combined = jax.jit(lambda *of: op(of[0], of[1] if first else b))(*given)
-    np.testing.assert_array_equal(combined.to_elements(), op(x, y))
+    combined = jax.jit(lambda *of: [op(of[0], of[1] if first else b) for op in OPERATORS.values()])(*given)
+    for op, mask in zip(OPERATORS.values(), combined, strict=True):
+        np.testing.assert_array_equal(mask.to_elements(), op(x, y))
 
 
 def first_keys(**options) -> BlockMask:
@@ -87,11 +88,10 @@ def test_numbers_and_gradients_of_a_union():
     bias = jnp.asarray(np.where(attends, 0.0, -np.inf), jnp.float32)[None, None]
     q, k, v = (jax.random.normal(key, (1, 64, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
 
-    @jax.jit
-    def run(mask, bias):
-        return jax.value_and_grad(lambda q: (xsake.attention(q, k, v, mask, bias=bias) ** 2).sum())(q)
+    def run(attention, **options):
+        return jax.jit(jax.value_and_grad(lambda q: (attention(q, k, v, **options) ** 2).sum()))(q)
 
-    for found, expected in zip(run(mask, None), run(None, bias), strict=True):
+    for found, expected in zip(run(xsake.attention, mask=mask), run(oracle.attention, bias=bias), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -139,9 +139,9 @@ def test_masks_without_a_transpose():
 def test_a_capacity_under_jit():
     x, y = np.random.default_rng(2).random((2, 3, 4, 4)) < 0.5
     a, b = (BlockMask.from_blocks(z, **SIZES, capacity=16) for z in (x, y))
-    union = jax.jit(lambda a, b: a.union(b, capacity=16))(a, b)
+    union, overflowed = jax.jit(lambda a, b: (a.union(b, capacity=16), a.union(b, capacity=1).overflowed()))(a, b)
     np.testing.assert_array_equal(union.to_blocks()[0], x | y)
-    assert jax.jit(lambda a, b: a.union(b, capacity=1))(a, b).overflowed().all()
+    assert overflowed.all()
 
 
 def lossy(blocks):
@@ -163,26 +163,26 @@ ALL, DIAGONAL = np.ones((4, 4), bool), np.eye(4, dtype=bool)
 QUERY = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("build", [lossy, wrong, banded])
-def test_lost_blocks_stay_lost(name, build):
+def test_lost_blocks_stay_lost(build):
     """What overflowed, or named blocks out of range, stays so under jit and is an error outside, on either side."""
-    op, other = OPERATORS[name], BlockMask.from_blocks(DIAGONAL, **SIZES)
+    other, operators = BlockMask.from_blocks(DIAGONAL, **SIZES), OPERATORS.values()
 
     @jax.jit
-    def run(blocks):
-        mask = build(blocks)
-        return [m.overflowed() for m in (op(mask, other), op(other, mask), op(mask, mask))]
+    def run(mask):
+        pairs = (mask, other), (other, mask), (mask, mask)
+        found = [op(*pair) for op in operators for pair in pairs]
+        assert not any(mask.complete for mask in found), "heads that overflowed give NaN"
+        return [mask.overflowed() for mask in found]
 
-    assert all(overflowed.all() for overflowed in run(ALL))
-    broken = jax.jit(build)(ALL)
-    for combine in (lambda: op(broken, other), lambda: op(other, broken), jax.jit(lambda: op(broken, other))):
-        with pytest.raises(ValueError, match="does not fit it, or names blocks out of range"):
-            combine()
-    again = jax.jit(lambda mask: xsake.attention(QUERY, QUERY, QUERY, op(mask, mask)))(broken)
-    assert np.isnan(again).all()
-    whole = jax.jit(build)(np.zeros((4, 4), bool))
-    assert not whole.complete and op(whole, other).complete, "a mask that fits is whole once it is concrete"
+    broken, whole = map(jax.jit(build), (ALL, np.zeros((4, 4), bool)))
+    assert all(overflowed.all() for overflowed in run(broken))
+    assert not whole.complete
+    for op, pair in itertools.product(operators, [(broken, other), (other, broken)]):
+        for combine in (op, lambda *_, op=op, pair=pair: jax.jit(lambda: op(*pair))()):
+            with pytest.raises(ValueError, match="does not fit it, or names blocks out of range"):
+                combine(*pair)
+    assert all(op(whole, other).complete for op in operators), "a mask that fits is whole once it is concrete"
 
 
 def test_only_the_head_that_lost_blocks_is_poisoned():

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_mask import LISTS
 from hypothesis import given
 
 from xsake import BlockMask
 from xsake.hads.mask.lists.compact import compact
-
-LISTS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "q_indices", "q_row_ptr", "q_num_full", "col_order")
 
 
 def build(blocks, length: int, causal: bool, capacity: int | None) -> BlockMask:

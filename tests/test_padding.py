@@ -187,17 +187,13 @@ def _overflow(implementation):
     return case, int(np.sort(blocks.sum((-2, -1)).ravel())[-2]) + 1
 
 
-def _sizes(case):
-    return dict(block_q=case.block_q, block_kv=case.block_kv, q_len=case.query.shape[1], kv_len=case.key.shape[1])
-
-
 def test_overflow_under_jit_gives_nan(implementation):
     case, capacity = _overflow(implementation)
 
     @jax.jit
     def call(inputs, blocks):
         def loss(inputs):
-            mask = xsake.BlockMask.from_blocks(blocks, **_sizes(case), capacity=capacity)
+            mask = xsake.BlockMask.from_blocks(blocks, **case.sizes, capacity=capacity)
             out, lse = xsake.attention(**inputs, mask=mask, return_lse=True, implementation=implementation.name)
             return out.sum(), (out, lse)
 
@@ -213,7 +209,7 @@ def test_overflow_under_jit_gives_nan(implementation):
 def test_overflow_of_a_mask_built_under_jit_and_used_outside(implementation):
     """Outside jit, the mask raises or gives NaN; it never truncates."""
     case, capacity = _overflow(implementation)
-    mask = jax.jit(lambda blocks: xsake.BlockMask.from_blocks(blocks, **_sizes(case), capacity=capacity))(case.blocks)
+    mask = jax.jit(lambda blocks: xsake.BlockMask.from_blocks(blocks, **case.sizes, capacity=capacity))(case.blocks)
     with implementation.context():
         try:
             out = np.asarray(
@@ -243,7 +239,7 @@ def test_indices_out_of_range_under_jit_give_nan(implementation, capacity):
 
     @jax.jit
     def call(indices):
-        mask = xsake.BlockMask.from_indices(indices, **_sizes(case), capacity=capacity)
+        mask = xsake.BlockMask.from_indices(indices, **case.sizes, capacity=capacity)
         return xsake.attention(case.query, case.key, case.value, mask, implementation=implementation.name)
 
     good = np.array([[0, -1], [1, 0], [2, 2], [3, -1]], np.int32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, check_run, make, run, with_grads
+from contract.case import check, check_run, compiled, make, run
 from contract.reference import attends
 from executed import counting_matmul_flops
 from sweep import sweep
@@ -179,21 +179,15 @@ def _long(implementation, density, length):
     )
 
 
-def _everything(implementation):
-    return jax.jit(
-        lambda inputs, mask, cotangents: with_grads(lambda x: attend(implementation, x, mask, {}), inputs, cotangents)
-    )
-
-
 def test_predecessor_memory_follows_active_blocks(implementation):
     """No [T, S] array at any time: temporary memory far below one float32 logit for each pair of tokens."""
     if implementation.interpret:
         pytest.skip("an interpreter's memory says nothing")
     case = _long(implementation, 0.05, 4096)
     with implementation.context():
-        compiled = _everything(implementation).lower(case.inputs, case.mask(), case.cotangents).compile()
+        program = compiled(implementation, None, ()).lower(case.inputs, case.mask(), {}, case.cotangents).compile()
     dense = 2 * 4096 * 4096 * 4
-    used = compiled.memory_analysis().temp_size_in_bytes
+    used = program.memory_analysis().temp_size_in_bytes
     assert used < 0.3 * dense, (
         f"{used / 1e6:.1f} MB of temporaries; one [T, S] array a head would be {dense / 1e6:.1f} MB"
     )
@@ -203,14 +197,14 @@ def test_predecessor_blocks_are_skipped_not_discarded(implementation):
     """The same function, forward and backward, on few of the blocks does a small part of the work."""
     if implementation.interpret:
         pytest.skip("an interpreter's time says nothing")
-    function, work = _everything(implementation), {}
+    function, work = compiled(implementation, None, ()), {}
     on_cpu = jax.default_backend() == "cpu"
     with implementation.context():
         for density in (0.03, 1.0):
             # Long enough that launching a kernel is not what is measured.
             case = _long(implementation, density, 1024 if on_cpu else 16384)
             mask = case.mask(capacity=case.blocks.shape[-1] ** 2, density_hint=0.5)
-            work[density] = (function, case.inputs, mask, case.cotangents)
+            work[density] = (function, case.inputs, mask, {}, case.cotangents)
         if on_cpu:
             count = counting_matmul_flops(function)
             sparse, dense = (float(count(*of)) for _, *of in work.values())

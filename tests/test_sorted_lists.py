@@ -8,13 +8,13 @@ import re
 import jax
 import numpy as np
 import pytest
+from drawn_mask import LISTS
 from sweep import sweep
 
 from xsake import BlockMask
 from xsake.hads.mask import token_selection
 from xsake.hads.mask.lists import chosen
 
-LISTS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "q_indices", "q_row_ptr", "q_num_full", "col_order")
 SIZES = {  # batch, heads, queries, keys, numbers per token; options of the mask
     "several heads": (2, 3, 37, 37, 4, dict(block_q=4, block_kv=8, is_causal=True)),
     "no rule": (1, 2, 70, 45, 3, dict(block_q=8, block_kv=5)),

@@ -34,6 +34,11 @@ class Case:
     chosen: np.ndarray | None = None  # bool[b, h, T, nK]: the blocks of each token; all blocks are listed
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        lengths = dict(q_len=self.query.shape[1], kv_len=self.key.shape[1])
+        return dict(block_q=self.block_q, block_kv=self.block_kv) | lengths
+
     def mask(self, **options):
         import xsake
 
@@ -43,16 +48,8 @@ class Case:
             return self._mask_of_tokens(**options)
         if self.elements is not None:
             return self._mask_of_elements(**options)
-        return xsake.BlockMask.from_blocks(
-            self.blocks,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            q_len=self.query.shape[1],
-            kv_len=self.key.shape[1],
-            is_causal=self.mask_causal,
-            local_window_size=self.mask_window,
-            **options,
-        )
+        rule = dict(is_causal=self.mask_causal, local_window_size=self.mask_window)
+        return xsake.BlockMask.from_blocks(self.blocks, **self.sizes, **rule, **options)
 
     def _mask_of_tokens(self, **options):
         import xsake
@@ -71,18 +68,8 @@ class Case:
         chosen = np.broadcast_to(self.elements & of_blocks, (batch, heads, t, s))
         past = np.arange(t)[:, None] - np.arange(s)[None]
         chosen = chosen & reference.rule(past, self.mask_causal, None)
-        return xsake.patterns.from_function(
-            t,
-            s,
-            lambda b, h, q, k: chosen[b, h, q, k],
-            of="tokens",
-            batch=batch,
-            heads=heads,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            is_causal=self.mask_causal,
-            **options,
-        )
+        options |= dict(of="tokens", batch=batch, heads=heads, is_causal=self.mask_causal)
+        return xsake.patterns.from_function(function=lambda *at: chosen[at], **self.sizes, **options)
 
     def mask_with_room(self):
         """Its structure does not depend on the blocks: cases of the same shapes share one compiled program."""
