@@ -15,6 +15,7 @@ from sweep import sweep
 import xsake
 from xsake._op.arguments import build_call
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
+from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
@@ -129,6 +130,6 @@ def test_a_packed_call_has_configurations():
     for config in mosaic.search_space(call):
         assert mosaic.misfit(call, config) is None
         assert not config.fused.use
-        assert not mosaic._gathers(call, config.dkv)  # no bits: whole blocks of queries are read
+        assert not gathered.wanted(call, config.dkv)  # no bits: whole blocks of queries are read
     wrong = dataclasses.replace(mosaic.default_config(call), dkv=BackwardConfig(gather=True))
     assert "gather=True: the mask must have one bit" in mosaic.misfit(call, wrong)

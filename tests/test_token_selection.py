@@ -81,18 +81,20 @@ def test_each_token_its_own_blocks_under_jit(dtype):
     q, d_out = (jnp.asarray(rng.normal(size=(b, t, h, d)), dtype) for _ in range(2))
     key, value = (jnp.asarray(rng.normal(size=(b, t, k, d)), dtype) for _ in range(2))
 
-    def everything(attention):
+    def make(indices):
+        return BlockMask.from_token_indices(indices, block_q=16, block_kv=16, is_causal=True)
+
+    def everything(attention, given, make=lambda mask: mask):
         @jax.jit
-        def run(q, key, value, indices):
-            mask = BlockMask.from_token_indices(indices, block_q=16, block_kv=16, is_causal=True)
-            out, vjp = jax.vjp(lambda *x: attention(*x, mask), q, key, value)
+        def run(q, key, value, given):
+            out, vjp = jax.vjp(lambda *x: attention(*x, make(given)), q, key, value)
             return out, *vjp(d_out)
 
-        return [np.asarray(x, np.float32) for x in run(q, key, value, indices)]
+        return [np.asarray(x, np.float32) for x in run(q, key, value, given)]
 
     tolerance = 2e-5 if dtype == "float32" else 3e-2
-    got = everything(xsake.attention)
-    for one, other in zip(got, everything(oracle.attention), strict=True):
+    got = everything(xsake.attention, indices, make)
+    for one, other in zip(got, everything(oracle.attention, make(indices)), strict=True):
         np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)
     assert (got[0][:, 5] == 0).all(), "a token that chose nothing"
 
