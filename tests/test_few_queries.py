@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
-from contract.target import TARGETS
+from contract.target import HOPPER_INTERPRETED, XLA
 from cuda_offline import lower
 from sweep import sweep
 
@@ -20,8 +20,6 @@ from xsake._rewrites.few_queries import FewQueries, RowParts
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.lists import merge
 
-XLA = next(t for t in TARGETS if t.name == "xla")
-HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
 CASES = {
     "one query, one mask": dict(q_len=1, mask=(1, 1), density=1.0),
     "a mask a head, sinks": dict(q_len=3, mask=(2, 4), sinks=(4,)),
@@ -94,7 +92,7 @@ def test_the_merge_lowers_for_cuda():
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_hopper_decodes_in_parts():
-    target = dataclasses.replace(HOPPER, interpret=True, unit=1, value_dim=64, marks=())
+    target = dataclasses.replace(HOPPER_INTERPRETED, unit=1)
     sizes = dict(batch=1, q_len=3, kv_len=1100, q_heads=4, kv_heads=2, mask=(1, 1), block_q=64, block_kv=64)
     case = make(target, **sizes, density=0.8, sinks=(4,))
     call = build_call(case.query, case.key, case.value, case.mask(), default_blocks=(64, 64))

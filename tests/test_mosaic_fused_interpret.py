@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
-from contract.target import TARGETS
+from contract.target import HOPPER_INTERPRETED
 from sweep import sweep
 
 import xsake
@@ -19,9 +19,7 @@ from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
 from xsake.kernels_pallas_gpu.hopper.work import parts as tile_parts
 from xsake.kernels_pallas_gpu.hopper.work import plan as tile_plan
 
-TARGET = dataclasses.replace(
-    next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, head_dim=128, value_dim=64, marks=()
-)
+TARGET = dataclasses.replace(HOPPER_INTERPRETED, head_dim=128)
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=32, block_q=16, block_kv=32, density=1.0)
 
 CASES = {

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
-from contract.target import TARGETS
+from contract.target import HOPPER
+from contract.target import HOPPER_INTERPRETED as TARGET
 from sweep import sweep
 
 import xsake
@@ -28,7 +29,6 @@ from xsake.kernels_pallas_gpu.hopper.forward import launch
 from xsake.kernels_pallas_gpu.lists import work_order
 from xsake.kernels_pallas_gpu.lists.merge import merged_rows
 
-TARGET = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), interpret=True, value_dim=64, marks=())
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
 
 CASES = {
@@ -76,8 +76,7 @@ def test_head_dims(dims):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", DIMS)
 def test_head_dims_on_hopper(dims):
-    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
-    check_run(hopper, make(with_dims(hopper, dims), q_heads=4, kv_heads=2, mask=(1, 2), mask_causal=True))
+    check_run(HOPPER, make(with_dims(HOPPER, dims), q_heads=4, kv_heads=2, mask=(1, 2), mask_causal=True))
 
 
 @pytest.mark.gpu
@@ -85,11 +84,10 @@ def test_head_dims_on_hopper(dims):
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_short_blocks_on_hopper(queries, keys, is_causal):
-    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
-    blocks = dict(block_q=queries // hopper.unit, block_kv=keys // hopper.unit)
-    case = make(hopper, **blocks, q_heads=4, kv_heads=2, mask=(1, 4), mask_causal=is_causal, density=0.3)
+    blocks = dict(block_q=queries // HOPPER.unit, block_kv=keys // HOPPER.unit)
+    case = make(HOPPER, **blocks, q_heads=4, kv_heads=2, mask=(1, 4), mask_causal=is_causal, density=0.3)
     assert (case.block_q, case.block_kv) == (queries, keys)
-    check_run(hopper, case)
+    check_run(HOPPER, case)
 
 
 @pytest.mark.timeout(240)
@@ -180,9 +178,8 @@ def test_long_rows_come_first(monkeypatch, name):
 @pytest.mark.parametrize("block_q", [16, 32])
 def test_long_rows_come_first_on_hopper(block_q):
     """The rows of 64 or 128 queries are more than the workers, and the long ones longer than a worker's share."""
-    hopper = next(t for t in TARGETS if t.name == "mosaic_gpu")
     sizes = dict(batch=2, q_heads=16, mask=(2, 16), kv_heads=2, q_len=500, kv_len=564)
-    check_run(hopper, chunk_with_long_rows(hopper, 264 * 16 // block_q, **sizes, block_q=block_q))
+    check_run(HOPPER, chunk_with_long_rows(HOPPER, 264 * 16 // block_q, **sizes, block_q=block_q))
 
 
 @pytest.mark.parametrize("cut", [False, True])

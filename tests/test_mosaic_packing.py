@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
-from contract.target import TARGETS
+from contract.target import HOPPER, HOPPER_INTERPRETED
 from sweep import sweep
 
 import xsake
@@ -19,8 +19,7 @@ from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
-HOPPER = next(t for t in TARGETS if t.name == "mosaic_gpu")
-INTERPRETED = dataclasses.replace(HOPPER, interpret=True, unit=1, value_dim=64, marks=())
+INTERPRETED = dataclasses.replace(HOPPER_INTERPRETED, unit=1)
 COMMON = dict(batch=1, block_kv=64, exact_lengths=True, mask=(1, 1), density=0.6)
 CASES = {
     "8 queries of 8 heads, a bit per token, sinks": dict(

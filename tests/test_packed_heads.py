@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check_run, make
-from contract.target import TARGETS
+from contract.target import XLA
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import xsake
@@ -15,7 +15,6 @@ from xsake._op.arguments import build_call
 from xsake._rewrites.packed_heads import PackedHeads
 from xsake.kernels_xla_ref import oracle
 
-XLA = next(t for t in TARGETS if t.name == "xla")
 CASES = {
     "sinks and a bit per token": dict(q_heads=12, block_q=8, mask=(2, 2), density=1.0, sinks=(12,), mask_causal=True),
     "a window, lengths and positions": dict(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import attend, check, collect, make, with_grads
-from contract.target import TARGETS
+from contract.target import XLA
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
@@ -19,7 +19,6 @@ from xsake.kernels_xla_ref import oracle
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
-XLA = next(target for target in TARGETS if target.name == "xla")
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # (query heads, K/V heads, heads of the mask); the mesh has 4 devices along the heads.
 HEADS = {

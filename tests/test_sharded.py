@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.case import check, collect, make, with_grads
-from contract.target import TARGETS
+from contract.target import XLA
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
@@ -21,7 +21,6 @@ from xsake._sequence import sharded as sequence_sharded
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 
-XLA = next(target for target in TARGETS if target.name == "xla")
 SIZES = dict(q_len=96, block_q=16, block_kv=16)  # on three shards: every hop of a ring is compiled
 TOKENS = np.arange(96, dtype=np.int32)
 CASES = {

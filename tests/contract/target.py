@@ -148,6 +148,9 @@ TARGETS = [
     Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
     Target("mosaic_tpu", _tpu_configs, interpret=True, marks=(pytest.mark.interpret, pytest.mark.slow)),
 ]
+XLA, HOPPER = TARGETS[:2]
+# Small cases are interpreted, race detection on; the suite runs on hardware.
+HOPPER_INTERPRETED = dataclasses.replace(HOPPER, interpret=True, value_dim=64, marks=())
 
 
 # Tests of what the operation wraps around a backend, which is the same for every backend: CI runs them on XLA, and
