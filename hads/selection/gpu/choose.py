@@ -82,7 +82,7 @@ def choose(
     """`choice.choose`, from `padded` logits or, with `normalise=False`, from masses.
 
     Entries above the diagonal or past the last row are never read. Gains that agree in 16 bits of their mantissa count
-    as equal. For a threshold, or a `cut` that has shards, XLA counts each row's blocks from the kernels' gains.
+    as equal. Where a `cut` has shards, XLA finds the cut from the kernels' gains.
 
     Where `rows` are a chunk's, they alone compete for `count`, which may be one number per sequence, [B, 1], and rows
     past a sequence's end keep nothing. They have no `cut`.
@@ -92,21 +92,22 @@ def choose(
     wanted = None if count is None else jnp.asarray(count, jnp.int32)
     groups = wanted.shape[-1] if wanted is not None and wanted.ndim and cut == TOGETHER else 1
     keys, in_order, gain, counts = _sorted_gains(logits, rows, sensitivity, burstiness, normalise, groups)
-    if wanted is not None and cut == TOGETHER:
-        wanted = jnp.broadcast_to(wanted, (b, groups))
-        grouped = lax.bitcast_convert_type(gain, jnp.int32).reshape(b, groups, h // groups * m, width)
-        counts = _counts(grouped, wanted, rows, m, counts)
-        reach = _reach(grouped, counts, wanted, rows, m)
-        return Choice(keys, *_shared_out(reach, counts, wanted, in_order, rows.number))
-    n = grid.side
-    in_order, gain = in_order[:, :, :n], gain[:, :, :n]
-    written = np.arange(width) >= width - 1 - np.arange(n)[:, None]
+    order = lax.bitcast_convert_type(gain, jnp.int32)
     if wanted is None:
-        kept = ((gain >= jnp.float32(threshold)) & written).sum(-1, dtype=jnp.int32)
-    else:
-        positive = (lax.bitcast_convert_type(gain, jnp.int32) >> _DROPPED) + 1
+        least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
+        kept = _reach(order, least, rows, m)[..., 0]
+    elif cut != TOGETHER:
+        written = np.arange(width) >= width - 1 - np.arange(grid.side)[:, None]
+        positive = (order[:, :, : grid.side] >> _DROPPED) + 1
         kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
-    last = jnp.take_along_axis(in_order, width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
+    else:
+        wanted = jnp.broadcast_to(wanted, (b, groups))
+        grouped = order.reshape(b, groups, h // groups * m, width)
+        counts = _counts(grouped, wanted, rows, m, counts)
+        reach = _reach_of_cut(grouped, counts, wanted, rows, m)
+        return Choice(keys, *_shared_out(reach, counts, wanted, in_order, rows.number))
+    kept = kept[..., : rows.number]
+    last = jnp.take_along_axis(in_order[:, :, : rows.number], width - jnp.maximum(kept, 1)[..., None], -1)[..., 0]
     row_ptr = jnp.concatenate([jnp.zeros((b, h, 1), jnp.int32), jnp.cumsum(kept, -1, dtype=jnp.int32)], -1)
     return Choice(keys, last, kept, row_ptr)
 
@@ -295,7 +296,7 @@ def _counts(
             order_ref: Any, wanted_ref: Any, length_ref: Any, _: Any, counts_ref: Any, number: int = number
         ) -> None:
             digits = _known(counts_ref, wanted_ref[0], number) + (iota(_CUTS) << _place(number))
-            found = _search(order_ref, digits, rows, m, length_ref)
+            found = _search(order_ref, digits, _DROPPED, rows, m, length_ref)
             jax.ref.addupdate(counts_ref, (number, slice(None)), found.sum(0))
 
         (counts,) = triton_call(
@@ -405,6 +406,18 @@ def _known(counts_ref: Any, wanted: Array, passes: int) -> Array:
 
 
 def _reach(
+    order: Int[Array, "B G all width"], cuts: Int[Array, "B G C"], rows: Rows, m: int
+) -> Int[Array, "B G all C"]:
+    """How many entries of each row reach each cut."""
+    c = cuts.shape[-1]
+
+    def kernel(order_ref: Any, cuts_ref: Any, length_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = _search(order_ref, cuts_ref[...], 0, rows, m, length_ref)
+
+    return _search_rows(kernel, order, [(cuts, whole(None, None, c))], rows, c)
+
+
+def _reach_of_cut(
     order: Int[Array, "B G all width"],
     counts: Int[Array, "B G passes cuts"],
     wanted: Int[Array, "B G"],
@@ -412,27 +425,30 @@ def _reach(
     m: int,
 ) -> Int[Array, "B G all 2"]:
     """How many entries of each row reach the cut that the counts tell, and how many are above it."""
-    b, groups, together, width = order.shape
 
     def kernel(order_ref: Any, counts_ref: Any, wanted_ref: Any, length_ref: Any, out_ref: Any) -> None:
         cuts = _known(counts_ref, wanted_ref[0], _PASSES) + iota(2)
-        out_ref[...] = _search(order_ref, cuts, rows, m, length_ref)
+        out_ref[...] = _search(order_ref, cuts, _DROPPED, rows, m, length_ref)
 
+    inputs = [(counts, whole(None, None, _PASSES, _CUTS)), (wanted[..., None], whole(None, None, 1))]
+    return _search_rows(kernel, order, inputs, rows, 2)
+
+
+def _search_rows(
+    kernel: Callable, order: Int[Array, "B G all width"], inputs: list, rows: Rows, cuts: int
+) -> Int[Array, "B G all {cuts}"]:
+    """`kernel` for all rows of `order`, as many as a program takes at a time."""
+    b, groups, together, width = order.shape
     (out,) = triton_call(
         kernel,
         "hads_reach",
         (together // _SEARCHED_ROWS, groups, b),
-        [
-            (order, whole(None, None, together, width)),
-            (counts, whole(None, None, _PASSES, _CUTS)),
-            (wanted[..., None], whole(None, None, 1)),
-            rows.input(b),
-        ],
+        [(order, whole(None, None, together, width)), *inputs, rows.input(b)],
         [
             (
-                (b, groups, together, 2),
+                (b, groups, together, cuts),
                 jnp.int32,
-                pl.BlockSpec((None, None, _SEARCHED_ROWS, 2), lambda i, g, b: (b, g, i, 0)),
+                pl.BlockSpec((None, None, _SEARCHED_ROWS, cuts), lambda i, g, b: (b, g, i, 0)),
             )
         ],
         num_warps=1,
@@ -440,11 +456,10 @@ def _reach(
     return out
 
 
-def _search(order_ref: Any, cuts: Int[Array, "C"], rows: Rows, m: int, length_ref: Any) -> Int[Array, "R C"]:
-    """How many entries of each of this program's rows reach each cut, without their lowest bits.
-
-    The entries of a row rise; a head has m rows.
-    """
+def _search(
+    order_ref: Any, cuts: Int[Array, "C"], dropped: int, rows: Rows, m: int, length_ref: Any
+) -> Int[Array, "R C"]:
+    """How many entries of each of this program's rows reach each cut. The entries of a row rise; a head has m rows."""
     width = order_ref.shape[1]
     row = pl.program_id(0) * _SEARCHED_ROWS + iota(_SEARCHED_ROWS)
     i = rows.first + lax.rem(row, jnp.int32(m))
@@ -460,7 +475,7 @@ def _search(order_ref: Any, cuts: Int[Array, "C"], rows: Rows, m: int, length_re
         searching = low < high
         middle = (low + high) >> 1
         value = plgpu.load(order_ref.at[row, middle], mask=searching, other=0)
-        reaches = (value >> _DROPPED) >= cuts
+        reaches = (value >> dropped) >= cuts
         return jnp.where(searching & ~reaches, middle + 1, low), jnp.where(searching & reaches, middle, high)
 
     low, _ = lax.fori_loop(0, width.bit_length(), halve, (low, high))
