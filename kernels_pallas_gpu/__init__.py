@@ -1,1 +1,3 @@
-"""Pallas kernels for NVIDIA GPUs, one module per lowering: `mosaic` (Hopper) and `triton` (Ampere and newer)."""
+"""Pallas kernels for NVIDIA GPUs: `hopper` (Mosaic GPU), `triton` (Ampere and newer), and `lists`, small programs over
+block lists. `mosaic` has the names of Hopper's configurations.
+"""

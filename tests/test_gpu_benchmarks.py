@@ -50,7 +50,7 @@ def test_a_wrong_contestant_is_not_raced():
 def test_a_failure_is_told_and_kept_short():
     words = f"it fails: RuntimeError: {UNSUPPORTED}"
     assert checked(failing).recorded() == {"raced": False, "words": words, "differences": None, "variant": None}
-    assert len(contestant.told(ValueError("x" * 10_000))) < contestant.MOST_WORDS + 10
+    assert len(contestant.told(ValueError("x" * 10_000))) < contestant.MOST_CHARACTERS + 10
 
 
 def test_the_fastest_is_of_the_right_variants():

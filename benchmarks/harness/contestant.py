@@ -17,7 +17,7 @@ import xsake
 from xsake.autotune.measure.timing import race
 
 WORST = 0.02  # of the norm of our result: about five times what bfloat16 explains
-MOST_WORDS = 400  # characters of another library's error that a record keeps
+MOST_CHARACTERS = 400  # of another library's error that a record keeps
 
 
 def sparse(query: Array, key: Array, value: Array, mask: xsake.BlockMask) -> Array:
@@ -90,8 +90,8 @@ def fastest(variants: Mapping[str, Callable[..., Any]], given: Sequence[Any], ou
 def told(error: Exception) -> str:
     """The kind and the text of an error, on one line, its beginning and its end."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    half = MOST_WORDS // 2
-    return text if len(text) <= MOST_WORDS else f"{text[:half]} ... {text[-half:]}"
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def relative_difference(found: Any, ours: Any) -> float:

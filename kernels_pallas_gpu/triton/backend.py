@@ -1,6 +1,6 @@
 """The Pallas-Triton backend: NVIDIA GPUs from compute capability 8.0 on.
 
-JAX has deprecated this lowering: only the triton*.py files write kernels for it.
+JAX has deprecated this lowering: this folder, `lists/`, `hads` and `_selection` write kernels for it.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class MaskLists:
         local_window_size: Window = None,
         **grid: Any,
     ) -> Self:
-        """`of_lists`, from lists as `lists.finished` makes them."""
+        """`of_lists`, from lists as `lists.rows.finished` makes them."""
         checked = Grid.of(**grid, window=local_window_size)
         names: dict[str, Any] = dict(zip(ROWS + COLUMNS, rows + (columns or (None,) * 4), strict=True))
         complete = rows[0].shape[-1] >= checked.num_allowed
@@ -141,15 +141,15 @@ class MaskLists:
 
     @property
     def num_q_blocks(self) -> int:
-        return -(-self.q_len // self.block_q)
+        return self.grid.num_q
 
     @property
     def num_kv_blocks(self) -> int:
-        return -(-self.kv_len // self.block_kv)
+        return self.grid.num_kv
 
     @property
     def band(self) -> Band:
-        return Band.of(self.is_causal, self.local_window_size)
+        return self.grid.band
 
     @property
     def has_transpose(self) -> bool:

@@ -1,6 +1,7 @@
 """How the GPU kernels that make masks are called.
 
-They are lowered by Pallas-Triton, which JAX has deprecated: only files named triton_*.py depend on it.
+They are lowered by Pallas-Triton, which JAX has deprecated: only the files that import
+`jax.experimental.pallas.triton` depend on it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Choice(NamedTuple):
         return indices[..., :capacity], row_ptr, num_full
 
     def finished_lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array, Array]:
-        """As `lists.finished` makes them, with one slot more. Free slots name a block that exists."""
+        """As `lists.rows.finished` makes them, with one slot more. Free slots name a block that exists."""
         first = grid.side - self.kept.shape[-1]
         indices, order, num_full = _columns(self, first, capacity)
         can_be_full = grid.full()[first:].any(-1)

@@ -79,7 +79,7 @@ def unsupported(block: int, pooled: PooledKeys) -> str | None:
 
 
 def _by_kernels(step: StepRule, given: _Given) -> tuple[Array, Array]:
-    """(i32[B, K, capacity], the columns of each head's blocks, as `lists.finished` leaves them; row_ptr)."""
+    """(i32[B, K, capacity], the columns of each head's blocks, as `lists.rows.finished` leaves them; row_ptr)."""
     from xsake.hads.selection.gpu import step as gpu_step
 
     query, pooled, weights, lengths = given

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.forward.config import Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.plan import PUBLISHED, ForwardBarriers, ForwardMemory, ForwardPlan
+from xsake.kernels_pallas_gpu.hopper.tile.products import release
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
 from xsake.kernels_pallas_gpu.hopper.work.items import ItemNotes, ItemRefs
 
@@ -74,10 +74,7 @@ class ForwardCta:
         return (self.ring, index) if self._apart else (index,)
 
     def release(self, barrier: Any) -> None:
-        # An interpreted product reads by plain loads. On hardware the tensor core has read when the product is done.
-        if self.plan.interpret:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(barrier)
+        release(barrier, interpret=bool(self.plan.interpret))
 
 
 def slot_of(count: Any, depth: int) -> Any:

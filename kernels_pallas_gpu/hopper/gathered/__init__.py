@@ -1,1 +1,1 @@
-"""The dK/dV kernel that gathers chosen keys."""
+"""The dK/dV kernel that gathers, for each block of keys, only the queries that chose it."""

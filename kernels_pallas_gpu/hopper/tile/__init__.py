@@ -1,1 +1,1 @@
-"""What the kernels share: the work inside a tile, its operands, and the order of the tiles."""
+"""What the kernels share inside a tile: operands, element tests, logits, products, packing."""

@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
-
-WGMMA = plgpu.Layout.WGMMA
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import WGMMA
 
 
 def fits_in_lists(shape: tuple[int, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 - gather: keys and values of all shards are gathered, a few heads at a time, so that what is gathered is about as large
   as a shard's own. The gradients go back by a reduce-scatter.
-- sparse: only blocks that are listed travel (`_exchange_sparse`).
+- sparse: only blocks that are listed travel (`exchange_sparse`).
 - ring: the shards pass keys and values on, n - 1 times, each while the attention to the keys it holds is computed; the
   outputs are merged by their lse in float32. In the backward the gradients travel along, one step further, to the shard
   whose keys they belong to.
