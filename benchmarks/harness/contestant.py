@@ -29,7 +29,9 @@ def dense(by: str = "cudnn", *, is_causal: bool = True) -> Callable[..., Array]:
 
 
 def of_torch(*names: str) -> tuple[dict[str, ModuleType], Callable[[Any], Any]]:
-    """The modules of `benchmarks.contestants` that are installed here, and what waits for a contestant's result."""
+    """The modules of `benchmarks.contestants` that are installed here, and the function that waits for a contestant's
+    result.
+    """
     found = {}
     for name in names:
         try:
@@ -61,7 +63,7 @@ class Checked:
 
 
 def checked(function: Callable[..., Any], given: Sequence[Any], ours: Mapping[str, Any]) -> Checked:
-    """`function` under jit. `ours` names our results, in the order of its own."""
+    """Compile and run `function`, and compare its results with `ours`: our results by name, in the same order."""
     try:
         run: Callable[[], Any] = partial(jax.jit(function).lower(*given).compile(), *given)
         found = jax.block_until_ready(run())

@@ -53,14 +53,14 @@ def make(config: ModelConfig) -> Transformer:
 
 
 def profile_of(model: Transformer, length: int) -> HadsProfile:
-    """With blocks that suit prompts of this length."""
+    """Calibrate a profile, with blocks that suit prompts of `length` tokens."""
     block = 64 if length >= 4096 else 16
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 16 * block))
     return calibrate(model, tokens, name="random", block=block, steps=20)
 
 
 def load(model: Any, dtype: str | None = None) -> Transformer:
-    """A published model or a file, opened or not; in bfloat16, but on a CPU, which is slower in it, in float32."""
+    """A published model or a file, opened or not; in bfloat16; on a CPU, where bfloat16 is slower, in float32."""
     wanted = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     return load_pretrained(model, dtype=wanted, param_dtype=wanted)
 

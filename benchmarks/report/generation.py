@@ -60,7 +60,10 @@ def cost_of_chunks(row: Row) -> str:
     size = next(iter(costs)).split()[-1]
     said = " and ".join(f"{cost - 1:.0%} with {way.partition(',')[0]}" for way, cost in costs.items())
     share = row["mfu"][DENSE]
-    return f"chunks of {size} tokens take {said} longer than one piece; cuDNN's run reaches {share:.0%} MFU"
+    return (
+        f"reading in chunks of {size} tokens takes longer than in one piece, by {said}; cuDNN's run reaches "
+        f"{share:.0%} MFU"
+    )
 
 
 def kernels_of_chunks() -> str:
@@ -112,10 +115,10 @@ def gpu_decode() -> str:
     return section(
         grid(("model", "batch"), {at: (model(at[0]), str(at[1])) for at in by}, columns, cell),
         facts(
-            f"A call takes its time however little it reads: at batch 1 the sparse calls read {read}, which a copy "
+            f"A call has a least time, however little it reads: at batch 1 the sparse calls read {read}, which a copy "
             f"moves in {alone}, and take {took}. So sparsity gains least there.",
-            f"Dense attention is slower than cuDNN's in {sum(x > 0 for x in slower)} of {len(slower)} calls, by up to "
-            f"{max(slower):.0%}.",
+            f"XSAKE's dense attention is slower than cuDNN's in {sum(x > 0 for x in slower)} of {len(slower)} calls, "
+            f"by up to {max(slower):.0%}.",
         ),
         run.source("jax"),
     )
@@ -147,7 +150,7 @@ def gpu_generate() -> str:
     )
     return section(
         grid("batch", {batch: str(batch) for batch in by}, columns, cell),
-        facts(f"By the bytes of weights and cache, a step that read no cache could be faster by {bound}."),
+        facts(f"Counting only the bytes of weights and cache, a step that read no cache would gain at most {bound}."),
         run.source("jax"),
     )
 

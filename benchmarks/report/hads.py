@@ -70,7 +70,7 @@ def qwen() -> str:
     columns = {
         (what, b): words.format(b)
         for b in found.budgets
-        for what, words in (("kl", "{:.0%}"), ("", "HADS's KL minus it, {:.0%}"))
+        for what, words in (("kl", "{:.0%}"), ("", "HADS's KL minus this method's, {:.0%}"))
     }
 
     def cell(name: str, column: tuple[str, float]) -> str:

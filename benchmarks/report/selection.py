@@ -87,7 +87,10 @@ def beside_peers(rows: list[Row]) -> list[str]:
             elif peer["words"]:
                 cause = next((words for begin, words in CAUSES.items() if peer["words"].startswith(begin)), None)
                 failed.setdefault(cause or peer["words"].replace("`", "'"), {})[f"{_who(who)}, {direction}"] = None
-    said = [f"{_who(who)}, {d}: {span(found, '{:.1f}x')} as long as XSAKE." for (who, d), found in slower.items()]
+    said = [
+        f"{_who(who)}, {d}: the time is {span(found, '{:.1f}x')} that of XSAKE's default kernels."
+        for (who, d), found in slower.items()
+    ]
     return said + [f"Not timed, since {cause}: {'; '.join(which)}." for cause, which in failed.items()]
 
 

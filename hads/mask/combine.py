@@ -1,7 +1,7 @@
 """The union and the intersection of two masks, exact to the element.
 
-Without bitmaps, blocks and a rule suffice for an intersection, where both rules hold, and for a union of masks with one
-rule. Every other result is built from its elements, block by block.
+Without bitmaps, an intersection needs only blocks and both rules, and a union of masks with the same rule only blocks
+and that rule. Every other result is built from its elements, block by block.
 """
 
 from __future__ import annotations

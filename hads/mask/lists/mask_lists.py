@@ -196,7 +196,7 @@ class MaskLists:
         return dataclasses.replace(self, kv_row_ptr=row_ptr, complete=False)
 
     def by_block(self, of_slots: ArrayT, absent: Any) -> ArrayT:
-        """[b, h, nQ, nK, ...]: what `of_slots`, [b, h, N, ...], has for each listed block, and elsewhere `absent`."""
+        """[b, h, nQ, nK, ...]: the entry of `of_slots` [b, h, N, ...] for each listed block, `absent` elsewhere."""
         ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
         return by_block(jnp if self.traced else np, ptr, indices, self.num_kv_blocks, of_slots, absent)
 

@@ -20,7 +20,7 @@ def compress(xp: Any, active: ArrayT, full: ArrayT, capacity: int) -> tuple[Arra
 
 
 def finished(xp: Any, indices: ArrayT, row_ptr: ArrayT, num_full: ArrayT) -> tuple[ArrayT, ...]:
-    """With what kernels ask for besides: the last entry in all free slots, and the order of rows, longest first."""
+    """The lists as kernels need them: free slots repeat the last entry, and `order` ranks the rows, longest first."""
     capacity = indices.shape[-1]
     used = xp.minimum(row_ptr[..., -1:], capacity)
     last = xp.take_along_axis(indices, xp.maximum(used - 1, 0), -1)

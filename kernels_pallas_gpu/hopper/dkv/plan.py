@@ -85,7 +85,7 @@ class DkvPlan(StreamingPlan):
 
     @property
     def skips(self) -> bool:
-        """Whether 64 queries that the band keeps from all keys are told by their indices."""
+        """Whether token indices show which tiles of queries the band excludes for all keys."""
         return "index" in self.q_vectors
 
     @property

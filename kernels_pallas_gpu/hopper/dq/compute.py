@@ -136,7 +136,7 @@ class DqTile:
         return not self.masked and self.plan.config.inner_stages == 1
 
     def multiply_allowed(self, dq: Any, part: Any) -> None:
-        """Unless the band or the bits forbid all elements."""
+        """Multiply a part, unless the band or the bits exclude all of its elements."""
         plan, elements = self.plan, self.plan.elements
         near, live = None, None if self.bits is None else self.bits.any(0)
         if plan.skips:

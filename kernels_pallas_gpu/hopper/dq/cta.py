@@ -10,8 +10,8 @@ from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, StreamingCta
 
 
 class DqOperands(NamedTuple):
-    """`statistic`: lse as `LogitRule.row_statistic` gives it. `minus_delta`: or what delta is made of. `lists`: of
-    rows. `counter`: the number of the next item.
+    """`statistic`: lse as `LogitRule.row_statistic` gives it. `minus_delta`: -delta, or the `DeltaParts` from
+    which the kernel sums it. `lists`: the mask's rows. `counter`: the number of the next item.
     """
 
     q: Any

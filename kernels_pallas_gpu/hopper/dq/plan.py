@@ -67,7 +67,7 @@ class DqPlan(StreamingPlan):
 
     @property
     def skips(self) -> bool:
-        """Whether keys that the band keeps from 64 queries are told by their indices."""
+        """Whether token indices show which keys the band excludes for all 64 queries."""
         return self.elements.by_position and "position" not in self.kv_vectors
 
     @property

@@ -50,8 +50,8 @@ class Pairing(enum.Enum):
 def mergeable(block_q: int, block_kv: int, q_len: int, band: Band, *, plain: bool) -> bool:
     """Whether the lists of neighbouring rows may be merged. `plain`: nothing but the band is tested for elements.
 
-    A tile of 128 keys has room for one block of each row. The rows of a chunk of a prompt, which has keys before its
-    first query, are cut where they are long; merged ones are not.
+    A tile of 128 keys has room for one block of each row. A chunk of a prompt, which has keys before its first query,
+    cuts its long rows into parts; merged rows cannot be cut.
     """
     is_chunk = band.right is not None and band.right > 0
     return plain and block_q == block_kv == WG_ROWS < q_len and not is_chunk

@@ -37,7 +37,7 @@ class ForwardItem(NamedTuple):
     units: Any
 
 
-MOST_TURNS = 8  # rows are sorted by length where a worker takes at most so many items
+MOST_TURNS = 8  # sort rows by length only where a worker takes at most this many items
 
 # The memory warpgroup tells the compute warpgroups the first six fields of an item.
 PUBLISHED = 6
@@ -270,7 +270,7 @@ class ForwardPlan:
     def cuts_rows(self) -> bool:
         """Whether rows that are longer than a worker's share are cut into parts.
 
-        Not with a bias: beside one of -1e9, an lse does not tell how much a part weighs.
+        Not with a bias: with one of -1e9, the lse is too coarse to weigh a part.
         """
         plain = not self.has_sinks and not self.has_bias and self.packing.group == 1
         all_heads = self.head_group == self.batch_size * self.num_q_heads

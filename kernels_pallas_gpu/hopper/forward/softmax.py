@@ -32,8 +32,8 @@ LARGE = 2.0**15
 class Sums(NamedTuple):
     """Sums of 64 rows.
 
-    `out`: of the weighted values. `maximum`: of the logits, or up to 15 powers of two less. `total`: of the weights,
-    one per lane where `ForwardPlan.lane_sums`.
+    `out`: of the weighted values. `maximum`: the running maximum of the logits, as powers of two; it may lag the true
+    one by up to 15. `total`: of the weights, one per lane where `ForwardPlan.lane_sums`.
     """
 
     out: Any

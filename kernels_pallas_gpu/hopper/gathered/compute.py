@@ -95,7 +95,7 @@ class GatheredKeys:
         return query + jnp.int32(plan.elements.band.right) >= key
 
     def hand_over(self, dk: Any, dv: Any) -> None:
-        """Each sum as two numbers: its high bits, and what they leave."""
+        """Write each float32 sum as two 16-bit numbers: the rounded sum, and the remainder."""
         for x, tiles in ((dk, self.memory.q), (dv, self.memory.do)):
             high = x.astype(self.plan.dtype)
             tiles.at[0][...] = high

@@ -13,7 +13,8 @@ from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
 
 class GatheredOperands(NamedTuple):
     """`statistic`: lse as `LogitRule.row_statistic` gives it. `lists`: of columns. `words`: for each slot of the lists
-    the queries that chose it, a bit per query. `chosen`: how many queries that are in all slots before each.
+    the queries that chose it, a bit per query. `chosen`: how many queries chose the slots before each slot, a running
+    sum.
     """
 
     q: Any

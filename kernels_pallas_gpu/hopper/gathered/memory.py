@@ -47,8 +47,8 @@ def _entry(cta: GatheredCta, slot: Any) -> tuple[Any, Any]:
 
 
 def _copy(cta: GatheredCta, n: Any, query: Any, of_statistics: Any, lowest: Any) -> Any:
-    """Copies piece n of all pieces: a query, with the statistics of another where it has no weight. Returns the lowest
-    query of the tile up to there.
+    """Copy piece n: the heads of `query`, with the statistics of query `of_statistics`: another one, of weight 0, where
+    the piece only fills the tile. Returns the lowest query of the tile up to there.
     """
     plan, given, memory, ring, column = cta.plan, cta.given, cta.memory, cta.ring, cta.column
     group, pieces = plan.group, plan.pieces

@@ -1,8 +1,8 @@
 """A ring of tiles in shared memory that are filled by many small copies, with one arrival per tile.
 
-Pallas divides the bytes of a copy among the 128 threads that arrive at its barrier, and so refuses the 64 bytes that 16
-float32 numbers are. Here one thread starts the copies and arrives once, with the bytes of all of them. Interpreted, the
-copies and barriers are those of Pallas.
+Pallas divides the bytes of a copy among the 128 threads that arrive at its barrier, and so refuses a copy of 64 bytes
+(16 float32 numbers). Here one thread starts the copies and arrives once, with the bytes of all of them. Interpreted,
+the copies and barriers are those of Pallas.
 """
 
 import dataclasses

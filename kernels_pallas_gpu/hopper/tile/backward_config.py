@@ -61,8 +61,8 @@ class BackwardTiles:
     plan: Callable[[BackwardConfig], Any]
 
     def first_fit(self, *candidates: dict[str, int]) -> BackwardConfig:
-        """The first candidate for which there is shared memory. If another kernel serves the call, no tile may divide
-        its blocks.
+        """The first candidate that fits in shared memory. Whether its tile divides the mask's blocks is not checked:
+        where no tile does, another kernel serves the call.
         """
         for candidate in candidates:
             config = BackwardConfig(**{"resident_stages": 1, **candidate})
@@ -75,7 +75,10 @@ class BackwardTiles:
         )
 
     def space(self, default: BackwardConfig, *, accumulators: int) -> list[BackwardConfig]:
-        """Configurations that fit, the default first. `accumulators`: columns of the sums that a row holds."""
+        """Configurations that fit, the default first.
+
+        `accumulators`: float32 columns that a row accumulates: head_dim for dQ, head_dim + value_dim for dK/dV.
+        """
         found = {default: None, dataclasses.replace(default, resident_stages=1): None}
         for tile in (64, 128):
             for stages, inner_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):

@@ -28,8 +28,8 @@ class LogitRule:
     scale: float
     soft_cap: float | None
     has_bias: bool
-    # Rows past the last query have no weight. But keys that only such rows attend may have a bias of NaN, which would
-    # reach dK.
+    # One bias row serves all queries. Rows past the last query have weight 0, but 0 times a NaN bias would reach dK:
+    # such rows are masked.
     rows_share_bias: bool = False
 
     @property

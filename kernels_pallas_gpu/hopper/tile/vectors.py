@@ -26,7 +26,7 @@ def per_col(x: Array, shape: Sequence[int]) -> Array:
 
 
 def load_rows(refs: dict[str, Any], batch: Any, rows: Any) -> dict[str, Array]:
-    """A number per resident token, from global memory."""
+    """Load one number per resident token from global memory."""
     return {name: plgpu.load(r.at[batch, rows], layout=ALONG_ROWS, optimized=False) for name, r in refs.items()}
 
 

@@ -2,7 +2,7 @@
 
 A worker, a CTA or half of one, takes one item after another, each in a turn. Its memory warpgroup publishes an item in
 `notes`, which has places for the items of two turns, and two for the numbers that it draws from a counter in global
-memory. Workers with short items draw more of them, and at the end none has drawn an item that it cannot begin.
+memory. A worker draws one more number with each item that it loads: workers with short items take more of them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class ItemRefs(NamedTuple):
 class ItemNotes:
     """Field f of the item in turn t is `notes[*worker, t % 2 * fields + f]`; its ticket is at `tickets + t % 2`.
 
-    `worker`: which of a CTA's workers has the notes and barriers, where each has its own; otherwise ().
+    `worker`: the index, as a tuple, of this worker's own notes and barriers; () where the CTA has one worker.
     """
 
     refs: ItemRefs

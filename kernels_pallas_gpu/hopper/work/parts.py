@@ -1,9 +1,9 @@
 """Long columns of keys that several CTAs share: which part a CTA computes, and the sum of the parts in a fixed order.
 
-A pair is a batch entry and a K/V head. Its columns are ranked by length, longest first. The first ranks of all pairs
-are early: they come before all other columns, cut into parts. The other columns come section by section, so that the
-tiles their CTAs stream share the L2 cache. They come rank by rank (interleaved) where the long columns of the last
-section would keep a few SMs busy while the others have nothing left to do.
+A pair is a batch entry and a K/V head. Its columns are ranked by length, longest first. The longest columns of every
+pair (its first ranks) are early: they run before all other columns, and each is cut into parts. The other columns come
+section by section, so that the tiles their CTAs stream share the L2 cache. They come rank by rank (interleaved) where
+the long columns of the last section would keep a few SMs busy while the others have nothing left to do.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Columns:
         return jax.ShapeDtypeStruct(shape, jnp.float32) if self.parts > 1 else None
 
     def merged(self, whole: Array, parts: Array | None, lists: RowLists, columns_per_block: int) -> Array:
-        """`whole` [B, S, K, D], in which each early column is the sum of its parts, in the order of the parts."""
+        """Return `whole` [B, S, K, D] with each early column replaced by the sum of its parts, added in their order."""
         if parts is None:
             return whole
         kv_heads, keys = whole.shape[2], parts.shape[3]

@@ -283,7 +283,7 @@ class StreamingPlan(BackwardPlan):
         return [plgpu.SMEM((self.compute_wgs, *s), jnp.float32) for s in accumulators if self.simulate]
 
     def barriers_of(self, *, resident: int, outer: int, inner: int) -> StreamBarriers:
-        """For so many copies per tile."""
+        """Barriers for the resident rows and both rings; the arguments are copies per tile."""
         outer_ring, inner_ring = self.rings
         readers = self.compute_wgs // self.work.rings
         return StreamBarriers(
@@ -296,13 +296,13 @@ class StreamingPlan(BackwardPlan):
 
 
 def active_keys(call: Call) -> float:
-    """That a query attends to on average, by the density that the mask tells; half of all where the call is causal."""
+    """Keys that a query attends to on average, by the mask's density; half of them where the call is causal."""
     density = call.mask.most_density if call.mask.density_hint is None else call.mask.density_hint
     return density * call.kv_len * (0.5 if call.band.right == 0 else 1.0)
 
 
 def longest_share(call: Call) -> float:
-    """A column of 128 keys that every query lists, as a part of the work that there is for one SM."""
+    """The work of a column of 128 keys that every query lists, over one SM's share of all work."""
     columns = call.batch * call.kv_heads * max(active_keys(call), 1.0) / (2 * ROWS)  # of such a length
     return hopper_sms() / columns
 

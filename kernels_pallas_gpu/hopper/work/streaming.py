@@ -56,8 +56,9 @@ class Streamed:
 
 
 class ListTiles(NamedTuple):
-    """The tiles of a list, those of full blocks first, counted in an item from `first` on; `begin`: first list entry.
-    Only the elements of the other tiles are tested.
+    """The tiles of one list: tiles of full blocks first, which need no element test, then the others.
+
+    `first`: the number of its first tile in the item. `begin`: its first list entry.
     """
 
     streamed: Streamed
@@ -156,8 +157,8 @@ class Stream(Ring):
 
 
 class StreamingCta[P: StreamingPlan]:
-    """What its warpgroups share. `given`, `results` and `memory` are named tuples of refs; a compute warpgroup reads
-    a tile of `outer` first and last in a step, a tile of `inner` between.
+    """What the warpgroups of a CTA share. `given`, `results` and `memory` are named tuples of refs; a compute warpgroup
+    reads a tile of `outer` first and last in a step, a tile of `inner` between.
     """
 
     outer: Stream
@@ -175,7 +176,10 @@ class StreamingCta[P: StreamingPlan]:
         self.ring = 0 if self.work.rings == 1 else self.wg  # of a compute warpgroup
 
     def stream(self, block: int, *, outer: dict[str, Any], inner: dict[str, Any]) -> None:
-        """Says what is streamed, in blocks of so many rows: `Stream`'s source, tiles, numbers and packing."""
+        """Declare both streams.
+
+        `block`: rows per streamed block. `outer`, `inner`: each `Stream`'s source, tiles, numbers and packing.
+        """
         plan, barriers = self.plan, self.barriers
         self.streamed = Streamed(lists=self.given.lists, full_is_exact=plan.full_is_exact, block=block, tile=plan.tile)
         of_outer = dict(ready=barriers.outer_ready, free=barriers.outer_free, stages=plan.config.stages)
@@ -189,7 +193,7 @@ class StreamingCta[P: StreamingPlan]:
         return lax.div(pair, heads), lax.rem(pair, heads)
 
     def of_ring(self, item: Item, which: int) -> Any:
-        """A field of an item that every ring has."""
+        """This ring's value of a field that each ring has for itself."""
         return item(which + self.plan.FIELDS[1] * self.ring)
 
     def first_row(self, start: Any, wg: Any) -> Any:

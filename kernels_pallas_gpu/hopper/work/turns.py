@@ -31,8 +31,8 @@ INTERPRETED_CTAS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """`fields`: numbers that are published of an item; the first is not negative. `ahead`: whether the memory warpgroup
-    loads resident rows.
+    """`fields`: how many numbers are published per item; the first is never negative, so that NO_ITEM marks the end.
+    `ahead`: whether the memory warpgroup loads resident rows.
     """
 
     items: int

@@ -24,7 +24,10 @@ def forward_mode_refusal() -> str:
 
 
 def differentiable_again(run: Callable, plain: Callable | None, implementation: str) -> Callable:
-    """`run` with the forward-mode derivative of `plain`, the same in plain XLA. Without `plain`, derivatives raise."""
+    """`run`, with the forward-mode derivative of `plain`, which computes the same in plain XLA.
+
+    Without `plain`, derivatives raise.
+    """
     if plain is None:
         guard = _no_derivative()
         # Not custom_jvp: inside it, JAX does not lower kernels that keep a counter or sums in global memory.

@@ -128,7 +128,10 @@ class _Operation:
         return operation(*values, *constants)
 
     def rule(self, dims: list[Dims]) -> str:
-        """Shardy's: equal names are cut alike. Were "h" made of "k" and a group, it would cut a mesh axis in two."""
+        """The sharding rule for Shardy: equal names are cut alike.
+
+        "h" is one name: as "k" times a group, Shardy would split a mesh axis between the two.
+        """
         number = iter(range(1000))
 
         def side(arrays: Iterable[Dims]) -> str:

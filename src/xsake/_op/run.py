@@ -50,7 +50,7 @@ class Runner:
 
     implementation: str
     config: Any
-    chosen: bool  # the configuration is ours, not the caller's: a device's part of the call may have another
+    chosen: bool  # XSAKE chose the configuration: a device's part of the call may get another
     size: tuple  # batch, query heads and keys of the call that the configuration is for
     by_compiler: bool  # arrays on auto mesh axes are cut by custom_partitioning
     interpret: bool

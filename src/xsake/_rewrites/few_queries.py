@@ -64,7 +64,7 @@ class FewQueries(Rewrite):
         given, mask, parts = self.given, self.given.mask, self.parts
         begin, end = (jnp.minimum(mask.kv_row_ptr[..., i : i + 1], mask.capacity) for i in (0, 1))
         pointer = begin + (end - begin) * jnp.arange(parts.parts + 1, dtype=jnp.int32)[None, None] // parts.parts
-        # Where full blocks are tested like others, nothing reads how many there are.
+        # Only kernels that skip the element test of full blocks read how many there are.
         full: Any = np.zeros((*pointer.shape[:2], parts.parts), np.int32)
         if given.full_is_exact:
             full = jnp.clip(begin + mask.kv_num_full - pointer[..., :-1], 0, jnp.diff(pointer))
@@ -98,7 +98,7 @@ class FewQueries(Rewrite):
     def results(
         self, out: Float[Array, "B R h Dv"], lse: Float[Array, "B h R"]
     ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
-        """In the lse's dtype: the parts were rounded before."""
+        """The output keeps the lse's dtype: the parts are rounded already."""
         b, _, heads, d = out.shape
         cut, t = self.parts, self.given.q_len
         out = out.reshape(b, cut.parts, cut.rows, heads, d)[:, :, : cut.group * t].astype(lse.dtype)

@@ -15,7 +15,7 @@ from xsake.backend.dims import Dims, call_dims, flat_dims
 
 
 class HeadPieces(Rewrite):
-    """The call itself, run piece after piece: what a piece needs for a while is as small as a piece."""
+    """The call itself, run one piece of its heads after another: temporary memory is that of one piece."""
 
     def __init__(self, given: Call, pieces: int) -> None:
         super().__init__(given)

@@ -1,4 +1,4 @@
-"""HeldBlocks: a dense call to a cache, with lists of those blocks alone that hold tokens: a cache has room for more."""
+"""HeldBlocks: a dense call to a cache with room to spare, given lists of only the blocks that hold tokens."""
 
 from __future__ import annotations
 

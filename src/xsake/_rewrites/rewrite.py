@@ -18,7 +18,9 @@ from xsake.backend.delta import DeltaParts
 
 
 class Rewrite:
-    """`call` runs in place of `given`. Every other method leaves as it is what a rewrite does not change."""
+    """`call` runs in place of `given`. The other methods convert arguments and results; by default they return them
+    unchanged.
+    """
 
     def __init__(self, given: Call) -> None:
         self.given = given
@@ -52,7 +54,7 @@ Kind = Callable[[Call], Rewrite | None]  # None: the call runs as it is
 
 
 def forward(kinds: Sequence[Kind], call: Call, run: Callable[[Call], tuple]) -> tuple:
-    """(output, lse) of a call, where `run(call)` computes those of the call that comes of all rewrites."""
+    """(output, lse) of a call, where `run(call)` computes those of the fully rewritten call."""
     if not kinds:
         return run(call)
     first, *others = kinds
@@ -65,7 +67,7 @@ def forward(kinds: Sequence[Kind], call: Call, run: Callable[[Call], tuple]) -> 
 
 
 def backward(kinds: Sequence[Kind], call: Call, given: tuple[Any, Any, Any], run: Callable[..., tuple]) -> tuple:
-    """Gradients of a call, where `run(call, lse, delta, d_out)` computes those of the call that comes of all rewrites.
+    """Gradients of a call, where `run(call, lse, delta, d_out)` computes those of the fully rewritten call.
 
     `given` is (lse, delta, d_out). Gradients of query, key and value come first; a bias's, if any, stays as it is.
     """
@@ -84,7 +86,7 @@ def backward(kinds: Sequence[Kind], call: Call, given: tuple[Any, Any, Any], run
 
 
 def shapes(kinds: Sequence[Kind], call: Call) -> Call:
-    """The shapes of the call that comes of all rewrites: a configuration is chosen before anything is computed."""
+    """The shapes of the fully rewritten call: a configuration is chosen before anything is computed."""
     for kind in kinds:
         if kind(call) is not None:
             call = jax.eval_shape(lambda call, kind=kind: kind(call).call, _shapes_of(call))

@@ -16,8 +16,8 @@ from xsake.hads.mask.block_mask import BlockMask
 def in_rows(call: Call, query: Array, mask: BlockMask, of_tokens: Callable[[Array], Array]) -> Call:
     """The call with queries of several heads in the rows of one; `of_tokens` takes a number per query to the rows.
 
-    Sinks are left out: they belong to heads. Where there is a band, rows are told apart by positions, and the mask's
-    own rule, which is of indices, says no more.
+    Sinks are left out: they belong to heads. A band is applied by positions, which tell the rows apart; the mask's own
+    index rule is dropped, since the band contains it.
     """
     positions = call.q_positions
     if positions is None:

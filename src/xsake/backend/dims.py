@@ -11,8 +11,8 @@ from jax import Array
 from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask
 
-# "b" the batch, "h" query heads, "k" K/V heads where they are fewer, "t" and "s" tokens, "d" and "e" channels, None
-# what is never cut: a size of 1, or lists of blocks.
+# "b" the batch, "h" query heads, "k" K/V heads where they are fewer, "t" and "s" tokens, "d" and "e" channels, and
+# None for a dimension that is never cut: of size 1, or of lists.
 Dims = tuple[str | None, ...]
 
 
