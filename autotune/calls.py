@@ -13,7 +13,7 @@ from typing import Any
 
 from xsake._ground import atomic
 from xsake._op import tuned
-from xsake.autotune.search.problem import Problem
+from xsake.autotune.problem import Problem
 from xsake.autotune.workloads import Workload
 from xsake.backend.contract import Call
 

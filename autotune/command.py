@@ -11,12 +11,12 @@ from rich.console import Console
 
 from xsake import tuning_db
 from xsake._op import registry
+from xsake.autotune import problem
 from xsake.autotune.calls import read_calls
 from xsake.autotune.measure.device_hands import DeviceHands
 from xsake.autotune.measure.isolation import Here, Worker
-from xsake.autotune.search import problem
+from xsake.autotune.problem import Problem
 from xsake.autotune.search.direction import Settings
-from xsake.autotune.search.problem import Problem
 from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.tuner import Tuner
 from xsake.autotune.write import report

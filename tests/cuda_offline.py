@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES, HOPPER_SMS, SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES, HOPPER_SMS, SHARED_MEMORY
 
 CHIPS = {  # name, compute capability, streaming multiprocessors
     "sm_80": ("NVIDIA A100-SXM4-80GB", 8, 108),

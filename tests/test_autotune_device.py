@@ -15,7 +15,7 @@ import xsake
 from xsake._op import registry, tuned
 from xsake.autotune.measure import environment, verify
 from xsake.autotune.measure.device_hands import DeviceHands
-from xsake.autotune.search.problem import Problem, from_call, named
+from xsake.autotune.problem import Problem, from_call, named
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
 
@@ -157,7 +157,7 @@ def test_a_call_on_the_command_line():
 
 def test_masks_of_workloads_carry_their_density():
     mask = problem(length=1024).workload.mask(0.25)
-    assert mask.density_hint == xsake.hads.mask.block_mask.density_bucket(float(mask.density()))
+    assert mask.density_hint == xsake.hads.density_bucket(float(mask.density()))
     assert dataclasses.replace(mask, density_hint=None).density_hint is None
 
 

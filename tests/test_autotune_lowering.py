@@ -19,7 +19,7 @@ from xsake.autotune.measure import device_hands
 from xsake.autotune.measure.contest import Contest
 from xsake.autotune.measure.lowering import Lowering, exported
 from xsake.autotune.measure.program import Program
-from xsake.autotune.search.problem import Problem
+from xsake.autotune.problem import Problem
 from xsake.autotune.workloads import Workload
 from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask

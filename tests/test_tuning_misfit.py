@@ -11,7 +11,7 @@ import pytest
 import xsake
 from xsake._op import registry
 from xsake._op.arguments import build_call
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 
 LARGE = f"it needs [0-9]+ bytes of shared memory; {HOPPER_SHARED_MEMORY} are"
 CASES = [
@@ -41,3 +41,17 @@ def test_misfit(name, direction, change, told):
     assert problem is not None
 
     assert re.match(told, problem), problem
+
+
+def test_a_misfit_is_refused_before_a_kernel_runs():
+    x = jnp.ones((1, 256, 4, 128), jnp.bfloat16)
+    mask = xsake.BlockMask.full(256, 256, block_q=64, block_kv=64, is_causal=True)
+    call, backend = build_call(x, x, x, mask, default_blocks=(64, 64)), registry.get("mosaic_gpu")
+    config = backend.default_config(call)
+    rows = jnp.zeros((1, 4, 256), jnp.float32)
+    fused = dataclasses.replace(config, fused=dataclasses.replace(config.fused, use=True))
+    with pytest.raises(ValueError, match="fused: the mask's block of 64 keys must be a multiple of 128"):
+        backend.backward(call, fused, rows, rows, x, with_bias=False)
+    deep = dataclasses.replace(config, forward=dataclasses.replace(config.forward, stages=9))
+    with pytest.raises(ValueError, match=f"forward: {LARGE}"):
+        backend.forward(call, deep)

@@ -15,9 +15,9 @@ from xsake.autotune.measure import isolation
 from xsake.autotune.measure.contest import Verdict
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.isolation import Here, Worker
+from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.ledger import Ledger
-from xsake.autotune.search.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.tuner import Tuner
 from xsake.autotune.workloads import Workload

@@ -24,7 +24,7 @@ from xsake.autotune.measure import verify
 from xsake.autotune.measure.lowering import Lowering
 from xsake.autotune.measure.program import RESULTS, Program
 from xsake.autotune.measure.timing import default_pause, seconds_per_call
-from xsake.autotune.search.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import UNKNOWN_DENSITY

@@ -12,7 +12,7 @@ from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS, Contest, Verdict
 from xsake.autotune.measure.isolation import Hands
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
-from xsake.autotune.search.problem import Part, Problem, StudyPlan
+from xsake.autotune.problem import Part, Problem, StudyPlan
 
 
 class DeviceHands(Hands):

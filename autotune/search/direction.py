@@ -11,12 +11,12 @@ from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS
 from xsake.autotune.measure.isolation import Failed
 from xsake.autotune.measure.timing import Timing
+from xsake.autotune.problem import Part, Problem, label
+from xsake.autotune.result import Measured, Result, Tried, geometric_mean
 from xsake.autotune.search.ledger import Ledger
 from xsake.autotune.search.pace import FEWEST_ROUNDS, FINALISTS, Pace
-from xsake.autotune.search.problem import Part, Problem, label
 from xsake.autotune.search.referee import Referee
-from xsake.autotune.search.study import Candidate, Study, Tried
-from xsake.autotune.write.result import Measured, Result, geometric_mean
+from xsake.autotune.search.study import Candidate, Study
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from xsake import tuning_db
 from xsake.autotune.measure.environment import Facts
-from xsake.autotune.search.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.result import Result
 from xsake.autotune.write import writer
-from xsake.autotune.write.result import Result
 from xsake.tuning_db import Key
 
 _HINTS = 3

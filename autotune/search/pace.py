@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from time import monotonic
 
-from xsake.autotune.search.problem import StudyPlan
+from xsake.autotune.problem import StudyPlan
 
 FINALISTS = 2  # configurations that meet the heuristic's in the last race
 FEWEST_ROUNDS = 3

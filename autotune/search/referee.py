@@ -8,7 +8,7 @@ from typing import Any
 
 from xsake.autotune.measure.contest import COMPILERS, Verdict
 from xsake.autotune.measure.isolation import Caller, Died, Failed, Hung
-from xsake.autotune.search.problem import Part, Problem, StudyPlan, label
+from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
 # Limits of the other requests, as multiples of the limit of a race.
 _OPEN = 4.0

@@ -17,7 +17,8 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from xsake.autotune.search.problem import Part, StudyPlan, label
+from xsake.autotune.problem import Part, StudyPlan, label
+from xsake.autotune.result import Tried
 
 CLEARLY = 1.1  # a trial that takes more than this times the best one's time is stopped early
 PARAMETER = "configuration"  # Optuna's only parameter: the varying fields of a configuration, as text
@@ -76,16 +77,6 @@ class Candidate:
     def abandon(self) -> None:
         """End the trial for lack of time; its configuration counts as untried."""
         self.trial.study.tell(self.trial, state=TrialState.FAIL)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """A trial that ended."""
-
-    part: Part
-    state: str  # "complete", "slower", "failed" or "wrong"
-    value: float | None  # time / the heuristic's time
-    reason: str | None
 
 
 class Study:

@@ -10,10 +10,10 @@ import optuna
 
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.isolation import Caller, Failed
+from xsake.autotune.problem import Problem
 from xsake.autotune.search.direction import Direction, Settings
 from xsake.autotune.search.ledger import Ledger, Observer
 from xsake.autotune.search.pace import Pace
-from xsake.autotune.search.problem import Problem
 from xsake.autotune.search.referee import Referee
 from xsake.autotune.search.study import Study
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from xsake.autotune.write.result import Result
+from xsake.autotune.result import Result
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
-from xsake.autotune.write.result import Result
+from xsake.autotune.result import Result
 
 
 class Bar(Progress):

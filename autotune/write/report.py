@@ -11,8 +11,8 @@ from rich.table import Table
 
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.timing import Timing
-from xsake.autotune.search.problem import Part
-from xsake.autotune.write.result import Result
+from xsake.autotune.problem import Part
+from xsake.autotune.result import Result
 
 COLUMNS = ("workload", "block", "direction", "density", "heuristic", "tuned", "speed-up", "what changed", "trials")
 FASTER, SAME = 1.05, 1.03  # a speed-up of at least FASTER is a gain, a speed-up of at most SAME is none

@@ -27,7 +27,7 @@ from xsake import tuning_db
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import Contest, Verdict
 from xsake.autotune.measure.environment import Facts
-from xsake.autotune.search.problem import Problem, StudyPlan, label, named
+from xsake.autotune.problem import Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
 from xsake.autotune.write import writer
 from xsake.tuning_db import Database, Entry

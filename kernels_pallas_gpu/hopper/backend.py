@@ -20,9 +20,9 @@ from xsake.kernels_pallas_gpu.hopper import gradients
 from xsake.kernels_pallas_gpu.hopper.forward import record as forward_record
 from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
-from xsake.kernels_pallas_gpu.hopper.kernel import DIMS
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
+from xsake.kernels_pallas_gpu.hopper.kernel import DIMS, padded_dims, short_blocks
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 from xsake.kernels_pallas_gpu.lists.merge import MergedQueries
 
 FORWARD = forward_record.KERNEL
@@ -114,6 +114,8 @@ def misfit(call: Call, config: Config) -> str | None:
 
 
 def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
+    if problem := FORWARD.misfit(_forward_shapes(call), config.forward):
+        raise ValueError(f"forward: {problem}")
     return rewrite.forward(FORWARD_REWRITES, call, partial(FORWARD.run, config=config.forward))
 
 
@@ -129,7 +131,7 @@ def backward(
     """(dQ, dK, dV, None): the operation computes the gradient of a bias."""
     shapes = _gradient_shapes(call)
     form = gradients.form_of(shapes, config)
-    if problem := form.knows(shapes):
+    if problem := form.knows(shapes) or gradients.misfit(shapes, config):
         raise ValueError(problem)
     if isinstance(delta, DeltaParts) and not form.sums_delta(shapes, delta):
         delta = delta.of_live_rows(call.q_segments, lse, d_out)
@@ -137,12 +139,12 @@ def backward(
 
 
 def _few_queries(call: Call) -> MergedQueries | None:
-    if call.mask.block_kv < 64 and call.band != Band():  # parts need positions, with which tiles are as short as blocks
-        return None
+    if short_blocks(call) and call.band != Band():
+        return None  # with a band, parts need positions, and then a tile cannot be longer than a block
     return MergedQueries.of(call, workers=2 * hopper_sms(), least_rows=64)  # each warpgroup of a CTA is a worker
 
 
-FORWARD_REWRITES = (_few_queries, *gradients.REWRITES)
+FORWARD_REWRITES = (_few_queries, padded_dims)
 
 
 def _forward_shapes(call: Call) -> Call:
@@ -150,4 +152,4 @@ def _forward_shapes(call: Call) -> Call:
 
 
 def _gradient_shapes(call: Call) -> Call:
-    return rewrite.shapes(gradients.REWRITES, call)
+    return rewrite.shapes([padded_dims], call)

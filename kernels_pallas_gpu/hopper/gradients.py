@@ -10,17 +10,14 @@ from typing import Any
 from jax import Array
 
 from xsake._rewrites import rewrite
-from xsake._rewrites.padded_dims import PaddedDims
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts
 from xsake.kernels_pallas_gpu.hopper.dkv import record as dkv
 from xsake.kernels_pallas_gpu.hopper.dq import record as dq
 from xsake.kernels_pallas_gpu.hopper.fused import record as fused
 from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
-from xsake.kernels_pallas_gpu.hopper.kernel import DIMS, Kernel
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, padded_dims, short_blocks
 from xsake.kernels_pallas_gpu.triton import backend as triton
-
-REWRITES = (partial(PaddedDims.of, dims=DIMS),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Form:
 
 
 def _fused(call: Call, config: Any, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
-    return rewrite.backward(REWRITES, call, (lse, delta, d_out), partial(fused.KERNEL.run, config=config.fused))
+    return rewrite.backward([padded_dims], call, (lse, delta, d_out), partial(fused.KERNEL.run, config=config.fused))
 
 
 def _apart(
@@ -53,17 +50,17 @@ def _apart(
         d_query, minus_delta = dq.KERNEL.run(call, lse, minus, d_out, config=config.dq)
         return d_query, *keys.run(call, lse, minus_delta, d_out, config=config.dkv)
 
-    return rewrite.backward(REWRITES, call, (lse, delta, d_out), run)
+    return rewrite.backward([padded_dims], call, (lse, delta, d_out), run)
 
 
 def _triton(call: Call, config: Any, *given: Array) -> tuple[Array, Array, Array]:
-    """Tiled by Triton's own default: `config.dq` and `config.dkv` are of kernels that do not run."""
+    """Triton's default tiling runs: `config.dq` and `config.dkv` belong to Hopper kernels, which do not run here."""
     d_query, d_key, d_value, _ = triton.backward(call, triton.default_config(call), *given, with_bias=False)
     return d_query, d_key, d_value
 
 
 def _needs_short_blocks(call: Call) -> str | None:
-    return None if call.mask.block_kv < 64 else "blocks of 64 keys and more have kernels of their own"
+    return None if short_blocks(call) else "blocks of 64 keys and more have kernels of their own"
 
 
 FORMS = (

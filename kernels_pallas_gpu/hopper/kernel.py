@@ -1,4 +1,4 @@
-"""Kernel: the record of one Hopper kernel, by which the backend knows it; and what all kernels share of a call."""
+"""`Kernel`, the record by which the backend knows one Hopper kernel; and the dtypes and head dimensions of all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._ground.trace import interpreting
+from xsake._rewrites.padded_dims import PaddedDims
 from xsake.backend.contract import Call
 
 DTYPES = ("bfloat16", "float16")
@@ -21,7 +22,8 @@ class Kernel:
 
     name: the field of the backend's `Config` that holds the kernel's configuration.
     knows(call): why the kernel cannot serve the call, or None.
-    default(call): a configuration that works, also where another kernel serves the call.
+    default(call): a configuration that works, also where another kernel serves the call. Raises NotImplementedError
+      where none fits.
     space(call): configurations worth measuring.
     misfit(call, config): why a configuration cannot serve a call that the kernel knows, or None.
     run(call, ..., config): the results; the kernel's own page says what it takes and returns.
@@ -35,6 +37,15 @@ class Kernel:
     run: Callable[..., Any]
 
 
+def padded_dims(call: Call) -> PaddedDims | None:
+    return PaddedDims.of(call, DIMS)
+
+
+def short_blocks(call: Call) -> bool:
+    """Whether blocks have fewer than 64 keys: the forward gathers them into tiles, and the gradients are Triton's."""
+    return call.mask.block_kv < 64
+
+
 def interpretation() -> Any:
-    """What a kernel's `interpret` is: False on a GPU."""
+    """The `interpret` argument of a kernel: False on a GPU."""
     return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else False

@@ -21,7 +21,7 @@ from xsake._ground.trace import interpreting
 from xsake._rewrites import rewrite
 from xsake._rewrites.packed_heads import PackedHeads
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
+from xsake.kernels_pallas_gpu.limits import REGISTERS_PER_THREAD, SHARED_MEMORY, shared_memory
 from xsake.kernels_pallas_gpu.lists.merge import MergedQueries
 from xsake.kernels_pallas_gpu.triton import backward as triton_backward
 from xsake.kernels_pallas_gpu.triton import forward as triton_forward

@@ -16,9 +16,9 @@ from jaxtyping import Float
 
 from xsake._rewrites.rewrite import Rewrite
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 
 
 class CopiedHeads(Rewrite):

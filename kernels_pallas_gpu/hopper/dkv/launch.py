@@ -33,7 +33,6 @@ def dkv(
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
     packing = Packing.required(mask.block_q, lists, call.q_heads, call.kv_heads, bias)
     plan = DkvPlan.of(call, packing, config, interpret)
-    plan.check()
     rule, columns, q_size, kv_size = plan.rule, plan.work.columns, plan.q_size, plan.kv_size
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))

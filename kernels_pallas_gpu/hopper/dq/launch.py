@@ -38,7 +38,6 @@ def dq(
     packing = Packing.required(mask.block_q, lists, call.q_heads, call.kv_heads, bias)
     parts = minus_delta if isinstance(minus_delta, DeltaParts) else None
     plan = DqPlan.of(call, packing, config, sums_delta=parts is not None, interpret=interpret)
-    plan.check()
     rule, q_size, kv_size = plan.rule, plan.q_size, plan.kv_size
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))

@@ -10,13 +10,13 @@ from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts
 from xsake.kernels_pallas_gpu.hopper.dq import launch
 from xsake.kernels_pallas_gpu.hopper.dq.plan import DqPlan
-from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation, short_blocks
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 
 def knows(call: Call) -> str | None:
-    return "it knows no blocks under 64 keys" if call.mask.block_kv < 64 else None
+    return "it knows no blocks under 64 keys" if short_blocks(call) else None
 
 
 def _tiles(call: Call) -> BackwardTiles:

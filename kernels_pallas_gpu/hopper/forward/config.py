@@ -6,7 +6,7 @@ from typing import Literal
 
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.hads.mask.band import Band
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SMS
+from xsake.kernels_pallas_gpu.limits import HOPPER_SMS
 
 WG_ROWS = 64  # query rows per compute warpgroup
 

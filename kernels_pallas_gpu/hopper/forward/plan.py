@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, ForwardConfig, Pairing
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.hopper.tile.bits import fits_in_lists
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LOG2E
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES
 from xsake.kernels_pallas_gpu.lists.work_order import MOST_ITEMS
 
 

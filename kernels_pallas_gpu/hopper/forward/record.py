@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from jax import Array
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper import limits
+from xsake.kernels_pallas_gpu import limits
 from xsake.kernels_pallas_gpu.hopper.forward import launch
 from xsake.kernels_pallas_gpu.hopper.forward.config import ForwardConfig, Pairing, mergeable
 from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
-from xsake.kernels_pallas_gpu.hopper.kernel import DTYPES, Kernel, interpretation
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
+from xsake.kernels_pallas_gpu.hopper.kernel import DTYPES, Kernel, interpretation, short_blocks
 from xsake.kernels_pallas_gpu.hopper.tile.bits import fits_in_lists
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 
 
 def knows(call: Call) -> str | None:
@@ -25,7 +25,7 @@ def knows(call: Call) -> str | None:
         return f"query.dtype={call.query.dtype} must be one of {DTYPES}"
     if call.page is not None and call.page % 64:
         return f"page_table: the pages of {call.page} keys must be a multiple of 64"
-    if mask.block_kv < 64:
+    if short_blocks(call):
         if problem := _unknown_short_blocks(call):
             return problem
     elif mask.block_kv % 64:

@@ -8,12 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake._ground.fields import check_fields, flag, one_of, whole
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper import limits
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_L2_BYTES
+from xsake.kernels_pallas_gpu import limits
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.work.plan import BackwardPlan, active_keys, early_ranks, longest_share
+from xsake.kernels_pallas_gpu.limits import HOPPER_L2_BYTES
 
 COMPUTE_WGS = 2
 KEYS = COMPUTE_WGS * ROWS  # of a CTA; each compute warpgroup has 64 of them
@@ -104,10 +104,6 @@ class FusedPlan(BackwardPlan):
             config=config,
             interpret=interpret,
         )
-
-    @property
-    def tiles_per_block(self) -> int:
-        return self.block_q // self.tile
 
     @property
     def dq_dtype(self) -> Any:

@@ -10,12 +10,12 @@ from jax import Array
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.fused import launch, plan
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
-from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation, short_blocks
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 
 def knows(call: Call) -> str | None:
-    if Packing.of_call(call).group == 1 and call.mask.block_kv >= 64:
+    if Packing.of_call(call).group == 1 and not short_blocks(call):
         return None
     return "it knows no blocks under 64 queries or keys; use=False runs other kernels for dQ and for dK and dV"
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper import limits
+from xsake.kernels_pallas_gpu import limits
 from xsake.kernels_pallas_gpu.hopper.gathered.ring import GatherRing
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.products import swizzled
 from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.work.plan import L2_SHARE, BackwardPlan
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 
 WGS = 2  # compute warpgroups
 # The longest columns are cut into parts: every query may have chosen one block, the first for instance.
@@ -116,8 +116,8 @@ class GatheredPlan(BackwardPlan):
 
     def misfit(self) -> str | None:
         """Why the configuration cannot serve the call, or None."""
-        if self.packing.rows % self.config.tile:
-            return f"tile={self.config.tile} does not divide the mask's block of {self.packing.rows}"
+        if self.config.tile != ROWS:
+            return f"tile={self.config.tile} must be {ROWS}, as wide as a tile of gathered queries"
         if self.config.resident_stages == 2:
             return "this call needs resident_stages=1"
         return limits.misfit(self.smem_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax import Array
@@ -10,7 +11,7 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.dkv import record as dkv
 from xsake.kernels_pallas_gpu.hopper.gathered import launch, plan
 from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
-from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
+from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig, BackwardTiles
 
 
 def knows(call: Call) -> str | None:
@@ -29,7 +30,7 @@ def _tiles(call: Call) -> BackwardTiles:
 
 
 def default(call: Call) -> BackwardConfig:
-    return dkv.first_fit(call, _tiles(call))
+    return dataclasses.replace(dkv.first_fit(call, _tiles(call)), tile=ROWS)
 
 
 def space(call: Call) -> Sequence[BackwardConfig]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xsake._ground.fields import check_fields, one_of, whole
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 
 ROWS = 64  # resident rows per compute warpgroup: the M of a wgmma
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import RowLists
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 
 Array = jax.Array
 # A column is long if it takes more than a fifth of an SM's share of the work. Pairs are interleaved where long columns

@@ -9,8 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
-from xsake.kernels_pallas_gpu.hopper import limits
-from xsake.kernels_pallas_gpu.hopper.limits import HOPPER_SHARED_MEMORY, hopper_sms
+from xsake.kernels_pallas_gpu import limits
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.element_rule import ElementRule
 from xsake.kernels_pallas_gpu.hopper.tile.launch import smem_bytes
@@ -19,6 +18,7 @@ from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs
 from xsake.kernels_pallas_gpu.hopper.work.parts import Columns
 from xsake.kernels_pallas_gpu.hopper.work.turns import Turns
+from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY, hopper_sms
 
 L2_SHARE = 32 * 2**20  # bytes: the tiles that CTAs stream at one time should fit in this part of the L2 cache
 
@@ -256,10 +256,6 @@ class StreamingPlan(BackwardPlan):
         if self.one_stage and self.config.resident_stages == 2:
             return "this call needs resident_stages=1"
         return limits.misfit(self.smem_bytes())
-
-    def check(self) -> None:
-        if problem := self.misfit():
-            raise ValueError(f"{self.config}: {problem}")
 
     @property
     def turns(self) -> Turns:

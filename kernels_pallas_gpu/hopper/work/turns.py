@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.kernels_pallas_gpu.hopper.limits import hopper_sms
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
 from xsake.kernels_pallas_gpu.hopper.work.items import ItemNotes, ItemRefs, dealt
 from xsake.kernels_pallas_gpu.hopper.work.tickets import take_ticket
+from xsake.kernels_pallas_gpu.limits import hopper_sms
 
 NO_ITEM = -1  # the first field when there is nothing left to do
 INTERPRETED_CTAS = 2

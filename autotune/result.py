@@ -1,4 +1,4 @@
-"""The result of a study, and the database entry made from that result."""
+"""The result of a study: its trials, its races, and the database entry made from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from xsake.autotune.measure.timing import Timing
-from xsake.autotune.search.problem import Part, StudyPlan
-from xsake.autotune.search.study import Tried
+from xsake.autotune.problem import Part, StudyPlan
 from xsake.tuning_db import Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A trial that ended."""
+
+    part: Part
+    state: str  # "complete", "slower", "failed" or "wrong"
+    value: float | None  # time / the heuristic's time
+    reason: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
