@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.gpu.peer_masks import CALLS
 from benchmarks.harness import checkouts
 from benchmarks.harness.case import DIRECTIONS
+from benchmarks.harness.masks import CALLS
 from benchmarks.harness.race import PAUSE
 from benchmarks.harness.script import Record, listed, parser, show
 from xsake.autotune.measure.timing import Timing

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import first_call, hads_masks, packing, peer_masks, peers, prompt, sanitize
+from benchmarks.gpu import first_call, packing, peers, prompt, sanitize
 from benchmarks.gpu import selection as gpu_selection
-from benchmarks.harness import contestant
+from benchmarks.harness import contestant, masks
 from benchmarks.harness.case import BOTH, DIRECTIONS, Case
 from benchmarks.report import aims, selection
 
@@ -155,15 +155,15 @@ def test_a_value_that_rounds_to_its_aim_is_not_missed():
 
 
 def test_masks_of_hads_are_raced_beside_random_ones_of_as_many_blocks():
-    masks, small = peer_masks.masks_of(peer_masks.HADS), hads_masks.load()
+    raced, small = masks.masks_of(masks.HADS), masks.hads_blocks()
     for name, blocks in small.items():
-        chosen, drawn = (np.asarray(masks[n].to_blocks())[0] for n in (name, f"random, as {name}"))
-        assert chosen.shape == (peer_masks.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
+        chosen, drawn = (np.asarray(raced[n].to_blocks())[0] for n in (name, f"random, as {name}"))
+        assert chosen.shape == (masks.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
         assert chosen.diagonal(axis1=1, axis2=2).all() and drawn.diagonal(axis1=1, axis2=2).all()
-        own = np.asarray(peer_masks.with_small_blocks(peer_masks.HADS, name).to_blocks())[0]
+        own = np.asarray(masks.with_small_blocks(masks.HADS, name).to_blocks())[0]
         np.testing.assert_array_equal(own, blocks)
         np.testing.assert_array_equal(chosen, own.reshape(-1, 64, 2, 64, 2).any((2, 4)))
-    assert len(masks) == 2 * len(small) == 6
+    assert len(raced) == 2 * len(small) == 6
 
 
 def test_the_aims_with_masks_of_hads():
@@ -196,7 +196,7 @@ class Tensor:
 @pytest.mark.parametrize("off", [0.0, 0.01, 0.1, np.nan])
 def test_a_peer_with_other_results_is_not_raced(off):
     race = object.__new__(peers.Race)
-    race.case, race.name, race.workload = Case(peer_masks.HADS, BOTH), "random 43%", peer_masks.HADS
+    race.case, race.name, race.workload = Case(masks.HADS, BOTH), "random 43%", masks.HADS
     ours = tuple(jnp.full((2, 3), value, jnp.bfloat16) for value in (1.0, 2.0))
     race.contestants = {peers.OURS: lambda: ours}
     race.check()  # without a peer there is nothing to compare

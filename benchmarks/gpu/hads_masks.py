@@ -14,24 +14,11 @@ import json
 import numpy as np
 
 from benchmarks import record
+from benchmarks.harness.masks import HADS, HADS_MASKS, coarse
 from xsake._ground import atomic
 
-PATH = record.ROOT / "benchmarks" / "data" / "hads_masks.npz"
-LENGTH, BLOCK, BUDGETS = 8192, 64, (0.43, 0.2, 0.1)
+BUDGETS = (0.43, 0.2, 0.1)
 EVERY = 4  # layers: 8 of 30
-
-
-def load() -> dict[str, np.ndarray]:
-    """By names such as "HADS 43%": bool[heads of all layers, n, n] in blocks of 64."""
-    with np.load(PATH) as arrays:
-        n = LENGTH // BLOCK
-        return {name: np.unpackbits(arrays[name], axis=-1).astype(bool)[..., :n] for name in arrays if name != "about"}
-
-
-def coarse(blocks: np.ndarray) -> np.ndarray:
-    """In blocks of 128: those that hold a block of 64."""
-    heads, n, _ = blocks.shape
-    return blocks.reshape(heads, n // 2, 2, n // 2, 2).any((2, 4))
 
 
 def compute() -> dict[str, np.ndarray]:
@@ -46,9 +33,9 @@ def compute() -> dict[str, np.ndarray]:
 
     weights = open_model(MODEL)
     pages = "\n\n".join((record.ROOT / page).read_text() for page in (*PAGES, "docs/many_devices.md", "docs/tuning.md"))
-    tokens = np.asarray(load_tokenizer(weights).encode(pages)[:LENGTH], np.int32)
-    if len(tokens) < LENGTH:
-        raise SystemExit(f"the pages have {len(tokens)} tokens, and {LENGTH} are needed: name more pages")
+    tokens = np.asarray(load_tokenizer(weights).encode(pages)[: HADS.length], np.int32)
+    if len(tokens) < HADS.length:
+        raise SystemExit(f"the pages have {len(tokens)} tokens, and {HADS.length} are needed: name more pages")
     layers = Layers(load_pretrained(weights, dtype=jnp.float32, param_dtype=jnp.float32))
     profile, text, found = shipped(MODEL), Text("pages", "documentation", tokens), {}
     for budget in BUDGETS:
@@ -66,7 +53,7 @@ def main() -> None:
     found = compute()
     if args.record:
         packed = {name: np.packbits(blocks, axis=-1) for name, blocks in found.items()}
-        with atomic.replacing(PATH) as stream:
+        with atomic.replacing(HADS_MASKS) as stream:
             np.savez_compressed(stream, about=json.dumps(record.environment()), **packed)
 
 

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 
 import xsake
-from benchmarks.gpu.peer_masks import CALLS, MLA, masks_of, with_small_blocks
 from benchmarks.harness.case import DIRECTIONS, FORWARD, Case, compile_all
 from benchmarks.harness.contestant import WORST, dense, of_torch, relative_difference
+from benchmarks.harness.masks import CALLS, MLA, masks_of, with_small_blocks
 from benchmarks.harness.nvidia_smi import Monitor
 from benchmarks.harness.race import run_all, sustained_race, sustained_row
 from benchmarks.harness.script import Row, listed, need_gpu, parser

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import xsake
-from benchmarks.gpu.peer_masks import CALLS, masks_of
 from benchmarks.harness.case import FORWARD, Case, compile_all
+from benchmarks.harness.masks import CALLS, masks_of
 from xsake.autotune.measure.timing import seconds_per_call
 
 SAMPLE = 2000  # numbers of each result

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 import xsake
-from benchmarks.gpu import hads_masks
+from benchmarks import record
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 ODD = Workload(name="odd10k_d96", batch=1, q_heads=16, kv_heads=16, length=10000, head_dim=96, is_causal=True)
@@ -18,6 +18,7 @@ HADS = Workload(name="smollm8k", batch=1, q_heads=72, kv_heads=24, length=8192, 
 CALLS = {name: WORKLOADS[name] for name in ("llama32k", "full16k", "gpt4k", "gpt4k_d64")} | {
     w.name: w for w in (ODD, MLA, HADS)
 }
+HADS_MASKS = record.ROOT / "benchmarks" / "data" / "hads_masks.npz"  # written by `gpu/hads_masks.py`
 
 
 def masks_of(workload: Workload) -> dict[str, xsake.BlockMask]:
@@ -26,7 +27,7 @@ def masks_of(workload: Workload) -> dict[str, xsake.BlockMask]:
     if workload is MLA:
         return {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43)}
     if workload is HADS:
-        chosen = {name: hads_masks.coarse(blocks) for name, blocks in hads_masks.load().items()}
+        chosen = {name: coarse(blocks) for name, blocks in hads_blocks().items()}
         chosen |= {f"random, as {name}": as_many(blocks) for name, blocks in chosen.items()}
         return {name: of_blocks(workload, blocks, workload.block) for name, blocks in chosen.items()}
     masks = {f"random {d:.0%}": workload.mask(d) for d in (1.0, 0.43, 0.1)}
@@ -57,6 +58,19 @@ def lines(workload: Workload, density: float) -> xsake.BlockMask:
     return of_blocks(workload, per_query_head, workload.block)
 
 
+def hads_blocks() -> dict[str, np.ndarray]:
+    """By names such as "HADS 43%": bool[heads of all layers, n, n] in blocks of 64."""
+    with np.load(HADS_MASKS) as arrays:
+        n = HADS.length // 64
+        return {name: np.unpackbits(arrays[name], axis=-1).astype(bool)[..., :n] for name in arrays if name != "about"}
+
+
+def coarse(blocks: np.ndarray) -> np.ndarray:
+    """In blocks of 128: those that hold a block of 64."""
+    heads, n, _ = blocks.shape
+    return blocks.reshape(heads, n // 2, 2, n // 2, 2).any((2, 4))
+
+
 def as_many(blocks: np.ndarray) -> np.ndarray:
     """Random causal blocks: every head keeps its diagonal, and as many other blocks as it has."""
     n, rng, found = blocks.shape[1], np.random.default_rng(0), []
@@ -77,7 +91,7 @@ def with_small_blocks(workload: Workload, name: str) -> xsake.BlockMask | None:
     """The mask of that name in blocks of 64, where such masks are raced."""
     kind, _, density = name.partition(" ")
     if kind == "HADS":
-        return of_blocks(workload, hads_masks.load()[name], 64)
+        return of_blocks(workload, hads_blocks()[name], 64)
     if kind not in ("random", "lines") or workload.length <= 8192 or workload in (ODD, MLA):
         return None
     at = dataclasses.replace(workload, block=64)
