@@ -1,13 +1,14 @@
 """Benchmarks that compile side by side and race in turn."""
 
+import argparse
 import json
 import sys
 import time
 
 import pytest
 
-from benchmarks.gpu import all as gpu_all
-from benchmarks.gpu.all import Job
+from benchmarks.harness import jobs
+from benchmarks.harness.jobs import Job
 
 # A benchmark that takes turns: says when it has compiled, and when it begins and ends its races.
 TURNS = """
@@ -24,7 +25,7 @@ def job(tmp_path, name: str, program: str, **values) -> Job:
 
 
 def run(together, alone, seconds: float = 60, out=None) -> None:
-    gpu_all.run(together, alone, deadline=time.monotonic() + seconds, out=out)
+    jobs.run(together, alone, deadline=time.monotonic() + seconds, out=out)
 
 
 def test_all_compile_before_one_races_and_each_races_alone(tmp_path):
@@ -55,11 +56,11 @@ def test_nothing_goes_on_after_the_time_is_over(tmp_path):
     assert never.status == "not run" and never.process is None
 
 
-def test_an_unknown_benchmark_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["gpu_all", "--out", str(tmp_path), "--give", "pears=--rounds 3"])
-    with pytest.raises(SystemExit):
-        gpu_all.main()
-    assert "no such benchmark: pears; there are peers, " in capsys.readouterr().err
+def test_an_unknown_benchmark_is_refused():
+    given = jobs.options_of(("peers", "decode"))
+    assert given("peers=--rounds=3") == ("peers", "--rounds=3")
+    with pytest.raises(argparse.ArgumentTypeError, match="no such benchmark: pears; there are peers, decode"):
+        given("pears=--rounds 3")
 
 
 RECORDS = """
@@ -71,12 +72,12 @@ found = {{"environment": {{"commit": "1", "command": {name!r}}}, "results": [{na
 
 
 def test_the_records_of_parts_are_joined(tmp_path):
-    jobs = [job(tmp_path, name, RECORDS, out=str(tmp_path / name)) for name in ("first", "second")]
-    for one in jobs:
+    parts = [job(tmp_path, name, RECORDS, out=str(tmp_path / name)) for name in ("first", "second")]
+    for one in parts:
         one.out = tmp_path / one.name
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "old.json").write_text("{}")  # of an earlier run
-    run(jobs, [], out=tmp_path)
+    run(parts, [], out=tmp_path)
     assert json.loads((tmp_path / "races.json").read_text()) == {
         "environment": {"commit": "1", "command": "first; second"},
         "results": ["first", "second"],
@@ -85,8 +86,9 @@ def test_the_records_of_parts_are_joined(tmp_path):
 
 
 def test_a_benchmark_has_parts_unless_its_options_say_which(tmp_path):
-    parts = gpu_all.jobs_of("selection", "--peers ejkernel", tmp_path, tmp_path / "logs")
-    assert [part.name for part in parts] == [f"selection-{n}" for n in (65536, 32768, 8192)]
+    options, folders = [f"--tokens {n}" for n in (65536, 32768)], (tmp_path, tmp_path / "logs")
+    parts = jobs.jobs_of("selection", options, "--peers ejkernel", *folders)
+    assert [part.name for part in parts] == ["selection-65536", "selection-32768"]
     assert parts[0].command[-4:] == ["--tokens", "65536", "--peers", "ejkernel"]
-    (whole,) = gpu_all.jobs_of("selection", "--tokens 4096", tmp_path, tmp_path / "logs")
+    (whole,) = jobs.jobs_of("selection", options, "--tokens 4096", *folders)
     assert whole.name == "selection" and whole.out is None
