@@ -1,14 +1,16 @@
-"""Benchmarks that compile side by side and race in turn."""
+"""Processes of the benchmarks: jobs compile side by side and race in turn; outcomes of test runs become one record."""
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 
 import pytest
 
-from benchmarks.harness import jobs
+from benchmarks.harness import jobs, outcomes
 from benchmarks.harness.jobs import Job
+from benchmarks.record import ROOT
 
 # A benchmark that takes turns: says when it has compiled, and when it begins and ends its races.
 TURNS = """
@@ -92,3 +94,81 @@ def test_a_benchmark_has_parts_unless_its_options_say_which(tmp_path):
     assert parts[0].command[-4:] == ["--tokens", "65536", "--peers", "ejkernel"]
     (whole,) = jobs.jobs_of("selection", options, "--tokens 4096", *folders)
     assert whole.name == "selection" and whole.out is None
+
+
+HERE = {"commit": "abc", "device": "H200", "python": "3.12.0", "versions": {"jax": "0.11.2"}, "platform": "gpu"}
+TESTS = """
+import pathlib
+import pytest
+
+PLACE = pathlib.Path(__file__).parent
+
+@pytest.mark.parametrize("name", ["good", "mended", "skipped", "ends badly"])
+def test(name, request):
+    with open(PLACE / "ran", "a") as file:
+        print(name, file=file)
+    if name == "skipped":
+        pytest.skip("no such device")
+    if name == "ends badly":
+        request.addfinalizer(lambda: 1 / 0)
+    assert name != "mended" or (PLACE / "mended").exists(), "not mended yet"
+"""
+RUN = """
+import json, pathlib, sys
+from benchmarks.harness import outcomes
+environment, path, *of_pytest = sys.argv[1:]
+sys.exit(outcomes.run(json.loads(environment), pathlib.Path(path), "gpu", of_pytest))
+"""
+
+
+def run_tests(folder, *more, **environment):
+    command = [sys.executable, "-c", RUN, json.dumps(HERE | environment), str(folder / "out" / "gpu_tests.json")]
+    command += ["-q", "-c", str(folder / "pytest.ini"), str(folder), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = (folder / "ran").read_text().splitlines() if (folder / "ran").exists() else []
+    (folder / "ran").unlink(missing_ok=True)
+    return done, ran
+
+
+def test_a_second_run_leaves_out_what_passed(tmp_path):
+    options = ["addopts = -m none -p no:cacheprovider", "markers = gpu", "filterwarnings = error"]
+    (tmp_path / "pytest.ini").write_text("\n".join(["[pytest]", *options]))
+    (tmp_path / "test_some.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + TESTS)
+    done, ran = run_tests(tmp_path)
+    record = json.loads((tmp_path / "out" / "gpu_tests.json").read_text())
+    assert done.returncode == 1 and ran == ["good", "mended", "skipped", "ends badly"], done.stdout + done.stderr
+    assert record["results"]["total"] == {"passed": 1, "failed": 2, "skipped": 1}
+    assert record["results"]["failed"] == ["test_some.py::test[ends badly]", "test_some.py::test[mended]"]
+    reasons = {name: test.get("reason", "") for name, test in record["results"]["tests"].items()}
+    assert "not mended yet" in reasons["test_some.py::test[mended]"]
+    assert "no such device" in reasons["test_some.py::test[skipped]"]
+
+    (tmp_path / "mended").touch()
+    done, ran = run_tests(tmp_path, "-k", "mended")
+    record = json.loads((tmp_path / "out" / "gpu_tests.json").read_text())
+    assert ran == ["mended"] and record["results"]["total"] == {"passed": 2, "failed": 1, "skipped": 1}
+    assert done.returncode == 1  # one test of the record has failed, though not in this run
+
+
+def recorded(folder, **environment):
+    path = folder / "gpu_tests.json"
+    path.write_text(json.dumps({"environment": HERE, "results": {"tests": {"a": {"outcome": "passed"}}}}))
+    return outcomes.Outcomes.resume(HERE | environment, path).passed
+
+
+def test_outcomes_of_another_commit_device_or_version_do_not_count(tmp_path, capsys):
+    assert recorded(tmp_path) == ["a"]
+    for other in (dict(commit="abd"), dict(device="A100"), dict(versions={"jax": "0.12.0"})):
+        assert recorded(tmp_path, **other) == []
+        assert f"of another {next(iter(other))}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
+def test_outcomes_of_uncommitted_code_do_not_count(tmp_path, monkeypatch, commit):
+    monkeypatch.setitem(HERE, "commit", commit)
+    assert recorded(tmp_path) == []
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    done, _ = run_tests(tmp_path, platform="cpu", device="some CPU")
+    assert done.returncode == 1 and "no GPU here, but some CPU" in done.stderr
