@@ -1,4 +1,4 @@
-"""The kernels that `make kernel` knows: for each a call to compile and three calls to interpret.
+"""The kernels that `make kernel` knows: for each a call to compile and a few calls to interpret.
 
 All are small programs on the names that a backend has in any case (`forward`, `backward`, `default_config`), so that a
 kernel may be rewritten inside and out, and is still lowered and tried here as before.
@@ -83,7 +83,7 @@ def _first() -> Iterator[tuple[Callable, tuple]]:
     import xsake
     from xsake.kernels_pallas_gpu.hopper import first
 
-    mask = xsake.BlockMask.full(8192, 8192, block_q=64, block_kv=128, is_causal=True)
+    mask = xsake.BlockMask.full(8192, 8192, block_q=64, block_kv=64, is_causal=True)
     q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), "bfloat16") for heads in (4, 2))
     yield functools.partial(first.forward, scale=0.1), (q, k, k, mask)
 
@@ -206,7 +206,15 @@ def _run_first(arguments: dict[str, Any]) -> None:
 
 _hopper_forward = functools.partial(_run_forward, "mosaic_gpu", value_dim=64)
 _hopper_gradients = functools.partial(_run_gradients, "mosaic_gpu", value_dim=64)
-_FIRST = {name: arguments for name, arguments in OF_HOPPER.items() if "128" not in name and "sinks" not in name}
+_FIRST: dict[str, dict[str, Any]] = {
+    "a list per head, odd lengths": OF_HOPPER["a list per head, odd lengths"],
+    "causal": dict(mask_causal=True, density=1.0),
+    "empty rows": dict(density=0.0),
+    "more blocks than slots": dict(kv_len=80, density=1.0),
+}
+# A slot that is freed too early shows only where it is used again: lists must be longer than the rings.
+_LONG_KEYS = {"more blocks of keys than slots": dict(q_len=16, kv_len=160, density=1.0)}
+_LONG_QUERIES = {"more blocks of queries than slots": dict(q_len=160, kv_len=32, block_kv=32, density=1.0)}
 _D128 = "D 128, block 128"
 
 KERNELS: dict[str, Entry] = {
@@ -215,14 +223,14 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/first.py",
         of="first",
         programs=_first,
-        calls=_FIRST | {"causal": dict(mask_causal=True, density=1.0), "empty rows": dict(density=0.0)},
+        calls=_FIRST,
         run=_run_first,
     ),
     "forward": Entry(
         says="out and lse on Hopper",
         room="kernels_pallas_gpu/hopper/forward",
         programs=functools.partial(_hopper, _D128, length=8192, direction="forward"),
-        calls=OF_HOPPER,
+        calls=OF_HOPPER | _LONG_KEYS,
         run=_hopper_forward,
     ),
     "dq": Entry(
@@ -230,7 +238,7 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/dq",
         of="dq",
         programs=functools.partial(_hopper, _D128, length=2048, direction="apart"),
-        calls=OF_HOPPER,
+        calls=OF_HOPPER | _LONG_KEYS,
         run=_hopper_gradients,
     ),
     "dkv": Entry(
@@ -238,7 +246,7 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/dkv",
         of="dkv",
         programs=functools.partial(_hopper, _D128, length=2048, direction="apart"),
-        calls=OF_HOPPER,
+        calls=OF_HOPPER | _LONG_QUERIES,
         run=_hopper_gradients,
     ),
     "fused": Entry(
@@ -246,7 +254,7 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/fused",
         of="backward",
         programs=functools.partial(_hopper, _D128, length=8192, direction="fused"),
-        calls=WIDE,
+        calls=WIDE | _LONG_QUERIES,
         run=functools.partial(_run_gradients, "mosaic_gpu", head_dim=128, value_dim=64),
     ),
     "gathered": Entry(

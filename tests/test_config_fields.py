@@ -121,7 +121,7 @@ def backend(monkeypatch):
         made.default_config = lambda call: made.Config(forward=part(tile=1))
         made.misfit = lambda call, config: None
         monkeypatch.setattr(registry, "get", lambda name: made)
-        tuning_db.warn_once.cache_clear()
+        tuning_db.lookup.warn_once.cache_clear()
         return made
 
     return fake

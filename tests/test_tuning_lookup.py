@@ -25,7 +25,7 @@ def user(tmp_path, monkeypatch):
     """The user's folder, and none of the shipped files."""
     monkeypatch.setenv("XSAKE_TUNING_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning_db.lookup, "SHIPPED", tmp_path / "shipped")
-    tuning_db.warn_once.cache_clear()
+    tuning_db.lookup.warn_once.cache_clear()
     tuned._tell_stale.cache_clear()
     for folder in ("user", "shipped"):
         (tmp_path / folder).mkdir()

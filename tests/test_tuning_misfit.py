@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
+from tests.test_mosaic_lowering import ARGUMENTS, SHAPES, make_call
 from xsake._op import registry
 from xsake._op.arguments import build_call
+from xsake.kernels_pallas_gpu.hopper import gradients
 from xsake.kernels_pallas_gpu.limits import HOPPER_SHARED_MEMORY
 
 LARGE = f"it needs [0-9]+ bytes of shared memory; {HOPPER_SHARED_MEMORY} are"
@@ -55,3 +57,12 @@ def test_a_misfit_is_refused_before_a_kernel_runs():
     deep = dataclasses.replace(config, forward=dataclasses.replace(config.forward, stages=9))
     with pytest.raises(ValueError, match=f"forward: {LARGE}"):
         backend.forward(call, deep)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *ARGUMENTS])
+def test_the_form_that_a_default_wants_knows_the_call(name):
+    call = make_call(**(SHAPES | ARGUMENTS)[name])
+    backend = registry.get("mosaic_gpu")
+    config, shapes = backend.default_config(call), backend._gradient_shapes(call)
+    assert gradients.form_of(shapes, config).knows(shapes) is None
+    assert all(backend.misfit(call, config) is None for config in backend.search_space(call))

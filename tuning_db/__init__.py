@@ -2,7 +2,7 @@
 
 from xsake.tuning_db.database import SCHEMA_VERSION, Database, Entry, UnknownSchema, UnreadableDatabase, file_name
 from xsake.tuning_db.key import UNKNOWN_DENSITY, Key
-from xsake.tuning_db.lookup import SHIPPED, Found, find, heuristics_only, overlay, user_directory, warn_once
+from xsake.tuning_db.lookup import SHIPPED, Found, find, heuristics_only, overlay, user_directory
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -19,5 +19,4 @@ __all__ = [
     "heuristics_only",
     "overlay",
     "user_directory",
-    "warn_once",
 ]

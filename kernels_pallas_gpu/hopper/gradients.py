@@ -25,7 +25,9 @@ class Form:
     """`kernels`: the records of the kernels that run, for the tuner.
 
     knows(call): why the form cannot serve the call, or None.
-    wanted(call, config): whether the configuration asks for this form.
+    wanted(call, config): whether this form runs, if no form before it does. A form that `wanted` a call which it does
+      not know makes the call raise: true there only where the configuration asks for the form by name (`use=True`,
+      `gather=True`).
     run(call, config, lse, delta, d_out): dQ, dK and dV; `delta` may be `DeltaParts` where `sums_delta(call, delta)`.
     """
 
@@ -104,9 +106,14 @@ def form_of(call: Call, config: Any) -> Form:
 
 
 def default(call: Call) -> dict[str, Any]:
-    """The configurations of all gradient kernels, by the fields of `Config`."""
-    keys = dkv if gathered.KERNEL.knows(call) else gathered
-    return {kernel.name: kernel.default(call) for kernel in (fused.KERNEL, dq.KERNEL, keys.KERNEL)}
+    """The configurations of all gradient kernels, by the fields of `Config`: each from the first kernel that knows the
+    call, or where none does from the last.
+    """
+    chosen: dict[str, Kernel] = {}
+    for kernel in reversed([kernel for form in FORMS for kernel in form.kernels]):
+        if kernel.name not in chosen or kernel.knows(call) is None:
+            chosen[kernel.name] = kernel
+    return {name: kernel.default(call) for name, kernel in chosen.items()}
 
 
 def space(call: Call, default: Any) -> list[tuple[str, Any]]:

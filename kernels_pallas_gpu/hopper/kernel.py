@@ -19,8 +19,9 @@ DIMS = (64, 96, 128, 160, 192, 256)  # head dimensions of the kernels; others ar
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One kernel, in a folder of its own. Every function takes the call that runs: its head dimensions are in `DIMS`.
+    There is one forward, whose variants are fields of `ForwardConfig`; gradients have forms (`gradients.py`).
 
-    name: the field of the backend's `Config` that holds the kernel's configuration.
+    name: the field of the backend's `Config` that holds the kernel's configuration. Kernels may share it.
     knows(call): why the kernel cannot serve the call, or None.
     default(call): a configuration that works, also where another kernel serves the call. Raises NotImplementedError
       where none fits.

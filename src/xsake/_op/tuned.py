@@ -56,7 +56,7 @@ def _with_part(backend: Backend, call: Call, config: Any, direction: str, found:
         problem = str(error)
     if problem is None:
         return tuned
-    tuning_db.warn_once(f"tuned configuration ignored ({found}), {found.entry.key}: {problem}")
+    tuning_db.lookup.warn_once(f"tuned configuration ignored ({found}), {found.entry.key}: {problem}")
     return None
 
 

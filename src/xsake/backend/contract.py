@@ -147,8 +147,8 @@ class Call:
 class Backend(Protocol):
     """The names of a backend module.
 
-    `Config` is a frozen keyword-only dataclass with one field per direction that is tuned by itself (such as
-    forward, dq and dkv). Each field holds such a dataclass too. Both validate themselves. Where one direction's kernel
+    `Config` is a frozen keyword-only dataclass with one field per direction that is tuned by itself (forward, dq, dkv,
+    backward or fused). Each field holds such a dataclass too. Both validate themselves. Where one direction's kernel
     replaces others, `Config.running(direction)` is the configuration in which that direction's kernel runs.
 
     `HONOURS` names the optional fields of `Call` that the backend honours, "symbolic_batch" if the batch may be a
