@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import xsake
-from benchmarks.tpu.schedule import cycles, run_case
+from benchmarks.harness.tpu_cycles import cycles
+from benchmarks.tpu.schedule import run_case
 from xsake import tuning_db
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import Contest, Verdict
