@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import gate
+from benchmarks.harness import gates
 from benchmarks.harness.interference import Busy, Slower
 
-KNOWN = gate.recorded()
+KNOWN = gates.recorded()
 pytestmark = [
     pytest.mark.timeout(1200),  # a busy machine gives no verdict, and takes its time
     pytest.mark.skipif(
         KNOWN is None,
-        reason=f"no {gate.recorded_name()}.json: run python -m benchmarks.gate --record on this kind of device",
+        reason=f"no {gates.recorded_name()}.json: run python -m benchmarks.gate --record on this kind of device",
     ),
 ]
 
 
-@pytest.mark.parametrize("case", gate.cases(), ids=lambda c: c.name)
-def test_gate(benchmark, case: gate.Gate) -> None:
+@pytest.mark.parametrize("case", gates.cases(), ids=lambda c: c.name)
+def test_gate(benchmark, case: gates.Gate) -> None:
     try:
-        result = benchmark.pedantic(lambda: gate.check(case, KNOWN), rounds=1)
+        result = benchmark.pedantic(lambda: gates.check(case, KNOWN), rounds=1)
     except Busy as busy:
         pytest.skip(str(busy))
     benchmark.extra_info.update(result)
@@ -29,7 +29,7 @@ def test_gate(benchmark, case: gate.Gate) -> None:
 def test_a_slowed_kernel_does_not_pass() -> None:
     def slowed(q, k, v, mask):
         """The same result for twice the work."""
-        return gate.sparse(gate.sparse(q, k, v, mask) * 0 + q, k, v, mask)
+        return gates.sparse(gates.sparse(q, k, v, mask) * 0 + q, k, v, mask)
 
     with pytest.raises((Slower, Busy), match="of dense attention's time"):
-        gate.check(gate.cases()[0], KNOWN, slowed)
+        gates.check(gates.cases()[0], KNOWN, slowed)

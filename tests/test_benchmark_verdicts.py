@@ -10,8 +10,7 @@ import time
 import jax
 import pytest
 
-from benchmarks import gate
-from benchmarks.harness import interference
+from benchmarks.harness import gates, interference
 from benchmarks.harness.interference import Busy, Contention, Slower, contention, disturbance, judge
 from xsake.autotune.measure.timing import Timing
 from xsake.autotune.workloads import Workload
@@ -20,13 +19,13 @@ RESULT = {"name": "x", "over_dense": 0.30, "over_heuristic": 1.0, "disturbed": N
 
 
 def test_margins():
-    assert gate.slowness(RESULT, {"x": {"over_dense": 0.25}}) is None
-    told = gate.slowness(RESULT, {"x": {"over_dense": 0.23}})
+    assert gates.slowness(RESULT, {"x": {"over_dense": 0.25}}) is None
+    told = gates.slowness(RESULT, {"x": {"over_dense": 0.23}})
     assert told == "x: 0.300 of dense attention's time; 0.230 were recorded, 1.25x are let through"
-    told = gate.slowness(RESULT | {"over_heuristic": 1.2}, {"x": {"over_dense": 0.25}})
+    told = gates.slowness(RESULT | {"over_heuristic": 1.2}, {"x": {"over_dense": 0.25}})
     assert told == "x: what was tuned takes 1.20 of the heuristic's time"
     with pytest.raises(KeyError, match="'x' has no recorded ratio"):
-        gate.slowness(RESULT, {})
+        gates.slowness(RESULT, {})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_verdicts(results, outcome):
         RESULT | {"over_dense": 0.4 if "slow" in r else 0.2, "disturbed": "others ran" if "busy" in r else None}
         for r in results
     ]
-    measured = lambda: judge(lambda: waiting.pop(0), lambda r: gate.slowness(r, {"x": {"over_dense": 0.2}}))  # noqa: E731
+    measured = lambda: judge(lambda: waiting.pop(0), lambda r: gates.slowness(r, {"x": {"over_dense": 0.2}}))  # noqa: E731
     if outcome is None:
         assert measured()["over_dense"] == 0.2
     else:
@@ -58,20 +57,20 @@ def test_verdicts(results, outcome):
 
 
 def test_exit_codes(monkeypatch, capsys):
-    known = {case.name: {"over_dense": 0.2} for case in gate.cases()}
-    monkeypatch.setattr(gate, "recorded", lambda: known)
-    monkeypatch.setattr(gate, "contestants", lambda case, attend: {})
+    known = {case.name: {"over_dense": 0.2} for case in gates.cases()}
+    monkeypatch.setattr(gates, "recorded", lambda: known)
+    monkeypatch.setattr(gates, "contestants", lambda case, attend: {})
     for disturbed, ratio, code, told in (
         (None, 0.2, 0, "as fast as recorded: cpu4k 0.43 forward: 0.200 of dense attention's time"),
         ("others ran", 0.4, 3, "no verdict: the machine is busy: no verdict (cpu4k 0.43 forward"),
         (None, 0.4, 1, "slower: cpu4k 0.43 forward: 0.400"),
     ):
         monkeypatch.setattr(
-            gate,
+            gates,
             "measure",
             lambda name, programs, r=ratio, d=disturbed: RESULT | {"name": name, "over_dense": r, "disturbed": d},
         )
-        assert gate.check_all() == code
+        assert gates.check_all() == code
         assert told in capsys.readouterr().out
 
 
@@ -102,24 +101,24 @@ def test_others_that_run_are_seen():
 
 def test_a_slowed_kernel_is_measured_as_such():
     workload = Workload(name="w", batch=1, q_heads=2, kv_heads=2, length=128, head_dim=16, is_causal=True, block=64)
-    case = gate.Gate(workload, 0.5, "forward", "float32")
+    case = gates.Gate(workload, 0.5, "forward", "float32")
 
     def slowed(q, k, v, mask):
         def wait(x):
             time.sleep(0.2)  # beside which a busy machine is quiet
             return x
 
-        out = gate.sparse(q, k, v, mask)
+        out = gates.sparse(q, k, v, mask)
         return jax.pure_callback(wait, jax.ShapeDtypeStruct(out.shape, out.dtype), out)
 
     plain, slow = (
-        gate.measure(case.name, gate.contestants(case, attend), rounds=3, round_seconds=0.001)
-        for attend in (gate.sparse, slowed)
+        gates.measure(case.name, gates.contestants(case, attend), rounds=3, round_seconds=0.001)
+        for attend in (gates.sparse, slowed)
     )
     assert plain["over_heuristic"] > 0 and plain["name"] == "w 0.5 forward"
-    assert gate.slowness(slow, {"w 0.5 forward": plain}) is not None
+    assert gates.slowness(slow, {"w 0.5 forward": plain}) is not None
 
 
 def test_gates_exist_for_the_shared_workloads():
-    assert {case.workload.name for case in gate.cases()} == {"cpu4k"}
-    assert {case.direction for case in gate.cases()} == set(gate.DIRECTIONS)
+    assert {case.workload.name for case in gates.cases()} == {"cpu4k"}
+    assert {case.direction for case in gates.cases()} == set(gates.DIRECTIONS)
