@@ -15,6 +15,7 @@ from benchmarks import record
 from benchmarks.harness import race, script
 from benchmarks.harness.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
 from benchmarks.harness.contestant import dense, largest_difference, sparse
+from benchmarks.harness.masks import CALLS
 from benchmarks.harness.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 
@@ -54,6 +55,8 @@ def test_values_between_commas():
     assert script.listed(int)("1,8") == [1, 8] and script.listed()("") == []
     with pytest.raises(argparse.ArgumentTypeError, match="c is not one of a, b"):
         script.listed(among=("a", "b"))("a,c")
+    with pytest.raises(argparse.ArgumentTypeError, match="gpt5 is not one of llama32k, full16k, gpt4k"):
+        script.listed(among=CALLS)("gpt5")
 
 
 def test_a_record_is_written_as_it_grows(tmp_path):
