@@ -1,4 +1,4 @@
-"""What all benchmark scripts share: cases, options, records that grow, races in two parts."""
+"""What all benchmark scripts share: cases, contestants that are checked, masks, options, records that grow, races."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pytest
 
 import xsake
 from benchmarks import record
-from benchmarks.harness import race, script
+from benchmarks.harness import contestant, masks, race, sanitizer, script
 from benchmarks.harness.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
 from benchmarks.harness.contestant import dense, largest_difference, sparse
-from benchmarks.harness.masks import CALLS
 from benchmarks.harness.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 
 SMALL = Workload(name="small", batch=1, q_heads=2, kv_heads=1, length=64, head_dim=8, is_causal=True, block=16)
+X = jnp.arange(1.0, 5.0)
+OURS = {"output": 2 * X}
+UNSUPPORTED = "their kernel takes no such call"
 
 
 def test_contestants_of_a_case_compute_the_same():
@@ -56,7 +58,7 @@ def test_values_between_commas():
     with pytest.raises(argparse.ArgumentTypeError, match="c is not one of a, b"):
         script.listed(among=("a", "b"))("a,c")
     with pytest.raises(argparse.ArgumentTypeError, match="gpt5 is not one of llama32k, full16k, gpt4k"):
-        script.listed(among=CALLS)("gpt5")
+        script.listed(among=masks.CALLS)("gpt5")
 
 
 def test_a_record_is_written_as_it_grows(tmp_path):
@@ -102,3 +104,104 @@ def test_races_are_run_in_turn_and_recorded_by_workload(tmp_path):
     assert [len(json.loads((tmp_path / f"gpu_x_{n}.json").read_text())["results"]) for n in ("one", "other")] == [2, 1]
     race.run_all([Race("one")], "gpu_x", None, seconds=-1.0, **options)
     assert len(shown) == 3, "no race begins after the time is over"
+
+
+def right(x):
+    return 2.0 * x
+
+
+def wrong(x):
+    return 3.0 * x
+
+
+def failing(*given):
+    raise RuntimeError(UNSUPPORTED)
+
+
+def checked(function):
+    return contestant.checked(function, (X,), OURS)
+
+
+def test_a_contestant_that_agrees_is_raced():
+    found = checked(right)
+    assert found.run is not None and found.words is None and found.differences == {"output": 0.0}
+    np.testing.assert_array_equal(found.run(), 2 * X)
+
+
+def test_a_wrong_contestant_is_not_raced():
+    found = checked(wrong)
+    assert found.run is None and found.words.endswith("it differs in output by 5.0e-01")
+    assert checked(lambda x: x * jnp.nan).run is None
+    assert checked(lambda x: x[:2]).run is None
+
+
+def test_a_failure_is_told_and_kept_short():
+    words = f"it fails: RuntimeError: {UNSUPPORTED}"
+    assert checked(failing).recorded() == {"raced": False, "words": words, "differences": None, "variant": None}
+    assert len(contestant.told(ValueError("x" * 10_000))) < contestant.MOST_CHARACTERS + 10
+
+
+def test_the_fastest_is_of_the_right_variants():
+    variants = {"bad": wrong, "good": right, "none": failing, "also good": lambda x: x + x}
+    found = contestant.fastest(variants, (X,), OURS)
+    assert found.run is not None and found.variant in ("good", "also good")
+    assert contestant.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
+
+
+class Tensor:
+    """As much of torch's as a race asks for."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def detach(self):
+        return self.array
+
+
+@pytest.mark.parametrize("off", [0.0, 0.01, 0.1, np.nan])
+def test_a_peer_with_other_results_is_not_raced(off):
+    ours = tuple(jnp.full((2, 3), value, jnp.bfloat16) for value in (1.0, 2.0))
+    raced, where = {"xsake": lambda: ours}, "smollm8k, forward+backward, random 43%"
+    contestant.check_agreement(raced, "xsake", "fa4", where)  # without a peer there is nothing to compare
+    raced["fa4"] = lambda: (Tensor(ours[0]), Tensor(ours[1] * jnp.bfloat16(1 + off)))
+    if off <= 0.01:
+        contestant.check_agreement(raced, "xsake", "fa4", where)
+        return
+    with pytest.raises(ValueError, match=r"smollm8k, forward\+backward, random 43%: relative to the norms"):
+        contestant.check_agreement(raced, "xsake", "fa4", where)
+
+
+@pytest.mark.parametrize("sizes", [(256, 16, 64), (250, 16, 64), (256, 64, 128), (200, 64, 16)])
+def test_pairs_are_counted_as_the_mask_says(sizes):
+    tokens, block_q, block_kv = sizes
+    shape = dict(block_q=block_q, block_kv=block_kv, heads=2, is_causal=True)
+    mask = xsake.patterns.random(tokens, tokens, density=0.4, seed=0, **shape)
+    assert masks.pairs(mask) == np.asarray(mask.to_elements()).sum() / (2 * tokens)
+
+
+def test_masks_of_hads_are_raced_beside_random_ones_of_as_many_blocks():
+    raced, small = masks.masks_of(masks.HADS), masks.hads_blocks()
+    for name, blocks in small.items():
+        chosen, drawn = (np.asarray(raced[n].to_blocks())[0] for n in (name, f"random, as {name}"))
+        assert chosen.shape == (masks.HADS.q_heads, 64, 64) and (chosen.sum((1, 2)) == drawn.sum((1, 2))).all()
+        assert chosen.diagonal(axis1=1, axis2=2).all() and drawn.diagonal(axis1=1, axis2=2).all()
+        own = np.asarray(masks.with_small_blocks(masks.HADS, name).to_blocks())[0]
+        np.testing.assert_array_equal(own, blocks)
+        np.testing.assert_array_equal(chosen, own.reshape(-1, 64, 2, 64, 2).any((2, 4)))
+    assert len(raced) == 2 * len(small) == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "errors", "warnings"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, 0, 0),
+        ("========= ERROR SUMMARY: 2 errors", 1, 2, 0),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0, 0),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)", 1, 2, 1),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", 0, 0, 1),
+        ("========= ERROR SUMMARY: 0 errors", 1, None, 0),
+        ("no such tool", 127, None, 0),
+    ],
+)
+def test_what_the_sanitizer_says_is_counted(said, code, errors, warnings):
+    assert sanitizer.errors_in(said, code) == errors and sanitizer.warnings_in(said) == warnings

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import record, report
-from benchmarks.report import generation, words
+from benchmarks.report import aims, generation, selection, words
 from xsake._ground import words as WORDS
 from xsake._op import tuned
 
@@ -64,3 +64,29 @@ def test_a_page_of_results_has_few_tables_and_names_that_people_know(name):
     assert re.findall(r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b", text) == [], (
         "commits are named in benchmarks/notes"
     )
+
+
+def test_a_value_that_rounds_to_its_aim_is_not_missed():
+    assert [aims.said(x, 1.05, more_is_better=True) for x in (1.046, 1.044)] == ["reached", "missed"]
+
+
+def test_the_aims_with_masks_of_hads():
+    raced = {
+        ("smollm8k", "forward+backward", mask): x for mask, x in (("HADS 20%", 300.0), ("random, as HADS 20%", 320.0))
+    }
+    by = {(*call, who): x for call, x in raced.items() for who in ("xsake", "fa4")}
+    found = {what.partition("backward, ")[2]: (aim, ratio) for what, aim, ratio, _ in aims.kernels(by)}
+    assert found == {
+        "HADS 20%: over FlashAttention-4": (1.05, 1.0),
+        "HADS 20%: throughput over that of a random mask": (0.90, 300 / 320),
+    }
+
+
+def test_a_record_without_peers_has_no_table_of_them():
+    assert selection.beside_peers([{"tokens": 8, "seconds": {}}]) == []
+
+
+def test_a_cause_of_failure_is_told_once():
+    peers = {"ejkernel, forward": {"raced": False, "words": "no `x`", "differences": None, "variant": None}}
+    rows = [{"tokens": n, "group": 16, "choice": "scored", "seconds": {}, "peers": peers} for n in (8, 16)]
+    assert selection.beside_peers(rows) == ["Not timed, since no 'x': ejkernel, forward."]

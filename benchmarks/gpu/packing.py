@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import xsake
 from benchmarks.harness.case import BOTH, DIRECTIONS, Case, in_direction
 from benchmarks.harness.contestant import largest_difference, sparse
+from benchmarks.harness.masks import pairs
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake.autotune.workloads import Workload
@@ -38,14 +38,6 @@ def mask_of(tokens: int, kv_heads: int, block_q: int, block_kv: int, density: fl
     """A list per K/V head: its query heads share it."""
     sizes = dict(block_q=block_q, block_kv=block_kv, heads=kv_heads)
     return xsake.patterns.random(tokens, tokens, density=density, seed=0, is_causal=True, **sizes)
-
-
-def pairs(mask: xsake.BlockMask) -> float:
-    """Keys that a query attends, on average over queries and heads."""
-    token, first = np.arange(mask.q_len)[:, None], np.arange(mask.num_kv_blocks)[None] * mask.block_kv
-    keys = np.clip(np.minimum(token + 1, mask.kv_len) - first, 0, mask.block_kv)
-    of_blocks = np.add.reduceat(keys, np.arange(0, mask.q_len, mask.block_q), axis=0)
-    return float((np.asarray(mask.to_blocks()) * of_blocks).sum() / (mask.batch * mask.heads * mask.q_len))
 
 
 def error(case: Case, block_q: int, block_kv: int, density: float) -> float:

@@ -25,12 +25,9 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
-import jax
-import jax.numpy as jnp
-
 import xsake
 from benchmarks.harness.case import DIRECTIONS, FORWARD, Case, compile_all
-from benchmarks.harness.contestant import WORST, dense, of_torch, relative_difference
+from benchmarks.harness.contestant import check_agreement, dense, of_torch
 from benchmarks.harness.masks import CALLS, MLA, masks_of, with_small_blocks
 from benchmarks.harness.nvidia_smi import Monitor
 from benchmarks.harness.race import run_all, sustained_race, sustained_row
@@ -82,13 +79,8 @@ class Race:
 
     def check(self) -> None:
         """FlashAttention-4 computes what we do, from the same data: also now, when all contestants have been made."""
-        if "fa4" not in self.contestants:
-            return
-        own, theirs = (jax.tree.leaves(self.contestants[who]()) for who in (OURS, "fa4"))
-        found = [relative_difference(jnp.from_dlpack(x.detach()), y) for x, y in zip(theirs, own, strict=True)]
-        if not all(difference <= WORST for difference in found):  # NaN is wrong
-            where = f"{self.workload.name}, {self.case.direction}, {self.name}"
-            raise ValueError(f"{where}: relative to the norms of our results, FlashAttention-4's differ by {found}")
+        where = f"{self.workload.name}, {self.case.direction}, {self.name}"
+        check_agreement(self.contestants, OURS, "fa4", where)
 
     def run(self, rounds: int, wait: Callable[[Any], Any], monitor: Monitor) -> list[Row]:
         self.check()

@@ -96,6 +96,16 @@ def told(error: Exception) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
+def check_agreement(contestants: Mapping[str, Callable[[], Any]], ours: str, peer: str, where: str) -> None:
+    """Raise a ValueError if a peer in torch, where it is raced, has other results than ours."""
+    if peer not in contestants:
+        return
+    own, theirs = (jax.tree.leaves(contestants[who]()) for who in (ours, peer))
+    found = [relative_difference(jnp.from_dlpack(x.detach()), y) for x, y in zip(theirs, own, strict=True)]
+    if not all(difference <= WORST for difference in found):  # NaN is wrong
+        raise ValueError(f"{where}: relative to the norms of our results, those of {peer} differ by {found}")
+
+
 def relative_difference(found: Any, ours: Any) -> float:
     """The norm of the difference over the norm of `ours`."""
     found, ours = found.astype(jnp.float32), ours.astype(jnp.float32)

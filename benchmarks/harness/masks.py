@@ -97,3 +97,11 @@ def with_small_blocks(workload: Workload, name: str) -> xsake.BlockMask | None:
     at = dataclasses.replace(workload, block=64)
     part = float(density.rstrip("%")) / 100
     return lines(at, part) if kind == "lines" else at.mask(part)
+
+
+def pairs(mask: xsake.BlockMask) -> float:
+    """Keys that a query attends, on average over queries and heads."""
+    token, first = np.arange(mask.q_len)[:, None], np.arange(mask.num_kv_blocks)[None] * mask.block_kv
+    keys = np.clip(np.minimum(token + 1, mask.kv_len) - first, 0, mask.block_kv)
+    of_blocks = np.add.reduceat(keys, np.arange(0, mask.q_len, mask.block_q), axis=0)
+    return float((np.asarray(mask.to_blocks()) * of_blocks).sum() / (mask.batch * mask.heads * mask.q_len))
