@@ -29,8 +29,8 @@ def writer(path: Path) -> subprocess.Popen:
     """A process that is in the middle of writing the file."""
     code = f"""
 import sys, time
-from xsake import _atomic
-with _atomic.replacing({str(path)!r}) as file:
+from xsake._ground import atomic
+with atomic.replacing({str(path)!r}) as file:
     file.write(b"half")
     file.flush()
     print("on", flush=True)

@@ -99,7 +99,7 @@ def test_one_cta_walks_all_tiles(block_kv):
     case = make(TARGET, **(SMALL | dict(q_len=96, block_q=32, block_kv=block_kv, density=density, seed=1)))
     counts = case.blocks.sum(-1)
     assert counts.min() == 0 < counts.max()
-    forward = ForwardConfig(q_stages=2, num_ctas=1)
+    forward = ForwardConfig(q_stages=2, num_ctas=1, tile_kv=64 if "96" in name else 128)
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
 
 
@@ -169,7 +169,7 @@ def test_long_rows_come_first(monkeypatch, name):
     monkeypatch.setattr(launch, "merged_rows", lambda *x: merged.append(x) or merged_rows(*x))
     monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
     case = chunk_with_long_rows(TARGET, 2, **(dict(q_len=32, kv_len=96) | CHUNKS[name]))
-    forward = ForwardConfig(q_stages=2, num_ctas=1)
+    forward = ForwardConfig(q_stages=2, num_ctas=1, tile_kv=64 if "96" in name else 128)
     check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
     assert ordered and bool(merged) == name.startswith("in parts")
 
