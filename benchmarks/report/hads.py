@@ -277,7 +277,7 @@ def mask_cost() -> str:
 
 
 def pays() -> str:
-    """From which length on HADS is faster than dense attention by cuDNN."""
+    """The speed of HADS over dense attention by cuDNN, by length of the prompt and batch of the writing."""
     _, by = _costs()
     budgets = ("43%", "20%", "10%")
     gains = {n: [s["dense"] / s[f"mask and attention: hads at {b}"] for b in budgets] for n, s in by.items()}
