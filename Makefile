@@ -109,10 +109,11 @@ wheel: $(STAMP)
 clean:
 	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-track .venv-transformers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
+# Every editable installation warns of folders that may take precedence over the package: here they are the package.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "xsake needs Python 3.12 or newer, and none was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Installing into $(VENV), once: one or two minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet -e '.[dev]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	@touch $@
