@@ -21,7 +21,9 @@ from tests.machine_code import Kernel
 @pytest.mark.parametrize("name", sweep(KERNELS, slow=["dq", "dkv", "fused", "gathered", "tpu", "raw_triton"]))
 def test_every_kernel_is_found_in_its_programs(name):
     entry = KERNELS[name]
-    assert (try_kernel.ROOT / entry.room).exists() and len(entry.calls) >= 3
+    longer = [call for call in entry.calls if "than slots" in call]  # finds slots that are freed too early
+    streams = name in ("first", "forward", "dq", "dkv", "fused")
+    assert (try_kernel.ROOT / entry.room).exists() and len(entry.calls) == 3 + streams and len(longer) == streams
     if entry.needs is None:
         found = [k for program in try_kernel._lowered(entry) for k in machine_code.lowered(program)]
         assert any(entry.of in kernel.name and len(kernel.instructions) > 100 for kernel in found)
