@@ -107,7 +107,7 @@ def test_the_tokenizer_inside(tmp_path):
     ],
 )
 def test_other_rotary_positions_are_refused(tmp_path, field, value, message):
-    """What else is refused is in test_hostile_gguf.py."""
+    """More refusals are in test_hostile_gguf.py."""
     path = write(tmp_path / "m.gguf", fields=FIELDS | {field: value})
     with pytest.raises(NotImplementedError, match=message):
         load_pretrained(path)

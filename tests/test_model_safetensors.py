@@ -115,7 +115,7 @@ def test_defaults_of_old_configurations(folder):
     ],
 )
 def test_other_models_are_refused(folder, change, error, message):
-    """What else is refused is in test_hostile_safetensors.py."""
+    """More refusals are in test_hostile_safetensors.py."""
     configure(folder, **change)
     with pytest.raises(error, match=message):
         load_pretrained(folder)

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.prompt --models FILE.gguf --texts texts.npz --profile FILE     a model's own weights
     python -m benchmarks.gpu.prompt --models tiny --budgets 0.5 --dense xla     a small run, anywhere
 
-Of a model that is named here, the weights are random and the profile is made from them. A budget fixes how many blocks
+A model that is named here has random weights, and the profile is made from them. A budget fixes how many blocks
 are kept; how they are spread over heads and rows, only a model's own weights show: a file is read with its profile, and
 the first of the texts (a file of `benchmarks.hads.texts`) is the prompt. A run reads the prompt and computes the logits
 of the token after it. cuDNN's is one program of all layers; xsake's are a program per layer and chunk, as `xsake

@@ -22,7 +22,7 @@ def plots(identity: str, record: dict[str, Any]) -> tuple[list[Plot], list[str]]
 
 
 def role(name: str) -> str:
-    """Of a kernel or a method, by its name in a record or in words.
+    """The role of a kernel or a method, by its name in a record or in words.
 
     >>> [role(name) for name in ("xsake block 64", "HADS", "oracle_gain", "cudnn", "dense")]
     ['ours', 'ours', 'reference', 'peer', 'reference']
