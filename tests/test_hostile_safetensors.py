@@ -140,7 +140,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "config no JSON": ({"config.json": b"{'a': 1}"}, "config.json is not JSON"),
     "config no text": ({"config.json": b"\xff\xfe\x00"}, "config.json is not JSON"),
     "config deep": ({"config.json": DEEP}, "nested too deeply"),
-    "config huge": ({"config.json": b" " * ((1 << 24) + 1)}, "more than 16777216 bytes"),
+    "config huge": ({"config.json": b" " * ((1 << 24) + 1)}, "more than 16,777,216 bytes"),
     "config a list": ({"config.json": [1, 2]}, r"must hold a JSON object, not \[1, 2\]"),
     "config a number": ({"config.json": b"1" * 5000}, "config.json is not JSON"),
     "config null": ({"config.json": None}, "config.json must be beside"),

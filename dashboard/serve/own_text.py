@@ -19,10 +19,10 @@ from typing import Any
 
 from xsake._ground.extras import missing
 from xsake._ground.fields import check
+from xsake._ground.kinds import TEXT, list_of, maybe, number, whole
 from xsake.dashboard.read.run_events import frame
 from xsake.dashboard.serve.problems import BadRequest, Busy, NotFound, TooLarge, Unavailable
 from xsake.dashboard.show.documents import Documents
-from xsake.model.network.fields import TEXT, list_of, maybe, number, whole
 
 MOST_TEXT = 1_000_000  # bytes of UTF-8
 MOST_WAITING = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from xsake.model.network.fields import LARGEST_INT
+from xsake._ground.kinds import LARGEST_INT
 from xsake.model.text.tokenizer_file import read_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"

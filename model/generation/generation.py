@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake._ground.fields import check
+from xsake._ground.kinds import whole
 from xsake.model.generation.hads_budget import HadsBudget
 from xsake.model.generation.prefill import Prompt, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
@@ -21,7 +22,6 @@ from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.generation.writer import Writer
 from xsake.model.network.attend import MaskFn
 from xsake.model.network.cache import KVCache
-from xsake.model.network.fields import whole
 from xsake.model.network.sharding import check_generation, shard_model
 from xsake.model.network.transformer import Transformer
 

@@ -6,9 +6,9 @@ import dataclasses
 from functools import cached_property
 
 from xsake._ground.fields import check_fields, field
+from xsake._ground.kinds import maybe, number
 from xsake.hads import HadsProfile, LayerWeights
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import maybe, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from xsake._ground.fields import check_fields, field
-from xsake.model.network.fields import maybe, number, whole
+from xsake._ground.kinds import maybe, number, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 from xsake._ground.fields import check_fields, field
-from xsake.model.network.fields import FLAG, maybe, number, whole
+from xsake._ground.kinds import FLAG, maybe, number, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

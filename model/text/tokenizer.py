@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from xsake._ground.fields import check
-from xsake.model.network.fields import TEXT, read_json, read_text
+from xsake._ground.kinds import TEXT
+from xsake._ground.read import read_json, read_text
 from xsake.model.text.chat_template import render
 from xsake.model.text.tokenizer_file import plain_tokenizer_errors, read_tokenizer
 

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from xsake._ground import atomic
 from xsake._ground.fields import check
-from xsake.model.network.fields import TABLE
+from xsake._ground.kinds import TABLE
 
 
 class Checkpoints:

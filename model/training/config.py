@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from xsake._ground.fields import check_fields, field
+from xsake._ground.kinds import FLAG, TEXT, number, one_of, whole
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, TEXT, number, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

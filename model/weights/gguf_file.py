@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xsake._ground.fields import Kind, check
+from xsake._ground.kinds import FLAG, TEXT, list_of, number, whole
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, TEXT, list_of, number, whole
 
 if TYPE_CHECKING:
     from xsake.model.text.tokenizer import Tokenizer

@@ -12,9 +12,10 @@ import numpy as np
 
 from xsake._ground import atomic
 from xsake._ground.fields import Kind, check
+from xsake._ground.kinds import FLAG, TABLE, TEXT, list_of, number, whole
+from xsake._ground.read import read_json
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, TABLE, TEXT, list_of, number, read_json, whole
 
 if TYPE_CHECKING:
     from xsake.model.network.transformer import Transformer

@@ -6,8 +6,8 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
+from xsake._ground.read import read_json
 from xsake.model.network.config import PRESETS, ModelConfig
-from xsake.model.network.fields import read_json
 
 # From the models' published configurations. Qwen's biases (0.01% of its parameters) are left out.
 _llama = partial(ModelConfig, vocab_size=128256, kv_heads=8, context=131072, rope_base=5e5)

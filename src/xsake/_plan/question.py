@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from xsake._ground.fields import check_fields, field
+from xsake._ground.kinds import FLAG, maybe, number, one_of, whole
 from xsake._plan.devices import Device
 from xsake._plan.rates import recorded_blocks, shipped_points
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.fields import FLAG, maybe, number, one_of, whole
 
 _SHARE = number(above=0, most=1)
 

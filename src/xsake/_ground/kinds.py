@@ -1,22 +1,16 @@
-"""The kinds of values in configurations of models, and in the files that hold models.
+"""The kinds of values in configurations, and in files that are given to xsake.
 
 Files come from anywhere, so nothing is assumed of a value: it may be of any type, huge, or not a number.
 """
 
 from __future__ import annotations
 
-import json
-import reprlib
 from math import inf
-from pathlib import Path
-from typing import Any
 
 from xsake._ground.fields import Kind
 
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
-_MOST_BYTES = 1 << 24  # the most that `read_json` and `read_text` read; real files have some thousand
-
 
 FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
 TEXT = Kind(lambda value: isinstance(value, str), "text")
@@ -58,32 +52,3 @@ def maybe(kind: Kind) -> Kind:
 
 def list_of(item: Kind) -> Kind:
     return Kind(lambda value: isinstance(value, list) and all(map(item.allows, value)), f"a list, and each item {item}")
-
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, of a size that a person may have written; ValueError for anything else."""
-    try:
-        return _read_some(path).decode()
-    except ValueError as error:
-        raise ValueError(f"{path} is not text: {error}") from error
-
-
-def _read_some(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return content
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The table in a JSON file; ValueError for anything else."""
-    try:
-        found = json.loads(_read_some(path))
-    except RecursionError as error:
-        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {reprlib.repr(found)}")
-    return found
