@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import sys
 
 import hads_case
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from tiny_model import TINY, build
 from typer.testing import CliRunner
 
 from xsake._cli import app
+from xsake._cli.generate import _Clock
 from xsake.hads import HadsProfile
-from xsake.model import HadsBudget, generate, load_tokenizer, save_pretrained
+from xsake.model import HadsBudget, Sampler, generate, load_tokenizer, save_pretrained
 from xsake.model.data.tokenizer import train_tokenizer
 
 
-def xsake(*words: object, code: int = 0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def xsake(*words: object, code: int = 0, **options):
+    result = CliRunner().invoke(app, [str(word) for word in words], **options)
     assert result.exit_code == code, result.output
     return result
 
@@ -87,6 +91,37 @@ def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
     assert re.search(r"time to first token \d+\.\d\d s \(\d+ tokens read\), then \d+\.\d tokens/s", result.stderr)
 
 
+def test_a_prompt_comes_from_a_file_or_the_standard_input(folder, tmp_path):
+    """As long as it may be: a command line ends at 128 KiB."""
+    (tmp_path / "prompt.txt").write_text("hello hello\n")
+    options = ["--model", folder, "--max-new-tokens", 2]
+    expected = xsake("generate", "hello hello", *options).stdout
+    assert xsake("generate", "--file", tmp_path / "prompt.txt", *options).stdout == expected
+    assert xsake("generate", "-", *options, input="hello hello\n").stdout == expected
+    long = xsake("generate", "-", *options, input="hello " * 100_000, code=1)
+    assert "exceed the model's context of 512" in long.stderr
+
+
+def test_the_speed_of_writing_leaves_compiling_out(monkeypatch):
+    at = iter([0.0, 50.0, 90.0, 91.0, 92.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(at))
+    clock = _Clock(100)
+    assert list(clock.watch([[7]] * 4)) == [7] * 4
+    assert str(clock) == "time to first token 50.00 s (100 tokens read), then 1.0 tokens/s"
+
+
+def test_a_model_of_nan_writes_nothing(model, folder, tmp_path):
+    broken = nnx.clone(model)
+    broken.norm.scale[...] = jnp.full_like(broken.norm.scale[...], jnp.nan)
+    save_pretrained(broken, tmp_path / "nan")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "nan")
+    result = xsake("generate", "hello", "--model", tmp_path / "nan", code=1)
+    assert result.stderr.startswith("the model's logits are not finite at new token 1:")
+    logits = jnp.array([[1, 2, jnp.nan], [1, jnp.inf, 2], [1, -jnp.inf, 2]])
+    for sampler in (Sampler(), Sampler(temperature=1.0, top_k=1), Sampler(temperature=1.0, top_p=0.1)):
+        assert sampler(logits, jax.random.key(0)).tolist() == [-1, -1, 2]
+
+
 AT_LONG = ["generate", LONG, "--model", "FOLDER", "--max-new-tokens", 4]
 HELLO = ["generate", "hello", "--model", "FOLDER"]
 
@@ -117,10 +152,8 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
             "is the profile of 'random', not of 'model0': calibrate this model",
         ),
         ([*AT_LONG, "--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),
-        (
-            [*AT_LONG, "--hads", 2, "--profile", "PROFILE"],
-            "prompt=2.0 must be a finite number, above 0 and at most 1",
-        ),
+        ([*AT_LONG, "--hads", 2, "--profile", "PROFILE"], "Invalid value for '--hads'"),
+        ([*AT_LONG, "--hads", 0, "--profile", "PROFILE"], "prompt=0.0 must be a finite number, above 0 and at most 1"),
         (
             [*AT_LONG, "--hads", 0.6, "--chunk", 40, "--profile", "PROFILE"],
             "chunk=40 must be a multiple of the profile's block",
@@ -129,12 +162,22 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
             [*AT_LONG, "--hads", 0.6, "--decode-budget", 0.1, "--profile", "PROFILE"],
             "a budget of 0.1 for new tokens is below 0.",
         ),
-        ([*AT_LONG, "--hads", 0.6, "--window", 64, "--profile", "PROFILE"], "give it without hads and chunk"),
+        (
+            [*AT_LONG, "--hads", 0.6, "--window", 64, "--profile", "PROFILE"],
+            "--window reads the prompt by a fixed pattern",
+        ),
+        (["generate", "--model", "FOLDER"], "give one prompt: as an argument, in a file (--file PATH)"),
+        ([*HELLO, "--file", "PROFILE"], "give one prompt: as an argument, in a file (--file PATH)"),
+        (["generate", "--model", "FOLDER", "--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["generate", "--model", "FOLDER", "--file", "LATIN"], "latin.txt is not UTF-8 text: see its byte 3"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(folder, profile, tmp_path, words, message):
+def test_mistakes_are_told_in_a_sentence(folder, profile, tmp_path, monkeypatch, words, message):
+    """All of them before the model's weights are read."""
+    monkeypatch.setattr("xsake.model.load_pretrained", None)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     hads_case.random_profile(layers=1, q_heads=4, kv_heads=2, head_dim=16).save(tmp_path / "other.json")
-    paths = {"PROFILE": profile, "OTHER": tmp_path / "other.json", "FOLDER": folder}
+    paths = {"LATIN": tmp_path / "latin.txt", "PROFILE": profile, "OTHER": tmp_path / "other.json", "FOLDER": folder}
     result = xsake(*(paths.get(word, word) for word in words), code=2 if message.startswith("Invalid value") else 1)
     assert message.replace("model0", folder.stem) in " ".join(result.stderr.split())
     assert "Traceback" not in result.output

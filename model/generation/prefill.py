@@ -58,7 +58,7 @@ def read_prompts(
     result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split over its axis "data", and
     heads as the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
     """
-    block = check_reading(model, prompts, capacity=capacity, hads=hads, chunk=chunk)
+    block = check_reading(model.config, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if pad_to > capacity:
         raise ValueError(f"{pad_to=} is beyond the cache of {capacity} tokens: make the cache larger")
@@ -83,7 +83,7 @@ def _split(x: Any, mesh: Mesh | None) -> Array:
 
 
 def check_reading(
-    model: Transformer, prompts: Any, *, capacity: int, hads: HadsBudget | None, chunk: int | None
+    config: ModelConfig, prompts: Any, *, capacity: int, hads: HadsBudget | None, chunk: int | None
 ) -> int:
     """The unit in which prompts are cut. ValueError for what `read_prompts` cannot do."""
     longest, block = max(len(prompt) for prompt in prompts), UNIT if hads is None else hads.profile.block
@@ -92,9 +92,9 @@ def check_reading(
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % block):
         what = "64 tokens" if hads is None else f"the profile's block of {block} tokens"
         raise ValueError(f"{chunk=} must be a multiple of {what}")
-    check_size(model.config, batch=len(prompts), capacity=capacity)
+    check_size(config, batch=len(prompts), capacity=capacity)
     if hads is not None:
-        hads.check(model.config, longest)
+        hads.check(config, longest)
     return block
 
 

@@ -17,6 +17,8 @@ from xsake._ground.kinds import maybe, number, whole
 class Sampler:
     """Takes the likeliest token at temperature 0; otherwise draws one, within the bounds of `top_k` and `top_p`.
 
+    The token is -1 where the largest logit is not finite.
+
     Args:
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: only the `top_k` likeliest tokens may be drawn.
@@ -35,6 +37,9 @@ class Sampler:
         check_fields(self)
 
     def __call__(self, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> Int[Array, " B"]:
+        return jnp.where(jnp.isfinite(logits.max(-1)), self._take(logits, key), -1)
+
+    def _take(self, logits: Array, key: Array) -> Array:
         if self.temperature == 0:
             return logits.argmax(-1).astype(jnp.int32)
         logits = logits / self.temperature

@@ -70,9 +70,13 @@ def fetch(name: str, wheels: Sequence[str | os.PathLike] = (), progress: Progres
 
 def _files(wheels: Sequence[str | os.PathLike]) -> dict[str, Path]:
     """The wheels that were given, by their names."""
-    paths = [Path(wheel) for wheel in wheels]
-    files = [file for path in paths for file in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
-    return {file.name: file for file in files}
+    files: dict[str, Path] = {}
+    for path in map(Path, wheels):
+        found = sorted(path.glob("*.whl")) if path.is_dir() else [path]
+        if not found:
+            raise FileNotFoundError(f"{path} holds no wheel (*.whl): without --wheel, the model is downloaded")
+        files |= {file.name: file for file in found}
+    return files
 
 
 def _wheel(name: str, part: Part, given: dict[str, Path], arrived: Path) -> Path:

@@ -24,7 +24,7 @@ def plain_errors(extra: Extra = "model") -> Iterator[None]:
     except ModuleNotFoundError as error:
         typer.echo(missing(error.name, extra), err=True)
         raise typer.Exit(1) from error
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:
         typer.echo(_sentence(error), err=True)
         raise typer.Exit(1) from error
     except RuntimeError as error:

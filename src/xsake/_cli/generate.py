@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to answer or, with --raw, to continue.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to answer or, with --raw, to continue; - reads the standard input.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file; - is the standard input.")] = None,
     model: Annotated[str, typer.Option(help="A published model, or a GGUF or safetensors file.")] = "smollm2",
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
@@ -35,11 +38,15 @@ def generate(
     block: Annotated[int, typer.Option(help="With --window: tokens per block.", min=1, max=4096)] = 64,
     hads: Annotated[
         float | None,
-        typer.Option(help="Read the prompt with HADS: the share of the blocks that is read, such as 0.2."),
+        typer.Option(
+            help="Read the prompt with HADS: the share of the blocks that is read, such as 0.2.", min=0, max=1
+        ),
     ] = None,
     decode_budget: Annotated[
         float | None,
-        typer.Option(help="With --hads: the share of the cache's blocks that a new token attends to, such as 0.1."),
+        typer.Option(
+            help="With --hads: the share of the cache's blocks that a new token attends to, such as 0.1.", min=0, max=1
+        ),
     ] = None,
     chunk: Annotated[
         int | None,
@@ -55,59 +62,76 @@ def generate(
 ) -> None:
     """Answer a prompt with a pretrained model, greedily or by drawing.
 
-    The time to the first token and the speed of writing are told on the standard error; a first run also compiles.
+    The time to the first token is told on the standard error; on a first run it includes compiling. So is the speed of
+    writing, from the second token on, when everything is compiled.
     """
     with plain_errors():
+        # Before the model's weights are loaded: whatever can be refused is refused at once.
+        if hads is None and (profile is not None or decode_budget is not None):
+            raise ValueError("--profile and --decode-budget are for --hads: give a budget, such as --hads 0.2")
+        if window is not None and (hads is not None or chunk is not None):
+            raise ValueError(
+                "--window reads the prompt by a fixed pattern and in one piece: leave out --hads and --chunk"
+            )
+        text = _text(prompt, file)
+
         from xsake.model.weights.model_file import open_model
 
-        file = open_model(model)  # first: a model that cannot be loaded is refused at once
+        opened = open_model(model)
 
         import jax
         import jax.numpy as jnp
 
         import xsake
         from xsake.model import load_pretrained, load_tokenizer, stream
+        from xsake.model.generation.generation import check_request
         from xsake.model.generation.sampling import Sampler
         from xsake.model.weights.fetch import cache_folder
 
         # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        tokenizer = load_tokenizer(file)
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
-        transformer = load_pretrained(file, dtype=dtype, param_dtype=dtype)
+        tokenizer = load_tokenizer(opened)
         if raw or tokenizer.template is None:
             if system is not None:
                 raise ValueError("--system needs a model with a chat template, and no --raw")
-            tokens = tokenizer.encode(prompt)
+            tokens = tokenizer.encode(text)
         else:
             messages = [] if system is None else [{"role": "system", "content": system}]
-            tokens = tokenizer.chat([*messages, {"role": "user", "content": prompt}])
-
+            tokens = tokenizer.chat([*messages, {"role": "user", "content": text}])
         budget = None if hads is None else _budget(hads, decode_budget, profile, model, len(tokens))
-        if hads is None and (profile is not None or decode_budget is not None):
-            raise ValueError("--profile and --decode-budget are for --hads: give a budget, such as --hads 0.2")
+        request: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, hads=budget, chunk=chunk)
+        check_request(opened.config, [tokens], **request)
+
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
+        transformer = load_pretrained(opened, dtype=dtype, param_dtype=dtype)
 
         def sparse(layer, query, key):
             lengths = query.shape[1], key.shape[1]
             return xsake.patterns.sink_window(*lengths, sink=sink, window=window, block_q=block, block_kv=block)
 
-        steps = stream(
-            transformer,
-            [tokens],
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            seed=seed,
-            mask_fn=None if window is None else sparse,
-            hads=budget,
-            chunk=chunk,
-        )
+        mask_fn = None if window is None else sparse
+        steps = stream(transformer, [tokens], sampler=sampler, mask_fn=mask_fn, **request)
         clock = _Clock(len(tokens))
         answer = itertools.takewhile(lambda token: token not in tokenizer.stop, clock.watch(steps))
         for piece in tokenizer.decode_stream(answer):
             typer.echo(piece, nl=False)
         typer.echo()
         typer.echo(str(clock), err=True)
+
+
+def _text(prompt: str | None, file: Path | None) -> str:
+    """The prompt, or the text of a file or of the standard input, without the newlines at its end."""
+    if (prompt is None) == (file is None):
+        raise ValueError("give one prompt: as an argument, in a file (--file PATH), or on the standard input (-)")
+    if file is None and prompt != "-":
+        return str(prompt)
+    name = str(file or prompt)
+    data = typer.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()
+    try:
+        return data.decode().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: see its byte {error.start}") from error
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
@@ -120,22 +144,24 @@ def _budget(share: float, decode: float | None, profile: Path | None, model: str
 
 
 class _Clock:
-    """When the first and the last token came."""
+    """When the first, the second and the last token came. The second one waits for its program to be compiled."""
 
     def __init__(self, prompt: int):
         self._prompt, self._tokens = prompt, 0
-        self._start = self._first = self._last = time.perf_counter()
+        self._start = self._first = self._second = self._last = time.perf_counter()
 
     def watch(self, steps: Iterable[Any]) -> Iterator[int]:
         for step in steps:
-            self._last = time.perf_counter()
-            if self._tokens == 0:
-                self._first = self._last
             self._tokens += 1
+            self._last = time.perf_counter()
+            if self._tokens == 1:
+                self._first = self._last
+            if self._tokens == 2:
+                self._second = self._last
             yield int(step[0])
 
     def __str__(self) -> str:
         first = f"time to first token {self._first - self._start:.2f} s ({self._prompt} tokens read)"
-        if self._tokens < 2:
+        if self._tokens < 3:
             return first
-        return f"{first}, then {(self._tokens - 1) / (self._last - self._first):.1f} tokens/s"
+        return f"{first}, then {(self._tokens - 2) / (self._last - self._second):.1f} tokens/s"

@@ -84,17 +84,14 @@ def train(
         if distributed or (coordinator, processes, process) != (None, None, None):
             initialize(coordinator, processes, process)
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-        try:
-            file = train(
-                config,
-                data=data,
-                run=run,
-                mesh=parse_mesh(mesh),
-                track=track or (),
-                **{name: context.params[name] for name in _OF_RUN},
-            )
-        except FloatingPointError as error:
-            raise ValueError(str(error)) from error
+        file = train(
+            config,
+            data=data,
+            run=run,
+            mesh=parse_mesh(mesh),
+            track=track or (),
+            **{name: context.params[name] for name in _OF_RUN},
+        )
         if not quiet:
             typer.echo(f"trained: {file}")
 
