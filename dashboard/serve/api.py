@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 
 from xsake.dashboard.read.run_events import to_json
 from xsake.dashboard.serve.api_text import described
+from xsake.dashboard.serve.guard import HEAD_ONLY, Receive, Scope, Send
 from xsake.dashboard.serve.live import Live
 from xsake.dashboard.serve.own_text import Texts
 from xsake.dashboard.serve.problems import BadRequest
@@ -32,8 +33,21 @@ def answer(document: Any, status: int = 200) -> Response:
     return Response(to_json(document), status, media_type="application/json")
 
 
-def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+class EventStream(StreamingResponse):
+    """Server-sent events; to HEAD none, for they may have no end."""
+
+    def __init__(self, events: AsyncIterator[bytes]):
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if HEAD_ONLY in scope:
+            self.body_iterator = _nothing()
+        await super().__call__(scope, receive, send)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield
 
 
 def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
@@ -75,7 +89,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
         last_event_id: Annotated[str | None, Header(max_length=60)] = None,
     ) -> StreamingResponse:
         await run_in_threadpool(library.find, run_id)  # a search would hold up the other streams
-        return stream(live.follow_run(run_id, last_event_id or after))
+        return EventStream(live.follow_run(run_id, last_event_id or after))
 
     @api.get(
         "/events", tags=["runs"], summary="The list of runs, whenever it changes, and events of some", responses=_STREAM
@@ -83,7 +97,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     async def events(
         follow: Annotated[str, Query(max_length=8000, description="Runs to follow too: id@last_id,id@last_id")] = "",
     ) -> StreamingResponse:
-        return stream(live.follow_list(follow))
+        return EventStream(live.follow_list(follow))
 
     # -- tuning ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +148,7 @@ def make_router(documents: Documents, live: Live, texts: Texts) -> APIRouter:
     @api.get("/texts/{text_id}/events", tags=["explorer"], summary="A text's progress", responses=_STREAM)
     async def text_events(text_id: Id) -> StreamingResponse:
         live.check_room()
-        return stream(texts.follow(text_id))
+        return EventStream(texts.follow(text_id))
 
     # -- records ---------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+HEAD_ONLY = "xsake.head_only"  # in the scope of a request whose answer needs no body
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.-]+))(?::(?P<port>\d{1,5}))?")
 
 Scope = MutableMapping[str, Any]
@@ -66,6 +67,8 @@ class Guard:
 
         try:
             self._check(scope)
+            if scope["method"] == "HEAD":  # what GET would answer, of which uvicorn sends the head
+                scope = {**scope, "method": "GET", HEAD_ONLY: True}
             await self._app(scope, _limited(receive), with_headers)
         except Problem as problem:
             headers = {}
