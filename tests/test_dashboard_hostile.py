@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import lzma
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from dashboard_server import append, documents, following, library_of, serving, step_line, write_run
 
 from xsake.dashboard.read import stored
 from xsake.dashboard.read.inside import Outside, open_inside, read_inside
-from xsake.dashboard.read.line_reader import LONGEST_LINE
+from xsake.dashboard.read.library import Library
+from xsake.dashboard.read.line_reader import LONGEST_LINE, Place
+from xsake.dashboard.read.run import Run
+from xsake.dashboard.read.run_events import to_json
+from xsake.dashboard.serve import metrics_page, server
+from xsake.dashboard.serve.live import Live
 from xsake.dashboard.show import run_documents
 
 NASTY = '<img src=x onerror=alert(1)>"&\n../..'
@@ -189,6 +199,150 @@ def test_texts_are_checked_before_anything_starts(client):
     nested = client.post("/api/texts", content=b"[" * 100_000, headers={"Content-Type": "application/json"})
     assert nested.status_code == 400
     assert client.get("/health").json()["status"] == "ok"
+
+
+def test_head_is_answered_as_get_without_the_body(client):
+    for path in ("/", "/api/runs", "/api/runs/plain", "/health", "/metrics", "/assets/icon.svg"):
+        got, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert client.head("/api/runs").headers["content-length"] == str(len(client.get("/api/runs").content))
+    assert client.head("/api/runs/plain/events").headers["content-type"].startswith("text/event-stream")  # and it ends
+    assert client.head("/api/runs/none").status_code == 404
+
+
+def raw(client, data: bytes) -> socket.socket:
+    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=10)
+    connection.sendall(data)
+    return connection
+
+
+POST = b"POST /api/texts HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+
+
+def test_half_a_request_is_given_up(folder, monkeypatch):
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(documents(folder)) as client, following(client, "/api/runs/plain/events") as stream:
+        stream.take(3)
+        for sent in (b"", b"GET / HTTP/1.1\r\nHost: local", POST, whole + b"GET / HTTP/1.1\r\n"):
+            with raw(client, sent) as connection:
+                while connection.recv(1 << 16):  # until it is closed, or the socket's own limit
+                    pass
+        assert client.get("/health").json()["followers"] == 1  # a whole request is answered as long as it takes
+
+
+def test_a_client_that_hangs_up_prints_nothing(client, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    for _ in range(3):
+        raw(client, POST).close()
+    assert client.get("/health").status_code == 200
+    time.sleep(0.1)
+    assert not caplog.records
+
+
+NAMES = ["loss", "seconds", "time", "tokens_per_second", "layers", "config", "process", "reason"]
+ODD = st.sampled_from([1e308, -1e308, 1e303, 5e-324, 10**400, -1, 0, True, None, "5", [], {}, 1.0, 2**53])
+CONFIGS = st.dictionaries(st.sampled_from(["steps", "length", "batch", "density", "attention", "model"]), ODD)
+VALUES = ODD | CONFIGS | st.lists(st.lists(ODD, max_size=2), max_size=2)
+KINDS = ["step", "step", "step", "start", "eval", "density", "resumed", "recalibrate", "failed", "x"]
+STEPS = st.integers(2, 6) | st.sampled_from([0, -1, 2**53 - 1, 2**53])
+EVENT = st.tuples(st.sampled_from(KINDS), STEPS, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_any_run_file_is_shown_with_finite_numbers(examples, tmp_path):
+    @hypothesis.settings(max_examples=examples, deadline=None, derandomize=examples == 100)
+    @hypothesis.given(st.lists(EVENT, max_size=8))
+    @hypothesis.example([("step", 2, {"seconds": 1e308}), ("step", 3, {"seconds": 1e308})])
+    @hypothesis.example([("step", 2, {"seconds": 1e303})])
+    @hypothesis.example([("step", 2, {"seconds": -1e308}), ("step", 3, {"seconds": -1e308})])
+    def shows(events):
+        file = write_run(tmp_path / "a", 1)
+        for name, step, values in events:
+            append(file, json.dumps({"event": name, "step": step} | values) + "\n")
+        library = library_of(tmp_path)
+        (run,) = library.runs
+        with run.lock:
+            to_json(run_documents.summary(run))
+        to_json(run_documents.run(library, "a"))
+        to_json(run_documents.series(library, "a", first=0, last=3))
+        sent = [event for one in (*run.recent, run.written_in_file(Place())) for event in one.events]
+        assert all(Place.parse(event.identity) for event in sent)
+        list(metrics_page.Runs(library, Live(library)).collect())
+        assert run.problem is None
+
+    shows()
+
+
+def test_a_run_that_cannot_be_shown_is_one_runs_problem(tmp_path, monkeypatch):
+    """Whatever is wrong in the code that reads a run: the others are read and followed."""
+    bad, plain = write_run(tmp_path / "bad", 1), write_run(tmp_path / "plain", 3)
+    reads = Run._take
+
+    def take(run, lines):
+        if run.id == "bad":
+            raise ZeroDivisionError("by nothing")
+        reads(run, lines)
+
+    with serving(documents(tmp_path)) as client, following(client, "/api/runs/plain/events") as stream:
+        stream.take(3)
+        monkeypatch.setattr(Run, "_take", take)
+        append(bad, step_line(2))
+        deadline = time.monotonic() + 10
+        while not (skipped := client.get("/api/runs").json()["skipped"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert skipped[0]["path"].endswith("bad") and "ZeroDivisionError: by nothing" in skipped[0]["reason"]
+        append(plain, step_line(4))
+        assert stream.take(1)[0]["data"]["step"] == 4 and client.get("/metrics").status_code == 200
+        monkeypatch.setattr(Run, "_take", reads)
+        append(bad, step_line(3))
+        while client.get("/api/runs").json()["skipped"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_health_tells_of_a_reader_that_fails_and_the_reader_goes_on(folder, monkeypatch):
+    search = Library.search
+
+    def failing(library):
+        raise RuntimeError("no luck")
+
+    with serving(documents(folder)) as client:
+
+        def wait_for(status):
+            deadline = time.monotonic() + 10
+            while (answer := client.get("/health")).json()["status"] != status:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return answer
+
+        monkeypatch.setattr(Library, "search", failing)
+        answer = wait_for("failing")
+        assert answer.status_code == 503 and "RuntimeError: no luck" in answer.json()["problem"]
+        monkeypatch.setattr(Library, "search", search)
+        assert wait_for("ok").status_code == 200
+
+
+def test_a_run_is_not_gone_when_file_descriptors_are_short(tmp_path, monkeypatch):
+    def short(*words, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    file = write_run(tmp_path / "a", 2)
+    with serving(documents(tmp_path)) as client, following(client, "/api/runs/a/events") as stream:
+        first = stream.take(2)[0]["id"]
+        with monkeypatch.context() as patch:
+            patch.setattr("os.scandir", short)
+            patch.setattr("xsake.dashboard.read.run.open_inside", short)
+            append(file, step_line(3))
+            with following(client, f"/api/runs/a/events?after={first}") as later:
+                time.sleep(1.5)  # longer than from one search to the next
+                assert client.get("/api/runs/a").json()["step"] == 2
+                assert client.get("/api/runs").json()["skipped"][0]["reason"] == "Too many open files"
+                patch.undo()
+                assert [stream.next()["event"], later.next()["event"]] == ["step", "status"]
+                assert [event["data"]["step"] for event in later.take(2)] == [2, 3]
 
 
 def test_a_folder_deleted_while_shown(folder, client):

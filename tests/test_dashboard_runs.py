@@ -263,12 +263,27 @@ def test_status(tmp_path):
     assert status() == "stalled"  # without waiting: its process is not there
     run.state.process = {"host": "another host", "pid": ended.pid}
     assert status() == "running"
+    run.state.process = {"host": socket.gethostname(), "pid": os.getpid()}
+    append(file, json.dumps({"event": "resumed", "step": 5, "process": run.state.process}) + "\n")
+    run.update()
+    run.state.at = run.modified = old
+    assert run_documents.status_of(run) == ("running", "its first step is compiling")
     append(file, json.dumps({"event": "failed", "step": 5, "reason": "the loss is nan"}) + "\n")
     run.update()
     assert run_documents.status_of(run) == ("failed", "the loss is nan")
     append(file, json.dumps({"event": "resumed", "step": 5}) + "\n" + step_line(100))
     run.update()
     assert status() == "finished"
+
+
+def test_a_run_whose_first_step_compiles_is_not_stalled(tmp_path):
+    process = {"host": socket.gethostname(), "pid": os.getpid()}
+    file = write_run(tmp_path / "run", 0, process=process, time=time.time() - 60)
+    os.utime(file, (time.time() - 60,) * 2)
+    (run,) = library_of(tmp_path).runs
+    assert run_documents.status_of(run) == ("running", "its first step is compiling")
+    run.state.process = process | {"host": "another host"}
+    assert run_documents.status_of(run)[0] == "stalled"  # nothing is known of its process
 
 
 def test_runs_are_found_and_named(tmp_path):

@@ -69,7 +69,8 @@ class Library:
         found = {one.path: one for given in self.given for one in find_runs(given)}
         with self.lock:
             new = [one for path, one in found.items() if path not in self._by_path]
-            vanished = [path for path in self._by_path if path not in found]
+            # Not found need not be gone: a search ends early on a slow disk, or without a file descriptor left.
+            vanished = [path for path, run in self._by_path.items() if path not in found and run.is_gone()]
             for path in vanished:
                 self._by_path.pop(path).gone = True  # its id stays taken, and tells that it is gone
             for one in new[: max(MOST_RUNS - len(self._by_path), 0)]:

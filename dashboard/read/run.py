@@ -22,10 +22,12 @@ import numpy as np
 from xsake.dashboard.read.inside import open_inside
 from xsake.dashboard.read.line_reader import Lines, Place, checksum, is_still_there, read_lines
 from xsake.dashboard.read.run_events import (
+    LONGEST,
     OWN_FIELDS,
     Event,
     Sent,
     density_table,
+    longer,
     mean_density,
     number,
     parse_lines,
@@ -123,16 +125,18 @@ class Run:
         return open_inside(self._root, self._path)
 
     def update(self, most: int = 8 << 20) -> bool:
-        """Read about `most` new bytes; returns whether anything changed. A file that is gone is not an error.
+        """Read about `most` new bytes; returns whether anything changed. What is wrong with the file is no error here:
+        `gone` and `problem` tell.
 
         The lock is held for a piece at a time, so that a question about a long file is answered while it is read.
         """
         try:
             about = os.stat(self._path)
             version = (about.st_ino, about.st_size, about.st_mtime_ns)
-            if version == self._seen and self.is_read and self.problem is None and not self.gone:
+            if version == self._seen and (self.is_read or self.problem is not None) and not self.gone:
                 return False
-            with self.open() as file:
+            self._seen, changed = version, True
+            with self.blamed(), self.open() as file:
                 with self.lock:
                     changed = self._look(file)
                 while most > 0 and not self.is_read:
@@ -140,12 +144,32 @@ class Run:
                         most -= (read := self._read_piece(file))
                     changed = changed or read > 0
                     time.sleep(0.0005 if most > 0 and not self.is_read else 0)  # let others have the lock
-            self._seen = version
         except FileNotFoundError:
             changed, self.gone = not self.gone, True
-        except OSError as error:
-            changed, self.problem = self.problem is None, str(error)
+        except OSError as error:  # such as a missing permission: it may pass without any change of the file
+            self._seen = None
+            changed, self.problem = self.problem is None, error.strerror or str(error)
         return changed
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """An exception inside is this run's `problem`, until its file changes, and nobody else's. OSErrors pass."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            self.problem = f"the run file cannot be shown: {type(error).__name__}: {error}"[:300]
+
+    def is_gone(self) -> bool:
+        """Whether there is no file any more. This takes no file descriptor, of which there may be none left."""
+        try:
+            os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            pass
+        return False
 
     def _look(self, file: BinaryIO) -> bool:
         """Whether something is other than before, apart from what was added."""
@@ -242,7 +266,7 @@ class Run:
             self._extend(name, points)
         state.step, state.seconds, state.last = read.step, read.seconds, read.last
         if "seconds" in read.metrics:
-            state.recent_seconds.extend(np.nan_to_num(read.metrics["seconds"].value[-64:]).tolist())
+            state.recent_seconds.extend(_durations(read.metrics["seconds"].value[-64:]).tolist())
 
     def _extend(self, name: str, points: Points) -> None:
         curves = self.state.curves
@@ -293,7 +317,7 @@ class Run:
             offset += len(line)
             for event in parse_lines(line):
                 if event["event"] == "step":
-                    seconds += max(number(event.get("seconds")) or 0.0, 0.0)
+                    seconds = longer(seconds, event)
                 inside = lines.data[: offset - place.offset]
                 here = Place(offset, checksum(inside), round(seconds * 1e6))
                 parts.append(Sent.of(*shown(event, seconds), identity=str(here)))
@@ -301,9 +325,9 @@ class Run:
         return Written(place.offset, end, parts)
 
     def is_known(self, place: Place) -> bool:
-        with contextlib.suppress(OSError), self.open() as file:
+        """Whether the file still is what it was before this place. Raises OSError if it cannot be read."""
+        with self.open() as file:
             return is_still_there(file, place)
-        return False
 
     def zoom(self, first: int, last: int, most_bytes: int = 32 << 20) -> dict[str, Points] | None:
         """All steps of this range, read from the file again; None if that is too much of the file."""
@@ -330,6 +354,12 @@ class Run:
         """The median of the last steps' times."""
         recent = list(self.state.recent_seconds)
         return statistics.median(recent) if recent else None
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the process that writes the file has taken a step, since it began or resumed."""
+        resumed = self.state.resumed.last
+        return self.state.step > (0 if resumed is None else resumed["step"])
 
     def last_event(self) -> float:
         """When the run wrote something last, in seconds since 1970."""
@@ -372,10 +402,13 @@ def read_steps(steps: list[Event], *, after: int, seconds: float) -> Read | None
     present = dict.fromkeys(name for event in (steps[0], steps[-1]) for name in event if len(name) <= 100)
     names = [name for name in present if name not in OWN_FIELDS][: 2 * MOST_METRICS]
     columns = dict(zip(names, _columns(steps, names), strict=True))
-    took = np.nan_to_num(columns.get("seconds", np.zeros(len(steps))), nan=0.0).clip(0)
-    times = seconds + np.cumsum(took)
+    times = np.minimum(seconds + np.cumsum(_durations(columns.get("seconds", np.zeros(len(steps))))), LONGEST)
     metrics = {name: Points(numbers, times, values) for name, values in columns.items()}
     return Read(metrics, int(numbers[-1]), float(times[-1]), steps[-1])
+
+
+def _durations(seconds: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(seconds, nan=0.0).clip(0, LONGEST)
 
 
 def _columns(events: list[Event], names: list[str]) -> list[np.ndarray]:

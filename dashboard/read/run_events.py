@@ -15,6 +15,7 @@ Event = dict[str, Any]
 OWN_FIELDS = ("event", "step", "time")  # of a step's event; all others are metrics
 _NAME = re.compile(r"[a-z][a-z_]{0,31}")
 _LARGEST_STEP = 2**53
+LONGEST = 1e12  # seconds, 30,000 years: sums and products of such times stay finite, and an id holds them
 
 
 def parse_lines(data: bytes) -> list[Event]:
@@ -53,6 +54,15 @@ def number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def longer(seconds: float, step: Event) -> float:
+    """The seconds spent in steps after this one.
+
+    >>> longer(1.0, {"seconds": 0.5}), longer(1.0, {"seconds": -1e308}), longer(1.0, {"seconds": 1e308})
+    (1.5, 1.0, 1000000000000.0)
+    """
+    return min(seconds + max(number(step.get("seconds")) or 0.0, 0.0), LONGEST)
+
+
 def shown(event: Event, seconds: float) -> tuple[str, Event]:
     """The name and the data of an event in the stream; `seconds` were spent in steps until the event."""
     name = event["event"] if _NAME.fullmatch(event["event"]) else "other"
@@ -68,9 +78,9 @@ def shown(event: Event, seconds: float) -> tuple[str, Event]:
 
 
 def plain(value: Any, depth: int = 8) -> Any:
-    """The value for JSON: numbers that are not finite and values nested too deeply become None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    """The value for JSON: numbers that are not finite as floats and values nested too deeply become None."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value if number(value) is not None else None
     if depth == 0:
         return None
     if isinstance(value, dict):

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import xsake
 from xsake.dashboard.serve import metrics_page
@@ -45,10 +46,11 @@ def make_app(
     began = time.monotonic()
     live = Live(documents.library)
     texts = Texts(documents) if texts is None else texts
+    tasks: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(live.read_forever()), asyncio.create_task(texts.work_forever())]
+        tasks[:] = [asyncio.create_task(live.read_forever()), asyncio.create_task(texts.work_forever())]
         try:
             yield
         finally:
@@ -73,7 +75,12 @@ def make_app(
     def health() -> Response:
         uptime = round(time.monotonic() - began, 1)
         runs = len(documents.library.runs)
-        return answer({"status": "ok", "runs": runs, "followers": live.followers, "uptime": uptime})
+        ended = "a part of the server has ended: start it again" if any(task.done() for task in tasks) else None
+        problem = live.problem or ended
+        about = {"runs": runs, "followers": live.followers, "uptime": uptime}
+        if problem:
+            return answer({"status": "failing", "problem": problem} | about, 503)
+        return answer({"status": "ok"} | about)
 
     @app.get("/metrics", tags=["server"], summary="Metrics in Prometheus' text format")
     def metrics() -> Response:
@@ -85,6 +92,10 @@ def make_app(
 
 
 def _add_problems(app: FastAPI) -> None:
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(request: Request, error: ClientDisconnect) -> Response:
+        return answer(BadRequest("the body is not whole").document(), 400)  # to nobody
+
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> Response:
         return answer(error.document(), error.status)

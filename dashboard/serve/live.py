@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,25 +37,38 @@ class Live:
         self._closed = False
         self._statuses: dict[str, tuple[str, str | None]] = {}
         self._list = b""
+        self._next_search = 0.0
         self.events_sent = 0
+        self.problem: str | None = None  # why the last reading failed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     async def read_forever(self) -> None:
-        next_search = 0.0
+        """Read what is new, again and again. `problem` says why a reading failed, until one does not."""
         while True:
-            began = time.monotonic()
-            changed = await asyncio.to_thread(self._read_followed)
-            if began >= next_search:
-                changed = await asyncio.to_thread(self._read_all) or changed
-                took = time.monotonic() - began
-                next_search = time.monotonic() + max(SEARCH_EVERY, 10 * took)
-            if changed:
-                self.notify()
-            behind = any(not run.is_read for run in self.library.runs if not run.gone and run.problem is None)
-            if behind:
-                next_search = 0.0
-            await asyncio.sleep(0.005 if behind else EVERY)
+            try:
+                await asyncio.sleep(await self._read())
+                self.problem = None
+            except Exception as error:
+                if self.problem is None:
+                    logging.getLogger(__name__).exception("reading the runs failed")
+                self.problem = f"the runs cannot be read: {type(error).__name__}: {error}"[:300]
+                await asyncio.sleep(SEARCH_EVERY)
+
+    async def _read(self) -> float:
+        """Read once; returns the seconds until the next reading."""
+        began = time.monotonic()
+        changed = await asyncio.to_thread(self._read_followed)
+        if began >= self._next_search:
+            changed = await asyncio.to_thread(self._read_all) or changed
+            took = time.monotonic() - began
+            self._next_search = time.monotonic() + max(SEARCH_EVERY, 10 * took)
+        if changed:
+            self.notify()
+        if any(not run.is_read for run in self.library.runs if not run.gone and run.problem is None):
+            self._next_search = 0.0
+            return 0.005
+        return EVERY
 
     def _read_followed(self) -> bool:
         changed = False
@@ -63,10 +77,10 @@ class Live:
             if run is None:
                 continue
             changed = run.update() or changed
-            with run.lock:
+            with run.blamed(), run.lock:
                 status = run_documents.status_of(run)
-            changed = changed or self._statuses.get(identity) != status
-            self._statuses[identity] = status
+                changed = changed or self._statuses.get(identity) != status
+                self._statuses[identity] = status
         return changed
 
     def _read_all(self) -> bool:
@@ -177,11 +191,22 @@ class Follower:
 
     async def next(self) -> list[Written]:
         """The events to send now. `has_more` says whether to ask again at once, `ended` whether to ask no more."""
-        run, self.has_more = self.run, False
+        self.has_more = False
+        with self.run.blamed():
+            return await self._next()
+        return []
+
+    async def _next(self) -> list[Written]:
+        run = self.run
         if run.gone:
             return self._end("gone", "the run's folder was deleted")
-        if self._unchecked and not await asyncio.to_thread(run.is_known, self._place):
-            return self._end("reset", run.reset_reason or "the run file is not the one that this id is of")
+        if self._unchecked:
+            try:
+                known = await asyncio.to_thread(run.is_known, self._place)
+            except OSError:
+                return []  # deleted, or not readable now: the next reading of the run tells
+            if not known:
+                return self._end("reset", run.reset_reason or "the run file is not the one that this id is of")
         self._unchecked = False
         if run.generation != self._generation:
             return self._end("reset", run.reset_reason)
@@ -199,7 +224,7 @@ class Follower:
             try:
                 recent = [await asyncio.to_thread(self.run.written_in_file, self._place)]
             except OSError:
-                return []  # deleted, or not readable: the next reading of the run tells
+                return []
             self.has_more = recent[0].end.offset > self._place.offset
         if recent:
             self._place = recent[-1].end

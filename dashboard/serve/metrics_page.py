@@ -49,7 +49,7 @@ class Runs(Collector):
     def collect(self) -> Iterator[Metric]:
         seen: list[tuple[Run, dict[str, Any]]] = []
         for run in self._library.runs:
-            with run.lock:
+            with run.blamed(), run.lock:
                 if not run.gone and not run.recorded and run.problem is None and run.state.events:
                     names = ("learning_rate", "gradient_norm", "seconds")
                     last = {name: number(run.state.last.get(name)) for name in names}

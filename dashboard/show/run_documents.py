@@ -47,13 +47,15 @@ def runs(library: Library) -> dict[str, Any]:
     listed, skipped = [], []
     for run in library.runs:
         with run.lock:
-            if run.gone or (run.recorded and not run.state.start):
+            if run.gone or (run.problem is None and run.recorded and not run.state.start):
                 continue
-            if run.problem is not None or (run.is_read and not run.state.events):
+            empty = run.is_read and not run.state.events
+            with run.blamed():
+                if run.problem is None and not empty:
+                    listed.append(summary(run))
+            if run.problem is not None or empty:
                 reason = run.problem or "the run file holds no event yet"
                 skipped.append({"path": run.shown_path, "reason": reason})
-            else:
-                listed.append(summary(run))
     listed.sort(key=lambda one: (one["recorded"], -(one.pop("_sort")), one["id"]))
     return {"runs": listed, "skipped": skipped}
 
@@ -99,7 +101,7 @@ def summary(run: Run) -> dict[str, Any]:
     held_out = state.curves.get("held_out_loss")
     densities = state.densities.last
     started = number(state.start.get("time"))
-    return {
+    entry = {
         "id": run.id,
         "name": run.name,
         "path": run.shown_path,
@@ -126,6 +128,7 @@ def summary(run: Run) -> dict[str, Any]:
         "recorded": run.recorded,
         "_sort": started if started is not None else run.modified,
     }
+    return plain(entry)
 
 
 def config_of(run: Run) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def preset_of(config: dict[str, Any]) -> str | None:
 
 
 def status_of(run: Run) -> tuple[str, str | None]:
-    """The run's status, and why."""
+    """The run's status, and why it has it."""
     state, steps = run.state, _whole(config_of(run).get("steps"))
     if state.failed is not None:
         return "failed", str(state.failed.get("reason") or "the run said that it failed")[:500]
@@ -156,27 +159,30 @@ def status_of(run: Run) -> tuple[str, str | None]:
         return "finished", None
     age = run.age()
     usual = run.step_seconds() or 0.0
-    if age > max(_DEAD_AFTER, 3 * usual) and process_is_dead(state.process):
+    alive = process_is_alive(state.process)
+    if age > max(_DEAD_AFTER, 3 * usual) and alive is False:
         return "stalled", f"its process {state.process['pid']} has ended; the same command goes on"
+    if alive and not run.stepped:
+        return "running", "its first step is compiling"
     if age > max(STALLED_AFTER, STALLED_STEPS * usual):
         return "stalled", f"no event since {date_of(run.last_event())}"
     return "running", None
 
 
-def process_is_dead(process: Any) -> bool:
-    """Whether a process of this host is known to be there no more; False where that is not known."""
+def process_is_alive(process: Any) -> bool | None:
+    """Whether the process that writes a run is there; None where that is not known, as on another host."""
     if not isinstance(process, dict) or process.get("host") != socket.gethostname():
-        return False
+        return None
     pid = process.get("pid")
     if type(pid) is not int or not 0 < pid < 2**31:
-        return False
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except OSError:
         return False
-    return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def series(
