@@ -50,6 +50,30 @@ def test_demo_refuses_nonsense() -> None:
     result = CliRunner().invoke(app, ["demo", "--length", "3"])
     assert result.exit_code == 2
     assert "--length" in result.output
+    for words in (["--heads", "100000000"], ["--length", "999999999999999"]):
+        result = CliRunner().invoke(app, ["demo", "--no-model", *words])
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert f"{words[0]} {words[1]}" in result.output and "ask for fewer tokens or heads" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["demo", "showcase", "calibrate TEXT", "evaluate TEXT --profile TEXT", "data build TEXT", "plan smollm2 --json"],
+)
+def test_what_a_command_writes_at_its_end_is_looked_at_first(words: str, tmp_path: Path) -> None:
+    """Nothing is loaded or computed: the text is none, and the answer is about the place all the same."""
+    text = tmp_path / "text"
+    text.write_text("x")
+    given = [str(text) if word == "TEXT" else word for word in words.split()]
+    given += ["/proc/x/y"] if words.endswith("--json") else ["--out", "/proc/x/y"]
+    given += ["--tokens", "4096", "--devices", "8"] if words.startswith("plan") else []
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    assert "/proc/x" in result.output and result.output.startswith("cannot write"), result.output
+    given[given.index("/proc/x/y")] = str(text / "y")
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 1 and str(text) in result.output, result.output
+    assert text.read_text() == "x" and list(tmp_path.iterdir()) == [text]
 
 
 def test_demo_goes_on_where_the_model_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ STEPS = st.integers(2, 6) | st.sampled_from([0, -1, 2**53 - 1, 2**53])
 EVENT = st.tuples(st.sampled_from(KINDS), STEPS, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_any_run_file_is_shown_with_finite_numbers(examples, tmp_path):
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=examples == 100)
     @hypothesis.given(st.lists(EVENT, max_size=8))

@@ -241,6 +241,24 @@ def test_the_command_refuses_what_it_cannot_show(tmp_path):
     assert code == 1 and "is no folder of records" in said
     code, said = xsake(tmp_path, "--host", "256.1.1.1")
     assert code == 1 and "cannot serve on 256.1.1.1:8321" in said
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "damaged.journal").write_text("{\n")
+    for words, message in (
+        (["--host", ""], "the host is empty: give 127.0.0.1"),
+        (["--allow-host", "http://proxy"], "'http://proxy' must be the name of a host alone"),
+        (["--allow-host", "proxy:80"], "'proxy:80' must be the name of a host alone"),
+        (["--model", "/nope"], "/nope is no file, and no published model"),
+        (["--model", tmp_path / "model.gguf"], "has no shipped profile"),
+        (["--profile", "/nope"], "/nope is no file: --profile takes"),
+        (["--storage", "/nope.journal"], "/nope.journal is no file: --storage takes"),
+        (["--storage", "sqlite:////nope.db"], "/nope.db is not there"),
+        (["--storage", "nosuch://me:secret@x"], "nosuch://me:***@x: the studies cannot be read"),
+        (["--storage", tmp_path / "damaged.journal"], "damaged.journal: line 1 is no record of a journal"),
+    ):
+        code, said = xsake(tmp_path, *words)
+        assert code == 1 and message in said, said
+    result = CliRunner().invoke(app, ["showcase", "--storage", "nosuch://x", "--out", str(tmp_path / "site")])
+    assert result.exit_code == 1 and not (tmp_path / "site").exists()
 
 
 def test_the_server_imports_no_jax():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from xsake import tuning_db
 from xsake.dashboard.read.library import Given, Library
-from xsake.dashboard.serve.guard import LOOPBACK
+from xsake.dashboard.serve.guard import LOOPBACK, check_name
 from xsake.dashboard.show.documents import Documents
-from xsake.dashboard.show.tuning_documents import Tuning
+from xsake.dashboard.show.tuning_documents import Tuning, check_storage
 
 _PACKAGE = Path(__file__).resolve().parents[2]  # of a development install: the checkout
 
@@ -39,9 +39,11 @@ def gather(
         given.append(Given.of(records, recorded=True))
     own = tuning_db.user_directory()
     journals: list[str | Path] = [own / "studies.journal"] if own_tuning else []
-    journals += [text if "://" in text else Path(text) for text in storages]
+    asked: list[str | Path] = [text if "://" in text else Path(text) for text in storages]
+    for storage in asked:
+        check_storage(storage)
     databases = ({"own": own} if own_tuning else {}) | {"shipped": tuning_db.SHIPPED}
-    tuning = Tuning(journals, databases, search=[one.root for one in given if one.file is None])
+    tuning = Tuning(journals + asked, databases, search=[one.root for one in given if one.file is None])
     return Documents(library=Library(given), tuning=tuning, records=records)
 
 
@@ -55,14 +57,18 @@ def serve(
     profile: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serve until interrupted. Raises OSError if the port is taken."""
+    """Serve until interrupted. Raises OSError if the port is taken, and ValueError for other wrong options."""
     from xsake.dashboard.serve.app import make_app
     from xsake.dashboard.serve.own_text import Texts
     from xsake.dashboard.serve.server import Server
 
     is_local = host in LOOPBACK
+    for name in allow_hosts:
+        check_name(name)
     names = [*allow_hosts, *([] if is_local else [host])]
     texts = Texts(documents, model=model, profile=profile)
+    if reason := texts.wrong():
+        raise ValueError(reason)
     app = make_app(documents, texts=texts, names=names, any_address=not is_local)
     with _listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
@@ -73,6 +79,8 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not host.strip():
+        raise ValueError("the host is empty: give 127.0.0.1 for this machine alone, or 0.0.0.0 for every address")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

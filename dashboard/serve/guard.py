@@ -112,6 +112,13 @@ class Guard:
         return self._any_address and _is_address(name)
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError unless a Host header can hold this name, without its port."""
+    found = _HOST.fullmatch(name)
+    if not _is_address(name) and (found is None or found["name"] is None or found["port"] is not None):
+        raise ValueError(f"--allow-host {name[:80]!r} must be the name of a host alone, such as proxy.example")
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

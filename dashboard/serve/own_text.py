@@ -86,14 +86,21 @@ class Texts:
             return missing(lacking[0], "model")
         from xsake.model.weights import fetch
 
-        if self._model in fetch.PUBLISHED:
-            if not fetch.place(self._model).exists():
-                return f"{self._model} is not here yet: run `xsake model fetch {self._model}`"
-            return None
-        if not Path(self._model).exists():
-            return f"{self._model} is no file, and no published model ({', '.join(fetch.PUBLISHED)})"
-        if self._profile is None:
-            return f"{self._model} has no shipped profile: calibrate it, and start with --profile FILE"
+        if self._model in fetch.PUBLISHED and not fetch.place(self._model).exists():
+            return f"{self._model} is not here yet: run `xsake model fetch {self._model}`"
+        return self.wrong()
+
+    def wrong(self) -> str | None:
+        """Why no text can ever be computed with this model and this profile, or None."""
+        from xsake.model.weights import fetch
+
+        if self._model not in fetch.PUBLISHED:
+            if not Path(self._model).exists():
+                return f"{self._model} is no file, and no published model ({', '.join(fetch.PUBLISHED)})"
+            if self._profile is None:
+                return f"{self._model} has no shipped profile: calibrate it, and start with --profile FILE"
+        if self._profile is not None and not self._profile.is_file():
+            return f"{self._profile} is no file: --profile takes what `xsake calibrate` wrote"
         return None
 
     # -- requests --------------------------------------------------------------------------------------------------

@@ -23,6 +23,21 @@ MOST_TRIALS = 5000
 _SHOWN_URL = re.compile(r"://([^/@:]*):[^/@]*@")
 
 
+def check_storage(storage: str | Path) -> None:
+    """Raise ValueError if there is no such storage of studies, or it cannot be read."""
+    if isinstance(storage, Path) and not storage.is_file():
+        raise ValueError(f"{storage} is no file: --storage takes a journal file, or a URL such as sqlite:///FILE")
+    try:
+        studies_of(storage)
+    except (Unreadable, OSError) as error:
+        raise ValueError(f"{_shown(storage)}: {error}") from error
+
+
+def _shown(storage: str | Path) -> str:
+    """A file without its folder, a URL without its password."""
+    return storage.name if isinstance(storage, Path) else _SHOWN_URL.sub(r"://\1:***@", storage)
+
+
 class Tuning:
     """Studies of some storages, and the tuning databases of some folders."""
 
@@ -35,11 +50,8 @@ class Tuning:
     # -- studies ---------------------------------------------------------------------------------------------------
 
     def _storages(self) -> dict[str | Path, str]:
-        """Every storage, and how it is shown: a path without the folder that was searched, a URL without password."""
-        shown = {
-            storage: storage.name if isinstance(storage, Path) else _SHOWN_URL.sub(r"://\1:***@", storage)
-            for storage in self._given
-        }
+        """Every storage, and how it is shown: a file that was found without the folder that was searched."""
+        shown = {storage: _shown(storage) for storage in self._given}
         found = {path: str(path.relative_to(root)) for root in self._search for path in find_files(root, ".journal")}
         return found | shown
 

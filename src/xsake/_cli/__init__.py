@@ -9,6 +9,8 @@ import typer
 
 import xsake
 from xsake._cli import autotune, dashboard, data, generate, hads, model, plan, train, tuning
+from xsake._cli.errors import plain_errors
+from xsake._cli.options import check_folder_out
 
 app = typer.Typer(
     help="Block-sparse attention for JAX: look at this machine, and see sparse attention run on it.",
@@ -50,14 +52,18 @@ def _demo(
 ) -> None:
     """Compare sparse attention, with a mask per head, to dense attention on this machine: the same numbers, and the
     time of each. Then compare a language model to itself with fewer blocks, chosen by HADS and by other methods."""
-    from xsake._cli import info
-    from xsake._cli.demo import command as demo_command
-    from xsake._cli.demo import model as demo_model
+    with plain_errors():
+        from xsake._cli import info
+        from xsake._cli.demo import command as demo_command
+        from xsake._cli.demo import model as demo_model
 
-    info.show()
-    demo_command.show(length=length, heads=heads, head_dim=head_dim)
-    if model:
-        demo_model.show(out)
+        demo_command.check_memory(length=length, heads=heads, head_dim=head_dim)
+        if model:
+            check_folder_out(out)
+        info.show()
+        demo_command.show(length=length, heads=heads, head_dim=head_dim)
+        if model:
+            demo_model.show(out)
 
 
 app.command()(autotune.autotune)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import check_folder_out
 
 Storages = Annotated[list[str] | None, typer.Option(help="An Optuna storage: a journal file or a URL.")]
 Records = Annotated[Path | None, typer.Option(help="Folder of records; by default the checkout's.")]
@@ -57,6 +58,7 @@ def showcase(
         from xsake.dashboard.serve.command import default_records, gather
         from xsake.dashboard.show.showcase import MOST_BYTES, build
 
+        check_folder_out(out)
         records = records or default_records()
         if records is None and not runs:
             raise ValueError(

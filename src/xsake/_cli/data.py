@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import check_folder_out
 
 app = typer.Typer(help="Make training data from text.", no_args_is_help=True)
 
@@ -32,6 +33,7 @@ def build(
         from xsake.model.data import build as data_build
         from xsake.model.data.progress import part_of
 
+        check_folder_out(out)
         try:
             built = data_build.build(
                 files, out, vocab_size=vocab, tokenizer=tokenizer, holdout=holdout, shard_tokens=shard_tokens

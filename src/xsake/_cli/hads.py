@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from xsake._cli.errors import plain_errors
-from xsake._cli.options import load_profile
+from xsake._cli.options import check_file_out, check_folder_out, load_profile
 from xsake.model.weights.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
@@ -53,6 +53,7 @@ def calibrate(
         if dry_run:
             _say_memory(model, texts, domains, dtype, length=length, sequences=sequences, block=block)
             return
+        check_file_out(out)
         from xsake.hads.calibration.calibrate import calibrate
         from xsake.hads.study.texts import load_texts
 
@@ -102,6 +103,7 @@ def evaluate(
         from xsake.hads.study.result import write
         from xsake.hads.study.texts import load_texts
 
+        check_folder_out(out)
         name = name_of(model)
         learned = load_profile(profile, name)
         if not knows_runs(learned.digests):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xsake._ground import atomic
+
 if TYPE_CHECKING:
     from xsake.hads import HadsProfile
 
@@ -15,6 +17,29 @@ def named_as(configuration: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are named as the fields of a dataclass, with their values."""
     names = {field.name for field in dataclasses.fields(configuration)}
     return {name: value for name, value in given.items() if name in names}
+
+
+def check_file_out(path: Path) -> None:
+    """Raise the error that writing this file would end in. For the beginning of a command; nothing is changed."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {str(path.parent)!r}")
+    try:
+        atomic.check_writable(path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_folder_out(path: Path) -> None:
+    """`check_file_out` for a folder, which need not be there yet, nor the folders above it."""
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is no folder: name another for {path}")
+    try:
+        atomic.check_writable(there / "file")
+    except OSError as error:
+        raise OSError(f"cannot write into {path}: {error.strerror}") from error
 
 
 def load_profile(path: Path, model: str) -> HadsProfile:

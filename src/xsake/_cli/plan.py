@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from xsake._cli.errors import plain_errors
-from xsake._cli.options import named_as
+from xsake._cli.options import check_file_out, named_as
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,9 +90,7 @@ def plan(
         if remat not in ("auto", "yes", "no"):
             raise ValueError(f"remat={remat!r} must be auto, yes or no")
         if json is not None:
-            if not json.parent.is_dir():
-                raise ValueError(f"json={str(json)!r}: there is no folder {str(json.parent)!r}")
-            atomic.check_writable(json)
+            check_file_out(json)
         found = find_device(device)
         changed: dict[str, Any] = dict(
             config=find_model(model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,6 +17,18 @@ import xsake
 from xsake.autotune.measure.timing import Timing, race
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
+
+
+def check_memory(*, length: int, heads: int, head_dim: int) -> None:
+    """Raise ValueError if dense attention of this size, with its gradient, does not fit into this machine's memory."""
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = heads * length * 4 * (8 * head_dim + (2 * length if _peer() == "xla" else 0))  # with logits where XLA runs
+    if needed > limit:
+        raise ValueError(
+            f"--length {length} with --heads {heads} and --head-dim {head_dim} takes {needed / 1e9:,.0f} GB, and "
+            f"{device.device_kind} has {limit / 1e9:,.0f} GB: ask for fewer tokens or heads"
+        )
 
 
 def show(*, length: int, heads: int, head_dim: int, console: Console | None = None) -> None:
