@@ -91,7 +91,9 @@ def test_a_process_reads_only_what_its_devices_hold(shards, monkeypatch):
 
 
 def test_wrong_calls(shards):
-    with pytest.raises(ValueError, match=r"has 140 tokens, 1 sequences of 90: fewer than one batch of 2"):
+    with pytest.raises(
+        ValueError, match=r"has 140 tokens in train-\*, 1 sequences of 90: fewer than one batch of 2. Build"
+    ):
         Batches(shards, length=90, batch=2, seed=0)
     with pytest.raises(ValueError, match="length=0"):
         Batches(shards, length=0, batch=2, seed=0)

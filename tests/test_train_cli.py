@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from xsake._cli import app
 from xsake.model import load_trained
 from xsake.model.data.shards import open_shards
+from xsake.model.training.trainer import Trainer
 
 TEXT = """One contract says which blocks attend to which. Kernels execute it, a tuner finds their best configuration on
 the hardware at hand, and a model uses all of it as any user would. Lists are flat per head, because padded rows do not
@@ -79,10 +80,21 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         (["--order", "spiral"], "order='spiral' must be one of 'contiguous', 'zigzag'"),
         (["--exchange", "post"], "exchange='post' must be one of 'auto', 'gather', 'ring', 'sparse'"),
         (["--attention", "all"], "attention='all' must be one of"),
-        (["--attention", "hads"], "sequences of 512 tokens have 4 blocks of 128, most of them always on"),
+        (
+            ["--attention", "hads", "--block", "128"],
+            "sequences of 512 tokens have 4 blocks of 128, most of them always on",
+        ),
         (["--attention", "hads", "--block", "16", "--density", "0.1"], "budget=0.1 is below 0.1"),
+        (
+            ["--attention", "sink_window", "--density", "0.1", "--block", "128"],
+            "keeps 70% of the blocks of 512 tokens where density=0.1 comes nearest: use block=16",
+        ),
+        (
+            ["--attention", "sink_window", "--density", "0.1", "--length", "64"],
+            "use block=16 and density=0.70, or longer sequences",
+        ),
         (["--processes", "2"], "missing: coordinator, process"),
-        (["--eval-every", "1", "--length", "64"], "has no held-*.tokens file"),
+        (["--eval-every", "1", "--length", "64"], "from two texts or more and with a --holdout above 0"),
         (["--data", "nowhere"], "nowhere has no train-*.tokens file"),
         (["--attention", "cudnn"], 'attention="cudnn" needs an NVIDIA GPU, and JAX runs on cpu here: use "dense"'),
         (["--seed", str(10**23)], "seed=100000000000000000000000 must be an int"),
@@ -91,7 +103,7 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         (["--attention", "random", "--density", "0.5", "--block", str(10**20)], "must be an int"),
         (["--mesh", "0x1"], "each must be at least 1"),
         (["--keep", "0"], "keep=0 must be at least 1"),
-        (["--length", "64", "--batch", "999"], "fewer than one batch of 999"),
+        (["--length", "64", "--batch", "999"], "fewer than one batch of 999. Build more text, or take"),
     ],
 )
 def test_what_goes_wrong_is_said(data, tmp_path, monkeypatch, words, message):
@@ -99,6 +111,39 @@ def test_what_goes_wrong_is_said(data, tmp_path, monkeypatch, words, message):
     code, said = xsake("train", "--data", data, "--run", tmp_path / "run", *words)
     assert code == 1 and message in " ".join(said.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_seven_small_files_are_built_and_trained_on_by_default(tmp_path, monkeypatch):
+    """One of them is held out, the model's vocabulary is theirs, and the blocks are those of the density."""
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    words = "".join(f"word{number * 7919 % 1000} " for number in range(3000))
+    for number in range(7):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"The {number}th: " + words[number * 700 :][:9000])
+    code, said = xsake("data", "build", tmp_path / "texts", "--out", tmp_path / "corpus")
+    assert code == 0 and "tokens from 1 texts" in said and "tokens from 6 texts" in said
+    vocabulary = open_shards(tmp_path / "corpus", "held")[0].vocab_size
+    assert vocabulary > 512
+
+    seen = {}
+
+    def report(config, *, eval_every, **_):
+        seen["config"] = config
+        seen["held"] = Trainer(config, data=tmp_path / "corpus").held_out()
+        return tmp_path
+
+    monkeypatch.setattr("xsake.model.training.loop.train", report)
+    options = ["--eval-every", 1, "--attention", "sink_window", "--density", 0.1]
+    code, said = xsake("train", "--data", tmp_path / "corpus", "--run", tmp_path / "run", *options)
+    assert code == 0, said
+    config = seen["config"]
+    assert vocabulary <= config.model.vocab_size < vocabulary + 64 and config.block == 16 and config.length == 512
+    assert 1 <= seen["held"].batch < config.batch == 16
+
+
+def test_token_files_are_not_taken_for_text(data, tmp_path):
+    code, said = xsake("data", "build", data, "--out", tmp_path / "out")
+    assert code == 1 and "train-00000.tokens is a file of tokens, not of text" in said
 
 
 def test_a_run_folder_that_cannot_be_used(data, tmp_path, monkeypatch):

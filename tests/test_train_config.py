@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from xsake.model.network.config import PRESETS
-from xsake.model.training.attention import ATTENTION, attention_of, fixed_pattern
+from xsake.model.training.attention import ATTENTION, NEAR, attention_of, fixed_pattern, with_block
 from xsake.model.training.config import TrainConfig
 from xsake.model.training.distributed import initialize
 from xsake.model.training.optimizer import learning_rate, make_optimizer
 from xsake.model.training.watch.mfu import peak_flops, utilisation
 
+LONG = dataclasses.replace(PRESETS["tiny"], context=8192)
 CONFIG = TrainConfig(model=PRESETS["tiny"], length=64, batch=4, steps=50, warmup=10)
 
 
@@ -83,6 +84,24 @@ def test_patterns_have_the_density_asked_for(name, density):
     mask = fixed_pattern(name, length=2048, block=64, density=density)
     assert abs(float(mask.density()) - density) < 0.5 / 16
     assert mask.is_causal and (density < 1 or mask.density() == 1)
+
+
+def test_blocks_follow_the_density_and_the_length():
+    for attention, length, density, block in [
+        ("sink_window", 4096, 0.43, 128),
+        ("sink_window", 1024, 0.1, 32),
+        ("sink_window", 512, 0.1, 16),
+        ("sink_window", 256, 0.43, 32),
+        ("random", 512, 0.1, 32),
+        ("hads", 512, 0.5, 32),
+        ("dense", 512, 1.0, 128),
+    ]:
+        config = dataclasses.replace(CONFIG, attention=attention, length=length, density=density, model=LONG)
+        found = with_block(config)
+        assert found == dataclasses.replace(config, block=block), (attention, length, density, found.block)
+        assert abs(attention_of(found)[2] - density) <= NEAR * density
+    rows = fixed_pattern("random", length=512, block=128, density=0.1).to_blocks()
+    assert rows[0, 0].any(-1).all(), "no row of blocks is empty"
 
 
 def test_attention_by_name():

@@ -78,8 +78,10 @@ def test_stopped_and_carried_on_bit_for_bit(data, tmp_path, monkeypatch):
     assert train(config, data=data, run=run, quiet=True) == file and file.read_bytes() == before  # it is finished
 
 
-def test_a_run_file_says_how_the_run_was_started_and_what_its_heads_keep(data, tmp_path):
-    file = train(make_config(), data=data, run=tmp_path, quiet=True)
+def test_a_run_says_how_it_was_started_and_what_its_heads_keep(data, tmp_path, capsys):
+    file = train(make_config(), data=data, run=tmp_path)
+    said = "sink_window attention keeps 70% of the blocks (70% asked for, blocks of 16 tokens)"
+    assert said in " ".join(capsys.readouterr().out.split())
     (start,), (density,) = events(file, "start"), events(file, "density")
     assert start["process"]["pid"] == os.getpid() and start["environment"]["jax"] == jax.__version__
     assert start["command"] and abs(start["time"] - time.time()) < 600
@@ -200,7 +202,7 @@ def test_wrong_runs_change_nothing(data, tmp_path, unchecked_annotations):
     refused(ValueError, "kv_heads=2 cannot be divided over the mesh's model=4", mesh=(2, 4))
     refused(ValueError, "most of them always on: use at least 144 tokens", config=make_config(attention="hads"))
     refused(ValueError, "checkpoint_every=0", checkpoint_every=0)
-    refused(ValueError, "fewer than one batch of 40", config=make_config(batch=40), eval_every=1)
+    refused(ValueError, "batch of 4. Hold out more", config=make_config(length=400, microbatches=4), eval_every=1)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

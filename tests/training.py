@@ -35,7 +35,7 @@ def make_config(**changes: Any) -> TrainConfig:
         warmup=2,
         learning_rate=1e-2,
         attention="sink_window",
-        density=0.5,
+        density=0.7,
         block=16,
         dtype="float32",
         loss_chunk=128,

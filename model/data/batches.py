@@ -34,10 +34,14 @@ class Batches:
         self._ends = np.cumsum(counts)
         self.windows = int(self._ends[-1])
         if self.windows < batch:
-            tokens = sum(len(shard.tokens) for shard in shards)
+            tokens, longest = (how(len(shard.tokens) for shard in shards) for how in (sum, max))
+            folder, split = shards[0].path.parent, shards[0].path.name.partition("-")[0]
+            cures = ["Build more text" if split == "train" else "Hold out more (xsake data build --holdout)"]
+            cures += [f"take length={(longest - 1) // batch}"] if longest > batch else []
+            cures += [f"take batch={self.windows}"] if self.windows else []
             raise ValueError(
-                f"{shards[0].path.parent} has {tokens} tokens, {self.windows} sequences of {length}: "
-                f"fewer than one batch of {batch}. Build more text, or ask for shorter sequences or a smaller batch"
+                f"{folder} has {tokens} tokens in {split}-*, {self.windows} sequences of {length}: "
+                f"fewer than one batch of {batch}. {', or '.join(cures)}"
             )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 
 from xsake._ground import atomic
 from xsake.model.data.progress import Place, Progress
-from xsake.model.data.shards import SUFFIX, token_dtype, write_shard
+from xsake.model.data.shards import SUFFIX, is_shard, token_dtype, write_shard
 from xsake.model.data.tokenizer import END_OF_TEXT, check_vocab_size, fingerprint, load_tokenizer, train_tokenizer
 from xsake.model.text.tokenizer_file import plain_tokenizer_errors
 
@@ -49,6 +50,8 @@ def find_texts(sources: Iterable[Path]) -> list[Path]:
             raise FileNotFoundError(f"{source} is neither a file nor a folder")
     if not found:
         raise ValueError("there is no file in what was given to build from")
+    if built := next((path for path in found if path.suffix == SUFFIX and is_shard(path)), None):
+        raise ValueError(f"{built} is a file of tokens, not of text: give the texts that it was built from")
     return found
 
 
@@ -72,6 +75,7 @@ def build(
       vocab_size: of the tokenizer that is trained.
       tokenizer: a tokenizer file to use instead of training one.
       holdout: the share of texts that go to the held-out split, by a hash of their contents: equal texts go together.
+        Above 0, at least one text goes there, if the texts are not all equal.
       shard_tokens: tokens per token file.
       sample_bytes: the tokenizer is trained on about this much text, every n-th file.
     """
@@ -104,13 +108,13 @@ def build(
             split: _Writer(progress.folder, split, shard_tokens, about, progress.places[split])
             for split in ("train", "held")
         }
-        not_utf8 = 0
+        not_utf8, cut = 0, _cut(paths, holdout)
         for numbered in itertools.batched(enumerate(paths), _TEXTS_AT_A_TIME):
             waiting: list[tuple[_Writer, int, str]] = []
             for number, path in numbered:
                 text, valid = _text(path)
                 not_utf8 += not valid
-                writer = writers["held" if _fraction(text) < holdout else "train"]
+                writer = writers["held" if _fraction(text) < cut else "train"]
                 writer.texts += 1
                 if writer.place.lacks(number):
                     waiting.append((writer, number, text))
@@ -215,6 +219,17 @@ def _text(path: Path) -> tuple[str, bool]:
         return data.decode(), True
     except UnicodeDecodeError:
         return data.decode(errors="replace"), False
+
+
+def _cut(paths: list[Path], holdout: float) -> float:
+    """The texts whose `_fraction` is below this are held out: `holdout`, or more if no text is below that."""
+    least, most = 1.0, 0.0
+    for path in paths if holdout else ():
+        fraction = _fraction(_text(path)[0])
+        least, most = min(least, fraction), max(most, fraction)
+        if least < holdout:
+            return holdout
+    return math.nextafter(least, 1) if least < most else 0.0
 
 
 def _fraction(text: str) -> float:

@@ -62,6 +62,12 @@ def write_shard(path: Path, tokens: np.ndarray, *, vocab_size: int, tokenizer: s
         file.write(tokens.astype(dtype, copy=False).tobytes())
 
 
+def is_shard(path: Path) -> bool:
+    """Whether the file begins as a token file does."""
+    with open(path, "rb") as file:
+        return f'"format": "{FORMAT}"'.encode() in file.read(HEADER_BYTES)
+
+
 def open_shard(path: Path) -> Shard:
     """Map a token file, after checking that it is one and that all of it is there."""
     with open(path, "rb") as file:
@@ -93,7 +99,8 @@ def open_shards(folder: Path, split: str) -> list[Shard]:
     """All token files of a split ("train", "held"), in the order of their names; they must be of one tokenizer."""
     paths = sorted(folder.glob(f"{split}-*{SUFFIX}"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no {split}-*{SUFFIX} file. Build one with `xsake data build`")
+        more = "" if split == "train" else ", from two texts or more and with a --holdout above 0"
+        raise FileNotFoundError(f"{folder} has no {split}-*{SUFFIX} file. Build one with `xsake data build`{more}")
     shards = [open_shard(path) for path in paths]
     for shard in shards[1:]:
         if (shard.tokenizer, shard.vocab_size) != (shards[0].tokenizer, shards[0].vocab_size):

@@ -7,6 +7,7 @@ changes its arrays without compiling anew, and a checkpoint can hold them.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -52,6 +53,10 @@ _FAMILIES: dict[str, Callable[[int, int, int], BlockMask]] = {
 }
 ATTENTION = ("dense", "cudnn", "hads", "random", *_FAMILIES)
 
+# Tokens per block, the best for the kernels first; short sequences need small blocks to have a low density.
+BLOCKS = (128, 64, 32, 16)
+NEAR = 0.25  # of the density that is asked for: a pattern whose density differs by more is refused
+
 
 def fixed_pattern(name: str, *, length: int, block: int, density: float) -> BlockMask:
     """The mask of pattern `name` whose share of active causal blocks is nearest to `density`.
@@ -60,11 +65,13 @@ def fixed_pattern(name: str, *, length: int, block: int, density: float) -> Bloc
     0.43
     """
     if name == "random":
-        return patterns.random(length, length, density=density, seed=0, block_q=block, block_kv=block, is_causal=True)
+        diagonal = 2 / (-(-length // block) + 1)  # always on: a token attends at least to itself
+        sizes: dict[str, Any] = dict(density=max(density, diagonal), block_q=block, block_kv=block)
+        return patterns.random(length, length, seed=0, is_causal=True, **sizes)
     make = partial(_FAMILIES[name], length, block)
-    sizes = range(-(-length // block) + 1)
-    above = min(bisect.bisect_left(sizes, density, key=lambda size: float(make(size).density())), len(sizes) - 1)
-    nearest = (make(size) for size in sizes[max(above - 1, 0) : above + 1])
+    windows = range(-(-length // block) + 1)
+    above = min(bisect.bisect_left(windows, density, key=lambda size: float(make(size).density())), len(windows) - 1)
+    nearest = (make(size) for size in windows[max(above - 1, 0) : above + 1])
     return min(nearest, key=lambda mask: abs(float(mask.density()) - density))
 
 
@@ -85,15 +92,51 @@ def check_cudnn(config: TrainConfig) -> None:
 def hads_recalibration(config: TrainConfig) -> Callable[[int, Any, Array], MaskFn]:
     """HADS at the configuration's density. ValueError if the blocks that are always on leave none to choose."""
     from xsake.hads.calibration.recalibration import recalibration
+
+    _check_hads(config)
+    if jax.process_count() > 1:
+        raise ValueError('attention="hads" calibrates within one process: give the trainer a recalibrate callback')
+    return recalibration(config.density, block=config.block)
+
+
+def _check_hads(config: TrainConfig) -> None:
     from xsake.hads.profile.budgets import uniform_counts
     from xsake.hads.profile.causal_grid import CausalGrid
 
     grid = CausalGrid(config.length, config.block)
     grid.check_choice('attention="hads": sequences')
     uniform_counts(1, 1, config.density, grid)
-    if jax.process_count() > 1:
-        raise ValueError('attention="hads" calibrates within one process: give the trainer a recalibrate callback')
-    return recalibration(config.density, block=config.block)
+
+
+def _pattern(config: TrainConfig) -> BlockMask:
+    """The configuration's pattern. ValueError if the density that it asks for is out of reach."""
+    shape: dict[str, Any] = dict(length=config.length, density=config.density)
+    mask = fixed_pattern(config.attention, block=config.block, **shape)
+    if _near(mask, config.density):
+        return mask
+    masks = {block: fixed_pattern(config.attention, block=block, **shape) for block in BLOCKS}
+    cure = next((f"block={block}" for block, other in masks.items() if _near(other, config.density)), None)
+    nearest = min((abs(float(other.density()) - config.density), block) for block, other in masks.items())[1]
+    raise ValueError(
+        f"attention={config.attention!r} in blocks of {config.block} tokens keeps {float(mask.density()):.0%} of the "
+        f"blocks of {config.length} tokens where density={config.density} comes nearest: use "
+        f"{cure or f'block={nearest} and density={float(masks[nearest].density()):.2f}, or longer sequences'}"
+    )
+
+
+def _near(mask: BlockMask, density: float) -> bool:
+    return abs(float(mask.density()) - density) <= NEAR * density
+
+
+def with_block(config: TrainConfig) -> TrainConfig:
+    """The configuration with the first of BLOCKS in which its attention can have its density; as it is if none can."""
+    checks = dict.fromkeys(("random", *_FAMILIES), _pattern) | {"hads": _check_hads}
+    for block in BLOCKS if config.attention in checks else ():
+        sized = dataclasses.replace(config, block=block)
+        with contextlib.suppress(ValueError):
+            checks[config.attention](sized)
+            return sized
+    return config
 
 
 def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None, float]:
@@ -106,5 +149,5 @@ def attention_of(config: TrainConfig) -> tuple[Callable[..., Any], MaskFn | None
         return _cudnn, None, 1.0
     if config.attention in ("dense", "hads"):
         return xsake.attention, None, config.density
-    mask = fixed_pattern(config.attention, length=config.length, block=config.block, density=config.density)
+    mask = _pattern(config)
     return xsake.attention, FixedMask(mask), float(mask.density())

@@ -27,7 +27,8 @@ class TrainConfig:
       beta1, beta2: of AdamW.
       clip: the largest norm of the gradients of all parameters; larger gradients are scaled down to it.
       attention: "dense", "cudnn", "hads" or a pattern; see `xsake.model.training.attention`.
-      density: the share of active blocks; a pattern takes the nearest density that it can have.
+      density: the share of active blocks; a pattern takes the nearest density that it can have in blocks of `block`
+        tokens, and is refused if that differs by more than a quarter.
       block: tokens per block.
       recalibrate_every: steps between calls of the recalibration callback; 0 for once, at the start.
       dtype: of activations and matrix products; weights and optimiser are float32.

@@ -162,10 +162,15 @@ class Trainer:
         return jax.device_get(self.program.densities(self.state.params, self.mask_fn, tokens)).tolist()
 
     def held_out(self) -> Batches:
-        """The held-out batches, in order. Raises if there are too few tokens for one batch."""
-        shards = open_shards(self._data, "held")
-        _check_vocabulary(shards, self.config)
-        return Batches(shards, length=self.config.length, batch=self.config.batch, seed=None)
+        """The held-out batches, in order, smaller than those of training where there is little text.
+
+        ValueError if there are too few tokens for one batch that the mesh and the microbatches can divide.
+        """
+        shards, config = open_shards(self._data, "held"), self.config
+        _check_vocabulary(shards, config)
+        least = config.microbatches * self.program.mesh.shape["data"]
+        most = least * Batches(shards, length=config.length, batch=least, seed=None).per_epoch
+        return Batches(shards, length=config.length, batch=min(config.batch, most), seed=None)
 
     def evaluate(self, held: Batches, batches: int) -> float:
         """Mean loss over the first `batches` batches of `held`."""
@@ -192,7 +197,8 @@ class Trainer:
 
 def _check_vocabulary(shards: list[Shard], config: TrainConfig) -> None:
     if shards[0].vocab_size > config.model.vocab_size:
+        found, has = shards[0].vocab_size, config.model.vocab_size
         raise ValueError(
-            f"{shards[0].path.parent} has a vocabulary of {shards[0].vocab_size} tokens, which does not fit the "
-            f"model's vocab_size={config.model.vocab_size}"
+            f"{shards[0].path.parent} has a vocabulary of {found} tokens, which does not fit the model's "
+            f"vocab_size={has}: give the model vocab_size={found}, or build the data with --vocab {has}"
         )

@@ -37,6 +37,10 @@ class Report:
             self._file.write("start", 0, **description, **_circumstances(), process=process)
         self._trackers = self._stack.enter_context(Trackers(track, run, description, start=start))
 
+    def say(self, text: str) -> None:
+        """Only on the screen."""
+        self._progress.say(text)
+
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         self._progress.step(step, metrics)
         self._everywhere("step", step, metrics)

@@ -25,7 +25,9 @@ def build(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary to train, in tokens.")] = 16384,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of training one.")] = None,
-    holdout: Annotated[float, typer.Option(help="Share of the texts that is kept for evaluation.")] = 0.01,
+    holdout: Annotated[
+        float, typer.Option(help="Share of the texts that is kept for evaluation; at least one.")
+    ] = 0.01,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per file.", min=1)] = 1 << 25,
 ) -> None:
     """Train a byte-level BPE tokenizer on text, and write the text as memory-mapped token files."""
@@ -45,5 +47,7 @@ def build(
         typer.echo(f"{out}: vocabulary of {built.vocab_size}, {per_token:.2f} bytes per token")
         for split, tokens in built.tokens.items():
             typer.echo(f"{split:6} {tokens:>13,} tokens from {built.texts[split]:,} texts")
+        if holdout and not built.texts["held"]:
+            typer.echo("nothing is held out: that takes two texts that differ. Train without --eval-every")
         if built.not_utf8:
             typer.echo(f"{built.not_utf8} files were not UTF-8; their invalid bytes became replacement characters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ def train(
     context: typer.Context,
     data: Annotated[Path, typer.Option(help="A folder made by `xsake data build`.")],
     run: Annotated[Path, typer.Option(help="The folder of the run; a run that was stopped is continued.")],
-    preset: Annotated[str, typer.Option(help="The model's shape.")] = "tiny",
+    preset: Annotated[str, typer.Option(help="The model's shape; its vocabulary grows to that of the data.")] = "tiny",
     steps: Annotated[int, typer.Option(help="Total number of steps.")] = 1000,
     length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 16,
@@ -31,7 +32,10 @@ def train(
         str, typer.Option(help="dense, cudnn, hads, or a pattern: sink_window, sliding_window, big_bird, random.")
     ] = "dense",
     density: Annotated[float, typer.Option(help="Share of active blocks in a pattern or in hads.")] = 1.0,
-    block: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
+    block: Annotated[
+        int | None,
+        typer.Option(help="Tokens per block; by default the most of 128, 64, 32 and 16 that can have the density."),
+    ] = None,
     recalibrate_every: Annotated[
         int | None, typer.Option(help="Steps between calibrations of hads; by default a tenth of all steps.")
     ] = None,
@@ -67,7 +71,9 @@ def train(
     with plain_errors():
         import jax
 
+        from xsake.model.data.shards import open_shards
         from xsake.model.network.config import PRESETS
+        from xsake.model.training.attention import BLOCKS, with_block
         from xsake.model.training.config import TrainConfig
         from xsake.model.training.distributed import initialize
         from xsake.model.training.loop import train
@@ -77,10 +83,16 @@ def train(
             raise ValueError(f"{preset=} must be one of {', '.join(PRESETS)}")
         if recalibrate_every is None:
             recalibrate_every = max(1, steps // 10) if attention == "hads" else 0
+        shape = PRESETS[preset]
+        vocabulary = open_shards(data, "train")[0].vocab_size
+        if vocabulary > shape.vocab_size:
+            shape = dataclasses.replace(shape, vocab_size=-(-vocabulary // 64) * 64)
         changed: dict[str, Any] = dict(
-            model=PRESETS[preset], warmup=min(warmup, steps), recalibrate_every=recalibrate_every
+            model=shape, warmup=min(warmup, steps), recalibrate_every=recalibrate_every, block=block or BLOCKS[0]
         )
         config = TrainConfig(**named_as(TrainConfig, context.params) | changed)
+        if block is None:
+            config = with_block(config)
         if distributed or (coordinator, processes, process) != (None, None, None):
             initialize(coordinator, processes, process)
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
