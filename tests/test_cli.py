@@ -58,7 +58,14 @@ def test_demo_refuses_nonsense() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["demo", "showcase", "calibrate TEXT", "evaluate TEXT --profile TEXT", "data build TEXT", "plan --model smollm2 --json"],
+    [
+        "demo",
+        "showcase",
+        "calibrate TEXT",
+        "evaluate TEXT --profile TEXT",
+        "data build TEXT",
+        "plan --model smollm2 --json",
+    ],
 )
 def test_what_a_command_writes_at_its_end_is_looked_at_first(words: str, tmp_path: Path) -> None:
     """Nothing is loaded or computed: the text is none, and the answer is about the place all the same."""
