@@ -278,9 +278,11 @@ class BlockMask(MaskLists):
         file.save(self, path)
 
     @classmethod
-    def load(cls, path: Any) -> BlockMask:
-        """Read a file that `save` wrote."""
-        return cls.of(file.load(path))
+    def load(cls, path: Any, *, most_bytes: int = file.MOST_BYTES) -> BlockMask:
+        """Read a file that `save` wrote. The file may come from anywhere: what `from_blocks` would not make raises
+        ValueError, and so does a file that unpacks to more than `most_bytes` bytes, before it is unpacked.
+        """
+        return cls.of(file.load(path, most_bytes))
 
     def __str__(self) -> str:
         return picture.draw(self)

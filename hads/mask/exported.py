@@ -7,6 +7,9 @@ from typing import Any
 
 from jax import export
 
+from xsake._ground import read
+from xsake.hads.mask.lists.check import checked_static
+
 FORMAT, VERSION = "xsake.BlockMask", 2
 
 
@@ -20,7 +23,7 @@ def register(mask: type, lists: tuple[str, ...], static: tuple[str, ...]) -> typ
         mask,
         serialized_name=FORMAT,
         serialize_auxdata=lambda values: to_bytes(dict(zip(static, values, strict=True))),
-        deserialize_auxdata=lambda stored: tuple(from_bytes(bytes(stored), static)[name] for name in static),
+        deserialize_auxdata=lambda stored: tuple(from_bytes(bytes(stored))[name] for name in static),
         from_children=build,
     )
 
@@ -29,20 +32,11 @@ def to_bytes(static: dict[str, Any]) -> bytes:
     return json.dumps({"format": FORMAT, "version": VERSION, "static": static}).encode()
 
 
-def from_bytes(stored: bytes, names: tuple[str, ...]) -> dict[str, Any]:
+def from_bytes(stored: bytes) -> dict[str, Any]:
+    what = "the exported program's BlockMask"
+    header = read.parse_json(what, stored)
+    read.check_version(what, header, FORMAT, (VERSION,), ": export the program again")
     try:
-        header = json.loads(stored)
-        version, static = (header["format"], header["version"]), header["static"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the exported program's BlockMask is damaged: {error!r}") from error
-    if version != (FORMAT, VERSION):
-        raise ValueError(
-            f"the exported program's BlockMask has format {version[0]!r} version {version[1]!r}; this xsake reads "
-            f"{FORMAT!r} version {VERSION}: export the program again"
-        )
-    if {*static} != {*names}:
-        raise ValueError(
-            f"the exported program's BlockMask is damaged: fields {sorted({*static} ^ {*names})} are missing or unknown"
-        )
-    window = static["local_window_size"]
-    return static | {"local_window_size": None if window is None else tuple(window)}
+        return checked_static(read.check_table("static", header.get("static")))
+    except ValueError as error:
+        raise ValueError(f"{what} is damaged: {error}") from error

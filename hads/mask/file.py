@@ -1,23 +1,22 @@
-"""BlockMask files: one .npz, plain arrays only, versioned, written atomically."""
+"""BlockMask files: one .npz, plain arrays only, versioned, written atomically, checked when they are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import zipfile
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
 
-from xsake._ground import atomic
+from xsake._ground import atomic, read
 from xsake._ground.device import on_host
-from xsake.hads.mask.lists.mask_lists import MaskLists
+from xsake.hads.mask.lists.check import check, checked_static
+from xsake.hads.mask.lists.mask_lists import BITMAPS, COLUMNS, ROWS, MaskLists
 
-FORMAT, VERSION = "xsake.BlockMask", 3
-_SINCE_3 = ("bitmaps", "kv_bitmap", "q_bitmap")  # a file of version 2 has none
+FORMAT, VERSION = "xsake.BlockMask", 3  # a file of version 2 has no bitmaps
+MOST_BYTES = 1 << 28
 
 
 def save(mask: MaskLists, path: str | os.PathLike) -> None:
@@ -36,34 +35,18 @@ def save(mask: MaskLists, path: str | os.PathLike) -> None:
         np.savez_compressed(file, header=np.array(header), **arrays)
 
 
-def load(path: str | os.PathLike) -> MaskLists:
+def load(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> MaskLists:
+    name = os.fspath(path)
+    arrays = read.read_arrays(path, most_bytes)
+    header = read.parse_json(f"the header of {name}", str(arrays.pop("header", "")))
+    version = read.check_version(name, header, FORMAT, (2, VERSION))
     try:
-        with open(path, "rb") as file:
-            arrays: dict[str, Any] = dict(_read(file))
-        header = json.loads(str(arrays.pop("header")))
-        version = header["format"], header["version"]
-    except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a BlockMask file, or is damaged: {error}") from error
-    if version not in ((FORMAT, VERSION), (FORMAT, 2)):
-        raise ValueError(
-            f"{path} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} versions 2 and "
-            f"{VERSION}"
-        )
-    static: dict[str, Any] = header["static"] | (dict.fromkeys(_SINCE_3) if version[1] == 2 else {})
-    given, wanted = {*arrays, *static}, {field.name for field in dataclasses.fields(MaskLists)}
-    if given != wanted:
-        raise ValueError(
-            f"{path} is not a BlockMask file, or is damaged: fields {sorted(given ^ wanted)} are missing or unknown"
-        )
-    if static["local_window_size"] is not None:
-        static["local_window_size"] = tuple(static["local_window_size"])
-    return MaskLists(**static, **arrays)
-
-
-def _read(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:
-    archive = np.load(file, allow_pickle=False)
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError("it holds a single array")
-    with archive:
-        for name in archive.files:
-            yield name, archive[name]
+        static = read.check_table("static", header.get("static"))
+        # An array that the mask lacks is None among the static fields.
+        stored = (dict.fromkeys(BITMAPS) if version == 2 else {}) | static | arrays
+        lists = {field: stored.pop(field) for field in ROWS + COLUMNS + BITMAPS if field in stored}
+        mask = MaskLists(**checked_static(stored), **read.check_names(lists, ROWS + COLUMNS + BITMAPS))
+        check(mask)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a BlockMask file, or is damaged: {read.reason(error)}") from error
+    return mask

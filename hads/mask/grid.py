@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from xsake.hads.mask.band import Band, parse_window
+from xsake.hads.mask.band import NO_LIMIT, Band, parse_window
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -27,8 +28,8 @@ class Grid:
         for name, value in (("block_q", block_q), ("block_kv", block_kv), ("q_len", q_len), ("kv_len", kv_len)):
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if not 1 <= value <= NO_LIMIT:
+                raise ValueError(f"{name}={reprlib.repr(value)} must be at least 1 and at most {NO_LIMIT}")
         pair = parse_window(window)
         return cls(
             int(block_q),

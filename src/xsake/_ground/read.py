@@ -11,10 +11,13 @@ import math
 import os
 import reprlib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from xsake._ground.fields import check
+from xsake._ground.kinds import TABLE
 
 MOST_BYTES = 1 << 24  # of a file that a person may have written; real ones have some thousand
 _MOST_CHARACTERS = 300  # of a reason: errors of libraries may quote the whole file
@@ -93,17 +96,23 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
-def check_names(what: object, found: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    """Raise ValueError unless `found` has exactly the names `wanted`."""
-    if wrong := sorted(found.keys() ^ set(wanted)):
-        raise ValueError(f"{what} is damaged: fields {reprlib.repr(wrong)} are missing or unknown")
+def check_table(name: str, value: Any) -> dict[str, Any]:
+    check(name, value, TABLE)
+    return value
 
 
-def check_version(what: object, header: Any, form: str, versions: Sequence[int]) -> int:
-    """The version in a header of format `form`; ValueError unless it is one of `versions`."""
+def check_names(values: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    """`values`; ValueError unless they have exactly the names `wanted`."""
+    if wrong := sorted(values.keys() ^ set(wanted)):
+        raise ValueError(f"fields {reprlib.repr(wrong)} are missing or unknown")
+    return values
+
+
+def check_version(what: str, header: Any, form: str, versions: Sequence[int], advice: str = "") -> int:
+    """The version that the header of `what` states; ValueError unless it is one of `versions` of the format `form`."""
     given = (header.get("format"), header.get("version")) if isinstance(header, dict) else (header, None)
     if given[0] != form or type(given[1]) is not int or given[1] not in versions:
         shown = " version ".join(map(reprlib.repr, given))
-        known = " and ".join(map(str, versions))
-        raise ValueError(f"{what} has format {shown}; this xsake reads {form!r} version {known}")
+        known = f"version{'s' if len(versions) > 1 else ''} {', '.join(map(str, versions))}"
+        raise ValueError(f"{what} has format {shown}; this xsake reads {form!r} {known}{advice}")
     return given[1]
