@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from benchmarks.harness.case import BOTH, DIRECTIONS, Case
 from benchmarks.harness.contestant import dense, sparse
-from benchmarks.harness.interference import contention, disturbance
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, parser, show
+from xsake.autotune.measure.interference import contention, disturbance
 from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 

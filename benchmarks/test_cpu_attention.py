@@ -9,7 +9,7 @@ import pytest
 from benchmarks.cpu_attention import comparison
 from benchmarks.harness.case import DIRECTIONS, Case
 from benchmarks.harness.contestant import sparse
-from benchmarks.harness.interference import Busy, judge
+from benchmarks.harness.verdict import Busy, judge
 from xsake.autotune.workloads import WORKLOADS
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine gives no verdict, and takes its time

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.harness import checkouts, gates, interference, tree_runner, two_trees
-from benchmarks.harness.interference import Busy, Contention, Slower, contention, disturbance, judge
+from benchmarks.harness import checkouts, gates, tree_runner, two_trees
+from benchmarks.harness.verdict import Busy, Slower, judge
 from benchmarks.record import ROOT
 from tests import machine_code as code
+from xsake.autotune.measure import interference
+from xsake.autotune.measure.interference import Contention, contention, disturbance
 from xsake.autotune.measure.timing import Timing
 from xsake.autotune.workloads import Workload
 

@@ -12,8 +12,9 @@ import jax
 from benchmarks import record
 from benchmarks.harness.case import DIRECTIONS, Case
 from benchmarks.harness.contestant import dense, sparse
-from benchmarks.harness.interference import Busy, Slower, contention, disturbance, judge
+from benchmarks.harness.verdict import Busy, Slower, judge
 from xsake import tuning_db
+from xsake.autotune.measure.interference import contention, disturbance
 from xsake.autotune.measure.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload
 
