@@ -66,17 +66,25 @@ def test_an_unreadable_file_is_set_aside(path, text):
 
 def test_a_file_of_the_future_is_left_alone(path):
     path.parent.mkdir()
-    path.write_text('{"schema_version": 2}')
+    path.write_text('{"schema_version": 3}')
     for write in (lambda: merge(path, entry(1)), lambda: writer.check_writable(path)):
-        with pytest.raises(writer.CannotWrite, match="left alone: its schema_version is 2"):
+        with pytest.raises(writer.CannotWrite, match="left alone: its schema_version is 3"):
             write()
-    assert path.read_text() == '{"schema_version": 2}'
+    assert path.read_text() == '{"schema_version": 3}'
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(writer.CannotWrite, match="cannot be written"):
         writer.check_writable(tmp_path / "file" / "cpu.json")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here refuses files from everybody")
+def test_a_file_that_cannot_be_locked_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(writer, "FileLock", None)  # it would wait
+    for write in (lambda: merge(Path("/proc/x"), entry(1)), lambda: writer.check_writable(Path("/proc/x"))):
+        with pytest.raises(writer.CannotWrite, match=r"/proc/x cannot be written: .*No such file or directory"):
+            write()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

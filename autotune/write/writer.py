@@ -84,6 +84,7 @@ def _existing(path: Path, device_kind: str, *, set_aside: bool) -> Database:
 def _locked(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        open(f"{path}.lock", "a").close()  # FileLock would wait for a file that can never be made
         with FileLock(f"{path}.lock", timeout=_PATIENCE):
             yield
     except Timeout as error:
