@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -37,8 +36,8 @@ def run(
     storage: str | None,
     report_folder: Path | None,
     isolate: bool,
-) -> bool:
-    """Tune, print the results, and return whether an entry was written."""
+) -> int:
+    """Tune, print the results, and return the exit code: 0 if an entry was written, 1 if none, 130 after Ctrl-C."""
     registry.check_name(implementation)
     console = Console()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -62,13 +61,15 @@ def run(
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")
-    worker = (Worker if isolate else Here)(DeviceHands)
+    worker, interrupted = (Worker if isolate else Here)(DeviceHands), False
     try:
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)
             console.print(f"{tuner.facts.device_kind}: results go to {tuner.ledger.path}", soft_wrap=True)
-            with contextlib.suppress(KeyboardInterrupt):  # finished results are written already, and printed below
+            try:
                 tuner.tune(problems(tuner.facts.platform))
+            except KeyboardInterrupt:  # finished results are written already, and printed below
+                interrupted = True
     except optuna.exceptions.StorageInternalError as error:
         raise OSError(f"the storage of studies failed: {error}".partition("\n")[0]) from error
     finally:
@@ -76,12 +77,16 @@ def run(
     for line in tuner.unopened:
         console.print(f"not tuned: {line}", markup=False)
     report.show(tuner.ledger.results, console)
+    if tuner.cut_short is not None:
+        console.print(f"The budget of {settings.budget:g} s is over: {tuner.cut_short}. Another run goes on here.")
+    if tuner.ledger.is_disturbed:
+        console.print("Some calls have no entry because the machine is busy: run this again when it is calm.")
     if tuner.least_budget is not None:
         minutes = math.ceil(tuner.least_budget / 60)
         console.print(f"{settings.budget:g} s were too short for one entry on this machine: try --budget {minutes}m.")
     if report_folder is not None:
         console.print(f"report: {report.write(tuner.ledger.results, tuner.facts, report_folder)}", soft_wrap=True)
-    return tuner.ledger.has_written
+    return 130 if interrupted else 0 if tuner.ledger.has_written else 1
 
 
 def _make_folder(path: Path) -> None:

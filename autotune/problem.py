@@ -88,7 +88,7 @@ def named(
     ]
 
 
-_CALL = "BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"
+CALL = "BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"
 
 
 def from_call(text: str, dtype: str, densities: list[float], implementation: str | None) -> Problem:
@@ -102,13 +102,13 @@ def from_call(text: str, dtype: str, densities: list[float], implementation: str
     given = dict(option.partition("=")[::2] for option in options)
     unknown = sorted(set(given) - {"kv", "dv", "block", "causal", "density", "dtype"})
     if unknown:
-        raise ValueError(f"call {text!r}: unknown {unknown}; it must be {_CALL}")
+        raise ValueError(f"call {text!r}: unknown {unknown}; it must be {CALL}")
     if len(given) < len(options) or given.get("causal"):
-        raise ValueError(f"call {text!r}: causal has no value, and nothing is given twice; it must be {_CALL}")
+        raise ValueError(f"call {text!r}: causal has no value, and nothing is given twice; it must be {CALL}")
 
     def sizes(name: str, value: str, counts: tuple[int, ...]) -> list[int]:
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value) or value.count("x") + 1 not in counts:
-            raise ValueError(f"call {text!r}: {name} {value!r} is not right; it must be {_CALL}")
+            raise ValueError(f"call {text!r}: {name} {value!r} is not right; it must be {CALL}")
         return [int(n) for n in value.split("x")]
 
     batch, length, q_heads, head_dim = sizes("the query's shape", shape, (4,))

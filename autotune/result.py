@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from xsake.autotune.measure.gain import Gain
 from xsake.autotune.measure.timing import Timing
 from xsake.autotune.problem import Part, StudyPlan
 from xsake.tuning_db import Entry
@@ -26,45 +27,54 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Times in the last race at one density: of the heuristic's configuration and of the tuned one."""
+    """Times in the last race at one density: of the heuristic's configuration and of the tuned one.
+
+    `density` is the mask's, `asked` the density that its workload was asked for.
+    """
 
     workload: str
+    asked: float | None
     density: float
     default: Timing
     tuned: Timing
-
-    @property
-    def gain(self) -> float:
-        return self.default.median / self.tuned.median
+    gain: Gain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one study. If `config` is None, no entry is written, and `failure` says why."""
+    """The result of one study. If `config` is None, no entry is written, and `failure` says why.
+
+    `gain` is the geometric mean over the densities, and `waited` the share of contention in the last race. `disturbed`:
+    that race was too disturbed for an entry.
+    """
 
     plan: StudyPlan
     tried: Sequence[Tried]
     config: Part | None = None
+    gain: Gain | None = None
+    waited: float = 0.0
     measured: Sequence[Measured] = ()
     errors: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     failure: str | None = None
-
-    @property
-    def speedup(self) -> float:
-        """Heuristic's time / tuned time, the geometric mean over the densities."""
-        return geometric_mean([m.gain for m in self.measured])
+    disturbed: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
         return dict(collections.Counter(t.state for t in self.tried))
 
     def entry(self, *, seed: int, environment: str, conditions: dict[str, Any]) -> Entry:
-        assert self.config is not None
+        assert self.config is not None and self.gain is not None
         about = {
             "source": "measured",
             "kernel": self.plan.kernel,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "speedup": round(self.speedup, 4),
+            "speedup": round(self.gain.median, 4),
+            "gain": {
+                "low": round(self.gain.low, 4),
+                "high": round(self.gain.high, 4),
+                "rounds": self.gain.rounds,
+                "waited": round(self.waited, 4),
+            },
             "measured": [
                 {
                     "workload": m.workload,

@@ -10,14 +10,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tuning_fakes import entry
+from tuning_fakes import Hands, entry
 from typer.testing import CliRunner
 
 import xsake
 from xsake import tuning_db
 from xsake._cli import app
 from xsake._op import tuned
-from xsake.autotune import calls, record_calls
+from xsake.autotune import calls, command, problem, record_calls
+from xsake.autotune.measure.isolation import Here
+from xsake.autotune.search import last_race
 from xsake.autotune.search.storage import CannotOpen, open_storage
 from xsake.tuning_db import Database, Entry
 
@@ -39,7 +41,13 @@ def xsake_(*arguments: object) -> str:
 TINY = ("--budget", "60s", "--trials", 2, "--no-isolate")
 
 
-def test_tuning_from_nothing_to_the_next_call(home):
+@pytest.fixture
+def calm(monkeypatch):
+    """Whatever else runs here, no race counts as disturbed."""
+    monkeypatch.setattr(last_race, "disturbance", lambda times, contended: None)
+
+
+def test_tuning_from_nothing_to_the_next_call(home, calm):
     output = xsake_(
         "autotune", "--from-call", "1x64x2x16,causal,block=32,density=1", *TINY, "--report", home / "report"
     )
@@ -113,6 +121,20 @@ def test_autotune_refuses_nonsense(home, arguments, told, monkeypatch):
     result = CliRunner().invoke(app, ["autotune", *arguments])
     assert result.exit_code == 2, result.exception
     assert told in " ".join(result.output.split())
+
+
+def test_the_help_names_all_parts_of_a_call(home):
+    assert "".join(problem.CALL.split()) in "".join(xsake_("autotune", "--help").split())
+
+
+def test_ctrl_c_has_its_exit_code(home, monkeypatch):
+    def interrupted(tuner, problems):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "Here", lambda factory: Here(Hands))
+    monkeypatch.setattr(command.Tuner, "tune", interrupted)
+    result = CliRunner().invoke(app, ["autotune", "--no-isolate"])
+    assert result.exit_code == 130 and "Nothing was measured." in result.output
 
 
 @pytest.mark.parametrize(

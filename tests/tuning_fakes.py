@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from xsake.autotune.measure import isolation
-from xsake.autotune.measure.contest import Verdict
+from xsake.autotune.measure.contest import Round, Verdict
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.isolation import Here, Worker
 from xsake.autotune.problem import Part, Problem, StudyPlan
@@ -84,7 +84,7 @@ class Hands(isolation.Hands):
                 os.kill(os.getpid(), signal.SIGSEGV)
         return ["ValueError: no such tile" if p["how"] == "does not compile" else None for p in parts]
 
-    def race(self, direction: str, density: float, parts: list[Part]) -> list[float]:
+    def race(self, direction: str, density: float, parts: list[Part]) -> Round:
         time.sleep(self.slowness)
         for p in parts:
             if p["how"] == "hangs":
@@ -93,7 +93,7 @@ class Hands(isolation.Hands):
                 os._exit(7)
             if p["how"] == "raises":
                 raise RuntimeError("out of memory\nwhile allocating")
-        return [p["tile"] * 1e-3 for p in parts]
+        return Round([p["tile"] * 1e-3 for p in parts])
 
     def verify(self, direction: str, density: float, part: Part) -> Verdict:
         errors = {"out": {"max": 1e-7, "rms": 1e-8, "allowed_max": 1e-6}}

@@ -12,7 +12,7 @@ from typing import Any
 
 from xsake.tuning_db.key import Key, places_near
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # the newest that is read; the oldest is 1, whose entries do not say how sure their gain is
 SOURCES = ("measured", "schedule")
 
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
@@ -29,6 +29,7 @@ _ABOUT_TYPES: dict[str, tuple[type, ...]] = {
     "date": (str,),
     "environment": (str,),
     "speedup": (int, float),
+    "gain": (dict,),
 }
 
 
@@ -124,9 +125,10 @@ class Database:
             raise UnreadableDatabase(f"it is not JSON: {error}") from error
         if not isinstance(given, dict) or "schema_version" not in given:
             raise UnreadableDatabase("it has no schema_version")
-        if given["schema_version"] != SCHEMA_VERSION:
+        if given["schema_version"] not in range(1, SCHEMA_VERSION + 1):
             raise UnknownSchema(
-                f"its schema_version is {given['schema_version']!r}, and this version of xsake knows {SCHEMA_VERSION}"
+                f"its schema_version is {reprlib.repr(given['schema_version'])}, and this version of xsake knows 1 to "
+                f"{SCHEMA_VERSION}"
             )
         kind, environments, entries = (given.get(k) for k in ("device_kind", "environments", "entries"))
         if not isinstance(kind, str) or not isinstance(environments, dict) or not isinstance(entries, list):
@@ -141,7 +143,11 @@ class Database:
             raise UnreadableDatabase(f"it is not text: {error}") from error
 
     def dump(self) -> str:
-        """The file's text: entries sorted, one per line, and only the environments that an entry names."""
+        """The file's text: entries sorted, one per line, and only the environments that an entry names.
+
+        Its schema_version is the oldest that knows all fields of its entries.
+        """
+        version = SCHEMA_VERSION if any("gain" in e.about for e in self.entries) else 1
         used = {e.about.get("environment") for e in self.entries}
         lines = ",\n".join(json.dumps(e.json()) for e in self.entries)
         environments = ",\n".join(
@@ -150,7 +156,7 @@ class Database:
             if name in used
         )
         return (
-            f'{{"schema_version": {SCHEMA_VERSION},\n"device_kind": {json.dumps(self.device_kind)},\n'
+            f'{{"schema_version": {version},\n"device_kind": {json.dumps(self.device_kind)},\n'
             f'"environments": {{\n{environments}\n}},\n"entries": [\n{lines}\n]}}\n'
         )
 

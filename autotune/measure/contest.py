@@ -21,6 +21,7 @@ from xsake._ground.buckets import power_of_two_at_least
 from xsake._op import registry, tuned
 from xsake._op.arguments import build_call
 from xsake.autotune.measure import verify
+from xsake.autotune.measure.interference import Contention, contention
 from xsake.autotune.measure.lowering import Lowering
 from xsake.autotune.measure.program import RESULTS, Program
 from xsake.autotune.measure.timing import default_pause, seconds_per_call
@@ -40,6 +41,14 @@ class Verdict:
 
     errors: dict[str, dict[str, float]]
     problem: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Seconds per call of each contestant in one round of a race, and the contention while they ran."""
+
+    seconds: list[float]
+    contended: Contention = dataclasses.field(default_factory=Contention)
 
 
 def _once[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -179,14 +188,15 @@ class Contest:
 
     # -- racing ----------------------------------------------------------------------------------------------------
 
-    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
-        """One round: seconds per call of each contestant. Contestants run one after the other, in random order."""
+    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> Round:
+        """One round. Contestants run one after the other, in random order and after equal pauses."""
         runs = [self._runner(direction, density, part) for part in parts]
         calls, seconds = self._repeats_of(direction, density), [0.0] * len(runs)
-        for i in self._order.sample(range(len(runs)), len(runs)):
-            time.sleep(self._pause)
-            seconds[i] = seconds_per_call(runs[i], calls) / self._chained
-        return seconds
+        with contention() as contended:
+            for i in self._order.sample(range(len(runs)), len(runs)):
+                time.sleep(self._pause)
+                seconds[i] = seconds_per_call(runs[i], calls) / self._chained
+        return Round(seconds, contended)
 
     def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
         self._warm_up(direction, density, part)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from xsake._ground.device import target_gpu
 from xsake.autotune.measure import environment
-from xsake.autotune.measure.contest import COMPILERS, Contest, Verdict
+from xsake.autotune.measure.contest import COMPILERS, Contest, Round, Verdict
 from xsake.autotune.measure.isolation import Hands
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan
@@ -53,7 +53,7 @@ class DeviceHands(Hands):
     def compile(self, direction: str, parts: Sequence[Part]) -> list[str | None]:
         return self.contest.compile(direction, parts)
 
-    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> list[float]:
+    def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> Round:
         return self.contest.race(direction, density, parts)
 
     def verify(self, direction: str, density: float | None, part: Part) -> Verdict:

@@ -27,6 +27,10 @@ class Contention:
     def share(self) -> float:
         return self.waited / self.ran if self.ran > 0 else 0.0
 
+    @property
+    def is_high(self) -> bool:
+        return self.share > WAITED
+
     def __add__(self, other: Contention) -> Contention:
         return Contention(self.ran + other.ran, self.waited + other.waited)
 
@@ -59,7 +63,7 @@ def _thread_seconds() -> dict[str, tuple[float, float]]:
 
 def disturbance(times: Mapping[str, Timing], contended: Contention) -> str | None:
     """Why a race was not calm, or None."""
-    if contended.share > WAITED:
+    if contended.is_high:
         return f"threads waited for a core {contended.share:.2f} s for each second that they ran"
     name, timing = max(times.items(), key=lambda item: _spread(item[1]))
     if _spread(timing) > SPREAD:

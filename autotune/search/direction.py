@@ -9,12 +9,13 @@ from time import monotonic
 
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS
+from xsake.autotune.measure.gain import FEWEST_ROUNDS
 from xsake.autotune.measure.isolation import Failed
-from xsake.autotune.measure.timing import Timing
 from xsake.autotune.problem import Part, Problem, label
-from xsake.autotune.result import Measured, Result, Tried, geometric_mean
+from xsake.autotune.result import Result, Tried, geometric_mean
+from xsake.autotune.search.last_race import last_race
 from xsake.autotune.search.ledger import Ledger
-from xsake.autotune.search.pace import FEWEST_ROUNDS, FINALISTS, Pace
+from xsake.autotune.search.pace import Pace
 from xsake.autotune.search.referee import Referee
 from xsake.autotune.search.study import Candidate, Study
 
@@ -24,7 +25,7 @@ class Settings:
     budget: float = math.inf  # seconds for the whole run
     trials: int = 1000  # at most, per study
     rounds: int = 5  # rounds of a trial's race
-    final_rounds: int = 9  # rounds of the last race
+    final_rounds: int = 15  # rounds of the last race
     batch: int = max(4, COMPILERS)  # configurations compiled at the same time
     limit: float = 60.0  # seconds after which a race counts as hanging
     seed: int = 0  # of the sampler
@@ -42,7 +43,7 @@ class Direction:
         self._conditions = environment.conditions(ledger.facts.platform)
 
     def tune(self) -> bool:
-        """Tune, and write an entry per study. Returns whether no study has anything left to try."""
+        """Tune, and write an entry per study. Returns whether no study has anything left to try or to race again."""
         for study in self._studies:
             for hint in self._ledger.hints(study.plan):
                 study.enqueue(hint)
@@ -53,12 +54,13 @@ class Direction:
                 broken, worth = self._compile(batch)
                 self._race(batch, broken, worth)
         for study in self._studies:
-            early = self._ledger.result(self._problem, study.plan)
+            early = self._result(study)
             is_new = early is None or len(early.tried) < len(study.tried)
             if is_new or not self._pace.is_over(self._pace.budget_end):
                 self._finish(study, self._pace.final_rounds(study.plan))
             self._ledger.announce(self._problem, study.plan)
-        return not any(study.untried and self._room(study) > 0 for study in self._studies)
+        disturbed = any(result.disturbed for result in map(self._result, self._studies) if result)
+        return not disturbed and not any(study.untried and self._room(study) > 0 for study in self._studies)
 
     def _make_first_entry(self) -> None:
         """Write an entry of the cheapest study first: a short budget then gives one entry rather than none."""
@@ -72,6 +74,9 @@ class Direction:
     def _finish(self, study: Study, rounds: int) -> None:
         result = last_race(study, self._referee, self._problem.workload.name, rounds)
         self._ledger.write(self._problem, result, self._conditions)
+
+    def _result(self, study: Study) -> Result | None:
+        return self._ledger.result(self._problem, study.plan)
 
     def _room(self, study: Study) -> int:
         return self._settings.trials - len(study.tried)
@@ -141,64 +146,14 @@ class Direction:
             ratios: list[float] = []
             for step in range(self._settings.rounds):
                 with self._pace.race(plan, len(contestants)):
-                    seconds = self._referee.race(plan, contestants)
-                ratios.append(geometric_mean([of_all[0] / of_all[-1] for of_all in seconds]))
+                    one = self._referee.race(plan, contestants)
+                ratios.append(geometric_mean([at.seconds[0] / at.seconds[-1] for at in one]))
                 value = 1.0 if is_default else best.value * statistics.median(ratios)
-                if candidate.too_slow(value, step) and not is_default:
+                busy = any(at.contended.is_high for at in one)  # such a round proves nothing: go on
+                if candidate.too_slow(value, step) and not (is_default or busy):
                     return candidate.stop("slower", f"{value:.2f} of the heuristic's time after {step + 1} rounds")
             if (is_default or value < best.value) and (problem := self._referee.verify(plan, part).problem):
                 return candidate.stop("wrong", problem)
         except Failed as failure:
             return candidate.stop("failed", str(failure))
         candidate.complete(value)
-
-
-# -- the last race -----------------------------------------------------------------------------------------------------
-
-
-def last_race(study: Study, referee: Referee, workload: str, rounds: int) -> Result:
-    """Race the finalists. The winner is the fastest that is correct and beats the heuristic in three rounds of four.
-
-    Without such a finalist the heuristic wins.
-    """
-    plan, tried = study.plan, study.tried
-    if not any(t.part == plan.default and t.state == "complete" for t in tried):
-        why = next((t.reason for t in tried if t.part == plan.default), "there was no time for it")
-        return Result(plan=plan, tried=tried, failure=f"the heuristic's configuration has no time: {why}")
-    if len(tried) == 1 and study.untried:  # an entry would hide the tuned entries of similar calls
-        return Result(plan=plan, tried=tried, failure="there was time for the heuristic's configuration only")
-    finalists = [plan.default, *[t.part for t in study.best if t.part != plan.default][:FINALISTS]]
-    try:
-        races = [referee.race(plan, finalists) for _ in range(rounds)]
-        for i in _ranking(races):
-            verdict = referee.verify(plan, finalists[i])
-            if verdict.problem is None:
-                break
-            tried.append(Tried(finalists[i], "wrong", None, verdict.problem))
-        else:
-            return Result(plan=plan, tried=tried, failure="every finalist is wrong")
-    except Failed as failure:
-        return Result(plan=plan, tried=tried, failure=f"the last race failed: {failure}")
-    measured = [
-        Measured(
-            workload=workload,
-            density=density,
-            default=Timing.of([seconds[d][0] for seconds in races]),
-            tuned=Timing.of([seconds[d][i] for seconds in races]),
-        )
-        for d, density in enumerate(plan.true_densities)
-    ]
-    return Result(plan=plan, tried=tried, config=finalists[i], measured=measured, errors=verdict.errors)
-
-
-def _ranking(rounds: list[list[list[float]]]) -> list[int]:
-    """Indices of the finalists that beat the heuristic (index 0), fastest first, and then 0.
-
-    It compares ratios within a round, finalist's time / heuristic's time, so that drift cancels.
-    """
-    ratios = [
-        Timing.of([geometric_mean([mine[i] / mine[0] for mine in seconds]) for seconds in rounds])
-        for i in range(len(rounds[0][0]))
-    ]
-    faster = [i for i, ratio in enumerate(ratios) if ratio.high < 1]
-    return [*sorted(faster, key=lambda i: ratios[i].median), 0]

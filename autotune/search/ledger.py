@@ -43,6 +43,11 @@ class Ledger:
         return any(result.config is not None for result in self.results)
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether a result was not written because the machine was busy."""
+        return any(result.disturbed for result in self.results)
+
+    @property
     def trials(self) -> int:
         return sum(len(result.tried) for result in self.results)
 

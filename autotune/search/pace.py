@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from time import monotonic
 
+from xsake.autotune.measure.gain import FEWEST_ROUNDS
 from xsake.autotune.problem import StudyPlan
 
 FINALISTS = 2  # configurations that meet the heuristic's in the last race
-FEWEST_ROUNDS = 3
 FIRST_BATCH = 4  # configurations at most, before their compile time is known
 
 

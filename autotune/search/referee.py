@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any
 
-from xsake.autotune.measure.contest import COMPILERS, Verdict
+from xsake.autotune.measure.contest import COMPILERS, Round, Verdict
 from xsake.autotune.measure.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
@@ -16,22 +17,40 @@ _COMPILE = 2.0
 _VERIFY = 5.0  # the oracle is dense
 
 
-class Referee:
-    """Opens a problem, and again in every new worker. A race of more than `limit` seconds counts as hanging."""
+class OutOfTime(Exception):
+    """The budget ended, and `GRACE` after it, before the request did."""
 
-    def __init__(self, worker: Caller, problem: Problem, limit: float):
-        self._worker, self._problem, self._limit = worker, problem, limit
+
+class Referee:
+    """Opens a problem, and again in every new worker. A race of more than `limit` seconds counts as hanging.
+
+    No request lasts beyond `end` (monotonic clock), the end of the budget with its grace: `OutOfTime`.
+    """
+
+    def __init__(self, worker: Caller, problem: Problem, limit: float, end: float = math.inf):
+        self._worker, self._problem, self._limit, self._end = worker, problem, limit, end
         self.plans: list[StudyPlan] = self._open()
 
     def _open(self) -> list[StudyPlan]:
-        plans = self._worker.call("open", self._problem, limit=_OPEN * self._limit)
+        plans = self._call("open", self._problem, limit=_OPEN * self._limit)
         self._opened, self._compiled = self._worker.restarts, set[tuple[str, str]]()
         return plans
 
     def _ask(self, method: str, *arguments: Any, limit: float) -> Any:
         if self._worker.restarts != self._opened:
             self._open()
-        return self._worker.call(method, *arguments, limit=limit)
+        return self._call(method, *arguments, limit=limit)
+
+    def _call(self, method: str, *arguments: Any, limit: float) -> Any:
+        left = self._end - monotonic()
+        if left <= 0:
+            raise OutOfTime(f"{method} did not begin")
+        try:
+            return self._worker.call(method, *arguments, limit=min(limit, left))
+        except Hung as hung:
+            if left < limit:
+                raise OutOfTime(f"{method} did not end") from hung
+            raise
 
     def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:
         """Compile the parts. Returns errors by label; parts without an error are ready."""
@@ -49,8 +68,8 @@ class Referee:
         self._compiled |= {(direction, label(part)) for part in parts if label(part) not in broken}
         return broken
 
-    def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[list[float]]:
-        """One round: seconds per call, as [density of the plan][part]. Raises `Failed`."""
+    def race(self, plan: StudyPlan, parts: Sequence[Part]) -> list[Round]:
+        """One round at each density of the plan. Raises `Failed`."""
         self._make_ready(plan.key.direction, parts)
         return [self._ask("race", plan.key.direction, d, list(parts), limit=self._limit) for d in plan.densities]
 

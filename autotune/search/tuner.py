@@ -9,13 +9,16 @@ from time import monotonic
 import optuna
 
 from xsake.autotune.measure.environment import Facts
+from xsake.autotune.measure.interference import ATTEMPTS
 from xsake.autotune.measure.isolation import Caller, Failed
 from xsake.autotune.problem import Problem
 from xsake.autotune.search.direction import Direction, Settings
 from xsake.autotune.search.ledger import Ledger, Observer
 from xsake.autotune.search.pace import Pace
-from xsake.autotune.search.referee import Referee
+from xsake.autotune.search.referee import OutOfTime, Referee
 from xsake.autotune.search.study import Study
+
+GRACE = 0.1  # of the budget: a step that runs at its end may last so much longer
 
 _Needs = dict[str, float] | None  # seconds needed at least, by direction to tune; None: all directions
 
@@ -34,30 +37,41 @@ class Tuner:
         self._worker, self._storage, self._settings, self._observer = worker, storage, settings, observer
         self._start = monotonic()
         self._end = self._start + settings.budget
+        self._latest = self._end + GRACE * settings.budget
         self.facts: Facts = worker.call("facts", limit=4 * settings.limit)
         self.ledger = Ledger(self.facts, folder, settings.seed, observer)
         self._compile_seconds = 0.0  # most seconds per configuration so far
         self.unopened: list[str] = []  # problems that could not even be set up, and why
+        self.cut_short: str | None = None  # the step that the budget's end cut short
 
     @property
     def least_budget(self) -> float | None:
         """If there was no time for a single entry, a budget in seconds to try next: twice the time spent."""
         now = monotonic()
-        return None if self.ledger.has_written or now < self._end else 2 * (now - self._start)
+        enough = self.ledger.has_written or self.ledger.is_disturbed or now < self._end
+        return None if enough else 2 * (now - self._start)
 
     def tune(self, problems: Sequence[Problem]) -> None:
         """Tune the problems, small ones first. Problems and their directions share the time evenly.
 
-        Time that a direction does not use goes to the next ones, and time left at the end to unfinished directions.
+        Time that a direction does not use goes to the next ones, and time left at the end to unfinished directions and
+        to races that were disturbed.
         """
+        try:
+            self._tune(problems)
+        except OutOfTime as end:
+            self.cut_short = str(end)
+        self._observer.doing("done", 1.0)
+
+    def _tune(self, problems: Sequence[Problem]) -> None:
         pending: list[tuple[Problem, _Needs]] = [(p, None) for p in sorted(problems, key=lambda p: p.workload.flops())]
-        trials = -1
-        while pending and monotonic() < self._end and self.ledger.trials > trials:  # else a round had no new trials
+        idle = 0  # rounds of turns without a new trial
+        while pending and monotonic() < self._end and idle < (ATTEMPTS if self.ledger.is_disturbed else 1):
             trials, turns, pending = self.ledger.trials, pending, []
             for number, (problem, needs) in enumerate(turns):
                 if unfinished := self._turn(problem, needs, number, len(turns)):
                     pending.append((problem, unfinished))
-        self._observer.doing("done", 1.0)
+            idle = 0 if self.ledger.trials > trials else idle + 1
 
     def _turn(self, problem: Problem, needs: _Needs, number: int, turns: int) -> dict[str, float]:
         """Tune a problem in turn `number` of `turns`. Returns the seconds that its unfinished directions need."""
@@ -68,7 +82,7 @@ class Tuner:
             return {}
         name = f"{problem.workload.name}, block {problem.workload.block}"
         try:
-            referee = Referee(self._worker, problem, self._settings.limit)
+            referee = Referee(self._worker, problem, self._settings.limit, self._latest)
         except Failed as failure:
             self.unopened.append(f"{name}: {failure}")
             return {}

@@ -45,4 +45,4 @@ def line(result: Result) -> str:
         return f"{what}  nothing written: {result.failure}"
     times = ", ".join(f"{m.default.median * 1e3:.3f} -> {m.tuned.median * 1e3:.3f} ms" for m in result.measured)
     counts = ", ".join(f"{n} {state}" for state, n in sorted(result.counts.items()))
-    return f"{what}  {result.speedup:5.2f}x  {times}  ({counts})"
+    return f"{what}  {result.gain}  {times}  ({counts})"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.timing import Timing
@@ -15,6 +16,7 @@ from xsake.autotune.problem import Part
 from xsake.autotune.result import Result
 
 COLUMNS = ("workload", "block", "direction", "density", "heuristic", "tuned", "speed-up", "what changed", "trials")
+DENSER = 0.05  # masks are said to be denser than asked for if they are by more than this
 FASTER, SAME = 1.05, 1.03  # a speed-up of at least FASTER is a gain, a speed-up of at most SAME is none
 
 
@@ -28,7 +30,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             f"{m.density:.1%}",
             _time(m.default),
             _time(m.tuned),
-            f"{m.gain:.2f}x",
+            f"{m.gain.median:.2f}x ({m.gain.low:.2f}-{m.gain.high:.2f})",
             _changes(r.plan.default, r.config),
             f"{len(r.tried)} of {len(r.plan.parts)}",
         )
@@ -53,25 +55,33 @@ def rejected(results: Sequence[Result]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    gains = [m.gain for r in results for m in r.measured]
+    gains = [m.gain.median for r in results for m in r.measured]
     if not gains:
         return "Nothing was measured."
     return (
         f"{len(gains)} workload-density pairs: {sum(g >= FASTER for g in gains)} are at least 5% faster than the "
         f"heuristic, for {sum(g <= SAME for g in gains)} the heuristic is within 3% of the best found; the speed-ups "
-        f"are {min(gains):.2f}x to {max(gains):.2f}x."
+        f"are {min(gains):.2f}x to {max(gains):.2f}x.{_denser(results)}"
     )
 
 
+def _denser(results: Sequence[Result]) -> str:
+    """A sentence on masks that are denser than they were asked to be, or nothing."""
+    pairs = {(m.asked, m.density) for r in results for m in r.measured if m.asked and m.density > m.asked + DENSER}
+    told = ", ".join(f"{density:.1%} where {asked:.1%} were asked for" for asked, density in sorted(pairs))
+    return f" Short sequences have denser masks, since the diagonal is always kept: {told}." if told else ""
+
+
 def show(results: Sequence[Result], console: Console) -> None:
-    """Print a table per workload and block that fits in 80 columns: without the quartiles of the times."""
+    """Print a table per workload and block that fits in 80 columns."""
     tables: dict[str, Table] = {}
     for workload, block, *cells in rows(results):
         title = f"{workload}, blocks {block}: milliseconds per call"
         if title not in tables:
             look = dict(box=box.SIMPLE, pad_edge=False, collapse_padding=True, title_justify="left")
-            tables[title] = Table(*COLUMNS[2:], title=title, **look)  # type: ignore[arg-type]
-        tables[title].add_row(*(cell.partition(" ms")[0] for cell in cells))
+            columns = (Column(name, overflow="fold") for name in COLUMNS[2:])
+            tables[title] = Table(*columns, title=title, **look)  # type: ignore[arg-type]
+        tables[title].add_row(*map(_narrow, cells))
     for table in tables.values():
         console.print(table)
     console.print(summary(results))
@@ -97,6 +107,11 @@ def write(results: Sequence[Result], facts: Facts, folder: Path) -> Path:
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n")
     return path
+
+
+def _narrow(cell: str) -> str:
+    """A time without its quartiles, or a speed-up with its interval below it."""
+    return re.sub(r"x \((.*)\)$", r"x\n\1", cell.partition(" ms")[0])
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -64,14 +64,20 @@ def autotune(
     workloads: Annotated[str, typer.Option(help="Comma-separated workloads; by default this device's set.")] = "",
     from_call: Annotated[
         list[str] | None,
-        typer.Option(help="Shapes instead, BxTxHxD, such as 1x4096x32x128,kv=4096x8,causal,density=0.25."),
+        typer.Option(
+            help="Shapes instead: BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
+            "such as 1x4096x32x128,kv=4096x8,causal,density=0.25. May be given several times."
+        ),
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="A recording by `xsake.autotune.record_calls` instead.")] = None,
     densities: Annotated[str, typer.Option(help=f"Densities of the masks; by default {_DENSITIES}.")] = "",
     blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; by default this device's set.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; by default this device's usual one.")] = "",
     implementation: Annotated[str, typer.Option(help="A backend; by default the best that serves the calls.")] = "",
-    budget: Annotated[str, typer.Option(help="Total time, such as 90s, 5m or 1h.")] = "5m",
+    budget: Annotated[
+        str,
+        typer.Option(help="Total time, such as 90s, 5m or 1h; its last step may take a tenth more."),
+    ] = "5m",
     trials: Annotated[int, typer.Option(help="Configurations to try per study, at most.", min=1)] = 1000,
     out: Annotated[Path | None, typer.Option(help="Folder of the database; by default the user's own.")] = None,
     storage: Annotated[
@@ -89,7 +95,7 @@ def autotune(
         from xsake.autotune.measure.isolation import Failed
         from xsake.autotune.search.direction import Settings
 
-        written = command.run(
+        exit_code = command.run(
             workloads=workloads.split(",") if workloads else None,
             from_call=from_call or [],
             calls=calls,
@@ -107,4 +113,4 @@ def autotune(
         raise typer.BadParameter(missing(error.name, "tune")) from error
     except (ValueError, OSError, Failed) as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(code=0 if written else 1)
+    raise typer.Exit(exit_code)
