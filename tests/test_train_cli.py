@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from training import events, losses
+from training import MODEL, events, losses, make_config
 from typer.testing import CliRunner
 
 from xsake._cli import app
-from xsake.model import load_trained
+from xsake.model import load_pretrained, load_tokenizer, load_trained, open_model
 from xsake.model.data.shards import open_shards
+from xsake.model.data.tokenizer import train_tokenizer
+from xsake.model.training.checkpoints import Checkpoints
 from xsake.model.training.trainer import Trainer
 
+CONFIG = make_config(steps=1, warmup=0, attention="dense", density=1.0, batch=2)
 TEXT = """One contract says which blocks attend to which. Kernels execute it, a tuner finds their best configuration on
 the hardware at hand, and a model uses all of it as any user would. Lists are flat per head, because padded rows do not
 scale: one sink column makes a padded transpose as wide as the sequence. An empty row is legal: its output is zero, and
@@ -64,6 +71,8 @@ def test_tiny_overfits_a_small_text(data, tmp_path, monkeypatch):
         load_trained(tmp_path)
 
     assert xsake(*words, "--seed", 1)[0] == 1  # another configuration: refused
+    code, said = xsake("generate", "One contract says which", "--model", run, "--max-new-tokens", 8)
+    assert code == 0 and said.startswith(" blocks attend to which")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +153,34 @@ def test_seven_small_files_are_built_and_trained_on_by_default(tmp_path, monkeyp
 def test_token_files_are_not_taken_for_text(data, tmp_path):
     code, said = xsake("data", "build", data, "--out", tmp_path / "out")
     assert code == 1 and "train-00000.tokens is a file of tokens, not of text" in said
+
+
+def test_a_run_is_a_model_with_the_tokenizer_of_its_data(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    run, kept = tmp_path / "run", tmp_path / "run" / "tokenizer.json"
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=400))
+    trainer = Trainer(config, data=data)
+    trainer.begin()
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        trainer.save(checkpoints)
+    shutil.copy(data / "tokenizer.json", run)
+    file = open_model(run)
+    assert file.config == config.model and file.path == run / "checkpoints" / "0"
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT and tokenizer.eos == "<|endoftext|>"
+    model = load_pretrained(file, param_dtype=jnp.bfloat16)
+    saved = nnx.state(load_trained(run))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)), nnx.state(model), saved)
+
+    train_tokenizer([TEXT], 300).save(str(kept))
+    code, said = xsake("generate", "hello", "--model", run)
+    assert code == 1 and "tokenizer.json is not the tokenizer of the data of this run" in said
+    kept.unlink()
+    code, said = xsake("generate", "hello", "--model", run)
+    assert code == 1 and "tokenizer.json does not exist: copy it from the folder of the data" in said
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    code, said = xsake("generate", "hello", "--model", tmp_path / "empty")
+    assert code == 1 and "has no checkpoint of any step" in said
 
 
 def test_a_run_folder_that_cannot_be_used(data, tmp_path, monkeypatch):

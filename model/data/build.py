@@ -17,11 +17,10 @@ from tokenizers import Tokenizer
 
 from xsake._ground import atomic
 from xsake.model.data.progress import Place, Progress
-from xsake.model.data.shards import SUFFIX, is_shard, token_dtype, write_shard
+from xsake.model.data.shards import SUFFIX, TOKENIZER_FILE, is_shard, token_dtype, write_shard
 from xsake.model.data.tokenizer import END_OF_TEXT, check_vocab_size, fingerprint, load_tokenizer, train_tokenizer
 from xsake.model.text.tokenizer_file import plain_tokenizer_errors
 
-TOKENIZER_FILE = "tokenizer.json"
 _TEXTS_AT_A_TIME = 64
 _LOOK_UP_SECONDS = 0.1
 _PIECE_CHARACTERS = 1 << 20  # a longer text is cut, so that more than one thread encodes it

@@ -21,6 +21,7 @@ from xsake._ground.kinds import TEXT, one_of, whole
 FORMAT, VERSION = "xsake-tokens", 1
 HEADER_BYTES = 4096
 SUFFIX = ".tokens"
+TOKENIZER_FILE = "tokenizer.json"  # beside the token files, and in the folder of a run
 _HEADER: dict[str, Kind] = {
     "format": one_of(FORMAT),
     "version": whole(),

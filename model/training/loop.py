@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 
+from xsake._ground import atomic
+from xsake.model.data.shards import TOKENIZER_FILE
 from xsake.model.training.checkpoints import Checkpoints
 from xsake.model.training.config import TrainConfig
 from xsake.model.training.trainer import Recalibrate, Trainer
 from xsake.model.training.watch.report import Report
-from xsake.model.training.watch.run_file import METRICS_FILE, read_events
+from xsake.model.training.watch.run_file import CHECKPOINTS_FOLDER, METRICS_FILE, read_events
 
-CHECKPOINTS_FOLDER = "checkpoints"
 _AHEAD = 2  # steps: metrics are read so much later, so that the device never waits for the host
 
 
@@ -46,7 +47,8 @@ def train(
     Args:
       config: everything that decides the numbers. A run folder of another configuration is refused.
       data: a folder made by `xsake data build`.
-      run: the folder of the run: `metrics.jsonl` (one event per line) and `checkpoints/`.
+      run: the folder of the run: `metrics.jsonl` (one event per line), `checkpoints/`, and a copy of the data's
+        `tokenizer.json`, if there is one.
       mesh: devices over ("data", "model") or ("data", "model", "sequence"). The third axis cuts the tokens of each
         sequence. A run may be resumed on another mesh, and with another exchange or order: they change no more than
         rounding.
@@ -79,6 +81,8 @@ def train(
     if done == config.steps:
         return metrics_file
     with Checkpoints(run / CHECKPOINTS_FOLDER, keep=keep) as checkpoints:
+        if jax.process_index() == 0:
+            _keep_tokenizer(data, run)
         if done:
             trainer.restore(checkpoints, done)  # before the run file is touched: the checkpoint may be damaged
         report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, track=track)
@@ -110,6 +114,14 @@ def train(
                     trainer.save(checkpoints)
                     clock.restart()
     return metrics_file
+
+
+def _keep_tokenizer(data: Path, run: Path) -> None:
+    """Copy the data's tokenizer into the run's folder: a sample of the model then needs nothing else."""
+    tokenizer, kept = data / TOKENIZER_FILE, run / TOKENIZER_FILE
+    if tokenizer.is_file() and not kept.exists():
+        with atomic.replacing(kept) as file:
+            file.write(tokenizer.read_bytes())
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""Open a model's file: a published model by its name, or a GGUF or safetensors file by its path.
+"""Open a model's file: a published model by its name; a GGUF or safetensors file, or a training run, by its path.
 
 Nothing here needs Flax, so that a file which cannot be loaded is refused at once.
 """
@@ -12,8 +12,10 @@ from xsake.model.weights import fetch
 from xsake.model.weights.gguf_file import GGUFFile
 from xsake.model.weights.published import PUBLISHED
 from xsake.model.weights.safetensors_file import SafetensorsFolder
+from xsake.model.weights.trained_run import TrainedRun, is_run
 
-ModelFile = GGUFFile | SafetensorsFolder
+WeightsFile = GGUFFile | SafetensorsFolder
+ModelFile = WeightsFile | TrainedRun
 
 
 def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
@@ -29,4 +31,6 @@ def open_model(path_or_name: str | os.PathLike | ModelFile) -> ModelFile:
             )
     if not path.is_file() and not path.is_dir():
         raise FileNotFoundError(f"{path} is no file, and no published model ({', '.join(PUBLISHED)})")
+    if is_run(path) and not any(path.glob("*.safetensors")):
+        return TrainedRun(path)
     return GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)

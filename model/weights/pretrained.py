@@ -1,4 +1,4 @@
-"""Load trained weights: a published model by its name, any model of a known family in a GGUF or safetensors file."""
+"""Load trained weights: a published model by its name, a model of a known family from its file, or a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flax import nnx
 
 import xsake
 from xsake.model.network.transformer import Transformer
-from xsake.model.weights.model_file import ModelFile, open_model
+from xsake.model.weights.model_file import ModelFile, WeightsFile, open_model
+from xsake.model.weights.trained_run import TrainedRun
 
 if TYPE_CHECKING:
     from xsake.model.text.tokenizer import Tokenizer
@@ -33,11 +34,15 @@ def load_pretrained(
 
     Args:
       path_or_name: a name of `xsake.model.weights.published.PUBLISHED`, fetched before; a GGUF file; a safetensors file
-        or its folder; or one of these opened by `open_model`. The architecture must be one of
+        or its folder; the folder of a training run, for its last checkpoint; or one of these opened by `open_model`.
+        The architecture must be one of
         `xsake.model.network.families`; anything in the file that the model would not use is an error.
       dtype, param_dtype, attention_fn: the `Transformer`'s.
     """
     file = open_model(path_or_name)
+    types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn)
+    if isinstance(file, TrainedRun):
+        return file.load(**types)
     if missing := sorted(set(file.names.values()) - file.tensor_names):
         raise ValueError(f"{file.path} lacks {len(missing)} tensors: {_some(missing)}")
     if unused := sorted(file.tensor_names - set(file.names.values())):
@@ -46,7 +51,6 @@ def load_pretrained(
             f"{_some(unused)}"
         )
     _check_shapes(file)
-    types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, attention_fn=attention_fn)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types)))
 
     def read(path: tuple[Any, ...]) -> np.ndarray:
@@ -62,7 +66,7 @@ def load_pretrained(
     return nnx.merge(graph, nnx.from_flat_state(weights))
 
 
-def _check_shapes(file: ModelFile) -> None:
+def _check_shapes(file: WeightsFile) -> None:
     """Check every tensor's shape before any tensor is read. All layers have the shapes of the first."""
     one_layer = dataclasses.replace(file.config, layers=1)
     state = nnx.state(nnx.eval_shape(lambda: Transformer(one_layer, rngs=nnx.Rngs(0))))

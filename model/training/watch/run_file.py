@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from xsake._ground import atomic
 
 METRICS_FILE = "metrics.jsonl"  # in the folder of a run
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

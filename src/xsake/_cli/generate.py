@@ -22,7 +22,9 @@ def generate(
         str | None, typer.Argument(help="The text to answer or, with --raw, to continue; - reads the standard input.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file; - is the standard input.")] = None,
-    model: Annotated[str, typer.Option(help="A published model, or a GGUF or safetensors file.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="A published model, a GGUF or safetensors file, or a training run.")
+    ] = "smollm2",
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw only from this many of the likeliest tokens.", min=1)] = None,

@@ -13,7 +13,7 @@ from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_file_out, check_folder_out, load_profile
 from xsake.model.weights.published import name_of
 
-Model = Annotated[str, typer.Option(help="A published model (smollm2), or a GGUF or safetensors file.")]
+Model = Annotated[str, typer.Option(help="A published model (smollm2), a GGUF or safetensors file, or a training run.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
 Length = Annotated[int, typer.Option(help="Tokens per sequence.", min=64)]
 Sequences = Annotated[int, typer.Option(help="Sequences per domain.", min=1)]

@@ -52,7 +52,10 @@ def fetch(
 
 @app.command()
 def info(
-    model: Annotated[str, typer.Argument(help="A preset, a published model, or a GGUF or safetensors file.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A preset, a published model, a GGUF or safetensors file, or a training run."),
+    ],
 ) -> None:
     """A model's shape and size; for a file, also its contents. Weights are not loaded."""
     from xsake.model.network.config import PRESETS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +106,7 @@ def train(
             **{name: context.params[name] for name in _OF_RUN},
         )
         if not quiet:
-            typer.echo(f"trained: {file}")
+            typer.echo(f'trained: {file}\na sample: xsake generate "The" --model {shlex.quote(str(run))}')
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
