@@ -73,6 +73,8 @@ def attention(
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sink - top).sum(-1, keepdims=True)
+    if mask is not None and (lost := mask.incomplete_heads()) is not None:
+        total = jnp.where(jnp.repeat(lost, h // mask.heads, axis=1)[:, :, None, None], jnp.nan, total)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     out = jnp.einsum("bhts,bshd->bthd", weights / total, v, precision=lax.Precision.HIGHEST).astype(query.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 
 import hypothesis.extra.numpy as hnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from drawn_mask import Drawn, drawn, fewer, windows
 from hypothesis import given
-from jax.sharding import AxisType
 
 import xsake
 from xsake import BlockMask
@@ -142,78 +140,3 @@ def test_a_capacity_under_jit():
     union, overflowed = jax.jit(lambda a, b: (a.union(b, capacity=16), a.union(b, capacity=1).overflowed()))(a, b)
     np.testing.assert_array_equal(union.to_blocks()[0], x | y)
     assert overflowed.all()
-
-
-def lossy(blocks):
-    """A mask that lists 4 of its blocks."""
-    return BlockMask.from_blocks(blocks, capacity=4, **SIZES)
-
-
-def wrong(blocks):
-    """A mask of a block that does not exist."""
-    return BlockMask.from_indices(jnp.where(blocks[:, :1], 9, 0), **SIZES)
-
-
-def banded(blocks):
-    """A mask with a rule of its own, so that the result has bitmaps."""
-    return BlockMask.from_blocks(blocks, capacity=4, **SIZES, local_window_size=20)
-
-
-ALL, DIAGONAL = np.ones((4, 4), bool), np.eye(4, dtype=bool)
-QUERY = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
-
-
-@pytest.mark.parametrize("build", [lossy, wrong, banded])
-def test_lost_blocks_stay_lost(build):
-    """What overflowed, or named blocks out of range, stays so under jit and is an error outside, on either side."""
-    other, operators = BlockMask.from_blocks(DIAGONAL, **SIZES), OPERATORS.values()
-
-    @jax.jit
-    def run(mask):
-        pairs = (mask, other), (other, mask), (mask, mask)
-        found = [op(*pair) for op in operators for pair in pairs]
-        assert not any(mask.complete for mask in found), "heads that overflowed give NaN"
-        return [mask.overflowed() for mask in found]
-
-    broken, whole = map(jax.jit(build), (ALL, np.zeros((4, 4), bool)))
-    assert all(overflowed.all() for overflowed in run(broken))
-    assert not whole.complete
-    for op, pair in itertools.product(operators, [(broken, other), (other, broken)]):
-        for combine in (op, lambda *_, op=op, pair=pair: jax.jit(lambda: op(*pair))()):
-            with pytest.raises(ValueError, match="does not fit it, or names blocks out of range"):
-                combine(*pair)
-    assert all(op(whole, other).complete for op in operators), "a mask that fits is whole once it is concrete"
-
-
-def test_only_the_head_that_lost_blocks_is_poisoned():
-    blocks = jnp.asarray(np.stack([ALL, DIAGONAL]))
-
-    @jax.jit
-    def run(blocks):
-        mask = lossy(blocks) | BlockMask.from_blocks(DIAGONAL, **SIZES)
-        return xsake.attention(QUERY, QUERY, QUERY, mask), mask.overflowed()
-
-    out, overflowed = run(blocks)
-    assert np.isnan(out[:, :, 0]).all() and np.isfinite(out[:, :, 1]).all()
-    assert overflowed.tolist() == [[True, False]]
-
-
-def test_a_choice_that_overflowed_stays_lost_in_a_union():
-    chosen = jnp.zeros((1, 64, 1, 1), jnp.int32) + jnp.arange(64, dtype=jnp.int32)[None, :, None, None] // 16
-
-    @jax.jit
-    def run(chosen):
-        mask = BlockMask.from_token_indices(chosen, block_kv=16, block_q=16, capacity=2)
-        return xsake.attention(QUERY, QUERY, QUERY, mask | BlockMask.from_blocks(DIAGONAL, **SIZES))
-
-    assert np.isnan(run(chosen)).all()
-
-
-@pytest.mark.parametrize("build", [lossy, wrong])
-def test_shards_of_a_mask_that_lost_blocks(build):
-    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
-    broken = jax.jit(build)(ALL)
-    with pytest.raises(ValueError, match="does not fit it, or names blocks out of range"):
-        broken.shard_rows(2)
-    with pytest.raises(ValueError, match="does not fit it, or names blocks out of range"):
-        xsake.sharded_attention(QUERY, QUERY, QUERY, broken, mesh=mesh, sequence="sequence")

@@ -146,7 +146,7 @@ class BlockMask(MaskLists):
             transpose=transpose,
             density_hint=density_hint,
         )
-        return mask.poisoned(wrong.any()) if traced else mask
+        return mask.poisoned(wrong.any((-2, -1)).reshape(mask.batch, mask.heads)) if traced else mask
 
     @classmethod
     def from_token_indices(
@@ -206,7 +206,10 @@ class BlockMask(MaskLists):
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def to_elements(self) -> ArrayT:
-        """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests."""
+        """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests.
+
+        What `to_blocks` says of masks that overflowed holds here, too.
+        """
         elements = self.to_listed()
         offset = np.arange(self.kv_len)[None, :] - np.arange(self.q_len)[:, None]
         return elements & self.band.allows(offset[None, None])

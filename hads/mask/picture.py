@@ -16,6 +16,8 @@ def draw(mask: MaskLists) -> str:
     """The heads' pictures side by side. Each character is a cell of one or more blocks: `█` if all of them are active,
     `·` if none, a shade between if some. A block with a bitmap counts by the share of its bits."""
     try:
+        if mask.overflowed().any():
+            return f"{mask!r} that overflowed its capacity, or names blocks out of range"
         blocks = np.asarray(mask.to_blocks()) * _shares(mask)
     except Exception:  # traced, or a tree of specs: there are no contents to draw
         return repr(mask)

@@ -15,6 +15,7 @@ from xsake._ground.device import on_host, put_on_device
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.mask_lists import MaskLists
 from xsake.hads.mask.lists.order import Order
+from xsake.hads.mask.lists.overflow import MayOverflow
 from xsake.hads.mask.lists.rows import by_block, rows_of_slots
 
 
@@ -24,7 +25,7 @@ from xsake.hads.mask.lists.rows import by_block, rows_of_slots
     meta_fields=("grid", "order", "density_hint", "complete"),
 )
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class RowShards:
+class RowShards(MayOverflow):
     """The rows of a `BlockMask`, shard after shard, each with lists of its own. Made by `BlockMask.shard_rows`.
 
     The lists are those of the mask with a leading axis of shards: kv_indices [n, b, h, capacity] and kv_row_ptr
@@ -38,7 +39,7 @@ class RowShards:
     grid: Grid
     order: Order
     density_hint: float | None
-    complete: bool  # known to hold all blocks; False where only the contents tell (`overflowed`)
+    complete: bool
     bitmaps: Any = None
     kv_bitmap: Any = None
 
@@ -67,18 +68,18 @@ class RowShards:
             every = xp.broadcast_to(lists[None], (order.shards, *lists.shape))
             return xp.take_along_axis(every, source, -1).astype(np.int32)
 
-        if incomplete is not None:  # what did not fit the mask does not fit its parts either
-            row_ptr = row_ptr.at[..., -1].add(incomplete[None].astype(np.int32) * (capacity + 1))
         shards = cls(
             kv_indices=of_shards(indices),
             kv_row_ptr=row_ptr,
             grid=grid,
             order=order,
             density_hint=mask.density_hint,
-            complete=incomplete is None and (not traced or capacity >= need),
+            complete=not traced or capacity >= need,
             bitmaps=mask.bitmaps,
             kv_bitmap=None if mask.bitmaps is None else of_shards(mask.read(mask.kv_bitmap)),
         )
+        if incomplete is not None:  # what did not fit the mask does not fit its parts either
+            return shards.poisoned(incomplete)
         return shards if traced else put_on_device(shards)
 
     @property
@@ -90,10 +91,6 @@ class RowShards:
         return self.kv_indices.shape[2]
 
     @property
-    def capacity(self) -> int:
-        return self.kv_indices.shape[3]
-
-    @property
     def rows(self) -> int:
         """Query blocks of a shard, those past the end included."""
         return self.kv_row_ptr.shape[3] - 1
@@ -103,17 +100,14 @@ class RowShards:
         """Key blocks of a shard, those past the end included."""
         return -(-self.grid.num_kv // self.order.pieces) * (self.order.pieces // self.order.shards)
 
-    def density(self, *, per_head: bool = False) -> Any:
-        """As `BlockMask.density`."""
-        per = self.kv_row_ptr[..., -1].sum(0) / max(self.grid.num_allowed, 1)
-        return per if per_head else per.mean()
-
     def blocks_walked(self) -> Any:
         """i32[n]: the blocks in each shard's lists, over all batches and heads."""
+        self.incomplete_heads()
         return self.kv_row_ptr[..., -1].sum((1, 2))
 
     def most_to_send(self, kv_heads: int) -> int:
         """The most blocks that one shard needs of another for one of `kv_heads` K/V heads. The lists are concrete."""
+        self.incomplete_heads()
         indices, ptr = on_host(self.kv_indices), on_host(self.kv_row_ptr)
         used = np.arange(self.capacity) < ptr[..., -1:]
         total = self.columns * self.order.shards
@@ -138,10 +132,6 @@ class RowShards:
         return dataclasses.replace(specs, bitmaps=PartitionSpec(*lead(*self.bitmaps.shape[:2])))
 
     # -- inside a shard, where n is 1 ----------------------------------------------------------------------------------
-
-    def overflowed(self) -> Any:
-        """bool[b, h]: this shard's lists lack blocks."""
-        return self.kv_row_ptr[0, ..., -1] > self.capacity
 
     def to_blocks(self) -> Any:
         """This shard's active blocks, bool[b, h, rows, all columns], the columns as the keys lie on the shards."""

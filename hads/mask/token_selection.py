@@ -43,12 +43,12 @@ def from_token_indices(
         raise ValueError(f"{capacity=} must be at least 1")
     lists = sorted_lists(column, grid, capacity, transpose) if _sorting_pays(column, grid) else None
     if lists is None:
-        return _dense(column, grid, capacity=capacity, **given).poisoned(wrong.any())
+        return _dense(column, grid, capacity=capacity, **given).poisoned(wrong.any((1, 3)))
     rows, columns = lists.rows, lists.columns
     mask = MaskLists.of_lists(rows[:3], columns and columns[:3], density_hint=density_hint, **dataclasses.asdict(grid))
     q_bitmap = columns and columns.bitmap
     mask = dataclasses.replace(mask, bitmaps=lists.bitmaps, kv_bitmap=rows.bitmap, q_bitmap=q_bitmap)
-    return mask.poisoned(wrong.any())
+    return mask.poisoned(wrong.any((1, 3)))
 
 
 def _concrete(column: np.ndarray, grid: Grid, **given: Any) -> MaskLists:
@@ -96,7 +96,7 @@ def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: 
     whole = ((words & every_row) == every_row).all(-1)
     known = Known((words != 0).any(-1) | near[0], whole | near[1])
     mask = mask_of_tokens(grid, attends, batch=words.shape[0], heads=words.shape[1], known=known)
-    return mask.poisoned(wrong.any()) if isinstance(words, jax.core.Tracer) else mask
+    return mask.poisoned(wrong.any((1, 3))) if isinstance(words, jax.core.Tracer) else mask
 
 
 def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT]:

@@ -167,7 +167,8 @@ def _row(mask: xsake.BlockMask, positions: Array) -> xsake.BlockMask:
     slots = first + jnp.arange(mask.num_kv_blocks)[None, None]
     found = jnp.take_along_axis(indices, jnp.minimum(slots, mask.capacity - 1), axis=-1)
     # A traced position out of range cannot raise: a block out of range makes the output NaN, as an overflow does.
-    wrong = outside[:, None] | jnp.asarray(mask.overflowed())[..., None]
+    lost = mask.incomplete_heads()
+    wrong = outside[:, None] if lost is None else outside[:, None] | lost[..., None]
     blocks = jnp.where(wrong, mask.num_kv_blocks, jnp.where(slots < last, found, -1))
     return xsake.BlockMask.from_indices(
         blocks[:, :, None],

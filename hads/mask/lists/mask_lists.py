@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xsake._ground.buckets import density_bucket, power_of_two_at_least
-from xsake._ground.device import on_host
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.grid import Grid, Window
+from xsake.hads.mask.lists.overflow import MayOverflow
 from xsake.hads.mask.lists.rows import ArrayT, by_block, compress, finished
 
 ROWS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order")
@@ -29,7 +28,7 @@ STATIC = ("block_q", "block_kv", "q_len", "kv_len", "is_causal", "local_window_s
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class MaskLists:
+class MaskLists(MayOverflow):
     """The fields of a `BlockMask`, which users hold, and what is computed from them alone."""
 
     kv_indices: Any
@@ -47,7 +46,7 @@ class MaskLists:
     is_causal: bool
     local_window_size: tuple[int | None, int | None] | None
     density_hint: float | None
-    complete: bool  # known to have all its blocks; False where only the contents tell (`incomplete_heads`)
+    complete: bool
     # Which elements of a block attend: bit r % 32 of bitmaps[.., n, c, r // 32] is row r and column c of bitmap n, and
     # kv_bitmap (q_bitmap) is n for each slot of kv_indices (q_indices). One column stands for all: a bit per row.
     bitmaps: Any = None
@@ -130,11 +129,6 @@ class MaskLists:
         return self.kv_indices.shape[1]
 
     @property
-    def capacity(self) -> int:
-        """The number of list slots per head."""
-        return self.kv_indices.shape[2]
-
-    @property
     def most_density(self) -> float:
         """What the lists have room for: an upper bound of the density that is known while tracing."""
         return min(1.0, self.capacity / max(self.grid.num_allowed, 1))
@@ -159,55 +153,23 @@ class MaskLists:
     def grid(self) -> Grid:
         return Grid(self.block_q, self.block_kv, self.q_len, self.kv_len, self.is_causal, self.local_window_size)
 
-    @property
-    def traced(self) -> bool:
-        return any(isinstance(field, jax.core.Tracer) for field in vars(self).values())
-
     # -- contents ----------------------------------------------------------------------------------------------------
 
-    def read(self, lists: ArrayT) -> ArrayT:
-        """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
-        return jnp.asarray(lists) if self.traced else on_host(lists)
-
-    def overflowed(self) -> ArrayT:
-        """bool[b, h]: the blocks did not fit the capacity, or were out of range: possible if built under jit."""
-        return self.read(self.kv_row_ptr)[..., -1] > self.capacity
-
-    def incomplete_heads(self) -> ArrayT | None:
-        """`overflowed` of a traced mask; None where every head is known to have all its blocks.
-
-        Whoever computes with the blocks asks this first: a concrete mask that overflowed raises ValueError, and what is
-        computed from a traced one must stay poisoned, in these heads (`poisoned`, or NaN).
-        """
-        if self.complete:
-            return None
-        if isinstance(self.kv_row_ptr, jax.core.Tracer):
-            return self.overflowed()
-        if self.overflowed().any():
-            raise ValueError(
-                f"mask was built under jit with capacity {self.capacity} and does not fit it, or names blocks out of "
-                f"range: give it a larger capacity"
-            )
-        return None
-
-    def poisoned(self, heads: ArrayT) -> Self:
-        """This traced mask, with `heads`, bool[b or 1, h or 1], overflowed: there, attention returns NaN."""
-        row_ptr = self.kv_row_ptr.at[..., -1].add(heads.astype(jnp.int32) * (self.capacity + 1))
-        return dataclasses.replace(self, kv_row_ptr=row_ptr, complete=False)
-
     def by_block(self, of_slots: ArrayT, absent: Any) -> ArrayT:
-        """[b, h, nQ, nK, ...]: the entry of `of_slots` [b, h, N, ...] for each listed block, `absent` elsewhere."""
+        """[b, h, nQ, nK, ...]: the entry of `of_slots` [b, h, N, ...] for each listed block, `absent` elsewhere.
+
+        ValueError if a concrete mask overflowed; in a traced one, `incomplete_heads` says which heads lack blocks.
+        """
+        self.incomplete_heads()
         ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
         return by_block(jnp if self.traced else np, ptr, indices, self.num_kv_blocks, of_slots, absent)
 
     def to_blocks(self) -> ArrayT:
-        """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule)."""
-        return self.by_block((jnp if self.traced else np).ones(self.kv_indices.shape, bool), False)
+        """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule).
 
-    def density(self, *, per_head: bool = False) -> Any:
-        """Active blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`."""
-        per = self.read(self.kv_row_ptr)[..., -1] / max(self.grid.num_allowed, 1)
-        return per if per_head else per.mean()
+        A mask that overflowed raises ValueError when concrete; when traced, its heads in `overflowed()` lack blocks.
+        """
+        return self.by_block((jnp if self.traced else np).ones(self.kv_indices.shape, bool), False)
 
     def __repr__(self) -> str:
         rule = "causal" if self.is_causal else "no causal rule"

@@ -277,6 +277,7 @@ def _with_capacity(options: Options, mask: RowShards, kv_heads: int) -> Options:
 
 
 def _check_shards(mask: RowShards, order: Order) -> None:
+    mask.incomplete_heads()  # raises where it is known that the lists lack blocks
     if mask.order != order:
         raise ValueError(
             f"mask was cut for {mask.order.shards} shards in {mask.order.name!r} order; here are {order.shards}, and "
@@ -411,7 +412,8 @@ def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tup
 
 def _poisoned(rows: RowShards, sink_lse: Array | None, heads: int) -> Array | None:
     """`sink_lse`, with NaN for heads whose lists lack blocks."""
-    if rows.complete:
+    lost = rows.incomplete_heads()
+    if lost is None:
         return sink_lse
-    lost = jnp.repeat(rows.overflowed(), heads // rows.heads, axis=1)
+    lost = jnp.repeat(lost[0], heads // rows.heads, axis=1)
     return jnp.where(lost, math.nan, -math.inf if sink_lse is None else sink_lse).astype(jnp.float32)
