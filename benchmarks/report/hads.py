@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import re
 from collections.abc import Sequence
 
+from benchmarks import record
 from benchmarks.report import generation
 from benchmarks.report.study import MANY, SHOWN, Study, is_below, over_best, ranked, studies, study
 from benchmarks.report.words import Row, Run, facts, grid, listing, median, ms, section, span, times, unique
@@ -277,7 +280,7 @@ def mask_cost() -> str:
 
 
 def pays() -> str:
-    """The speed of HADS over dense attention by cuDNN, by length of the prompt and batch of the writing."""
+    """From which length HADS pays: its speed over dense attention by cuDNN, and its KL over that of other methods."""
     _, by = _costs()
     budgets = ("43%", "20%", "10%")
     gains = {n: [s["dense"] / s[f"mask and attention: hads at {b}"] for b in budgets] for n, s in by.items()}
@@ -298,7 +301,21 @@ def pays() -> str:
         f"{'; '.join(f'{span(found, "{:.1f}x")} {words}' for words, found in prompts.items())}.",
         f"New tokens after {written[0]['length']}, with 10% of the blocks: "
         f"{', '.join(f'{times(median(r, "dense") / median(r, "HADS 10%"))} at batch {r["batch"]}' for r in written)}.",
+        "HADS's KL over that of the best other method, with 10%, 20% and 43% of the blocks: "
+        f"{'; '.join(f'{", ".join(times(over_best(of, b)) for b in SHOWN)} with {of.title()}' for of in studies())}.",
+        f"On the one text that the dashboard's explorer shows: {explored()}.",
     )
+
+
+def explored() -> str:
+    """HADS's KL over that of the best other method on the explorer's text, a shorter one than any of the studies."""
+    (path,) = (record.RESULTS / "explorer").glob("*.json.xz")
+    about = json.loads(lzma.decompress(path.read_bytes()))["about"]
+    kl = {(r["method"], r["budget"]): r["kl"] for r in about["results"]}
+    others = [name for name in about["methods"] if name != "hads" and name not in about["oracles"]]
+    best = {b: min(kl[name, b] for name in others) for b in about["budgets"]}
+    found = ", ".join(f"{times(kl['hads', b] / best[b])} with {b:.0%}" for b in best)
+    return f"{found} ({model(about['model'])}, {about['length']} tokens, blocks of {about['block']})"
 
 
 def chunks() -> str:
