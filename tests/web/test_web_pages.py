@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,47 @@ def test_runs_show_the_servers_numbers(dashboard: Dashboard, open_page: Open) ->
     assert same(reading.inner_text(), series["loss"]["value"][-1])
     page.locator("[data-chart=loss] .plot").press("ArrowLeft")
     assert chart.locator(".reading-x").inner_text().startswith("step 7")
+
+
+def test_charts_of_runs_share_their_axis_and_draw_what_holds(dashboard: Dashboard, open_page: Open) -> None:
+    """A run on a CPU: one density, written before the first step, and no MFU."""
+    folder = dashboard.runs / "cpu"
+    folder.mkdir(exist_ok=True)
+    events: list[dict[str, Any]] = [{"event": "start", "config": {"steps": 400, "attention": "hads", "density": 0.43}}]
+    events += [{"event": "density", "step": 0, "layers": [[0.43, 0.43]]}]
+    events += [{"event": "step", "step": n, "loss": 900 if n == 7 else 5 - n / 100, "mfu": None} for n in range(1, 301)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": 0} | event) + "\n" for event in events))
+    page = open_page(dashboard.address).open("#/runs?on=cpu", "[data-chart=loss] .u-over")
+    assert page.locator("[data-chart=loss] .unit").last.inner_text() == "1 far value is outside the chart"
+    density = page.locator("[data-chart^=density]")
+    assert density.get_attribute("data-points") == "2"  # and so there is a line: until the last step
+    density.locator(".plot").press("ArrowRight")
+    assert density.locator(".reading-x").inner_text() == "step 300" and density.locator(".plot .u-over").is_visible()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "step", "step": 301, "loss": 2.0, "mfu": None}) + "\n")
+    page.locator("[data-run=cpu] [data-name=step]", has_text="301").wait_for()
+    page.wait_for_timeout(400)  # longer than from one drawing to the next
+    assert page.locator("[data-chart^='model FLOP'], [data-chart=mfu]").count() == 0
+    density.locator(".plot").press("ArrowRight")
+    assert density.locator(".reading-x").inner_text() == "step 301"
+    shutil.rmtree(folder)
+
+
+def test_tables_are_fit_for_their_screen(dashboard: Dashboard, open_page: Open) -> None:
+    page = open_page(dashboard.address).open("#/tuning?database=shipped-cpu", "[data-database] td.whole")
+    lines = """cell => {
+      const range = document.createRange();
+      range.selectNodeContents(cell);
+      return new Set([...range.getClientRects()].map(({ top }) => top)).size;
+    }"""
+    assert page.locator("[data-database] td.whole").first.evaluate(lines) == 1, "a date is broken over lines"
+    page = open_page(dashboard.address, viewport=PHONE).open("#/benchmarks/gpu_attention", ".table tbody tr")
+    row = page.locator(".table").first.locator("tbody tr").first.locator("td")
+    edges = row.evaluate_all("cells => cells.map(c => c.getBoundingClientRect()).map(({left, right}) => [left, right])")
+    assert len(edges) > 6 and all(left >= 0 and right <= PHONE["width"] for left, right in edges)
+    assert {"workload", "implementation", "density", "seconds"} <= set(
+        row.evaluate_all("cells => cells.map(c => c.dataset.column)")
+    )
 
 
 def test_html_in_files_is_shown_as_text(dashboard: Dashboard, open_page: Open) -> None:
@@ -256,6 +298,12 @@ def test_explorer_shows_the_servers_numbers(dashboard: Dashboard, open_page: Ope
         if result["budget"] == 0.5:
             kl = page.locator(f"[data-method={result['method']}] [data-name=kl]")
             assert kl.get_attribute("title") == repr(result["kl"]) and same(kl.inner_text(), result["kl"], 3)
+    standing = page.locator("[data-standing]").inner_text()
+    for budget in recording["budgets"]:
+        kl = {one["method"]: one["kl"] for one in recording["results"] if one["budget"] == budget}
+        best = min(value for name, value in kl.items() if name not in ("hads", *recording["oracles"]))
+        ours, other = re.search(rf"([\d.]+) and ([\d.]+) \([^)]*\) at {budget:.0%}", standing).groups()
+        assert same(ours, kl["hads"]) and same(other, best)
     shares = page.locator(".heads [data-layer]").evaluate_all("cells => cells.map(cell => Number(cell.dataset.value))")
     assert shares == np.ravel(recording["shares"]["hads"]["0.5"]).tolist()
     page.locator("[data-layer='1'][data-head='0']").click()

@@ -19,6 +19,8 @@ export interface Line {
   dots?: boolean;
   /** Dots alone. */
   scattered?: boolean;
+  /** A value holds until the next one: drawn as steps. */
+  held?: boolean;
 }
 
 interface Props {
@@ -33,6 +35,8 @@ interface Props {
   trim?: boolean;
   height?: number;
   range?: [number, number] | null;
+  /** What x reaches over where no range is chosen; without it, over the values. */
+  span?: [number, number] | null;
   onRange?: (range: [number, number] | null) => void;
   /** A vertical line at this x. */
   marker?: number | null;
@@ -59,7 +63,7 @@ export function Chart(props: Props) {
   const { dark } = useTheme();
   const data = useMemo(() => align(lines, log), [lines, log]);
   const look = lines
-    .map(({ colour, dash, faint, dots, scattered }) => [colour, dash, faint, dots, scattered].join())
+    .map(({ colour, dash, faint, dots, scattered, held }) => [colour, dash, faint, dots, scattered, held].join())
     .join("|");
   const kept = useMemo(() => (props.trim ? trimmed(data) : null), [data, props.trim]);
   const latest = useRef<Latest>({ ...props, kept });
@@ -85,7 +89,7 @@ export function Chart(props: Props) {
   }, [data]);
   useEffect(() => {
     plot.current?.setData(plot.current.data, true);
-  }, [range?.[0], range?.[1], props.trim]);
+  }, [range?.[0], range?.[1], props.span?.[0], props.span?.[1], props.trim]);
   useEffect(() => plot.current?.redraw(false), [marker]);
 
   const key = (event: KeyboardEvent) => {
@@ -99,7 +103,9 @@ export function Chart(props: Props) {
         <span class="chart-title">{title}</span>
         {unit ? <span class="unit">{unit}</span> : null}
         {kept ? (
-          <span class="unit">{`${kept.outside} far ${kept.outside === 1 ? "value" : "values"} outside`}</span>
+          <span class="unit">
+            {kept.outside === 1 ? "1 far value is" : `${kept.outside} far values are`} outside the chart
+          </span>
         ) : null}
       </figcaption>
       {ready ? (
@@ -207,7 +213,10 @@ function options(
     scales: {
       x: {
         time: false,
-        range: (_, low, high) => latest.current.range ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]),
+        range: (_, low, high) => {
+          const [from, to] = latest.current.range ?? latest.current.span ?? [low, high];
+          return from === to ? [from - 0.5, to + 0.5] : [from, to];
+        },
       },
       y: {
         distr: log ? 3 : 1,
@@ -236,7 +245,7 @@ function options(
         alpha: line.faint ? 0.3 : 1,
         dash: line.dash ?? [],
         spanGaps: true,
-        ...(line.scattered ? { paths: () => null } : {}),
+        ...(line.scattered ? { paths: () => null } : line.held ? { paths: uPlot.paths.stepped!({ align: 1 }) } : {}),
         points: {
           show: Boolean(line.dots || line.scattered),
           size: line.scattered ? 8 : 6,

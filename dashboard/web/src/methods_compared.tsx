@@ -99,6 +99,27 @@ export function MethodTable({
   return <Table caption="What each method costs the model on this text" columns={columns} rows={rows} />;
 }
 
+/** HADS beside the best of the other methods at every budget, in numbers: on some texts HADS is not ahead. */
+export function Standing({ recording, title }: { recording: Recording; title: (name: string) => string }) {
+  const lines = recording.budgets.flatMap((budget) => {
+    const found = recording.results.filter((one) => one.budget === budget && typeof one.kl === "number");
+    const ours = found.find(({ method }) => method === "hads");
+    const others = found.filter(({ method }) => method !== "hads" && !recording.oracles.includes(method));
+    const best = others.sort((a, b) => a.kl! - b.kl!)[0];
+    return ours && best
+      ? [`${formatNumber(ours.kl)} and ${formatNumber(best.kl)} (${title(best.method)}) at ${formatShare(budget)}`]
+      : [];
+  });
+  if (lines.length === 0) return null;
+  return (
+    <p class="hint" data-standing={recording.id}>
+      KL of HADS and of the best other method on this text, oracles left out: {lines.join(", ")}. The{" "}
+      <a href="#/benchmarks">benchmarks</a> of HADS compare methods on many texts, from 4,096 tokens on. In a short text
+      the blocks that HADS always keeps take a large part of a small budget.
+    </p>
+  );
+}
+
 export function QualityChart({ recording, title }: { recording: Recording; title: (name: string) => string }) {
   const { dark } = useTheme();
   const lines = useMemo(

@@ -214,12 +214,14 @@ export class RunStore {
 
 const NO_METRICS = new Set(["step", "time", "at"]); // `at` is the date of the event
 
-/** Each number of an event goes to the curve of its name; a step that is there already is left alone. */
+/** Each number of an event goes to the curve of its name, which begins with the first number; a step that is there
+ * already is left alone. */
 function addPoints({ run, series }: RunData, values: Record<string, unknown>): void {
   const step = values["step"] as number;
   const time = (values["time"] ?? null) as number | null;
   for (const [name, value] of Object.entries(values)) {
     if (NO_METRICS.has(name) || (typeof value !== "number" && value !== null)) continue;
+    if (value === null && !series.series[name]) continue;
     const curve = (series.series[name] ??= emptyCurve(run.metrics, name));
     if (curve.step.length && curve.step[curve.step.length - 1]! >= step) continue;
     curve.step.push(step);

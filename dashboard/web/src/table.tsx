@@ -1,7 +1,7 @@
 // A table that sorts by a click on a heading, and shows the first rows of a long list until more are asked for.
 
 import type { ComponentChildren } from "preact";
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 
 export interface TableColumn<Row> {
   name: string;
@@ -10,6 +10,8 @@ export interface TableColumn<Row> {
   number?: boolean;
   /** Long text, which gets room even where the table must be scrolled. */
   wide?: boolean;
+  /** Never broken over lines, such as a date. */
+  whole?: boolean;
   cell: (row: Row) => ComponentChildren;
   /** What the column sorts by; without it the column does not sort. */
   sort?: (row: Row) => number | string | null | undefined;
@@ -33,7 +35,8 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
   );
   const [all, setAll] = useState(false);
   const sorted = useMemo(() => sortRows(rows, columns, order), [rows, columns, order]);
-  const shown = all ? sorted : sorted.slice(0, first);
+  const few = useNarrow() ? Math.min(first, FIRST_CARDS) : first;
+  const shown = all ? sorted : sorted.slice(0, few);
   const heading = (column: TableColumn<Row>, n: number) => {
     const title = (
       <>
@@ -51,7 +54,7 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
     );
   };
   return (
-    <div class="table">
+    <div class={columns.length > 3 ? "table many" : "table"}>
       <div class="scroll" tabIndex={0} role="region" aria-label={caption}>
         <table>
           <caption>{caption}</caption>
@@ -75,7 +78,8 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
                 {columns.map((column) => (
                   <td
                     key={column.name}
-                    class={column.number ? "number" : column.wide ? "wide" : ""}
+                    class={column.number ? "number" : column.wide ? "wide" : column.whole ? "whole" : ""}
+                    data-column={column.unit ? `${column.name} (${column.unit})` : column.name}
                     title={column.full?.(row)}
                   >
                     {column.cell(row)}
@@ -86,13 +90,26 @@ export function Table<Row>({ columns, rows, caption, first = 25, by, rowClass }:
           </tbody>
         </table>
       </div>
-      {rows.length > first ? (
+      {rows.length > few ? (
         <button type="button" class="more" onClick={() => setAll(!all)}>
-          {all ? `Show the first ${first}` : `Show all ${rows.length} rows`}
+          {all ? `Show the first ${few}` : `Show all ${rows.length} rows`}
         </button>
       ) : null}
     </div>
   );
+}
+
+const NARROW = window.matchMedia("(max-width: 560px)"); // where a row of many columns is a card, as in style.css
+const FIRST_CARDS = 8;
+
+function useNarrow(): boolean {
+  const [narrow, setNarrow] = useState(NARROW.matches);
+  useEffect(() => {
+    const changed = () => setNarrow(NARROW.matches);
+    NARROW.addEventListener("change", changed);
+    return () => NARROW.removeEventListener("change", changed);
+  }, []);
+  return narrow;
 }
 
 /** Unknown values come last, up or down. */

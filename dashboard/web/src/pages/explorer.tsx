@@ -6,7 +6,7 @@ import { Reading } from "../block_reading";
 import { formatNumber, formatShare } from "../format";
 import { budgetMiddle, HeadGrid, ShareScale } from "../head_grid";
 import { MapLegend } from "../map_legend";
-import { MethodTable, QualityChart, SmallMap } from "../methods_compared";
+import { MethodTable, QualityChart, SmallMap, Standing } from "../methods_compared";
 import { OwnTextForm } from "../own_text";
 import { Choice, Command, Failure, Figure, Nothing, Provenance, Select, Slider, Waiting } from "../parts";
 import { headMasses, methodTitle, withMask } from "../recording";
@@ -220,6 +220,7 @@ function Explore({ recording, route, options }: { recording: Recording; route: R
           </div>
         ) : null}
         <MethodTable recording={recording} budget={budget} title={title} />
+        <Standing recording={recording} title={title} />
         <QualityChart recording={recording} title={title} />
         <Provenance environment={recording.environment} />
       </section>

@@ -10,7 +10,7 @@ import { setQuery, type Route } from "../route";
 import { type RunData, type RunStore, useRuns } from "../run_store";
 import { smooth } from "../smooth";
 import { useTheme } from "../theme";
-import type { Maybe, Metric, RunEntry } from "../types";
+import type { Curve, Maybe, Metric, RunEntry, Series } from "../types";
 
 type Axis = "step" | "tokens" | "time";
 const AXES: [Axis, string][] = [
@@ -57,7 +57,9 @@ export function RunsPage({ route }: { route: Route }) {
   const focus = route.query.get("run") ?? on[0] ?? null;
   const toggle = (id: string) =>
     setQuery({ on: (colours.has(id) ? on.filter((one) => one !== id) : [...on, id]).join(",") });
-  const metrics = allMetrics(on.map((id) => store.data.get(id)));
+  const shown = on.map((id) => store.data.get(id));
+  const metrics = allMetrics(shown);
+  const span = spanOf(shown, axis);
   return (
     <div class="with-side">
       <aside class="side" aria-label="Runs">
@@ -111,7 +113,7 @@ export function RunsPage({ route }: { route: Route }) {
           </label>
           <label class="check">
             <input type="checkbox" checked={!trim} onChange={() => setQuery({ far: trim ? 1 : null })} />
-            Far values
+            Show far values
           </label>
           {range ? (
             <button type="button" onClick={() => setRange(null)}>
@@ -133,6 +135,7 @@ export function RunsPage({ route }: { route: Route }) {
               log={log}
               trim={trim}
               range={range}
+              span={span}
               onRange={setRange}
               dark={dark}
             />
@@ -214,9 +217,7 @@ function RunRow({
         {typeof run.read_share === "number" ? <span>{formatShare(run.read_share, 2)} of the file read</span> : null}
         {run.status === "running" && run.remaining ? <span>{formatDuration(run.remaining)} left</span> : null}
       </p>
-      {(run.status === "stalled" || run.status === "failed") && run.status_reason ? (
-        <p class="reason">{run.status_reason}</p>
-      ) : null}
+      {run.status_reason ? <p class={`reason ${run.status}`}>{run.status_reason}</p> : null}
     </li>
   );
 }
@@ -238,11 +239,12 @@ interface MetricChartProps {
   log: boolean;
   trim: boolean;
   range: [number, number] | null;
+  span: [number, number] | null;
   onRange: (range: [number, number] | null) => void;
   dark: boolean;
 }
 
-function MetricChart({ metric, store, on, axis, weight, log, trim, range, onRange, dark }: MetricChartProps) {
+function MetricChart({ metric, store, on, axis, weight, log, trim, range, span, onRange, dark }: MetricChartProps) {
   const sizes = on.map((id) => `${id} ${sizeOf(store.data.get(id), metric.name)}`).join();
   const lines = useMemo(
     () => on.flatMap((id, n) => metricLines(store.data.get(id), metric.name, n, axis, weight)),
@@ -260,6 +262,7 @@ function MetricChart({ metric, store, on, axis, weight, log, trim, range, onRang
       log={log && metric.log}
       trim={trim}
       range={range}
+      span={span}
       onRange={onRange}
       group="runs"
     />
@@ -275,23 +278,47 @@ function formatOf({ name, unit }: Metric): (value: number | null) => string {
 /** Changes when a curve is loaded anew, is zoomed into or grows. */
 function sizeOf(data: RunData | undefined, metric: string): string {
   const curve = (data?.detail ?? data?.series)?.series[metric];
-  return curve
-    ? `${data!.detail ? "detail" : ""}${curve.step.length}@${curve.step[0]}-${curve.step[curve.step.length - 1]}`
-    : "";
+  if (!data || !curve) return "";
+  const end = metric === HELD ? data.run.step : curve.step[curve.step.length - 1];
+  return `${data.detail ? "detail" : ""}${curve.step.length}@${curve.step[0]}-${end}`;
+}
+
+const HELD = "density"; // written when it changes: a value holds until the next one
+
+/** x at every step of a curve; null where it is not known. */
+function along(data: RunData, series: Series, curve: Curve, axis: Axis): (number | null)[] {
+  if (axis === "step") return curve.step;
+  if (axis === "time") return curve.time;
+  const perStep = series.tokens_per_step ?? data.run.tokens_per_step;
+  return curve.step.map((step) => (perStep ? step * perStep : null));
+}
+
+/** The first and the last x of all curves that are drawn, so that their charts lie side by side. */
+function spanOf(shown: (RunData | undefined)[], axis: Axis): [number, number] | null {
+  const ends = shown
+    .flatMap((data) => (data ? Object.values(data.series.series).map((curve) => [data, curve] as const) : []))
+    .flatMap(([data, curve]) => {
+      const x = along(data, data.series, curve, axis);
+      return [x[0], x[x.length - 1]];
+    })
+    .filter((x) => typeof x === "number");
+  return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
 }
 
 function metricLines(data: RunData | undefined, metric: string, n: number, axis: Axis, weight: number): Line[] {
   const series = data?.detail ?? data?.series;
   const curve = series?.series[metric];
   if (!data || !curve) return [];
-  const perStep = series!.tokens_per_step ?? data.run.tokens_per_step;
-  const x =
-    axis === "step"
-      ? curve.step
-      : axis === "time"
-        ? curve.time
-        : curve.step.map((step) => (perStep ? step * perStep : null));
-  const look = { name: data.run.name, colour: lineColour(n), dash: lineDash(n), x: [...x] };
+  const look = {
+    name: data.run.name,
+    colour: lineColour(n),
+    dash: lineDash(n),
+    x: [...along(data, series!, curve, axis)],
+  };
+  if (metric === HELD) {
+    const end = spanOf([data], axis)?.[1] ?? null;
+    return [{ ...look, x: [...look.x, end], y: [...curve.value, curve.value.at(-1) ?? null], held: true }];
+  }
   const few = curve.step.length < 40;
   if (weight === 0 || few) return [{ ...look, y: [...curve.value], dots: few }];
   return [

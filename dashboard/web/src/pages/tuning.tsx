@@ -104,7 +104,7 @@ function StudyTable({ studies, chosen }: { studies: StudyEntry[]; chosen: string
       sort: (row) => row.best,
       full: (row) => row.best?.toString(),
     },
-    { name: "updated", cell: (row) => formatDate(row.updated), sort: (row) => row.updated },
+    { name: "updated", whole: true, cell: (row) => formatDate(row.updated), sort: (row) => row.updated },
   ];
   return (
     <Table columns={columns} rows={studies} caption="Studies" rowClass={(row) => (row.id === chosen ? "on" : "")} />
@@ -269,7 +269,7 @@ const ROW_COLUMNS: TableColumn<DatabaseRow>[] = [
           : UNKNOWN,
   },
   { name: "configuration", wide: true, cell: (row) => formatConfig(row.config) },
-  { name: "date", cell: (row) => formatDate(row.date), sort: (row) => row.date },
+  { name: "date", whole: true, cell: (row) => formatDate(row.date), sort: (row) => row.date },
 ];
 
 function DatabaseDetails({ id }: { id: string }) {
