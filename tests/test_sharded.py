@@ -310,6 +310,63 @@ def test_wrong_calls(options, message):
         xsake.sharded_attention(q, q, q, mesh=mesh_of(data=2, seq=4), **options)
 
 
+def ones(*lead):
+    sizes = dict(block_q=16, block_kv=16, q_len=64, kv_len=64)
+    return xsake.BlockMask.from_blocks(np.ones((*lead, 4, 4), bool), **sizes)
+
+
+FITS_A_PART = {  # one device's part of the arguments fits its part of the arrays, and the whole does not fit the whole
+    "one length": dict(key_value_seq_lengths=np.array([3])),
+    "a length for two sequences": dict(query_seq_lengths=np.array([3, 4])),
+    "bias of half the batch": dict(bias=np.zeros((2, 1, 64, 64), np.float32)),
+    "bias of a quarter of the heads": dict(bias=np.zeros((1, 2, 64, 64), np.float32)),
+    "segments of half the batch": dict(segment_ids=np.zeros((2, 64), np.int32)),
+    "positions of half the batch": dict(positions=np.zeros((2, 64), np.int32)),
+    "a mask of half the batch": dict(mask=ones(2, 1)),
+    "a mask of half the K/V heads": dict(mask=ones(1, 2)),
+    "sinks of a quarter of the heads": dict(sinks=np.zeros(2, np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", FITS_A_PART)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_the_whole_arrays_are_checked(name):
+    """By the words of `attention`, also for rows that are cut already."""
+    given, q, k = FITS_A_PART[name], jnp.ones((4, 64, 8, 8)), jnp.ones((4, 64, 4, 8))
+    with pytest.raises(ValueError) as expected:
+        xsake.attention(q, k, k, **given)
+    axes = dict(batch="data", sequence="seq", heads="model", mesh=mesh_of(data=2, seq=2, model=2))
+    for each in (given, given | {"mask": given["mask"].shard_rows(2)} if "mask" in given else given):
+        with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+            xsake.sharded_attention(q, k, k, **each, **axes)
+
+
+def test_rows_of_other_lengths():
+    with pytest.raises(
+        ValueError, match="mask is for 64 queries x 64 keys, but query has q_len=60 and key has kv_len=60"
+    ):
+        xsake.sharded_attention(
+            *[jnp.ones((1, 60, 1, 8))] * 3, ones().shard_rows(2), mesh=mesh_of(seq=2), sequence="seq"
+        )
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_the_part_of_a_shard_map_is_checked():
+    q, rows = jnp.ones((2, 64, 4, 8)), ones(2, 1).shard_rows(2)
+
+    def part(q, rows, bias):
+        return xsake.sharded_attention(q[:1], q[:1], q[:1], rows, bias=bias, sequence="seq")
+
+    mesh, spec = mesh_of(seq=2), P(None, "seq")
+    for bias, message in (
+        (1, "mask has batch 2; it must be 1 or the query's batch=1"),
+        (3, "=[1, 4, 32, 64]; got shape"),
+    ):
+        run = jax.shard_map(part, mesh=mesh, in_specs=(spec, rows.partition_spec("seq"), P()), out_specs=spec)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(q, rows, jnp.zeros((1, bias, 1, 1)))
+
+
 PLATFORMS = {"cuda": ("mosaic_gpu", "gpu", "mosaic_gpu"), "tpu": ("mosaic_tpu", "tpu", "tpu_custom_call")}
 
 

@@ -141,10 +141,18 @@ def assert_says(error, words, call):
         assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
 
 
+def sharded_attention(**given):
+    size = 2 if jax.device_count() >= 8 else 1
+    axes = dict(batch="data", sequence="sequence", heads="model")
+    mesh = jax.make_mesh((size,) * 3, tuple(axes.values()), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    return xsake.sharded_attention(**given, **axes, mesh=mesh)
+
+
+@pytest.mark.parametrize("operation", [xsake.attention, sharded_attention])
 @each(CALLS)
-def test_wrong_call(error, name):
+def test_wrong_call(error, name, operation):
     changes, words = CALLS[error][name]
-    assert_says(error, words, lambda: xsake.attention(**arrays(**changes)))
+    assert_says(error, words, lambda: operation(**arrays(**changes)))
 
 
 def test_the_right_call_is_right():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import Array
 from xsake.backend.contract import Call
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.mask.row_shards import RowShards
 
 Size = Any  # an int, or a batch size that `jax.export` does not know yet
 
@@ -53,6 +54,64 @@ def check_inputs(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"{num_q_heads=} must be divisible by {num_kv_heads=}")
 
 
+class Sizes(NamedTuple):
+    """The sizes that arguments must agree with."""
+
+    batch: Size
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+
+
+class Arguments(NamedTuple):
+    """The arrays of a call besides query, key and value, checked."""
+
+    positions: tuple[Array, Array] | tuple[None, None]  # i32[B, T] and i32[B, S]
+    segments: tuple[Array, Array] | tuple[None, None]
+    lengths: tuple[Array | None, Array | None]  # i32[B] of queries, and of keys
+    bias: Array | None
+    sink_lse: Array | None  # [1, H]
+
+
+def check_arguments(
+    sizes: Sizes,
+    *,
+    bias: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    segment_ids: Any,
+    positions: Any,
+    sinks: Any,
+    bias_keys: int | None = None,
+) -> Arguments:
+    """The arguments, which must have the shapes and dtypes that `sizes` ask for; bias has `bias_keys`, or all keys."""
+    batch, q_len, kv_len, num_q_heads, _ = sizes
+    return Arguments(
+        positions=_tokens("positions", positions, batch, q_len, kv_len),
+        segments=_tokens("segment_ids", segment_ids, batch, q_len, kv_len),
+        lengths=(
+            _lengths("query_seq_lengths", query_seq_lengths, batch),
+            _lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        ),
+        bias=None if bias is None else _check_bias(bias, (batch, num_q_heads, q_len, bias_keys or kv_len)),
+        sink_lse=_sink_lse(sinks, num_q_heads),
+    )
+
+
+def check_mask(mask: BlockMask | RowShards, sizes: Sizes) -> None:
+    batch, q_len, kv_len, num_q_heads, num_kv_heads = sizes
+    if (mask.grid.q_len, mask.grid.kv_len) != (q_len, kv_len):
+        raise ValueError(
+            f"mask is for {mask.grid.q_len} queries x {mask.grid.kv_len} keys, but query has {q_len=} and key has "
+            f"{kv_len=}"
+        )
+    if mask.batch not in (1, batch):
+        raise ValueError(f"mask has batch {mask.batch}; it must be 1 or the query's {batch=}")
+    if mask.heads not in (1, num_kv_heads, num_q_heads):
+        raise ValueError(f"mask has {mask.heads} heads; it must be 1, {num_kv_heads=} or {num_q_heads=}")
+
+
 def build_call(
     query: Array,
     key: Array,
@@ -79,14 +138,18 @@ def build_call(
     if page_table is not None:
         kv_len *= page_table.shape[1]
     band = Band.of(bool(is_causal), local_window_size)
-    q_pos, kv_pos = _tokens("positions", positions, batch, q_len, kv_len)
-    q_seg, kv_seg = _segments(
-        _tokens("segment_ids", segment_ids, batch, q_len, kv_len),
-        _lengths("query_seq_lengths", query_seq_lengths, batch),
-        _lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        q_len,
-        kv_len,
+    sizes = Sizes(batch, q_len, kv_len, num_q_heads, num_kv_heads)
+    given = check_arguments(
+        sizes,
+        bias=bias,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        sinks=sinks,
     )
+    q_pos, kv_pos = given.positions
+    q_seg, kv_seg = _segments(given.segments, *given.lengths, q_len, kv_len)
     if mask is None:
         block_q, block_kv = default_blocks
         by_index = q_pos is None  # with positions, the rule may allow any block
@@ -99,9 +162,12 @@ def build_call(
             local_window_size=local_window_size if by_index else None,
         )
     else:
-        _check_mask(mask, batch, q_len, kv_len, num_q_heads, num_kv_heads)
-    if bias is not None:
-        bias = check_bias(bias, (batch, num_q_heads, q_len, kv_len))
+        if not isinstance(mask, BlockMask):
+            raise TypeError(
+                f"mask must be a BlockMask or None, got {type(mask).__name__}; "
+                f"xsake.BlockMask.from_blocks and xsake.patterns make one"
+            )
+        check_mask(mask, sizes)
     if q_seg is not None and kv_seg is not None:
         # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
         query = jnp.where((q_seg >= 0)[:, :, None, None], query, 0)
@@ -113,12 +179,12 @@ def build_call(
         key=key,
         value=value,
         mask=mask,
-        bias=bias,
+        bias=given.bias,
         q_segments=q_seg,
         kv_segments=kv_seg,
         q_positions=q_pos,
         kv_positions=kv_pos,
-        sink_lse=_poison_overflow(mask, _sink_lse(sinks, num_q_heads), num_q_heads),
+        sink_lse=_poison_overflow(mask, given.sink_lse, num_q_heads),
         band=band & mask.band,
         scale=head_dim**-0.5 if scale is None else _number("scale", scale),
         deterministic=_flag("deterministic", deterministic),
@@ -127,23 +193,7 @@ def build_call(
     )
 
 
-def _check_mask(mask: Any, batch: Size, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int) -> None:
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a BlockMask or None, got {type(mask).__name__}; "
-            f"xsake.BlockMask.from_blocks and xsake.patterns make one"
-        )
-    if (mask.q_len, mask.kv_len) != (q_len, kv_len):
-        raise ValueError(
-            f"mask is for {mask.q_len} queries x {mask.kv_len} keys, but query has {q_len=} and key has {kv_len=}"
-        )
-    if mask.batch not in (1, batch):
-        raise ValueError(f"mask has batch {mask.batch}; it must be 1 or the query's {batch=}")
-    if mask.heads not in (1, num_kv_heads, num_q_heads):
-        raise ValueError(f"mask has {mask.heads} heads; it must be 1, {num_kv_heads=} or {num_q_heads=}")
-
-
-def check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
+def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from xsake._ground.device import platform_of
 from xsake._ground.trace import interpret, interpreting
 from xsake._op import registry
-from xsake._op.arguments import build_call, check_bias, check_inputs
+from xsake._op.arguments import Sizes, build_call, check_arguments, check_inputs, check_mask
 from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake._sequence.exchange import EXCHANGES, Route, Shard
@@ -101,28 +101,38 @@ def sharded_attention(
         config=config,
         interpret=interpreting(),
     )
-    arrays = dict(query=query, key=key, value=value, bias=bias, sinks=sinks)
-    arrays |= dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
-    for name, given in (("segments", segment_ids), ("positions", positions)):
-        pair = given if isinstance(given, (tuple, list)) else (given, given)
-        if len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
-            raise ValueError(f"{name} must be one array or a (query, key) pair; got {len(pair)} entries")
-        arrays |= {f"q_{name}": pair[0], f"kv_{name}": pair[1]}
-    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
-    inside = jax.typeof(arrays["query"]).sharding.mesh
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    inside = jax.typeof(query).sharding.mesh
     names = _names(sequence)
-    if set(names) <= set(inside.manual_axes):
-        shards = math.prod(inside.shape[name] for name in names)
+    manual = set(names) <= set(inside.manual_axes)
+    shards = math.prod(inside.shape[name] for name in names) if manual else 1
+    sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    checked = check_arguments(
+        sizes,
+        bias=bias,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        positions=positions,
+        sinks=sinks,
+        bias_keys=sizes.kv_len * shards,
+    )
+    arrays = dict(query=query, key=key, value=value, bias=checked.bias, sink_lse=checked.sink_lse)
+    arrays |= dict(zip(("q_segments", "kv_segments"), checked.segments, strict=True))
+    arrays |= dict(zip(("q_positions", "kv_positions"), checked.positions, strict=True))
+    arrays |= dict(zip(("query_seq_lengths", "key_value_seq_lengths"), checked.lengths, strict=True))
+    if manual:
         if not isinstance(mask, RowShards):
             raise TypeError(
                 f"inside jax.shard_map, mask must be this shard's part of mask.shard_rows({shards}, order={order!r}), "
                 f"given with its partition_spec; got {type(mask).__name__}"
             )
         _check_shards(mask, Order.of(shards, order))
-        options = _with_capacity(options, mask, key.shape[2])
+        check_mask(mask, sizes._replace(q_len=mask.grid.q_len, kv_len=mask.grid.kv_len))  # `shard_of` checks lengths
+        options = _with_capacity(options, mask, sizes.kv_heads)
         out, lse = _local(options, arrays | {"mask": mask})
     else:
-        out, lse = _over(_mesh(mesh, inside, options), options, arrays, mask, order)
+        out, lse = _over(_mesh(mesh, inside, options), options, sizes, arrays, mask, order)
     return (out, lse) if return_lse else out
 
 
@@ -174,7 +184,7 @@ class Options:
         dims |= dict.fromkeys(("query", "key", "value"), (self.batch, self.sequence, self.heads, None))
         dims |= dict.fromkeys(("q_segments", "kv_segments", "q_positions", "kv_positions"), (self.batch, self.sequence))
         dims |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), (self.batch,))
-        dims |= dict(bias=(self.batch, self.heads, self.sequence, None), sinks=(self.heads, None))
+        dims |= dict(bias=(self.batch, self.heads, self.sequence, None), sink_lse=(None, self.heads))
 
         def spec(name: str, x: Any) -> Any:
             if name == "mask":
@@ -205,29 +215,33 @@ def _mesh(given: Any, of_arrays: Any, options: Options) -> Any:
     return mesh
 
 
-def _over(mesh: Any, options: Options, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
+def _over(mesh: Any, options: Options, sizes: Sizes, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
     size = {
         name: math.prod(mesh.shape[a] for a in _names(getattr(options, name)))
         for name in ("batch", "heads", "sequence")
     }
-    query, key = arrays["query"], arrays["key"]
-    for name, given, axis in (("query", query, 2), ("key", key, 2), ("query", query, 0)):
-        what = "heads" if axis == 2 else "batch"
-        if given.shape[axis] % size[what]:
+    for name, number, what in (
+        ("query", sizes.q_heads, "heads"),
+        ("key", sizes.kv_heads, "heads"),
+        ("query", sizes.batch, "batch"),
+    ):
+        if number % size[what]:
             raise ValueError(
-                f"{name} has {what} {given.shape[axis]}, which {what}={getattr(options, what)!r} cannot cut into "
+                f"{name} has {what} {number}, which {what}={getattr(options, what)!r} cannot cut into "
                 f"{size[what]} equal parts"
             )
     order = Order.of(size["sequence"], order_name)
-    lengths = (query.shape[1], key.shape[1])
+    lengths = (sizes.q_len, sizes.kv_len)
     if mask is None:
         mask = _dense(lengths, order, options, arrays["q_positions"] is None)
+    if not isinstance(mask, (BlockMask, RowShards)):
+        raise TypeError(
+            f"mask must be a BlockMask or None, or what its shard_rows gives; got {type(mask).__name__}: "
+            f"xsake.BlockMask.from_blocks and xsake.patterns make one"
+        )
+    check_mask(mask, sizes)
     if isinstance(mask, BlockMask):
-        if (mask.q_len, mask.kv_len) != lengths:
-            raise ValueError(f"mask is for {mask.q_len} queries x {mask.kv_len} keys, and the arrays have {lengths}")
         mask = mask.shard_rows(order.shards, order=order.name)
-    elif not isinstance(mask, RowShards):
-        raise TypeError(f"mask must be a BlockMask, what its shard_rows gives, or None; got {type(mask).__name__}")
     _check_shards(mask, order)
     padded = (mask.rows * mask.grid.block_q * order.shards, mask.columns * mask.grid.block_kv * order.shards)
     if padded != lengths and order.name == "zigzag":
@@ -236,7 +250,7 @@ def _over(mesh: Any, options: Options, arrays: dict, mask: Any, order_name: str)
             f"({mask.grid.block_q} x {mask.grid.block_kv}): pad them to {padded[0]} and {padded[1]}, with "
             f"key_value_seq_lengths, before they are laid in zigzag"
         )
-    options = _with_capacity(options, mask, key.shape[2])
+    options = _with_capacity(options, mask, sizes.kv_heads)
     arrays = _pad(arrays, lengths, padded)
     out, lse = _program(mesh, options)({k: v for k, v in arrays.items() if v is not None} | {"mask": mask})
     return out[:, : lengths[0]], lse[:, : lengths[0]]
@@ -365,18 +379,14 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
         local_window_size=options.local_window_size,
         segment_ids=segments,
         positions=None if positions[0] is None else positions,
-        sinks=arrays.get("sinks"),
         logits_soft_cap=options.logits_soft_cap,
         deterministic=options.deterministic,
         default_blocks=(grid.block_q, grid.block_kv),
     )
     given = any(arrays.get(name) is not None for name in ("q_segments", "query_seq_lengths", "key_value_seq_lengths"))
     exact = by_index and not given and grid.band.implies(band)
-    sink_lse = _poisoned(rows, call.sink_lse, call.q_heads)
+    sink_lse = _poisoned(rows, arrays.get("sink_lse"), call.q_heads)
     call = dataclasses.replace(call, band=band, full_is_known=exact, sink_lse=sink_lse)
-    bias = arrays.get("bias")
-    if bias is not None:
-        bias = check_bias(bias, (query.shape[0], query.shape[2], sizes[0], len(every)))
 
     def everywhere(x: Array) -> Array:
         return jax.lax.all_gather(x, options.sequence, axis=1, tiled=True)
@@ -388,7 +398,12 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
         kv_positions = numbers if by_index else everywhere(call.kv_positions)
     by_blocks = exact and band == Band(None, 0) and call.q_segments is None and sizes[0] == sizes[1]
     shard = Shard(
-        call=call, rows=rows, bias=bias, kv_segments=kv_segments, kv_positions=kv_positions, by_blocks=by_blocks
+        call=call,
+        rows=rows,
+        bias=arrays.get("bias"),
+        kv_segments=kv_segments,
+        kv_positions=kv_positions,
+        by_blocks=by_blocks,
     )
     names = registry.candidates(options.implementation, platform_of(query))
     return shard, Runner.of(names, dataclasses.replace(call, bias=None), options.config)
