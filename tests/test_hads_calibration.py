@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 
 from xsake import hads
+from xsake.hads.calibration import calibrate as calibration
 from xsake.hads.calibration import observe
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.calibrate import _for_large_errors
 from xsake.hads.calibration.fit import fit_estimator
 from xsake.hads.calibration.memory import needed
 from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.calibration.steps import Steps
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
@@ -52,6 +54,50 @@ def profile(model: Transformer) -> hads.HadsProfile:
     before, *during = (arrays for _, arrays in seen)
     assert max(during) <= before + 2 * 3 and during[-1] == before
     return made
+
+
+def test_a_calibration_that_was_stopped_goes_on(model, profile, tmp_path, monkeypatch):
+    """Stopped in the second layer, between two files of it, and in the backward pass: each step is done once, and the
+    profile is that of a calibration that was not stopped."""
+    options = dict(name="tiny", block=16, steps=30, steps_folder=tmp_path / "steps")
+    observed: list[int] = []
+    observe_block = calibration.observe_block
+    monkeypatch.setattr(calibration, "observe_block", lambda *a: observed.append(1) or observe_block(*a))
+
+    def stop_at(*place):
+        def progress(*said):
+            if said[:2] == place:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            hads.calibrate(model, TOKENS, progress=progress, **options)
+
+    stop_at("heads of each layer", 1)
+    assert len(observed) == 2  # sequences
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        put = Steps.put
+
+        def stop(self, step, arrays):
+            if step == "layer-1":
+                raise KeyboardInterrupt
+            put(self, step, arrays)
+
+        patch.setattr(Steps, "put", stop)
+        hads.calibrate(model, TOKENS, **options)
+    stop_at("sensitivity of heads", 1)
+    assert len(observed) == 6
+    found = hads.calibrate(model, TOKENS, **options)
+    assert len(observed) == 6
+    jax.tree.map(np.testing.assert_array_equal, found, profile)
+    for change, word in (({"block": 8}, "block"), ({"name": "other"}, "name")):
+        with pytest.raises(ValueError, match=f"unfinished calibration that differs in {word}: delete the folder"):
+            hads.calibrate(model, TOKENS, **options | change)
+    with pytest.raises(ValueError, match="differs in texts"):
+        hads.calibrate(model, TOKENS[:, ::-1], **options)
+    other = nnx.clone(model)
+    other.norm.scale[...] += 1.0
+    with pytest.raises(ValueError, match="differs in weights"):
+        hads.calibrate(other, TOKENS, **options)
 
 
 def test_fit_finds_weights_that_explain_the_masses():

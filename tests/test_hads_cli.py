@@ -57,6 +57,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     code, said = run("calibrate", tokens, "--out", profile, "--length", 300, "--block", 16, "--domains", "calm")
     assert code == 0, said
     assert "1 sequences of 300 tokens from calm" in said and "blocks of 16, calibrated on 1 x 300" in said
+    assert "sensitivity of heads: 1 of 1, after" in said and not profile.with_name("profile.json.part").exists()
     assert HadsProfile.load(profile).model == "smollm2"
 
     options = ["--profile", profile, "--out", out, "--methods", "hads,sink_window", "--budgets", "0.5"]
@@ -85,6 +86,22 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
     assert code == 1 and "unknown ['nonsense']; groups are short, ours, rivals" in said
+
+
+def test_progress_in_a_log_is_lines(capsys, monkeypatch):
+    """At the start and at the end of each work, and every few seconds between them."""
+    seconds = iter(range(0, 100, 4))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    with cli._progress() as progress:
+        for done in range(6):
+            progress("heads of each layer", done, 5)
+        progress("sensitivity of heads", 0, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "heads of each layer: 0 of 5, after 4 s",
+        "heads of each layer: 3 of 5, after 16 s",
+        "heads of each layer: 5 of 5, after 24 s",
+        "sensitivity of heads: 0 of 2, after 28 s",
+    ]
 
 
 def test_texts(tokens: Path, tmp_path: Path):

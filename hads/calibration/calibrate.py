@@ -18,6 +18,8 @@ layer are 0.4 GB, where those of all layers would be 12 GB; the host holds 5 GB.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,11 +34,12 @@ from xsake.hads.calibration.fit import STEPS, fit_estimator
 from xsake.hads.calibration.layerwise import Layers, wait_on_device
 from xsake.hads.calibration.observe import Observation, observe_block, touch
 from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.calibration.steps import Steps
 from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
-from xsake.hads.profile.fingerprint import fingerprint
+from xsake.hads.profile.fingerprint import digest, fingerprint
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
@@ -60,6 +63,7 @@ def calibrate(
     seed: int = 0,
     rule: Rule = RULE,
     progress: Progress | None = None,
+    steps_folder: str | os.PathLike | None = None,
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
 
@@ -77,6 +81,9 @@ def calibrate(
       seed: seed of the sampled likelihood.
       rule: the constants of the choice, kept in the profile.
       progress: called as progress(what, done, of).
+      steps_folder: finished steps are kept here (a step is a layer, or a sequence of the backward pass), and the same
+        call goes on after them, to the same profile. It holds all gains, and the sequences' states; delete it when the
+        profile is saved.
     """
     count, length = tokens.shape
     window = Layers(model).window
@@ -87,9 +94,13 @@ def calibrate(
     report = progress or (lambda what, done, of: None)
 
     back = min(sensitivity_sequences, count)
-    layers = list(_learn_layers(model, tokens, grid, back=back, steps=steps, report=report))
+    settings = {"block": block, "back": back, "steps": steps, "seed": seed, "rule": dataclasses.asdict(rule)}
+    texts = [digest(sequence) for sequence in np.asarray(tokens)]
+    weights = None if steps_folder is None else _checksums(model)
+    kept = Steps(steps_folder, {"name": name, "texts": texts, "weights": weights} | settings)
+    layers = list(_learn_layers(model, tokens, grid, kept, back=back, steps=steps, report=report))
     sensitivity = _for_large_errors(
-        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, seed, report), rule
+        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, kept, seed, report), rule
     )
     tables = tabulate(
         np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(layers, sensitivity, strict=True)])
@@ -122,13 +133,30 @@ class _Learned(NamedTuple):
     gains: list[np.ndarray]  # for each sequence, f32[H, free blocks], as if all heads were equally sensitive
     kv_heads: int
 
+    def to_arrays(self) -> dict[str, Any]:
+        listed = {f"{name}.{n}": x for name in ("kept", "gains") for n, x in enumerate(getattr(self, name))}
+        return self.estimator._asdict() | listed | {"burstiness": self.burstiness, "kv_heads": self.kv_heads}
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> _Learned:
+        estimator = Estimator(*(arrays[name] for name in Estimator._fields))
+        kept, gains = (
+            [arrays[f"{n}.{i}"] for i in range(len(arrays)) if f"{n}.{i}" in arrays] for n in ("kept", "gains")
+        )
+        return cls(estimator, arrays["burstiness"], kept, gains, int(arrays["kv_heads"]))
+
+
+def _checksums(model: Any) -> list[str]:
+    """A sum of each of the model's arrays: another model's, or those after more training, differ."""
+    return [str(jnp.sum(x, dtype=jnp.float32)) for x in jax.tree.leaves(model) if jnp.issubdtype(x.dtype, jnp.floating)]
+
 
 def _learn_layers(
-    model: Any, tokens: Array | np.ndarray, grid: CausalGrid, *, back: int, steps: int, report: Progress
+    model: Any, tokens: Array | np.ndarray, grid: CausalGrid, kept: Steps, *, back: int, steps: int, report: Progress
 ) -> Iterator[_Learned]:
     """Learn each layer from all sequences; their states wait on the host, or on a device with much room, and no
     layer's statistics outlive it."""
-    layers, rotation = Layers(model), None
+    layers, rotation, at = Layers(model), None, 0
     states: list[Array | np.ndarray] = []
     for row in tokens:
         x, rotation = layers.start(jnp.asarray(row[None], jnp.int32), windowed=True)
@@ -136,13 +164,24 @@ def _learn_layers(
         states.append(x if stay else np.asarray(x))
     for number, weights in enumerate(layers.weights):
         report("heads of each layer", number, len(layers.weights))
+        if (done := kept.get(f"layer-{number}")) is not None:
+            yield _Learned.of_arrays(done)
+            continue
+        if at != number:  # the layers before this one were learned by a run that was stopped
+            bits = kept.get(f"states-{number}") or {}
+            saved = [bits[str(n)].view(before.dtype) for n, before in enumerate(states)]
+            states = [jnp.asarray(x) if stay else x for x in saved]
         seen = []
         for n, before in enumerate(states):
             given = jnp.asarray(before), rotation
             x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block, grid.window)
             states[n] = x if stay else np.asarray(x)
             seen.append(one)
-        yield _learn(seen, grid, back, steps)
+        learned, at = _learn(seen, grid, back, steps), number + 1
+        kept.put(f"states-{at}", {str(n): np.asarray(x).view(np.uint8) for n, x in enumerate(states)})
+        kept.put(f"layer-{number}", learned.to_arrays())
+        kept.drop(f"states-{number}")
+        yield learned
     report("heads of each layer", len(layers.weights), len(layers.weights))
 
 
@@ -184,6 +223,7 @@ def _sensitivity(
     tokens: Array | np.ndarray,
     kept: list[list[np.ndarray]],
     grid: CausalGrid,
+    steps: Steps,
     seed: int,
     report: Progress,
 ) -> np.ndarray:
@@ -191,9 +231,13 @@ def _sensitivity(
     sums = []
     for n in range(len(tokens)):
         report("sensitivity of heads", n, len(tokens))
+        if (done := steps.get(f"sensitivity-{n}")) is not None:
+            sums.append(done["sums"])
+            continue
         touched = touch(model, jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
         costs = {at: np.asarray(cost_of_dropping(one, _unpacked(kept[at][n], grid), grid)) for at, one in touched}
         sums.append(np.stack([costs[at] for at in range(len(kept))]).astype(np.float64))
+        steps.put(f"sensitivity-{n}", {"sums": sums[-1]})
     report("sensitivity of heads", len(tokens), len(tokens))
     errors, drops = np.sum(sums, 0).swapaxes(0, 1)
     ratio = errors / np.maximum(drops, 1e-12)

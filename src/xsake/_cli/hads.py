@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ import typer
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_file_out, check_folder_out, load_profile
 from xsake.model.weights.published import name_of
+
+_LINE_SECONDS = 10
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), a GGUF or safetensors file, or a training run.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
@@ -46,6 +50,8 @@ def calibrate(
     Layers are measured one after the other. A device holds the model, one block's forward and backward over one
     sequence, and the statistics of one layer over all sequences: the larger LENGTH / BLOCK, the more, by its square.
     The host holds about as much. Ask with --dry-run for the numbers of a model, a length and a number of sequences.
+
+    Stopped in any way, the same command goes on after the last layer that was finished: they are kept in OUT.part.
     """
     with plain_errors():
         import numpy as np
@@ -56,17 +62,25 @@ def calibrate(
         check_file_out(out)
         from xsake.hads.calibration.calibrate import calibrate
         from xsake.hads.study.texts import load_texts
+        from xsake.model.data.progress import part_of
 
         loaded, encode = _load(model, texts, dtype)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
         typer.echo(
             f"{len(found)} sequences of {length} tokens from {', '.join(dict.fromkeys(t.domain for t in found))}"
         )
+        unfinished = part_of(out)
         with _progress() as progress:
             profile = calibrate(
-                loaded, np.stack([t.tokens for t in found]), name=name_of(model), block=block, progress=progress
+                loaded,
+                np.stack([t.tokens for t in found]),
+                name=name_of(model),
+                block=block,
+                progress=progress,
+                steps_folder=unfinished,
             )
         profile.save(out)
+        shutil.rmtree(unfinished)
         typer.echo(f"{profile!r}\n{out}")
 
 
@@ -179,10 +193,29 @@ def _split(names: str | None) -> list[str] | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that says what is being done."""
+    """A bar that says what is being done; in a log a line where work begins or ends, and every few seconds."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    if not Console().is_terminal:
+        yield _Lines().say
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
         task = bar.add_task("")
         yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
+
+
+class _Lines:
+    """Progress for a log."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._begun: set[str] = set()
+
+    def say(self, what: str, done: int, of: int) -> None:
+        now = time.monotonic()
+        if done == of or what not in self._begun or now - self._last >= _LINE_SECONDS:
+            self._last = now
+            self._begun.add(what)
+            typer.echo(f"{what}: {done} of {of}, after {now - self._start:.0f} s")
