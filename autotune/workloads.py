@@ -49,6 +49,19 @@ class Workload:
         at = self if block is None else dataclasses.replace(self, block=block, block_kv=None)
         return at._build(np.full(self.kv_heads, density), seed, capacity)
 
+    def to_ask_for(self, density: float) -> float:
+        """The density to ask `mask` for, so that the true density is about this one; above 0.
+
+        >>> round(WORKLOADS["cpu4k"].to_ask_for(0.5376), 2)  # true density 53.76% where 50% are asked for
+        0.51
+        """
+        block_kv = self.block_kv or self.block
+        num_q, num_kv = -(-self.length // self.block), -(-(self.kv_length or self.length) // block_kv)
+        reached = np.minimum((np.arange(num_q) + 1) * self.block - 1, self.length - 1) // block_kv + 1
+        allowed = np.minimum(reached, num_kv).sum() if self.is_causal else num_q * num_kv
+        diagonal = num_q / allowed
+        return 1.0 if diagonal == 1 else float(np.clip((density - diagonal) / (1 - diagonal), 1e-9, 1))
+
     def uneven_mask(self, *, low: float = 0.1, high: float = 0.9, capacity: int | None = None) -> BlockMask:
         """Like `mask`, with densities from `low` to `high` over the heads, as head-adaptive sparsity makes them."""
         return self._build(np.linspace(low, high, self.kv_heads), 0, capacity)

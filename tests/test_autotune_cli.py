@@ -10,14 +10,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tuning_fakes import Hands, entry
+from tuning_fakes import Hands, entry, part
 from typer.testing import CliRunner
 
 import xsake
 from xsake import tuning_db
-from xsake._cli import app
+from xsake._cli import app, tuning
 from xsake._op import tuned
 from xsake.autotune import calls, command, problem, record_calls
+from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Here
 from xsake.autotune.search import last_race
 from xsake.autotune.search.storage import CannotOpen, open_storage
@@ -248,3 +249,23 @@ def test_validate_tells_what_is_wrong(home):
         (home / "cpu.json").write_text(text)
         result = CliRunner().invoke(app, ["tuning", "validate", str(home / "cpu.json")])
         assert result.exit_code == 1 and "not JSON" in result.output
+
+
+def test_validate_races_what_is_written(home, monkeypatch):
+    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Hands))
+    monkeypatch.setattr(tuning, "problems_of", lambda path: [])  # the fake device's configurations suit no backend
+    (good, bad), key = (home / "good.json", home / "bad.json"), entry().key
+    for path, tile in ((good, 2), (bad, 8)):
+        path.write_text(Database("Fake 9000", [entry(config=part(tile))]).dump())
+    assert f"{key}: confirmed: 1.25x is written, the race shows 2.00x (2.00 to 2.00 in 15 rounds)" in xsake_(
+        "tuning", "validate", "--race", good
+    )
+    result = CliRunner().invoke(app, ["tuning", "validate", "--race", str(good), str(bad)])
+    assert result.exit_code == 1 and len(Database.read(bad)) == 1
+    assert f"{key}: not confirmed: 1.25x is written, the race shows 0.50x" in result.output
+    assert f"{good}: 1 confirmed" in result.output and f"{bad}: 1 not confirmed" in result.output
+    result = CliRunner().invoke(app, ["tuning", "validate", "--race", "--drop", str(good), str(bad)])
+    assert f"{bad}: 1 entries dropped, 0 kept" in result.output
+    assert (len(Database.read(good)), len(Database.read(bad))) == (1, 0)
+    result = CliRunner().invoke(app, ["tuning", "validate", "--drop", str(good)])
+    assert result.exit_code == 2 and "--drop drops what --race does not confirm: give both" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -15,9 +16,10 @@ from xsake.autotune.measure.contest import Round
 from xsake.autotune.measure.gain import FEWEST_ROUNDS, Gain
 from xsake.autotune.measure.interference import Contention
 from xsake.autotune.measure.isolation import Here, Hung
-from xsake.autotune.search import direction, pace, referee, tuner
+from xsake.autotune.search import confirm, direction, pace, referee, tuner
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.storage import open_storage
+from xsake.autotune.workloads import Workload
 from xsake.autotune.write import progress
 from xsake.tuning_db import Database
 
@@ -31,6 +33,8 @@ class Noisy(tuning_fakes.Hands):
     noise = random.Random(0)
 
     def race(self, direction, density, parts):
+        if any(p["how"] == "raises" for p in parts):
+            raise RuntimeError("out of memory")
         return Round([p["tile"] * 1e-3 * self.noise.uniform(0.95, 1.05) for p in parts])
 
 
@@ -108,7 +112,7 @@ def test_intervals():
         Gain.of([2.0] * (FEWEST_ROUNDS - 1))
 
 
-@pytest.mark.parametrize("slow", ["open", "compile", "race", "verify"])
+@pytest.mark.parametrize("slow", referee._STEPS)
 def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
     now = [0.0]
     for module in (tuner, direction, pace, referee):
@@ -127,4 +131,44 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
     studies = open_storage(tmp_path / "studies.journal")
     run = tuner.Tuner(Limited(tuning_fakes.Hands), studies, tmp_path, Settings(budget=60.0, limit=600.0), Quiet())
     run.tune([ONE_DENSITY])
-    assert run.cut_short == f"{slow} did not end" and now[0] == pytest.approx(66.0)
+    assert run.cut_short == f"{referee._STEPS[slow]} did not end" and now[0] == pytest.approx(66.0)
+
+
+# -- racing what is written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hands", "config", "speedup", "state", "told"),
+    [
+        (Noisy, part(3), 1.3, confirm.CONFIRMED, "1.30x is written, the race shows 1.3"),
+        (Noisy, part(3), 6.96, confirm.REFUTED, "6.96x is written, the race shows 1.3"),
+        (Noisy, part(6), 1.3, confirm.REFUTED, "1.30x is written, the race shows 0.6"),
+        (Noisy, DEFAULT, 1.0, confirm.CONFIRMED, "it is the heuristic's configuration"),
+        (Busy, part(3), 1.3, confirm.BUSY, "threads waited for a core 5.00 s"),
+        (Noisy, part(3, "raises"), 1.3, confirm.ABSENT, "out of memory"),
+        (Noisy, part(3, "wrong"), 1.3, confirm.REFUTED, "its result is wrong: out: max error 0.5"),
+    ],
+)
+def test_an_entry_is_raced_again(hands, config, speedup, state, told):
+    found = dataclasses.replace(tuning_fakes.entry(), config=config, about={"speedup": speedup})
+    (finding,) = confirm.confirm(Database("Fake 9000", [found]), Here(hands))
+    assert finding.entry == found and finding.state == state and told in finding.why
+
+
+def test_entries_that_cannot_run_here():
+    (finding,) = confirm.confirm(Database("NVIDIA H200", [tuning_fakes.entry()]), Here(Noisy))
+    assert finding.state == confirm.ABSENT
+    assert finding.why == "it is for 'NVIDIA H200', and this device is 'Fake 9000'"
+    entries = [tuning_fakes.entry(dtype="float64"), tuning_fakes.entry(direction="backward")]
+    findings = list(confirm.confirm(Database("Fake 9000", entries), Here(Noisy)))
+    assert {finding.state for finding in findings} == {confirm.ABSENT}
+    assert {finding.why[:15] for finding in findings} == {"dtype='float64'", "here such calls"}
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("changes", [{}, {"is_causal": False}, {"kv_length": 300, "block_kv": 16}], ids=str)
+def test_the_density_to_ask_for(changes, density):
+    sizes = dict(name="w", batch=1, q_heads=32, kv_heads=32, length=512, head_dim=16, is_causal=True, block=32)
+    workload = Workload(**sizes | changes)
+    true = float(workload.mask(workload.to_ask_for(density)).density())
+    assert true == pytest.approx(max(density, float(workload.mask(1e-9).density())), abs=0.02)

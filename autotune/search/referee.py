@@ -16,6 +16,13 @@ _OPEN = 4.0
 _COMPILE = 2.0
 _VERIFY = 5.0  # the oracle is dense
 
+_STEPS = {
+    "open": "preparing the data and the oracle",
+    "compile": "compiling",
+    "race": "a race",
+    "verify": "the check against the oracle",
+}
+
 
 class OutOfTime(Exception):
     """The budget ended, and `GRACE` after it, before the request did."""
@@ -44,12 +51,12 @@ class Referee:
     def _call(self, method: str, *arguments: Any, limit: float) -> Any:
         left = self._end - monotonic()
         if left <= 0:
-            raise OutOfTime(f"{method} did not begin")
+            raise OutOfTime(f"{_STEPS[method]} did not begin")
         try:
             return self._worker.call(method, *arguments, limit=min(limit, left))
         except Hung as hung:
             if left < limit:
-                raise OutOfTime(f"{method} did not end") from hung
+                raise OutOfTime(f"{_STEPS[method]} did not end") from hung
             raise
 
     def compile(self, direction: str, parts: Sequence[Part]) -> dict[str, str]:

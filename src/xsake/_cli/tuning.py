@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xsake import tuning_db
+from xsake._ground.extras import missing
 from xsake.tuning_db import Database, Entry, UnreadableDatabase
 
 app = typer.Typer(help="Show, compare, merge, prune and check tuning databases.", no_args_is_help=True)
@@ -127,14 +129,56 @@ def prune(
 
 
 @app.command()
-def validate(files: _Files = None) -> None:
-    """Check databases against the format; exit code 1 if one is not valid."""
-    failed = False
-    for path in _given(files):
+def validate(
+    files: _Files = None,
+    race: Annotated[
+        bool, typer.Option("--race", help="Race every entry against the heuristic on this device.")
+    ] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="With --race: drop the entries that are not confirmed.")] = False,
+) -> None:
+    """Check databases against the format; exit code 1 if one is not valid.
+
+    With --race it is also 1 if an entry is not confirmed, or else 3 if the machine was too busy for a verdict."""
+    if drop and not race:
+        raise typer.BadParameter("--drop drops what --race does not confirm: give both")
+    paths, failed = _given(files), False
+    for path in paths:
         problems = problems_of(path)
         failed |= bool(problems)
         typer.echo(f"{path}: {'; '.join(problems) if problems else 'valid'}")
-    raise typer.Exit(code=int(failed))
+    raise typer.Exit(code=_race(paths, drop) if race and not failed else int(failed))
+
+
+def _race(paths: list[Path], drop: bool) -> int:
+    """The exit code of `validate --race`."""
+    try:
+        from xsake.autotune.measure.device_hands import DeviceHands
+        from xsake.autotune.measure.isolation import Failed, Worker
+        from xsake.autotune.search import confirm
+        from xsake.autotune.write import writer
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(missing(error.name, "tune")) from error
+    found: set[str] = set()
+    worker = Worker(DeviceHands)
+    try:
+        for path in paths:
+            states = collections.Counter[str]()
+            refuted: list[Entry] = []
+            for finding in confirm.confirm(_read(path), worker):
+                typer.echo(f"{finding.entry.key}: {finding.state}: {finding.why}")
+                states[finding.state] += 1
+                if finding.state == confirm.REFUTED:
+                    refuted.append(finding.entry)
+            typer.echo(f"{path}: {', '.join(f'{n} {state}' for state, n in states.items()) or 'no entries'}")
+            found |= set(states)
+            if drop and refuted:
+                kept = len(writer.prune(path, lambda entry, refuted=refuted: entry not in refuted))  # type: ignore[misc]
+                typer.echo(f"{path}: {len(refuted)} entries dropped, {kept} kept")
+    except (Failed, OSError, UnreadableDatabase) as error:
+        raise typer.BadParameter(str(error)) from error
+    finally:
+        worker.close()
+    return 1 if confirm.REFUTED in found else 3 if confirm.BUSY in found else 0
 
 
 def problems_of(path: Path) -> list[str]:

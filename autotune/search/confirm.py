@@ -1,0 +1,104 @@
+"""Whether the entries of a database hold on the device at hand: each is raced against the heuristic again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from xsake.autotune.measure.environment import Facts
+from xsake.autotune.measure.interference import ATTEMPTS
+from xsake.autotune.measure.isolation import Caller, Failed
+from xsake.autotune.problem import Problem
+from xsake.autotune.search.direction import Settings
+from xsake.autotune.search.last_race import Race
+from xsake.autotune.search.referee import Referee
+from xsake.autotune.workloads import Workload
+from xsake.tuning_db import Database, Entry, Key
+
+CONFIRMED, REFUTED, BUSY, ABSENT = "confirmed", "not confirmed", "no verdict", "cannot run here"
+MARGIN = 1.1  # an entry may promise so many times the gain that its race can show
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    entry: Entry
+    state: str  # CONFIRMED, REFUTED, BUSY or ABSENT
+    why: str
+
+
+def confirm(
+    database: Database, worker: Caller, rounds: int = Settings.final_rounds, limit: float = Settings.limit
+) -> Iterator[Finding]:
+    """A finding for each entry, those of one call one after another. Raises `Failed` without a device.
+
+    A race of more than `limit` seconds counts as hanging.
+    """
+    facts: Facts = worker.call("facts", limit=4 * limit)
+    if facts.device_kind != database.device_kind:
+        why = f"it is for {database.device_kind!r}, and this device is {facts.device_kind!r}"
+        yield from (Finding(entry, ABSENT, why) for entry in database.entries)
+        return
+    alike: dict[Key, list[Entry]] = {}
+    for entry in database.entries:
+        alike.setdefault(dataclasses.replace(entry.key, direction="", density=None), []).append(entry)
+    for entries in alike.values():
+        try:
+            referee = Referee(worker, _problem(entries), limit)
+        except (Failed, ValueError) as failure:
+            yield from (Finding(entry, ABSENT, str(failure)) for entry in entries)
+            continue
+        for entry in entries:
+            try:
+                yield Finding(entry, *_race(entry, referee, rounds))
+            except Failed as failure:
+                yield Finding(entry, ABSENT, str(failure))
+
+
+def _problem(entries: list[Entry]) -> Problem:
+    """The calls of these entries, which differ only in direction and density. ValueError if there are none such."""
+    key = entries[0].key
+    kv_heads = max(1, key.heads // key.group)
+    workload = Workload(
+        name=f"1x{key.q_len}x{kv_heads * key.group}x{key.head_dim}",
+        batch=1,
+        q_heads=kv_heads * key.group,
+        kv_heads=kv_heads,
+        length=key.q_len,
+        head_dim=key.head_dim,
+        is_causal=key.causal,
+        block=key.block_q,
+        kv_length=key.kv_len,
+        value_dim=key.value_dim,
+        block_kv=key.block_kv,
+    )
+    densities = dict.fromkeys(None if d is None else workload.to_ask_for(d) for d in map(_density, entries))
+    return Problem(workload=workload, dtype=key.dtype, densities=tuple(densities), implementation=key.implementation)
+
+
+def _density(entry: Entry) -> float | None:
+    """The density that the entry was measured at, or else its bucket's."""
+    measured: Any = entry.about.get("measured")
+    return entry.key.density if entry.key.density is None or not measured else float(measured[0]["density"])
+
+
+def _race(entry: Entry, referee: Referee, rounds: int) -> tuple[str, str]:
+    """The state of an entry, and why. Raises `Failed`."""
+    plan = next((plan for plan in referee.plans if plan.key == entry.key), None)
+    if plan is None:
+        return ABSENT, "here such calls leave no choice, or belong to another entry"
+    config = dict(entry.config)
+    if config == plan.default:
+        return CONFIRMED, "it is the heuristic's configuration"
+    for _ in range(ATTEMPTS):
+        race = Race(referee, plan, [plan.default, config], rounds)
+        disturbed = race.disturbance(1)
+        if disturbed is None:
+            break
+    promised, gain = float(entry.about.get("speedup", 1.0)), race.gains[1]
+    told = f"{promised:.2f}x is written, the race shows {gain}"
+    if disturbed is not None:
+        return BUSY, f"the machine is busy ({disturbed}); {told}"
+    if (problem := referee.verify(plan, config).problem) is not None:
+        return REFUTED, f"its result is wrong: {problem}"
+    return CONFIRMED if gain.is_shown and promised <= MARGIN * gain.high else REFUTED, told
