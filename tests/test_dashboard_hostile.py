@@ -24,7 +24,6 @@ from xsake.dashboard.read.inside import Outside, open_inside, read_inside
 from xsake.dashboard.read.library import Library
 from xsake.dashboard.read.line_reader import LONGEST_LINE, Place
 from xsake.dashboard.read.run import Run
-from xsake.dashboard.read.run_events import to_json
 from xsake.dashboard.serve import metrics_page, server
 from xsake.dashboard.serve.live import Live
 from xsake.dashboard.show import run_documents
@@ -264,9 +263,9 @@ def test_any_run_file_is_shown_with_finite_numbers(examples, tmp_path):
         library = library_of(tmp_path)
         (run,) = library.runs
         with run.lock:
-            to_json(run_documents.summary(run))
-        to_json(run_documents.run(library, "a"))
-        to_json(run_documents.series(library, "a", first=0, last=3))
+            made = [run_documents.summary(run)]
+        made += [run_documents.run(library, "a"), run_documents.series(library, "a", first=0, last=3)]
+        json.dumps(made, allow_nan=False)
         sent = [event for one in (*run.recent, run.written_in_file(Place())) for event in one.events]
         assert all(Place.parse(event.identity) for event in sent)
         list(metrics_page.Runs(library, Live(library)).collect())
@@ -403,6 +402,10 @@ def test_damaged_records_and_bombs_are_told(tmp_path, monkeypatch):
     (records / "explorer").mkdir(parents=True)
     (records / "a.json").write_text("{" * 1000)
     (records / "b.json").write_text("[]")
+    (records / "c.json").write_text(
+        '{"environment": {"date": NaN, "commit": 1e999}, "results": [{"seconds": -Infinity}]}'
+    )
+    (records / "explorer" / "nan.json.xz").write_bytes(lzma.compress(b'{"about": {"id": "nan", "length": NaN}}'))
     (records / "explorer" / "bomb.json.xz").write_bytes(lzma.compress(b"0" * (stored.MOST_UNPACKED + 10), preset=1))
     (records / "explorer" / "cut.json.xz").write_bytes(lzma.compress(b'{"about": {}}')[:-9])
     (records / "explorer" / "link.json.xz").symlink_to("/etc/passwd")
@@ -412,8 +415,10 @@ def test_damaged_records_and_bombs_are_told(tmp_path, monkeypatch):
     shown = documents(tmp_path / "runs", records)
     with serving(shown) as client:
         states = {one["id"]: one["state"] for one in client.get("/api/benchmarks").json()["benchmarks"]}
-        assert states == {"a": "unreadable", "b": "unreadable"}
-        assert client.get("/api/recordings").json() == {"recordings": []}
+        assert states == {"a": "unreadable", "b": "unreadable", "c": "recorded"}
+        assert client.get("/api/benchmarks/c").json()["environment"] == {"date": None, "commit": None}
+        (recording,) = client.get("/api/recordings").json()["recordings"]
+        assert (recording["id"], recording["length"]) == ("nan", None)
         assert client.get("/api/replays").json() == {"replays": []}
         for name in ("bomb", "cut", "link"):
             answer = client.get(f"/api/recordings/{name}")

@@ -127,6 +127,12 @@ def test_studies_are_read_and_not_written(tmp_path):
     path.write_text("no journal\n")
     assert "line 1 is no record" in tuning.overview()["skipped"][0]["reason"]
 
+    two = optuna.create_study(storage=open_storage(path.with_name("two.journal")), directions=["minimize", "minimize"])
+    two.tell(two.ask(), [1.0, 2.0])
+    overview = found.overview()  # one study that cannot be shown, and another
+    assert [one["storage"] for one in overview["studies"]] == ["later.journal"]
+    assert "two.journal: no-name" in overview["skipped"][1]["path"]
+
     database = tuning.database("shipped-cpu")
     stored_entries = tuning_db.Database.read(tuning_db.SHIPPED / "cpu.json").entries
     assert len(database["rows"]) == len(stored_entries) == database["entries"]

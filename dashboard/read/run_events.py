@@ -111,7 +111,15 @@ def mean_density(table: list[list[float]]) -> float:
 
 
 def to_json(document: Any) -> bytes:
-    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    """Compact JSON, in which numbers that are not finite as floats are null.
+
+    >>> to_json({"loss": [1.5, float("nan"), 10**5000]})
+    b'{"loss":[1.5,null,null]}'
+    """
+    try:
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(plain(document, depth=100), allow_nan=False, separators=(",", ":")).encode()
 
 
 class Sent(NamedTuple):

@@ -101,7 +101,7 @@ def summary(run: Run) -> dict[str, Any]:
     held_out = state.curves.get("held_out_loss")
     densities = state.densities.last
     started = number(state.start.get("time"))
-    entry = {
+    return {
         "id": run.id,
         "name": run.name,
         "path": run.shown_path,
@@ -128,7 +128,6 @@ def summary(run: Run) -> dict[str, Any]:
         "recorded": run.recorded,
         "_sort": started if started is not None else run.modified,
     }
-    return plain(entry)
 
 
 def config_of(run: Run) -> dict[str, Any]:

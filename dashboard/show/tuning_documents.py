@@ -67,7 +67,10 @@ class Tuning:
                 continue
             for name, trials in studies:
                 identity = hashlib.sha256(f"{shown}\0{name}".encode()).hexdigest()[:12]
-                found[identity] = (_study_entry(identity, name, shown, trials), trials)
+                try:
+                    found[identity] = (_study_entry(identity, name, shown, trials), trials)
+                except Exception as error:  # such as a study of several objectives: the others are shown all the same
+                    skipped.append({"path": f"{shown}: {name}", "reason": f"{type(error).__name__}: {error}"[:300]})
         return found, skipped
 
     def _read(self, path: Path, read: Callable[[Path], Any]) -> Any:
