@@ -267,7 +267,8 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
             f"sinks must be [{num_q_heads}] or [{num_q_heads}, n], a row per query head; got shape {tuple(sinks.shape)}"
         )
     sinks = sinks.astype(np.promote_types(sinks.dtype, jnp.float32)).reshape(num_q_heads, -1)
-    return jax.nn.logsumexp(sinks, axis=-1)[None]
+    none = (sinks == -math.inf).all(-1)  # where logsumexp has the derivative NaN
+    return jnp.where(none, -math.inf, jax.nn.logsumexp(jnp.where(none[:, None], 0.0, sinks), axis=-1))[None]
 
 
 def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:

@@ -44,10 +44,9 @@ def of_live_rows(q_segments: Int[Array, "B T"] | None, lse: Array, delta: Array)
 
 
 def sink_gradient(sink_lse: Array, lse: Array, delta: Array) -> Array:
-    """A sink is a logit whose value is 0, so its gradient is its weight times -delta."""
+    """A sink is a logit whose value is 0, so its gradient is its weight times -delta, and 0 where there is no sink."""
     sink = sink_lse[:, :, None]
-    p = jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse))
-    d_sink = -(p * delta).sum(-1)
+    d_sink = -jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - lse) * delta).sum(-1)
     if sink_lse.shape[0] == 1:
         d_sink = d_sink.sum(0, keepdims=True)
     return d_sink.astype(sink_lse.dtype)
