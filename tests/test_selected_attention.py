@@ -297,3 +297,28 @@ def test_wrong_lengths_are_refused():
         xsake.moba_attention(q[:, :50], k, v, block_size=8, num_selected=2)
     with pytest.raises(ValueError, match="cu_seqlens must begin with 0, never fall, and end at 90 tokens or before"):
         xsake.moba_attention(q, k, v, block_size=8, num_selected=2, cu_seqlens=np.array([0, 50, 40]))
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_numbers_that_the_token_s_own_sequence_lacks():
+    """Two sequences of 2 and 3 blocks, and 3 tokens past them, whose numbers may be anything."""
+    q, k, v, _ = inputs(batch=1, tokens=83)
+    bounds, right = np.array([0, 32, 80]), np.zeros((1, 83, 1, 2), int)
+    right[0, 80:] = 99
+
+    def attend(indices, bounds, counts=None):
+        return xsake.selected_attention(q, k, v, indices, counts, block_size=BLOCK, cu_seqlens=bounds)
+
+    traced = jax.jit(attend)
+    np.testing.assert_allclose(attend(right, bounds), traced(right, bounds), atol=1e-6)
+    for token, number in ((0, 2), (31, -2), (32, 3)):
+        indices = right.copy()
+        indices[0, token, 0, 1] = number
+        with pytest.raises(ValueError, match=rf"own sequence in cu_seqlens; got {number} at \[0, {token}, 0, 1\]"):
+            attend(indices, bounds)
+        assert np.isnan(traced(indices, bounds)[:, :80]).all()
+    assert np.isnan(traced(right, np.array([0, 50, 40]))).any()
+    with pytest.raises(TypeError, match="block_counts must be integers, got dtype float64"):
+        attend(right, bounds, 0.5)
+    with pytest.raises(ValueError, match=r"block_counts must be an int or \[1, 83, 1\]"):
+        attend(right, bounds, np.ones(1, int))

@@ -101,30 +101,32 @@ def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: 
 
 def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT]:
     """(the numbers, nK where nothing is chosen; which are out of range), [b, t, h, n] each."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in (block_indices, block_counts))
-    xp: Any = jnp if traced else np
-    indices, counts = _checked(xp, block_indices, block_counts, grid)
-    if counts is not None:
-        position = np.arange(indices.shape[-1]).reshape((1,) * (indices.ndim - 1) + (-1,))
-        indices = xp.where(position < counts[..., None], indices, -1)
+    indices = numbers_that_count(block_indices, block_counts, grid.q_len)
     wrong = (indices < -1) | (indices >= grid.num_kv)
+    traced = isinstance(indices, jax.core.Tracer)
     if not traced and wrong.any():
         raise ValueError(
             f"block_indices must be -1 (none) or in [0, {grid.num_kv}); got {indices[wrong][:4].tolist()} "
             f"at {np.argwhere(wrong)[:4].tolist()}"
         )
+    xp: Any = jnp if traced else np
     return xp.where(wrong | (indices < 0), grid.num_kv, indices), wrong
 
 
-def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT | None]:
-    to_array = on_host if xp is np else jnp.asarray
+def numbers_that_count(block_indices: Any, block_counts: Any, tokens: int) -> ArrayT:
+    """The numbers [batch, tokens, heads, blocks], checked, and -1 for those past a token's count; on the host unless
+    one of the two is traced.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in (block_indices, block_counts))
+    xp: Any = jnp if traced else np
+    to_array = jnp.asarray if traced else on_host
     indices = to_array(block_indices)
     if not np.issubdtype(indices.dtype, np.integer):
         raise TypeError(f"block_indices must be integers, got dtype {indices.dtype}")
-    if indices.ndim != 4 or indices.shape[1] != grid.q_len or 0 in indices.shape:
+    if indices.ndim != 4 or indices.shape[1] != tokens or 0 in indices.shape:
         raise ValueError(f"block_indices must be [batch, tokens, heads, blocks]; got shape {tuple(indices.shape)}")
     if block_counts is None:
-        return indices, None
+        return indices
     counts = to_array(block_counts)
     if not np.issubdtype(counts.dtype, np.integer):
         raise TypeError(f"block_counts must be integers, got dtype {counts.dtype}")
@@ -133,7 +135,8 @@ def _checked(xp: Any, block_indices: Any, block_counts: Any, grid: Grid) -> tupl
             f"block_counts must be an int or {list(indices.shape[:3])}, one number per token and head; got shape "
             f"{tuple(counts.shape)}"
         )
-    return indices, xp.broadcast_to(counts, indices.shape[:3])
+    position = np.arange(indices.shape[-1])[None, None, None]
+    return xp.where(position < xp.broadcast_to(counts, indices.shape[:3])[..., None], indices, -1)
 
 
 def _row_words(xp: Any, column: ArrayT, grid: Grid) -> ArrayT:

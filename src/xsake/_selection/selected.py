@@ -7,12 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from xsake._ground.trace import known_flag
 from xsake._op.attention import attention
 from xsake._op.shapes import Arrays, Output
 from xsake._selection.checks import check_arrays, check_whole
 from xsake._selection.sequences import Sequences
 from xsake.hads.mask.block_mask import BlockMask
-from xsake.hads.mask.token_selection import with_window
+from xsake.hads.mask.token_selection import numbers_that_count, with_window
 
 _ROWS = 64  # of a matrix product
 
@@ -35,8 +36,8 @@ def selected_attention(
 ) -> Output:
     """Causal attention of every query token to the blocks of keys that it has chosen.
 
-    A token that attends nothing gives 0 (and lse -inf). Block numbers out of range raise ValueError when concrete and
-    give NaN when traced.
+    A token that attends nothing gives 0 (and lse -inf). Block numbers out of range, of a sequence of its own for
+    each token with `cu_seqlens`, raise ValueError when concrete and give NaN when traced, and so do wrong `cu_seqlens`.
 
     Args:
       query: [B, T, H, D]; H is a multiple of K.
@@ -83,16 +84,13 @@ def selected_attention(
         mask = mask_of(indices, block_counts, tokens, block_size, window, group)
         return attention(query, key, value, mask, **options)
     sequences = Sequences.of(cu_seqlens, batch, tokens, block_size)
-    if block_counts is not None:
-        position = jnp.arange(indices.shape[3])[None, None, None]
-        counts = jnp.broadcast_to(jnp.asarray(block_counts), indices.shape[:3])
-        indices = jnp.where(position < counts[..., None], indices, -1)
+    numbers = sequences.blocks(numbers_that_count(indices, block_counts, tokens))
     query, key, value = (sequences.spread(x) for x in (query, key, value))
-    mask = mask_of(sequences.blocks(jnp.asarray(indices)), None, sequences.length, block_size, window, group)
-    # A block that is out of range lies in a later sequence, where causality excludes it; a window reaches back too far.
+    mask = mask_of(numbers, None, sequences.length, block_size, window, group)
+    # No number is of another sequence's block, but a window reaches back into the sequence before.
     segments = sequences.segment if window is not None else None
     results = attention(query, key, value, mask, segment_ids=segments, **options)
-    if return_lse:
+    if known_flag("return_lse", return_lse):
         out, lse = results
         inside = (sequences.place < sequences.length)[None, :, None]
         return sequences.gather(out), jnp.where(inside, sequences.gather(lse), -jnp.inf)

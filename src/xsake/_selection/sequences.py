@@ -19,13 +19,15 @@ class Sequences:
     """Places of tokens once every sequence is padded to whole blocks. Block numbers of a sequence begin at 0.
 
     `place` [T] is the new index of each token, `length` for tokens past the last sequence; `segment` [1, length] is
-    the sequence of each new place, -1 where there is no token; `first_block` [T] is the first block of its sequence.
+    the sequence of each new place, -1 where there is no token; `first_block` and `num_blocks` [T] are the first block
+    of its sequence, and how many that has: 0 if traced `cu_seqlens` are wrong.
     """
 
     length: int
     place: Array
     segment: Array
     first_block: Array
+    num_blocks: Array
 
     @classmethod
     def of(cls, cu_seqlens: Any, batch: int, tokens: int, block_size: int) -> Sequences:
@@ -54,7 +56,8 @@ class Sequences:
         inside = sequence < count
         place = jnp.where(inside, first[own] * block_size + token - bounds[own], length)
         segment = jnp.full((length,), -1, jnp.int32).at[place].set(own, mode="drop")
-        return cls(length, place, segment[None], first[own])
+        right = (bounds[0] == 0) & (jnp.diff(bounds) >= 0).all() & (bounds[-1] <= tokens)
+        return cls(length, place, segment[None], first[own], jnp.where(right, blocks[own], 0))
 
     def spread(self, x: Array, fill: Any = 0) -> Array:
         """[1, T, ...] laid out anew, [1, length, ...]."""
@@ -65,9 +68,22 @@ class Sequences:
         """The inverse of `spread`; 0 for tokens past the last sequence."""
         return jnp.take(x, self.place, axis=1, mode="fill", fill_value=0)
 
-    def blocks(self, indices: Array) -> Array:
-        """Block numbers [1, T, heads, n] of each token's own sequence as numbers of the new layout, laid out anew."""
-        moved = jnp.where(indices >= 0, indices + self.first_block[None, :, None, None], -1)
+    def blocks(self, indices: Array | np.ndarray) -> Array:
+        """Block numbers [1, T, heads, n] of each token's own sequence as numbers of the new layout, laid out anew.
+
+        Where the sequence has no such block: ValueError, or the number -2 if that is known under jit only.
+        """
+        traced = any(isinstance(x, jax.core.Tracer) for x in (indices, self.place))
+        given = (self.place, self.first_block, self.num_blocks)
+        place, first, count = ((x if traced else on_host(x))[None, :, None, None] for x in given)
+        wrong = ((indices < -1) | (indices >= count)) & (place < self.length)
+        if not traced and wrong.any():
+            at = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"block_indices must be -1 (none) or a block of the token's own sequence in cu_seqlens; got "
+                f"{indices[tuple(at)]} at {at.tolist()}, where the sequence has {count[0, at[1], 0, 0]} blocks"
+            )
+        moved = jnp.where(wrong, -2, jnp.where(indices >= 0, indices + first, -1))
         return self.spread(moved, -1)
 
     def own_blocks(self, indices: Array) -> Array:
