@@ -77,12 +77,19 @@ def test_kernels_have_no_second_derivatives(second):
         second(loss(xsake.attention, implementation="triton"))(inputs())
 
 
-@pytest.mark.parametrize("of", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
-def test_forward_mode_is_refused(of):
+FORWARD = {
+    "jacfwd": jax.jacfwd,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "compiled jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,))),
+    "jvp of a compiled call": lambda f: lambda x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "grad of jvp": lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
+    "mapped, in a loop": lambda f: jax.jit(
+        lambda x: jax.jvp(lambda x: jax.lax.map(jax.vmap(f), jax.tree.map(lambda y: y[None, None], x)), (x,), (x,))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused(name):
     with pytest.raises(TypeError, match=r"no forward-mode derivative: use jax\.grad.*oracle"):
-        of(loss(xsake.attention))(inputs())
-
-
-def test_forward_mode_of_a_compiled_call_is_refused_by_jax():
-    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
-        jax.jvp(jax.jit(loss(xsake.attention)), (inputs(),), (inputs(),))
+        FORWARD[name](loss(xsake.attention))(inputs())

@@ -119,10 +119,17 @@ def test_a_tile_lies_within_a_page(arrays):
         attend(arrays, arrays[-1], config=Config(forward=wide, backward=wide))
 
 
-def test_there_is_no_gradient(arrays):
-    query, _, _, *pages, table = arrays
-    with pytest.raises(NotImplementedError, match="attention with page_table is forward only"):
-        jax.grad(lambda q: xsake.attention(q, *pages, page_table=table).sum())(query)
+@pytest.mark.parametrize("of", ["query", "key", "value", "bias", "sinks"])
+def test_there_is_no_derivative(arrays, of):
+    query, _, _, key, value, table = arrays
+    given = dict(query=query, key=key, value=value, bias=jnp.zeros((1, 1, 1, 1)), sinks=jnp.zeros(query.shape[2]))
+
+    def loss(x):
+        return xsake.attention(**(given | {of: x}), page_table=table).sum()
+
+    for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(NotImplementedError, match="attention with page_table is forward only"):
+            derivative(given[of])
 
 
 def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays):

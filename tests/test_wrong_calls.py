@@ -165,10 +165,14 @@ def test_lists_are_not_arrays():
         xsake.attention([[1.0]], [[1.0]], [[1.0]])
 
 
-def test_traced_scale_is_named():
-    given = arrays()
-    with pytest.raises(TypeError, match="scale must be a number known while tracing"):
-        jax.jit(lambda scale: xsake.attention(**given, scale=scale))(0.5)
+@pytest.mark.parametrize(
+    ("argument", "kind"), {"scale": "a number", "is_causal": "True or False", "return_lse": "True or False"}.items()
+)
+def test_a_traced_choice_is_named(argument, kind):
+    with pytest.raises(TypeError, match=rf"{argument} must be {kind},? known while tracing"):
+        jax.jit(lambda choice: xsake.attention(**arrays(), **{argument: choice}))(1)
+    with pytest.raises(TypeError, match="is_causal must be True or False, known while tracing"):
+        jax.jit(lambda choice: BlockMask.full(32, 48, is_causal=choice).density())(True)
 
 
 def test_wrong_calls_raise_while_tracing_too():

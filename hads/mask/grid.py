@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from xsake._ground.trace import known_flag
 from xsake.hads.mask.band import NO_LIMIT, Band, parse_window
 
 Window = int | tuple[int | None, int | None] | None
@@ -36,7 +37,7 @@ class Grid:
             int(block_kv),
             int(q_len),
             int(kv_len),
-            bool(is_causal),
+            known_flag("is_causal", is_causal),
             None if pair == (None, None) else pair,
         )
 

@@ -31,6 +31,12 @@ def interpreting() -> bool:
     return _interpret.get()
 
 
+def known_flag(name: str, value: Any) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be True or False, known while tracing; got {value!r}: name it in static_argnames")
+    return bool(value)
+
+
 def jit_may_partition() -> bool:
     """Whether jit may divide what is traced here among devices: there are several, and no `jax.shard_map` around."""
     return jax.device_count() > 1 and AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types

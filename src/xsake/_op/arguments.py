@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._ground.trace import known_flag
 from xsake.backend.contract import Call
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
@@ -137,7 +138,8 @@ def build_call(
     kv_len, num_kv_heads = key.shape[1:3]
     if page_table is not None:
         kv_len *= page_table.shape[1]
-    band = Band.of(bool(is_causal), local_window_size)
+    is_causal = known_flag("is_causal", is_causal)
+    band = Band.of(is_causal, local_window_size)
     sizes = Sizes(batch, q_len, kv_len, num_q_heads, num_kv_heads)
     given = check_arguments(
         sizes,

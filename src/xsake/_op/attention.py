@@ -15,10 +15,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Float, Int
 
 from xsake._ground.device import platform_of
-from xsake._ground.trace import vary, varying_axes
+from xsake._ground.trace import known_flag, vary, varying_axes
 from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
-from xsake._op.derivatives import differentiable_again, forward_mode_refusal
+from xsake._op.derivatives import differentiable_again, reverse_mode_only
 from xsake._op.fold import fold, fold_call, unfold
 from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
@@ -97,6 +97,7 @@ def attention(
     >>> xsake.attention(q, k, v, mask).shape
     (1, 256, 4, 64)
     """
+    return_lse = known_flag("return_lse", return_lse)
     described: dict[str, Any] = dict(
         bias=bias,
         scale=scale,
@@ -127,12 +128,7 @@ def attention(
         default_blocks=registry.get(names[0]).default_blocks(query.shape[1], key.shape[1], query.shape[3]),
     )
     runner = Runner.of(names, call, config)
-    try:
-        out, lse = _attend(runner, vary(call, varying_axes(call)))
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(forward_mode_refusal()) from error
+    out, lse = _attend(runner, vary(reverse_mode_only(call), varying_axes(call)))
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
     return (out, runner.contract_lse(lse).swapaxes(1, 2)) if return_lse else out

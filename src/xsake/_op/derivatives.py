@@ -1,7 +1,7 @@
-"""Derivatives of the operation's own forward and backward: its second derivatives.
+"""Derivatives that the operation has not, and the second derivatives of its gradients.
 
-The "xla" implementation has them in forward mode, as `jax.hessian` needs them (forward over reverse). All other second
-derivatives are refused, with a message that says what to use.
+A first derivative is taken in reverse mode. The "xla" implementation has second derivatives in forward mode, as
+`jax.hessian` needs them (forward over reverse). All others are refused, with a message that says what to use.
 """
 
 from __future__ import annotations
@@ -11,16 +11,30 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 _DENSE = "xsake.kernels_xla_ref.oracle.attention, which is dense and has all derivatives"
 
 
-def forward_mode_refusal() -> str:
-    return (
-        f"xsake.attention has no forward-mode derivative: use jax.grad, jax.vjp or jax.jacrev instead of jax.jvp and "
-        f"jax.jacfwd, or {_DENSE}"
-    )
+def reverse_mode_only(tree: Any) -> Any:
+    """The same arrays. A tangent of one raises, unless it is transposed before anything computes it."""
+
+    def guarded(x: Array) -> Array:
+        traced = isinstance(x, jax.core.Tracer)
+        return _reverse_mode_only(x) if traced and jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(guarded, tree)
+
+
+@jax.custom_jvp
+def _reverse_mode_only(x: Array) -> Array:
+    return x
+
+
+@_reverse_mode_only.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple:
+    return primals[0], _tangent_to_transpose().bind(tangents[0])
 
 
 def differentiable_again(run: Callable, plain: Callable | None, implementation: str) -> Callable:
@@ -41,6 +55,27 @@ def differentiable_again(run: Callable, plain: Callable | None, implementation: 
         return again(*primals), jax.tree.map(_forward_mode_only().bind, tangent)
 
     return again
+
+
+@cache
+def _tangent_to_transpose() -> Any:
+    """The identity, which refuses to be computed: applied to tangents first, so forward mode meets it first."""
+    from jax.extend.core import Primitive  # imports Pallas
+    from jax.interpreters import ad, batching, mlir
+
+    def refuse(*_: Any) -> Any:
+        raise TypeError(
+            f"xsake.attention has no forward-mode derivative: use jax.grad, jax.vjp or jax.jacrev instead of jax.jvp "
+            f"and jax.jacfwd, or {_DENSE}"
+        )
+
+    identity = Primitive("xsake_tangent_to_transpose")
+    identity.def_impl(refuse)
+    identity.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(identity, refuse)
+    batching.defvectorized(identity)
+    ad.deflinear2(identity, lambda cotangent, x: [cotangent])
+    return identity
 
 
 @cache

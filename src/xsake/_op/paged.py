@@ -39,7 +39,10 @@ def attention(
     **options: Any,
 ) -> tuple[Array, Array]:
     """(output, lse [B, T, H]); the options are the arguments of `xsake.attention` that describe the call."""
-    query, key, value = _forward_only(tuple(jnp.asarray(x) for x in (query, key, value)))
+    floats = dict(query=query, key=key, value=value, bias=options["bias"], sinks=options["sinks"])
+    floats = _forward_only({name: jnp.asarray(x) for name, x in floats.items() if x is not None})
+    query, key, value = (floats.pop(name) for name in ("query", "key", "value"))
+    options |= floats
     table = _check(query, key, value, page_table)
     wrong = _wrong_pages(table, key.shape, options["key_value_seq_lengths"])
     names = registry.candidates(implementation, platform_of(query))
@@ -111,7 +114,7 @@ def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | 
 
 
 @jax.custom_jvp
-def _forward_only(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _forward_only(arrays: dict[str, Array]) -> dict[str, Array]:
     return arrays
 
 

@@ -23,6 +23,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from xsake._ground.trace import vary, varying_axes
+from xsake._op.derivatives import reverse_mode_only
 from xsake._op.run import Runner
 from xsake._rewrites import rewrite
 from xsake._rewrites.head_pieces import HeadPieces, wide
@@ -106,7 +107,7 @@ class Route(NamedTuple):
         return HeadPieces(call, pieces) if pieces > 1 else None
 
     def forward(self, shard: Shard) -> tuple[Array, Array]:
-        shard = vary(shard, varying_axes(shard))
+        shard = vary(reverse_mode_only(shard), varying_axes(shard))
         return _exchanged(self, shard)
 
     def next(self, tree: Any) -> Any:

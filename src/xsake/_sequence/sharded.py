@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
-from xsake._ground.trace import interpret, interpreting
+from xsake._ground.trace import interpret, interpreting, known_flag
 from xsake._op import registry
 from xsake._op.arguments import Sizes, build_call, check_arguments, check_inputs, check_mask
 from xsake._op.run import Runner
@@ -93,7 +93,7 @@ def sharded_attention(
         exchange="gather" if exchange == "auto" else exchange,
         capacity=capacity,
         scale=scale,
-        is_causal=bool(is_causal),
+        is_causal=known_flag("is_causal", is_causal),
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
@@ -133,7 +133,7 @@ def sharded_attention(
         out, lse = _local(options, arrays | {"mask": mask})
     else:
         out, lse = _over(_mesh(mesh, inside, options), options, sizes, arrays, mask, order)
-    return (out, lse) if return_lse else out
+    return (out, lse) if known_flag("return_lse", return_lse) else out
 
 
 def zigzag(x: Shaped[Arrays, "*shape"], shards: int, *, axis: int = 1) -> Shaped[Array, "*shape"]:
