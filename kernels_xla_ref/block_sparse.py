@@ -226,7 +226,7 @@ class _Tiles:
             ok = jnp.ones((self.chunk, self.tq, self.tkv), bool)
             if padded:
                 ok &= (tokens.kv_index(chosen) < call.kv_len)[:, None, :]
-            ok &= call.band.allows(tokens.kv_position(chosen)[:, None, :] - tokens.q_position(chosen)[:, :, None])
+            ok &= call.band.allows_position(tokens.q_position(chosen)[:, :, None], tokens.kv_position(chosen)[:, None])
             if call.q_segments is not None:
                 ok &= tokens.same_segment(chosen)
             if bits is not None:

@@ -49,12 +49,12 @@ def attention(
     q_pos, k_pos = q_index, k_index
     if positions is not None:
         q_pos, k_pos = positions if isinstance(positions, tuple) else (positions, positions)
-    past = q_pos[:, None, :, None] - k_pos[:, None, None, :]  # how far back the key lies
+    positions = (q_pos[:, None, :, None], k_pos[:, None, None, :])
     attends = jnp.ones((1, 1, t, s), bool)
     if mask is not None:
         attends &= jnp.repeat(jnp.asarray(mask.to_listed()), h // mask.heads, axis=1)
-        attends &= _rule(past, mask.is_causal, mask.local_window_size)
-    attends &= _rule(past, is_causal, local_window_size)
+        attends &= _rule(*positions, mask.is_causal, mask.local_window_size)
+    attends &= _rule(*positions, is_causal, local_window_size)
     if query_seq_lengths is not None:
         attends &= (q_index < query_seq_lengths[:, None])[:, None, :, None]
     if key_value_seq_lengths is not None:
@@ -84,13 +84,15 @@ def attention(
     return out, lse.swapaxes(1, 2)
 
 
-def _rule(past: Array, is_causal: bool, window: int | tuple[int | None, int | None] | None) -> Array:
+def _rule(q: Array, k: Array, is_causal: bool, window: int | tuple[int | None, int | None] | None) -> Array:
+    """Distances up to 2**32 - 1, as those of int32 positions are: exact in uint32."""
     left, right = window if isinstance(window, tuple) else (window, window)
-    ok = jnp.ones_like(past, dtype=bool)
+    distance = jnp.where(q >= k, q - k, k - q).astype(jnp.uint32)
+    ok = jnp.ones_like(distance, dtype=bool)
     if is_causal:
-        ok &= past >= 0
+        ok &= q >= k
     if left is not None:
-        ok &= past <= left
+        ok &= (q < k) | (distance <= jnp.uint32(min(left, 2**32 - 1)))
     if right is not None:
-        ok &= past >= -right
+        ok &= (q > k) | (distance <= jnp.uint32(min(right, 2**32 - 1)))
     return ok

@@ -226,7 +226,7 @@ def test_every_argument_float16_and_an_odd_length():
         is_causal=True,
         local_window_size=(100, None),
         segment_ids=np.sort(rng.integers(-1, 2, (1, length)), -1).astype(np.int32),
-        positions=rng.permutation(length)[None].astype(np.int32),
+        positions=(rng.permutation(length)[None] - 2**31).astype(np.int32),  # the window ends below the least int32
         sinks=(1,),
         logits_soft_cap=2.0,
     )

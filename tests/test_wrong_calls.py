@@ -90,6 +90,14 @@ CALLS = {
         "positions without a batch": (dict(positions=(int32(T), int32(S))), "positions ... query ... (32,)"),
         "positions of other batch": (dict(positions=(int32(3, T), int32(3, S))), "positions ... (3, 32)"),
         "one positions for two lengths": (dict(positions=int32(B, T)), "positions ... q_len=32 ... kv_len=48"),
+        "positions beyond int32": (
+            dict(positions=(np.full((B, T), 2**31), np.full((B, S), 5))),
+            "positions must fit in int32 ... got 2147483648 to 2147483648",
+        ),
+        "segment_ids beyond int32": (
+            dict(segment_ids=(np.full((B, T), 2**32), np.full((B, S), 0))),
+            "segment_ids must fit in int32 ... 4294967296",
+        ),
         "lengths of other batch": (dict(query_seq_lengths=int32(3)), "query_seq_lengths ... (2,) ... (3,)"),
         "a number for lengths": (dict(key_value_seq_lengths=jnp.int32(5)), "key_value_seq_lengths ... (2,) ... ()"),
         "negative window": (dict(local_window_size=-1), "local_window_size ... -1 ... negative"),

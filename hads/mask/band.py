@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# A side of a window from which on it excludes nothing. Sequences and positions stay below it, and so the sum of a
-# position and a side is an int32 in every kernel.
+import jax.numpy as jnp
+import numpy as np
+
+# A side of a window from which on it excludes nothing. Sequences stay below it, and so the sum of an index and a side
+# is an int32 in every kernel. Positions that a caller gives may be any int32: `Band.reach` serves these.
 NO_LIMIT = 2**30
+_INT32 = np.iinfo(np.int32)
 
 
 def parse_window(
@@ -73,6 +77,27 @@ class Band(NamedTuple):
             ok = ok & (offset >= -self.left)
         if self.right is not None:
             ok = ok & (offset <= self.right)
+        return ok
+
+    def reach(self, q_position):
+        """(the first, the last) key position that a query may attend, both saturating at the ends of int32; None where
+        there is no limit. The difference of two positions would wrap there.
+        """
+        first = last = None
+        if self.left is not None:
+            first = jnp.maximum(q_position, _INT32.min + self.left) - self.left if self.left else q_position
+        if self.right is not None:
+            last = jnp.minimum(q_position, _INT32.max - self.right) + self.right if self.right else q_position
+        return first, last
+
+    def allows_position(self, q_position, kv_position):
+        """Whether keys are inside, by positions that may be any int32; the arrays broadcast."""
+        first, last = self.reach(q_position)
+        ok = True
+        if first is not None:
+            ok = ok & (kv_position >= first)
+        if last is not None:
+            ok = ok & (kv_position <= last)
         return ok
 
     def touches(self, low, high):

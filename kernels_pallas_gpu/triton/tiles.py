@@ -104,6 +104,7 @@ class Tiles:
         self.units = units_of(call.query.dtype)
         self.product_scale = 1.0 if _scaled_first(call) else self.scale
         self.has_segments = call.q_segments is not None
+        self.has_positions = call.q_positions is not None
         self.full_is_exact = call.full_is_exact
         self.bias_shape = None if call.bias is None else call.bias.shape
         self.block_q, self.block_kv = mask.block_q, mask.block_kv
@@ -255,7 +256,8 @@ class Tiles:
         """The element rule; the arrays of one side are columns [n, 1], those of the other rows [1, n]."""
         ok = kv.index < self.kv_len if self.kv_tail else None
         if self.band != (None, None):
-            ok = _both(ok, self.band.allows(kv.position - q.position))
+            allowed = self.band.allows_position if self.has_positions else lambda q, kv: self.band.allows(kv - q)
+            ok = _both(ok, allowed(q.position, kv.position))
         if self.has_segments:
             ok = _both(ok, q.segment == kv.segment)
         return ok if bits is None else _both(ok, bits)

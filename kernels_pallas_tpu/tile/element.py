@@ -24,6 +24,7 @@ from xsake.kernels_pallas_tpu.tile.tiles import LANES, Axis
 
 NEVER = 2**31 - 1  # position of a key that no query reaches
 NOTHING = -(2**31)  # upper bound of a query that reaches no key
+_POSITIONS = (NOTHING + 1, NEVER - 1)  # positions beyond count as these
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
 
@@ -92,7 +93,7 @@ class Rule:
         """[B, tiles, kv_rows, tile]"""
         rows = []
         if call.kv_positions is not None:
-            rows.append(self.kv.cut(call.kv_positions, 1, NEVER))
+            rows.append(self.kv.cut(jnp.clip(call.kv_positions, *_POSITIONS), 1, NEVER))
         if call.kv_segments is not None:
             rows.append(self.kv.cut(call.kv_segments, 1, -2))
         return jnp.stack(rows, 2)
@@ -158,14 +159,10 @@ class Rule:
 
 
 def _bounds(position: Array, band: Band) -> tuple[Array, Array | None]:
-    """A query's largest and smallest allowed key position, saturating at the ends of int32."""
-    top = NEVER - 1
-    right = top if band.right is None else min(band.right, top)
-    upper = jnp.full_like(position, top) if band.right is None else jnp.minimum(position, top - right) + right
-    if band.left is None:
-        return upper, None
-    left = min(band.left, top)
-    return upper, jnp.maximum(position, NOTHING + 1 + left) - left
+    """A query's largest and smallest allowed key position."""
+    first, last = band.reach(jnp.clip(position, *_POSITIONS))
+    upper = jnp.full_like(position, _POSITIONS[1]) if last is None else jnp.clip(last, *_POSITIONS)
+    return upper, first
 
 
 def row_index(axis: Axis, tile: Array, copies: int, fill: int) -> Array:

@@ -141,7 +141,7 @@ class ForwardPlan:
             page=call.page,
             own_lists=mask.kv_indices.shape[:2] == (call.batch, heads),
             pairing=config.pairing(pairing),
-            elements=ElementRule(band=call.band, kv_len=call.kv_len, q_axis=0),
+            elements=ElementRule(band=call.band, kv_len=call.kv_len, q_axis=0, any_position=has_positions),
             config=config,
             interpret=interpret,
         )

@@ -19,11 +19,13 @@ class ElementRule:
       band: (left, right).
       kv_len: None where no key past the end is in a tile, or where the store drops what such keys get.
       q_axis: the axis of a tile along which its queries lie; its keys lie along the other.
+      any_position: the caller gives positions, which may be any int32.
     """
 
     band: Band
     kv_len: int | None
     q_axis: int
+    any_position: bool
 
     @property
     def by_position(self) -> bool:
@@ -76,11 +78,16 @@ class ElementRule:
             return lax.broadcast_in_dim(x, shape, [1 - self.q_axis])
 
         left, right = self.band
+        if self.any_position:
+            first, last = self.band.reach(q_position)
+        else:
+            first = None if left is None else q_position - left
+            last = None if right is None else q_position + right
         tests = []
-        if right is not None:
-            tests.append(over_q(q_position + right) >= over_kv(kv_position))
-        if left is not None:
-            tests.append(over_q(q_position - left) <= over_kv(kv_position))
+        if last is not None:
+            tests.append(over_q(last) >= over_kv(kv_position))
+        if first is not None:
+            tests.append(over_q(first) <= over_kv(kv_position))
         if q_segment is not None and kv_segment is not None:
             tests.append(over_q(q_segment) == over_kv(kv_segment))
         if kv_index is not None and self.kv_len is not None:

@@ -66,7 +66,10 @@ class BackwardPlan:
             block_kv=call.mask.block_kv,
             # The store drops keys past the end that a CTA holds; in dQ such keys may be in a tile of the last block.
             elements=ElementRule(
-                band=call.band, kv_len=call.kv_len if ragged and not holds_keys else None, q_axis=int(holds_keys)
+                band=call.band,
+                kv_len=call.kv_len if ragged and not holds_keys else None,
+                q_axis=int(holds_keys),
+                any_position=call.q_positions is not None,
             ),
             rule=rule,
             full_is_exact=call.full_is_exact,

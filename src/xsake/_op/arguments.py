@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._ground.device import on_host
 from xsake._ground.trace import known_flag
 from xsake.backend.contract import Call
 from xsake.hads.mask.band import Band
@@ -213,31 +214,46 @@ def _tokens(name: str, given: Any, batch: Size, q_len: int, kv_len: int) -> tupl
     if isinstance(given, (tuple, list)):
         if len(given) != 2 or any(x is None for x in given):
             raise ValueError(f"{name} must be one array or a (query, key) pair; got {len(given)} entries")
-        pair = tuple(jnp.asarray(x) for x in given)
+        pair = tuple(given)
     elif q_len != kv_len:
         raise ValueError(
             f"one {name} array serves queries and keys of one length; {q_len=} and {kv_len=} need a (query, key) pair"
         )
     else:
-        pair = (jnp.asarray(given),) * 2
+        pair = (given,) * 2
+    pair = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in pair)
     for x, length, whose in zip(pair, (q_len, kv_len), ("query", "key"), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name} must be integers, got dtype {x.dtype} for the {whose}")
         if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
             raise ValueError(f"{name} of the {whose} must be [{batch} or 1, {length}]; got shape {tuple(x.shape)}")
-    q, kv = (jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1])) for x in pair)
+    q, kv = (jnp.broadcast_to(_int32(name, x), (batch, x.shape[1])) for x in pair)
     return q, kv
+
+
+def _int32(name: str, x: Array | np.ndarray) -> Array:
+    """Integers as int32. Those that are none: ValueError, or if traced the nearest int32."""
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if np.can_cast(x.dtype, np.int32):
+        return jnp.asarray(x, jnp.int32)
+    if isinstance(x, jax.core.Tracer):
+        least = max(least, int(jnp.iinfo(x.dtype).min))
+        return jnp.clip(x, least, most).astype(jnp.int32)
+    known = on_host(x)
+    if ((known < least) | (known > most)).any():
+        raise ValueError(f"{name} must fit in int32, from {least} to {most}; got {known.min()} to {known.max()}")
+    return jnp.asarray(known.astype(np.int32))
 
 
 def _lengths(name: str, given: Any, batch: Size) -> Array | None:
     if given is None:
         return None
-    x = jnp.asarray(given)
+    x = given if hasattr(given, "dtype") else np.asarray(given)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got dtype {x.dtype}")
     if x.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), one length per batch entry; got {tuple(x.shape)}")
-    return x.astype(jnp.int32)
+    return _int32(name, x)
 
 
 def _segments(

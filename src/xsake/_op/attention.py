@@ -69,7 +69,8 @@ def attention(
       query_seq_lengths, key_value_seq_lengths: i32[B]; tokens at or past the length are padding, whatever they hold.
       segment_ids: i32[B, T], or a (query, key) pair; only equal ids attend, and a negative id is padding.
       positions: i32[B, T], or a (query, key) pair; causality and windows use them instead of indices (for a cache, or
-        for reordered tokens).
+        for reordered tokens). Any int32 is one, and distances do not wrap; on TPUs -2**31 and 2**31 - 1 count as their
+        neighbours.
       page_table: i32[B, n], for a cache in pages: key and value are [pages, page, K, D], and S is n * page. Page
         `page_table[b, i]` holds tokens from i * page on of sequence b; entries at or past `key_value_seq_lengths` may
         be anything. Pages are read in place, and what lies behind a sequence's end may be NaN. Forward only. A page
