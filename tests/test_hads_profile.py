@@ -15,7 +15,6 @@ import pytest
 
 from benchmarks import record
 from xsake.hads import HadsProfile
-from xsake.hads.profile.profile import shipped
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 
@@ -78,13 +77,16 @@ def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path
 def test_recorded_and_shipped_profiles_load():
     recorded = HadsProfile.load(record.RESULTS / "hads" / "profile-8192-64.json")  # of version 3
     assert (recorded.model, recorded.block, recorded.length, recorded.rule) == ("smollm2", 64, 8192, VERSION_3)
-    assert shipped("smollm2").rule == VERSION_3
-    assert [shipped("smollm2", length).length for length in (0, 100, 3000, 6000, 10**6)] == [2048] * 3 + [8192] * 2
-    np.testing.assert_array_equal(shipped("smollm2", 8192).features, recorded.features)
+    assert HadsProfile.shipped("smollm2").rule == VERSION_3
+    for length, nearest in ((0, 2048), (100, 2048), (3000, 2048), (6000, 8192), (10**6, 8192)):
+        assert HadsProfile.shipped("smollm2", length).length == nearest
+    np.testing.assert_array_equal(HadsProfile.shipped("smollm2", 8192).features, recorded.features)
     with pytest.raises(
         FileNotFoundError, match=r"no profile of 'gpt-9' comes with xsake, only of qwen2\.5-coder-1\.5b, smollm2"
     ):
-        shipped("gpt-9")
+        HadsProfile.shipped("gpt-9")
+    with pytest.raises(FileNotFoundError, match=r"smollm2 does not exist; HadsProfile\.shipped\(model, length\) gives"):
+        HadsProfile.load("smollm2")
     for name in ("smollm2-2048.json", "smollm2-8192.json", "qwen2.5-coder-1.5b-32768.json"):
         text = (resources.files("xsake.hads.profile") / "shipped" / name).read_text()
         assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
@@ -95,7 +97,7 @@ def test_the_shipped_profile_of_qwen_is_the_one_of_its_records():
     file = resources.files("xsake.hads.profile") / "shipped" / "qwen2.5-coder-1.5b-32768.json"
     about = record.load("ruler_qwen2.5-coder-1.5b")["about"]
     assert hashlib.sha256(file.read_bytes()).hexdigest().startswith(about["profile"])
-    profile = shipped("qwen2.5-coder-1.5b")
+    profile = HadsProfile.shipped("qwen2.5-coder-1.5b")
     summary = json.loads((record.RESULTS / "hads" / "summary-qwen2.5-coder-1.5b-32768-64.json").read_text())
     assert (profile.model, profile.length, profile.block) == tuple(
         summary["about"][name] for name in ("model", "length", "block")

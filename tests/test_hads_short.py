@@ -13,14 +13,14 @@ from xsake._cli.demo import model as short
 from xsake._cli.demo import prompt
 from xsake.hads.profile import profile as profile_module
 from xsake.hads.profile.budgets import layer_counts
-from xsake.hads.profile.profile import shipped
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS
 from xsake.model.weights.published import PUBLISHED
 
 
 def test_the_shipped_profile_is_smollm2s():
-    profile, config = shipped(short.MODEL), PRESETS["smollm2-135m"]
+    profile, config = HadsProfile.shipped(short.MODEL), PRESETS["smollm2-135m"]
     assert (profile.layers, profile.q_heads, profile.kv_heads, profile.head_dim, profile.model) == (
         config.layers,
         config.q_heads,
@@ -36,7 +36,7 @@ def test_the_shipped_profile_is_smollm2s():
 def test_shipped_profiles_are_what_their_names_say():
     for path in (Path(profile_module.__file__).parent / "shipped").iterdir():
         name, tokens = path.stem.rsplit("-", 1)
-        profile = shipped(name, int(tokens))
+        profile = HadsProfile.shipped(name, int(tokens))
         assert name in PUBLISHED and (profile.model, profile.length) == (name, int(tokens))
 
 

@@ -27,7 +27,7 @@ def compute() -> dict[str, np.ndarray]:
     from benchmarks.explorer import MODEL, PAGES
     from benchmarks.hads.read_text import read_text
     from xsake.hads.calibration.layerwise import Layers
-    from xsake.hads.profile.profile import shipped
+    from xsake.hads.profile.profile import HadsProfile
     from xsake.hads.study.texts import Text
     from xsake.model import load_pretrained, load_tokenizer, open_model
 
@@ -37,7 +37,7 @@ def compute() -> dict[str, np.ndarray]:
     if len(tokens) < HADS.length:
         raise SystemExit(f"the pages have {len(tokens)} tokens, and {HADS.length} are needed: name more pages")
     layers = Layers(load_pretrained(weights, dtype=jnp.float32, param_dtype=jnp.float32))
-    profile, text, found = shipped(MODEL), Text("pages", "documentation", tokens), {}
+    profile, text, found = HadsProfile.shipped(MODEL), Text("pages", "documentation", tokens), {}
     for budget in BUDGETS:
         _, kept = read_text(layers, profile, text, "hads", budget)
         found[f"HADS {budget:.0%}"] = some = kept[::EVERY].reshape(-1, *kept.shape[2:])

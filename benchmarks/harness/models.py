@@ -17,7 +17,6 @@ from jax import Array
 from xsake._plan.models import PUBLISHED
 from xsake.hads import HadsProfile, calibrate
 from xsake.hads.profile.fingerprint import shared
-from xsake.hads.profile.profile import shipped
 from xsake.hads.study.evaluation import MOST_SHARED
 from xsake.hads.study.texts import Text
 from xsake.model import PRESETS, ModelConfig, Transformer, load_pretrained
@@ -68,7 +67,7 @@ def load(model: Any, dtype: str | None = None) -> Transformer:
 def own_profile(name: str, length: int, path: Path | None) -> HadsProfile:
     """The profile in a file, which must be of this model; without a file the one that comes with xsake."""
     if path is None:
-        return shipped(name, length)
+        return HadsProfile.shipped(name, length)
     profile = HadsProfile.load(path)
     if profile.model != name:
         raise ValueError(f"{path} is the profile of {profile.model!r}, not of {name!r}: calibrate this model")

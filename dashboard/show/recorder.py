@@ -23,7 +23,7 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.calibration.observe import observe_block
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.causal_grid import CausalGrid
-from xsake.hads.profile.profile import HadsProfile, shipped
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare
 from xsake.hads.study.methods.mask import MethodMask
@@ -77,7 +77,7 @@ class Recorder:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         weights = open_model(model)
         tokenizer = load_tokenizer(weights)
-        learned = shipped(model) if profile is None else HadsProfile.load(profile)
+        learned = HadsProfile.shipped(model) if profile is None else HadsProfile.load(profile)
         loaded = load_pretrained(weights, dtype=dtype, param_dtype=dtype)
         return cls(loaded, learned, encode=tokenizer.encode, decode=tokenizer.decode)
 

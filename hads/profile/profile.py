@@ -138,7 +138,30 @@ class HadsProfile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> HadsProfile:
         """Read a file that `save` wrote."""
-        return file.load(cls, path)
+        try:
+            return file.load(cls, path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{os.fspath(path)} does not exist; HadsProfile.shipped(model, length) gives the profiles that come "
+                f"with xsake, of {', '.join(_shipped())}"
+            ) from error
+
+    @classmethod
+    def shipped(cls, model: str, length: int = 0) -> HadsProfile:
+        """The profile of a published model that comes with xsake, from sequences about as long as `length` tokens.
+
+        >>> HadsProfile.shipped("smollm2", 6000)
+        HadsProfile('smollm2', 30 layers, 9 query heads on 3, head_dim 64, blocks of 64, calibrated on 16 x 8192 tokens)
+        """
+        found = _shipped()
+        if model not in found:
+            names = ", ".join(found)
+            raise FileNotFoundError(
+                f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate"
+            )
+        by_length = found[model]
+        with resources.as_file(by_length[min(by_length, key=lambda one: abs(math.log(one / max(length, 1))))]) as path:
+            return cls.load(path)
 
     def __repr__(self) -> str:
         return (
@@ -146,6 +169,16 @@ class HadsProfile:
             f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {len(self.digests)} x {self.length} "
             "tokens)"
         )
+
+
+def _shipped() -> dict[str, dict[int, Any]]:
+    """The files MODEL-TOKENS.json of the folder `shipped`: by model, and by the tokens of a sequence of calibration."""
+    found: dict[str, dict[int, Any]] = {}
+    for path in sorted((resources.files(__package__) / "shipped").iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".json"):
+            model, _, tokens = path.name.removesuffix(".json").rpartition("-")
+            found.setdefault(model, {})[int(tokens)] = path
+    return found
 
 
 # What `_array` declared, by name, and the names of the other fields.
@@ -178,23 +211,3 @@ def profile_shape(
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
     about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads)
     return HadsProfile(**arrays, **about, digests=(), rule=RULE)
-
-
-def shipped(model: str, length: int = 0) -> HadsProfile:
-    """The profile of a published model, as it comes with xsake, from sequences about as long as `length` tokens.
-
-    The profiles are the files MODEL-TOKENS.json of the folder `shipped`, TOKENS those of a sequence of calibration.
-    """
-    folder = resources.files("xsake.hads.profile") / "shipped"
-    paths = [path for path in folder.iterdir() if path.name.endswith(".json")]
-    about = [path.name.removesuffix(".json").rpartition("-") for path in paths]
-    known = {
-        abs(math.log(int(tokens) / max(length, 1))): path
-        for (name, _, tokens), path in zip(about, paths, strict=True)
-        if name == model
-    }
-    if not known:
-        names = ", ".join(sorted({name for name, _, _ in about}))
-        raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
-    with resources.as_file(known[min(known)]) as path:
-        return HadsProfile.load(path)

@@ -137,12 +137,14 @@ def _text(prompt: str | None, file: Path | None) -> str:
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
-    from xsake.hads.profile.profile import shipped
+    from xsake.hads.profile.profile import HadsProfile
     from xsake.model import HadsBudget
     from xsake.model.weights.published import name_of
 
     name = name_of(model)
-    return HadsBudget(shipped(name, length) if profile is None else load_profile(profile, name), share, decode)
+    return HadsBudget(
+        HadsProfile.shipped(name, length) if profile is None else load_profile(profile, name), share, decode
+    )
 
 
 class _Clock:

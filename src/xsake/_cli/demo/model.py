@@ -12,7 +12,7 @@ from rich.console import Console
 
 from xsake._cli.demo import prompt
 from xsake._ground.extras import missing
-from xsake.hads.profile.profile import HadsProfile, shipped
+from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.methods.shipped import GROUPS
 from xsake.hads.study.records import Records
@@ -48,7 +48,7 @@ def show(folder: Path, console: Console | None = None) -> bool:
         console.print(f"left out: {error}", markup=False)
         return False
     text = Text("reference/0", "reference", np.asarray(prompt.page(tokenizer.encode, LENGTH), np.int32))
-    compare(model, text, shipped(MODEL, LENGTH), folder, console)
+    compare(model, text, HadsProfile.shipped(MODEL, LENGTH), folder, console)
     console.print("\n[bold]How soon the first token comes[/bold]")
     prompt.show(model, tokenizer.encode, console)
     return True

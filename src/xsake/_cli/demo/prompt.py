@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from xsake.hads.profile.profile import shipped
+from xsake.hads.profile.profile import HadsProfile
 
 MODEL = "smollm2"
 BUDGET = 0.2
@@ -20,7 +20,7 @@ LENGTH = 6000
 
 def show(model: Any, encode: Callable[[str], list[int]], console: Console) -> None:
     """Print both times. Compiling is not counted: a model of one layer compiles what all layers run."""
-    race(model, page(encode, LENGTH, backwards=True), shipped(MODEL, LENGTH), BUDGET, console)
+    race(model, page(encode, LENGTH, backwards=True), HadsProfile.shipped(MODEL, LENGTH), BUDGET, console)
 
 
 def page(encode: Callable[[str], list[int]], length: int, *, backwards: bool = False) -> list[int]:
