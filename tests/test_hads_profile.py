@@ -116,8 +116,8 @@ def test_files_that_are_no_profiles(tmp_path: Path):
 
     refused("", "not a HADS profile, or is damaged")
     refused(json.dumps(good)[:-20], "damaged")
-    refused("[1, 2]", "damaged")
-    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3 to 5: calibrate again")
+    refused("[1, 2]", r"has format \[1, 2\]")
+    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3, 4, 5: calibrate again")
     refused(json.dumps(good | {"format": "other"}), "format 'other'")
     refused(json.dumps({k: v for k, v in good.items() if k != "block"}), "block")
     refused(json.dumps(good | {"block": -64}), "block=-64 must be")
@@ -127,14 +127,33 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     refused(json.dumps(good | {"heads": []}), "damaged")
     refused(json.dumps(good | {"heads": 7}), "damaged")
     refused(json.dumps(good | {"free_shares": [10**400]}), "damaged")
-    refused(json.dumps(good | {"digests": "abc"}), "digests a list of strings")
+    refused(json.dumps(good | {"digests": "abc"}), "digests='abc' must be a list, and each item text")
     refused(json.dumps(good | {"digests": ["0123456789abcdef:***"]}), "fingerprint .* is damaged")
-    refused(json.dumps(good | {"model": 3}), "model must be a string")
+    refused(json.dumps(good | {"model": 3}), "model=3 must be text")
     refused(json.dumps(good | {"rule": good["rule"] | {"dense_rows": -1}}), "dense_rows=-1 must be an int from 0")
-    refused(json.dumps(good | {"rule": good["rule"] | {"own_part": float("nan")}}), "own_part=nan must be a number")
+    refused(json.dumps(good | {"rule": good["rule"] | {"own_part": float("nan")}}), "own_part=nan must be a finite")
     refused(json.dumps(good | {"rule": {"colour": 1}}), "colour")
     refused("[" * 100_000, "damaged")
     short = [line | {"features": line["features"][:1]} for line in good["heads"]]
     refused(json.dumps(good | {"heads": short}), "features must have shape")
+    for name in ("block", "length", "kv_heads"):
+        refused(json.dumps(good | {name: 10**30}), f"{name}=10000.* must be an int of at least 1 and at most")
+    refused(json.dumps(good | {"rule": {}}), "Rule has the fields")
+    refused(json.dumps(good | {"free_shares": "abc"}), "free_shares must hold numbers in every place")
+    refused(json.dumps(good | {"free_shares": [1e300]}), "damaged: free_shares|layer_shares")
+    quoted = [line | {"sink": str(line["sink"])} for line in good["heads"]]
+    refused(json.dumps(good | {"heads": quoted}), "sink must hold numbers in every place")
+    ragged = [good["heads"][0] | {"features": [[1.0], [1.0, 2.0]]}, *good["heads"][1:]]
+    refused(json.dumps(good | {"heads": ragged}), "features must have a shape")
+    refused(" " * (1 << 26) + "{}", "more than 67,108,864 bytes")
     with pytest.raises(FileNotFoundError):
         HadsProfile.load(tmp_path / "none.json")
+
+
+def test_the_error_of_a_damaged_profile_does_not_quote_the_profile(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    file = resources.files("xsake.hads.profile") / "shipped" / "smollm2-2048.json"
+    path.write_bytes(file.read_bytes()[:-1000] + b"\xff" + file.read_bytes()[-1000:])
+    with pytest.raises(ValueError, match="is damaged: it is not JSON: 'utf-8' codec can't decode byte 0xff") as said:
+        HadsProfile.load(path)
+    assert len(str(said.value)) < 500

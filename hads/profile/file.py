@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from xsake._ground import atomic
-from xsake.hads.profile import fingerprint
+from xsake._ground import atomic, read
+from xsake._ground.fields import Kind, check, from_stored
+from xsake._ground.kinds import TABLE, TEXT, list_of
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 FORMAT, VERSION, WITH_WINDOW = "xsake.HadsProfile", 4, 5
+_MOST_BYTES = 1 << 26  # some 3.5 kB for each head
+_HEADS = Kind(lambda value: list_of(TABLE).allows(value) and len(value) > 0, "a list of at least one table")
 
 
 class _Names:
@@ -55,46 +57,51 @@ def save(profile: Any, path: str | os.PathLike) -> None:
 def load[Profile](kind: type[Profile], path: str | os.PathLike) -> Profile:
     """Read a profile of class `kind`. Files of version 3 hold no rule: all of them were made with VERSION_3."""
     damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
+    data = read.parse_json(f"{damaged}: it", read.read_bytes(path, _MOST_BYTES))
+    version = read.check_version(os.fspath(path), data, FORMAT, (3, VERSION, WITH_WINDOW), ": calibrate again")
     try:
-        data = json.loads(Path(path).read_text())
-        version = data["format"], data["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{damaged}: {error!r}") from error
-    if version not in ((FORMAT, 3), (FORMAT, VERSION), (FORMAT, WITH_WINDOW)):
-        raise ValueError(
-            f"{os.fspath(path)} has format {version[0]!r} version {version[1]!r}; this xsake reads {FORMAT!r} versions "
-            f"3 to {WITH_WINDOW}: calibrate again"
-        )
-    try:
-        profile: Any = kind(**_fields(_Names(kind), data, VERSION_3 if version[1] == 3 else Rule(**data["rule"])))
+        profile: Any = kind(**_fields(_Names(kind), data, version))
         profile.check()
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
-        raise ValueError(f"{damaged}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{damaged}: {read.reason(error)}") from error
     return profile
 
 
-def _fields(names: _Names, data: dict[str, Any], rule: Rule) -> dict[str, Any]:
-    if (tuple(data["feature_kinds"]), data["distance_buckets"]) != (KINDS, BUCKETS.tolist()):
+def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]:
+    older = {"rule": dataclasses.asdict(VERSION_3)} if version == 3 else {}
+    data = data | older | ({} if version == WITH_WINDOW else {"window": None})
+    if missing := [
+        n for n in ("feature_kinds", "distance_buckets", "heads", *names.tables, *names.static) if n not in data
+    ]:
+        raise ValueError(f"it has no {missing[0]}")
+    if (data["feature_kinds"], data["distance_buckets"]) != (list(KINDS), BUCKETS.tolist()):
         raise ValueError("its features or distance buckets are not those of this version")
-    places = [(line["layer"], line["head"]) for line in data["heads"]]
-    layers, heads = (places[-1][axis] + 1 for axis in (0, 1))
+    lines = data["heads"]
+    check("heads", lines, _HEADS)
+    places = [(line.get("layer"), line.get("head")) for line in lines]
+    layers, heads = (places[-1][axis] + 1 if type(places[-1][axis]) is int else 0 for axis in (0, 1))
     # The count first: a damaged number must not make a list of a billion places.
     if len(places) != layers * heads or places != [(layer, h) for layer in range(layers) for h in range(heads)]:
         raise ValueError("its heads are not complete and in order")
-    arrays: dict[str, Any] = {name: np.asarray(data[name], np.float32) for name in names.tables}
+    arrays = {name: _floats(name, data[name]) for name in names.tables}
     for name in names.per_head:
-        flat = np.asarray([line[name] for line in data["heads"]], np.float32)
+        flat = _floats(name, [line.get(name) for line in lines])
         arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
-    static: dict[str, Any] = {name: data[name] for name in names.static if name not in ("rule", "window")}
-    static["window"] = data["window"] if data["version"] == WITH_WINDOW else None
-    for name in ("block", "length", "kv_heads", *(["window"] if data["version"] == WITH_WINDOW else [])):
-        if type(static[name]) is not int or static[name] < 1:
-            raise ValueError(f"{name}={static[name]!r} must be an int of at least 1")
-    texts = [static["model"], *static["digests"]] if isinstance(static["digests"], list) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("model must be a string, and digests a list of strings")
-    fingerprint.check(static["digests"])
-    return arrays | static | {"digests": tuple(static["digests"]), "rule": rule}
+    static = {name: data[name] for name in names.static}
+    check("digests", static["digests"], list_of(TEXT))
+    return arrays | static | {"digests": tuple(static["digests"]), "rule": from_stored(Rule, data["rule"])}
+
+
+def _floats(name: str, values: Any) -> np.ndarray:
+    """float32 from lists of numbers in JSON; numbers in quotes, beyond int64 and missing ones are none."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} must have a shape: {read.reason(error)}") from error
+    if array.dtype.kind not in "if":
+        raise ValueError(f"{name} must hold numbers in every place")
+    with np.errstate(over="ignore"):  # infinite ones are refused with the profile
+        return array.astype(np.float32)
 
 
 def _numbers(value: Any) -> Any:

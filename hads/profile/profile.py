@@ -12,13 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.profile import file
+from xsake._ground import fields
+from xsake._ground.kinds import TEXT, maybe, whole
+from xsake.hads.mask.band import NO_LIMIT
+from xsake.hads.profile import file, fingerprint
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator
 from xsake.hads.profile.rule import RULE, Rule
 
 # Budgets of a profile's tables, as shares of the blocks that are not forced.
 FREE_SHARES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8], np.float32)
+_FINGERPRINTS = fields.Kind(
+    lambda value: isinstance(value, tuple) and all(map(TEXT.allows, value)), "a tuple of fingerprints"
+)
 
 
 def _array(*axes: str, above: float | None = None, least: float | None = None) -> Any:
@@ -68,13 +74,13 @@ class HadsProfile:
     layer_shares: Any = _array("budgets", "layers")
     head_shares: Any = _array("budgets", "layers", "heads")
     log_thresholds: Any = _array("budgets")
-    model: str
-    block: int
-    length: int
-    kv_heads: int
-    digests: tuple[str, ...]
-    rule: Rule
-    window: int | None = None
+    model: str = fields.field(TEXT)
+    block: int = fields.field(whole(most=NO_LIMIT))
+    length: int = fields.field(whole(most=NO_LIMIT))
+    kv_heads: int = fields.field(whole())
+    digests: tuple[str, ...] = fields.field(_FINGERPRINTS)
+    rule: Rule = fields.field(fields.Kind(lambda value: isinstance(value, Rule), "a Rule"))
+    window: int | None = fields.field(maybe(whole()), default=None)
 
     @property
     def layers(self) -> int:
@@ -111,6 +117,9 @@ class HadsProfile:
 
     def check(self) -> None:
         """Raise ValueError if shapes or values cannot be a profile's."""
+        for name, kind in _KINDS.items():
+            fields.check(name, getattr(self, name), kind)
+        fingerprint.check(self.digests)
         for name, axes in (("sink", 2), ("features", 4), ("free_shares", 1)):
             shape = np.shape(getattr(self, name))
             if len(shape) != axes or 0 in shape:
@@ -181,9 +190,10 @@ def _shipped() -> dict[str, dict[int, Any]]:
     return found
 
 
-# What `_array` declared, by name, and the names of the other fields.
-ARRAYS = {f.name: f.metadata for f in dataclasses.fields(HadsProfile) if f.metadata}
-STATIC = tuple(f.name for f in dataclasses.fields(HadsProfile) if not f.metadata)
+# What `_array` declared, by name, and the kinds of the other fields.
+ARRAYS = {f.name: f.metadata for f in dataclasses.fields(HadsProfile) if "axes" in f.metadata}
+_KINDS = {f.name: f.metadata["kind"] for f in dataclasses.fields(HadsProfile) if f.name not in ARRAYS}
+STATIC = tuple(_KINDS)
 jax.tree_util.register_dataclass(HadsProfile, data_fields=tuple(ARRAYS), meta_fields=STATIC)
 
 

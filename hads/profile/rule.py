@@ -9,6 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake._ground.fields import check_fields, field, whole
+from xsake._ground.kinds import number
+
+_FACTOR = number(least=0, most=1_000_000)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -37,26 +42,18 @@ class Rule:
     [True, False, False, False, False, False, False, False, True, True]
     """
 
-    sink_blocks: int = 1
-    near_blocks: int = 1
-    dense_rows: int = 4
-    last_rows: int = 2
-    last_weight: float = 4.0
-    own_part: float = 4.0
-    between_layers: float = 0.75
-    within_layers: float = 0.5
-    reference_budget: float = 0.15
+    sink_blocks: int = whole(0, 1024, default=1)
+    near_blocks: int = whole(0, 1024, default=1)
+    dense_rows: int = whole(0, 1024, default=4)
+    last_rows: int = whole(0, 1024, default=2)
+    last_weight: float = field(_FACTOR, default=4.0)
+    own_part: float = field(_FACTOR, default=4.0)
+    between_layers: float = field(_FACTOR, default=0.75)
+    within_layers: float = field(_FACTOR, default=0.5)
+    reference_budget: float = field(number(above=0, most=1), default=0.15)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, int):
-                if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1024:
-                    raise ValueError(f"{field.name}={value!r} must be an int from 0 to 1024")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
-                raise ValueError(f"{field.name}={value!r} must be a number from 0 to 1e6")
-        if not 0 < self.reference_budget <= 1:
-            raise ValueError(f"reference_budget={self.reference_budget} must be above 0 and at most 1")
+        check_fields(self)
 
     def forces(self, row: Any, column: Any) -> Any:
         """Whether a block that causality allows is always on."""
