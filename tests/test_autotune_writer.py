@@ -14,7 +14,8 @@ from filelock import FileLock
 from sweep import sweep
 from tuning_fakes import KEY, entry, start
 
-from xsake.autotune.write import writer
+from xsake.autotune.search.storage import CannotOpen, open_storage
+from xsake.autotune.write import lock, writer
 from xsake.tuning_db import Database, Entry
 
 
@@ -81,10 +82,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here refuses files from everybody")
 def test_a_file_that_cannot_be_locked_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(writer, "FileLock", None)  # it would wait
+    monkeypatch.setattr(lock, "FileLock", None)  # it would wait
     for write in (lambda: merge(Path("/proc/x"), entry(1)), lambda: writer.check_writable(Path("/proc/x"))):
         with pytest.raises(writer.CannotWrite, match=r"/proc/x cannot be written: .*No such file or directory"):
             write()
+    with pytest.raises(CannotOpen, match=r"storage '/proc/x' cannot be opened: .*No such file or directory"):
+        open_storage("/proc/x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -9,8 +9,9 @@ import warnings
 from pathlib import Path
 
 import optuna
-from filelock import FileLock
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend, JournalStorage
+
+from xsake.autotune.write.lock import lock_of
 
 
 class CannotOpen(ValueError):
@@ -38,7 +39,7 @@ def _open(text: str) -> optuna.storages.BaseStorage:
         return optuna.storages.RDBStorage(text)
     path = Path(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(text + ".lock")  # freed by the system when its holder is killed; Optuna's own locks are not
+    lock = lock_of(text)  # freed by the system when its holder is killed; Optuna's own locks are not
     with lock:
         _mend(path)
     return JournalStorage(JournalFileBackend(text, lock_obj=lock))  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from xsake._ground import atomic
+from xsake.autotune.write.lock import lock_of
 from xsake.tuning_db import Database, Entry, UnknownSchema, UnreadableDatabase
 
 _PATIENCE = 30.0  # seconds for another writer to finish
@@ -84,8 +85,7 @@ def _existing(path: Path, device_kind: str, *, set_aside: bool) -> Database:
 def _locked(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        open(f"{path}.lock", "a").close()  # FileLock would wait for a file that can never be made
-        with FileLock(f"{path}.lock", timeout=_PATIENCE):
+        with lock_of(path, _PATIENCE):
             yield
     except Timeout as error:
         raise CannotWrite(f"{path} is locked by another writer for more than {_PATIENCE:g} s") from error
