@@ -111,7 +111,7 @@ def test_programs_of_children_give_the_same_results(on_cpu, direction):
         for name, wanted in here._results(direction, 0.5, part).items():
             np.testing.assert_array_equal(results[name], wanted)
     assert apart.verify(direction, 0.5, parts[1]).problem is None
-    assert all(seconds > 0 for seconds in apart.race(direction, 0.5, parts))
+    assert all(seconds > 0 for seconds in apart.race(direction, 0.5, parts).seconds)
 
 
 def test_the_parent_lowers_what_a_child_cannot(on_cpu, monkeypatch):

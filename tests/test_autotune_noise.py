@@ -80,6 +80,19 @@ def test_a_busy_time_is_waited_out(tmp_path):
     assert result.config == part(3) and result.gain.low < 4 / 3 < result.gain.high
 
 
+def test_a_busy_round_is_raced_again(tmp_path):
+    class Sometimes(Busy):
+        rounds = 0
+
+        def race(self, direction, density, parts):
+            self.rounds += 1
+            self.calm_after = 0 if self.rounds % 3 else 10**6
+            return super().race(direction, density, parts)
+
+    (result,) = tune(tmp_path, ONE_DENSITY, hands=Sometimes).results
+    assert result.config == part(3) and result.gain.high < 1.45 and result.waited == 0 and result.gain.rounds == 15
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_spikes_that_nobody_sees_give_no_gain(tmp_path, seed):
     """No contention is told, as on other devices: in half of the turns a configuration takes seven times as long."""

@@ -19,12 +19,18 @@ from xsake.autotune.search.study import Study
 class Race:
     """Rounds in which every configuration has one turn; the first configuration is the heuristic's.
 
-    Ratios are taken within a round, heuristic's time / configuration's time, so that drift cancels.
+    Ratios are taken within a round, heuristic's time / configuration's time, so that drift cancels. A round of high
+    contention is raced again, until as many were busy as are asked for; then busy rounds count too.
     """
 
     def __init__(self, referee: Referee, plan: StudyPlan, parts: Sequence[Part], rounds: int):
         self._plan = plan
-        self._rounds: list[list[Round]] = [referee.race(plan, parts) for _ in range(rounds)]
+        calm: list[list[Round]] = []
+        busy: list[list[Round]] = []
+        while len(calm) < rounds and len(busy) < rounds:
+            one = referee.race(plan, parts)
+            (busy if any(at.contended.is_high for at in one) else calm).append(one)
+        self._rounds = calm if len(calm) == rounds else [*calm, *busy]
         self.gains = [self._gain(i, range(len(plan.densities))) for i in range(len(parts))]
 
     def _gain(self, i: int, densities: Sequence[int]) -> Gain:
