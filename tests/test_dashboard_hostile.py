@@ -14,18 +14,15 @@ import sys
 import textwrap
 import time
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 from dashboard_server import append, documents, following, library_of, serving, step_line, write_run
 
 from xsake.dashboard.read import stored
 from xsake.dashboard.read.inside import Outside, open_inside, read_inside
 from xsake.dashboard.read.library import Library
-from xsake.dashboard.read.line_reader import LONGEST_LINE, Place
+from xsake.dashboard.read.line_reader import LONGEST_LINE
 from xsake.dashboard.read.run import Run
-from xsake.dashboard.serve import metrics_page, server
-from xsake.dashboard.serve.live import Live
+from xsake.dashboard.serve import server
 from xsake.dashboard.show import run_documents
 
 NASTY = '<img src=x onerror=alert(1)>"&\n../..'
@@ -238,40 +235,6 @@ def test_a_client_that_hangs_up_prints_nothing(client, caplog, monkeypatch):
     assert client.get("/health").status_code == 200
     time.sleep(0.1)
     assert not caplog.records
-
-
-NAMES = ["loss", "seconds", "time", "tokens_per_second", "layers", "config", "process", "reason"]
-ODD = st.sampled_from([1e308, -1e308, 1e303, 5e-324, 10**400, -1, 0, True, None, "5", [], {}, 1.0, 2**53])
-CONFIGS = st.dictionaries(st.sampled_from(["steps", "length", "batch", "density", "attention", "model"]), ODD)
-VALUES = ODD | CONFIGS | st.lists(st.lists(ODD, max_size=2), max_size=2)
-KINDS = ["step", "step", "step", "start", "eval", "density", "resumed", "recalibrate", "failed", "x"]
-STEPS = st.integers(2, 6) | st.sampled_from([0, -1, 2**53 - 1, 2**53])
-EVENT = st.tuples(st.sampled_from(KINDS), STEPS, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-
-
-@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.slow)])
-def test_any_run_file_is_shown_with_finite_numbers(examples, tmp_path):
-    @hypothesis.settings(max_examples=examples, deadline=None, derandomize=examples == 100)
-    @hypothesis.given(st.lists(EVENT, max_size=8))
-    @hypothesis.example([("step", 2, {"seconds": 1e308}), ("step", 3, {"seconds": 1e308})])
-    @hypothesis.example([("step", 2, {"seconds": 1e303})])
-    @hypothesis.example([("step", 2, {"seconds": -1e308}), ("step", 3, {"seconds": -1e308})])
-    def shows(events):
-        file = write_run(tmp_path / "a", 1)
-        for name, step, values in events:
-            append(file, json.dumps({"event": name, "step": step} | values) + "\n")
-        library = library_of(tmp_path)
-        (run,) = library.runs
-        with run.lock:
-            made = [run_documents.summary(run)]
-        made += [run_documents.run(library, "a"), run_documents.series(library, "a", first=0, last=3)]
-        json.dumps(made, allow_nan=False)
-        sent = [event for one in (*run.recent, run.written_in_file(Place())) for event in one.events]
-        assert all(Place.parse(event.identity) for event in sent)
-        list(metrics_page.Runs(library, Live(library)).collect())
-        assert run.problem is None
-
-    shows()
 
 
 def test_a_run_that_cannot_be_shown_is_one_runs_problem(tmp_path, monkeypatch):

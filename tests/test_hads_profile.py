@@ -139,6 +139,7 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     for name in ("block", "length", "kv_heads"):
         refused(json.dumps(good | {name: 10**30}), f"{name}=10000.* must be an int of at least 1 and at most")
     refused(json.dumps(good | {"rule": {}}), "Rule has the fields")
+    refused(json.dumps(good | {"rule": 7}), "rule=7 must be a table")
     refused(json.dumps(good | {"free_shares": "abc"}), "free_shares must hold numbers in every place")
     refused(json.dumps(good | {"free_shares": [1e300]}), "damaged: free_shares|layer_shares")
     quoted = [line | {"sink": str(line["sink"])} for line in good["heads"]]

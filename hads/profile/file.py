@@ -89,7 +89,8 @@ def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]
         arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
     static = {name: data[name] for name in names.static}
     check("digests", static["digests"], list_of(TEXT))
-    return arrays | static | {"digests": tuple(static["digests"]), "rule": from_stored(Rule, data["rule"])}
+    rule = from_stored(Rule, read.check_table("rule", static["rule"]))
+    return arrays | static | {"digests": tuple(static["digests"]), "rule": rule}
 
 
 def _floats(name: str, values: Any) -> np.ndarray:
