@@ -14,8 +14,10 @@ from tiny_model import TINY, build
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.profile.rule import RULE
+from xsake.hads.profile.rule import Rule
 from xsake.model import Transformer
+
+RULE = Rule(exact_queries=20)  # of few blocks two or three rows, as the default of long sequences
 
 
 def random_profile(
@@ -95,7 +97,8 @@ def visible(length: int, window: int | None = None) -> np.ndarray:
 
 
 def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int) -> np.ndarray:
-    """The estimate of block mass, feature by feature, with a loop over heads and pairs of blocks, in float64."""
+    """The masses that HADS chooses by, in float64: estimated feature by feature, with a loop over heads and pairs of
+    blocks, and measured in the rows of the last queries."""
     starts = range(0, query.shape[1], profile.block)
     d = query.shape[-1]
     group = query.shape[2] // key.shape[2]
@@ -117,7 +120,13 @@ def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: 
         logits[b, h, i, j] += profile.tokens[layer, h] * np.log(np.exp(k @ qm / np.sqrt(d)).mean())
         bucket = max(n for n, start in enumerate(BUCKETS) if start <= i - j)
         logits[b, h, i, j] += profile.distance[layer, h, bucket] + (profile.sink[layer, h] if j == 0 else 0)
-    return softmax(logits)
+    mass, weights = softmax(logits), dense_weights(query, key)
+    for i in range(max(query.shape[1] - profile.rule.exact_queries, 0) // profile.block, len(starts)):
+        of_row = weights[:, :, starts[i] : starts[i] + profile.block]
+        by_block = np.stack([of_row[..., at : at + profile.block].sum(-1) for at in starts], -1)
+        root = np.sqrt((by_block**2).mean(2))
+        mass[:, :, i] = root / root.sum(-1, keepdims=True)
+    return mass
 
 
 def forced_blocks(n: int) -> np.ndarray:

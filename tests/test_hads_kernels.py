@@ -23,10 +23,11 @@ from xsake.hads.mask.lists.triton_call import pad, padded
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
 from xsake.hads.profile.rule import RULE, Rule
-from xsake.hads.selection import choice, estimate, program
+from xsake.hads.selection import choice, estimate, exact, program
 from xsake.hads.selection.cut import Cut
 from xsake.hads.selection.gpu import choose as gpu_choose
 from xsake.hads.selection.gpu import estimate as gpu_estimate
+from xsake.hads.selection.gpu import exact as gpu_exact
 from xsake.hads.selection.gpu.sort import sort_rows
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.program import unsupported
@@ -80,6 +81,38 @@ def test_logits_of_hundreds_stay_finite_and_right():
     got, wanted = estimates(jnp.asarray(query), jnp.asarray(key), profile.estimator(0), CausalGrid(512, 16))
     assert np.abs(wanted).max() > 250
     np.testing.assert_allclose(got, wanted, atol=2**-8 * np.abs(wanted).max())  # of 16-bit numbers
+
+
+# -- exact rows ------------------------------------------------------------------------------------------------------
+
+EXACT_ROWS = {  # tokens, first row of blocks, lengths, queries; query heads, KV heads, head_dim, block
+    "of a sequence, its last block short": ((1270, 0, None, 40), (4, 2, 16, 16)),
+    "one block of queries": ((640, 0, None, 64), (2, 2, 32, 64)),
+    "of a chunk, in which sequences end or not": ((700, 20, (2000, 650, 330, 300), 50), (4, 2, 16, 16)),
+    "of a chunk that begins after the first of them": ((704, 43, (704, 690, 720, 0), 64), (3, 1, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", sweep(EXACT_ROWS, slow=["one block of queries"]))
+def test_exact_rows_are_xlas(name: str):
+    (end, first, lengths, queries), (heads, kv_heads, head_dim, block) = EXACT_ROWS[name]
+    rows = Rows(CausalGrid(end, block, Rule(exact_queries=queries)), first, lengths and jnp.array(lengths, jnp.int32))
+    profile = case.random_profile(q_heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
+    query, key = (jnp.asarray(x) for x in case.random_inputs(4, end + 5, profile, batch=len(lengths or "ab")))
+    query, key = query[:, first * block : end], key.at[:, end:].set(jnp.nan)  # a cache holds anything past its end
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((len(query), heads, rows.number, rows.grid.side)))
+    causal = rows.grid.causal()[first:]
+
+    def normalised(logits: Any) -> Any:
+        return jax.nn.softmax(jnp.where(causal, logits[:, :, : rows.number, : rows.grid.side], -jnp.inf), -1)
+
+    wanted = jax.jit(lambda *x: exact.with_exact_rows(normalised(x[0]), *x[1:], rows))(logits, query, key)
+    with interpret():
+        got = normalised(jax.jit(lambda *x: gpu_exact.with_exact_rows(*x, rows))(pad(logits), query, key))
+    there = np.broadcast_to(rows.allowed().any(-1, keepdims=True), wanted.shape)
+    np.testing.assert_allclose(np.where(there, got, 0), np.where(there, wanted, 0), rtol=1e-4, atol=1e-6)
+    changed = (np.abs(got - normalised(logits)).max((1, -1)) > 1e-6) & there[:, 0, :, 0]
+    assert np.array_equal(changed, (rows.exact_mask() & there)[:, 0, :, 0])
 
 
 # -- the rule --------------------------------------------------------------------------------------------------------
@@ -215,6 +248,8 @@ def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int]):
         "pool_keys",
         "tokens",
         "block_logits",
+        "exact_sums",
+        "exact_masses",
         "sorted_gains",
         "cut_3",
         "reach",

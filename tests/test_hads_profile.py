@@ -50,7 +50,7 @@ def test_a_profile_that_is_wrong_is_not_written(tmp_path: Path):
 
 def test_a_profile_keeps_the_rule_that_it_was_made_with(tmp_path: Path):
     path = tmp_path / "profile.json"
-    made_with = Rule(sink_blocks=2, near_blocks=3, dense_rows=1, last_rows=5, last_weight=2.5)
+    made_with = Rule(sink_blocks=2, near_blocks=3, dense_rows=1, exact_queries=64, last_rows=5, last_weight=2.5)
     dataclasses.replace(case.random_profile(), rule=made_with).save(path)
     again = HadsProfile.load(path)
     assert again.rule == made_with
@@ -70,8 +70,20 @@ def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path
     heads = [line | {"entropy": 0.5, "distance_mass": [0.1] * 29} for line in data["heads"]]
     path.write_text(json.dumps(data | {"version": 3, "heads": heads}))
     again = HadsProfile.load(path)
-    assert again.rule == VERSION_3 == Rule(last_rows=2, last_weight=4.0, dense_rows=4)
+    assert again.rule == VERSION_3 == Rule(last_rows=2, last_weight=4.0, dense_rows=4, exact_queries=0)
     assert not hasattr(again, "entropy") and not hasattr(again, "distance_mass")
+
+
+def test_a_profile_of_an_earlier_version_chooses_as_it_did_and_says_what_it_lacks(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    profile = case.random_profile()
+    profile.save(path)
+    data = json.loads(path.read_text())
+    del data["rule"]["exact_queries"]
+    path.write_text(json.dumps({name: value for name, value in data.items() if name != "window"} | {"version": 4}))
+    again = HadsProfile.load(path)
+    assert again.rule == dataclasses.replace(profile.rule, exact_queries=0) and again.window is None
+    assert "no exact rows" in repr(again) and "no exact rows" not in repr(profile)
 
 
 def test_recorded_and_shipped_profiles_load():
@@ -117,7 +129,7 @@ def test_files_that_are_no_profiles(tmp_path: Path):
     refused("", "not a HADS profile, or is damaged")
     refused(json.dumps(good)[:-20], "damaged")
     refused("[1, 2]", r"has format \[1, 2\]")
-    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3, 4, 5: calibrate again")
+    refused(json.dumps(good | {"version": 99}), "version 99; this xsake reads .* versions 3, 4, 5, 6: calibrate again")
     refused(json.dumps(good | {"format": "other"}), "format 'other'")
     refused(json.dumps({k: v for k, v in good.items() if k != "block"}), "block")
     refused(json.dumps(good | {"block": -64}), "block=-64 must be")

@@ -19,17 +19,16 @@ from xsake import hads
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, bucket_of
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.keep import nonnegative_order, row_counts
-from xsake.hads.selection.pooled import pool
 
 
 @pytest.mark.parametrize("length", sweep([96, 89], slow=[96]))
-def test_estimate_is_the_sum_of_its_features(length: int):
+def test_masses_are_sums_of_features_and_exact_in_the_last_rows(length: int):
     profile = case.random_profile()
     query, key = case.random_inputs(3, length, profile, batch=2)
-    grid = CausalGrid(length, profile.block)
-    got = jax.jit(lambda query, key: block_mass(pool(query, key, grid), profile.estimator(1), grid))(query, key)
+    grid = profile.grid(length)
+    got = jax.jit(lambda query, key: layer_mass(query, key, profile.estimator(1), grid))(query, key)
     np.testing.assert_allclose(got, case.dense_mass(query, key, profile, 1), rtol=1e-3, atol=1e-6)
 
 
@@ -143,6 +142,17 @@ def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same():
         differs = (np.asarray(mask.to_blocks()) != wanted).sum()
         assert differs <= 2  # a tie within rounding may fall either way
     assert traced.capacity == grid.blocks and not traced.overflowed().any()
+
+
+@pytest.mark.parametrize("budget", [0.7, 1.0])
+def test_counts_are_exact_where_a_token_is_nan(budget: float):
+    profile = case.random_profile()
+    query, key = case.random_inputs(7, 250, profile, batch=2)
+    whole = hads.select(query, key, profile, budget, layer=1).to_blocks()
+    query[1, 70] = np.nan
+    blocks = np.asarray(hads.select(query, key, profile, budget, layer=1).to_blocks())
+    assert blocks.sum((1, 2, 3)).tolist() == 2 * [int(hads.layer_counts(profile, budget, 250)[1])]
+    assert (blocks[0] == whole[0]).all() and blocks[:, :, case.forced_blocks(16)].all()
 
 
 def test_modes():

@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.calibration.block_statistics import attention_rows, scan_rows
+from xsake.hads.calibration.block_statistics import scan_rows
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.exact import attention_rows
 
 MOST_TOKENS = 46340  # beyond, the pairs of columns and diagonals together overflow 32 bits
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from xsake.hads.calibration.block_statistics import block_sums
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.exact import block_sums
 from xsake.hads.selection.pooled import over_keys, pool
 from xsake.hads.study.methods.scores import (
     Blocks,

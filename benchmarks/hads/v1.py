@@ -19,10 +19,11 @@ from jaxtyping import Float, Int
 from benchmarks.hads.patterns import random_of_layer
 from benchmarks.hads.ranking import scaled_count
 from xsake._ground import atomic
-from xsake.hads.calibration.block_statistics import attention_rows, block_statistics, scan_rows
+from xsake.hads.calibration.block_statistics import block_statistics, scan_rows
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, bucket_of
+from xsake.hads.selection.exact import attention_rows
 from xsake.hads.study.layerwise import attend, project
 from xsake.hads.study.methods import ranking
 from xsake.hads.study.methods.layer import Layer, Priority

@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.exact import row_statistics
 from xsake.hads.selection.pooled import row_bounds
 
 
@@ -54,11 +55,7 @@ def block_statistics(
     grid = CausalGrid(query.shape[1], block, window=window)
 
     def row(keys: int, i: Array, q: Float[Array, "B K G block D"]) -> tuple[Array, Array]:
-        weights = attention_rows(q, key[:, :keys], i, grid)
-        in_row = (i * block + jnp.arange(block) < grid.length).astype(jnp.float32)
-        by_block = block_sums(weights, grid) * in_row[None, None, None, :, None]
-        queries = in_row.sum()
-        return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries
+        return row_statistics(q, key[:, :keys], i, grid, grid.length)
 
     mass, square = scan_rows(row, query, key.shape[2], grid)
 
@@ -102,27 +99,3 @@ def _rows_at_once(row_bytes: int, rows: int) -> int | None:
         return None
     most = max(2**30 // row_bytes, 1)
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
-
-
-def attention_rows(
-    q: Float[Array, "B K G block D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid
-) -> Float[Array, "B K G block S"]:
-    """Causal attention weights of the queries of block i; the keys are the first S, all that these queries see."""
-    # Products of 16-bit numbers are exact in float32, whatever the precision.
-    highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
-    logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide)
-    logits = logits * q.shape[-1] ** -0.5
-    back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(key.shape[1])[None]
-    seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
-    if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count
-        seen |= back >= grid.length
-    return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1)
-
-
-def block_sums(weights: Float[Array, "*lead S"], grid: CausalGrid) -> Float[Array, "*lead n"]:
-    """Sums over the keys of each block; 0 for blocks past the first S keys."""
-    lead = [(0, 0)] * (weights.ndim - 1)
-    side = -(-weights.shape[-1] // grid.block)
-    padded = jnp.pad(weights, [*lead, (0, side * grid.block - weights.shape[-1])])
-    sums = padded.reshape(*weights.shape[:-1], side, grid.block).sum(-1)
-    return jnp.pad(sums, [*lead, (0, grid.side - side)])

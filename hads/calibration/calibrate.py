@@ -45,7 +45,6 @@ from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
-from xsake.hads.selection.pooled import Pooled
 from xsake.hads.selection.rows import Rows
 
 Progress = Callable[[str, int, int], None]
@@ -199,7 +198,7 @@ def _learn(seen: list[Observation], grid: CausalGrid, back: int, steps: int) -> 
     pooled = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(one.pooled for one in seen))
     share = jnp.concatenate([one.statistics.share for one in seen])
     estimator, _ = fit_estimator(pooled, share, grid, steps=steps)
-    gains = [_free(np.asarray(_gains(one.pooled, estimator, equal, burstiness, grid))[0]) for one in seen]
+    gains = [_free(np.asarray(_gains(one, estimator, equal, burstiness, grid))[0]) for one in seen]
     return _Learned(estimator, burstiness, kept, gains, pooled.key.shape[1])
 
 
@@ -255,9 +254,15 @@ def _for_large_errors(sensitivity: np.ndarray, rule: Rule) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="grid")
 def _gains(
-    pooled: Pooled, estimator: Any, sensitivity: np.ndarray | Array, burstiness: np.ndarray | Array, grid: CausalGrid
+    seen: Observation,
+    estimator: Any,
+    sensitivity: np.ndarray | Array,
+    burstiness: np.ndarray | Array,
+    grid: CausalGrid,
 ) -> Array:
-    return sorted_gains(block_mass(pooled, estimator, grid), Rows(grid), sensitivity, burstiness)[-1]
+    rows = Rows(grid)
+    mass = jnp.where(rows.exact_mask(), seen.statistics.share, block_mass(seen.pooled, estimator, grid))
+    return sorted_gains(mass, rows, sensitivity, burstiness)[-1]
 
 
 def _free(gains: Float[np.ndarray, "H n n"]) -> Float[np.ndarray, "H free"]:

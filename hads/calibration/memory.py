@@ -63,7 +63,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64) -> Memor
     estimator, fit = run(fit_weights, pooled, share, grid, STEPS, beside=all_seen + size((pooled, share)))
     (estimator, _) = estimator
     of_head = jax.ShapeDtypeStruct((share.shape[1],), jnp.float32)
-    _, gains = run(_gains, seen.pooled, estimator, of_head, of_head, grid, beside=all_seen + size((pooled, share)))
+    _, gains = run(_gains, seen, estimator, of_head, of_head, grid, beside=all_seen + size((pooled, share)))
     _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, window, beside=size(x))
     _, likelihood = run(observe.likelihood_gradient, *whole, x, key, observe.CHUNK, beside=size(x))
     (_, touched), back = run(observe.touch_block, *watched[:5], x, window, beside=2 * size(x))

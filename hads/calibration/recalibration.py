@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from xsake.hads.calibration.calibrate import calibrate
+from xsake.hads.profile.rule import TRAINING
 from xsake.hads.selection.mask_function import NAME, HadsMask
 
 
@@ -20,7 +21,9 @@ def recalibration(
 
     def recalibrate(step: int, model: Any, tokens: Array) -> HadsMask:
         sample = np.asarray(tokens)[:sequences]
-        profile = calibrate(model, sample, name=name, block=block, sensitivity_sequences=2, steps=steps, seed=step)
+        profile = calibrate(
+            model, sample, name=name, block=block, sensitivity_sequences=2, steps=steps, seed=step, rule=TRAINING
+        )
         return HadsMask.of(profile.on_device(), budget, tokens.shape[1])
 
     return recalibrate

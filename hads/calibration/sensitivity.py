@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from xsake.hads.calibration.block_statistics import attention_rows, block_sums, scan_rows
+from xsake.hads.calibration.block_statistics import scan_rows
 from xsake.hads.calibration.observe import Touched
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.exact import attention_rows, block_sums
 
 
 @partial(jax.jit, static_argnames="grid")

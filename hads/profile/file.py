@@ -15,7 +15,8 @@ from xsake._ground.kinds import TABLE, TEXT, list_of
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.rule import VERSION_3, Rule
 
-FORMAT, VERSION, WITH_WINDOW = "xsake.HadsProfile", 4, 5
+FORMAT = "xsake.HadsProfile"
+WITHOUT_RULE, WITHOUT_WINDOW, WITHOUT_EXACT_ROWS, VERSION = 3, 4, 5, 6
 _MOST_BYTES = 1 << 26  # some 3.5 kB for each head
 _HEADS = Kind(lambda value: list_of(TABLE).allows(value) and len(value) > 0, "a list of at least one table")
 
@@ -33,11 +34,8 @@ class _Names:
 def save(profile: Any, path: str | os.PathLike) -> None:
     profile.check()
     names = _Names(profile)
-    # Only a window needs the later version: without it, every xsake since version 4 can read the file.
-    head: dict[str, Any] = {"format": FORMAT, "version": VERSION if profile.window is None else WITH_WINDOW}
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     head |= {name: getattr(profile, name) for name in names.static} | {"rule": dataclasses.asdict(profile.rule)}
-    if profile.window is None:
-        del head["window"]
     head |= {"feature_kinds": KINDS, "distance_buckets": BUCKETS.tolist()}
     tables = {name: _numbers(getattr(profile, name)) for name in names.tables}
     lines = [
@@ -55,10 +53,12 @@ def save(profile: Any, path: str | os.PathLike) -> None:
 
 
 def load[Profile](kind: type[Profile], path: str | os.PathLike) -> Profile:
-    """Read a profile of class `kind`. Files of version 3 hold no rule: all of them were made with VERSION_3."""
+    """Read a profile of class `kind`, of this version or an earlier one (`_of_earlier`)."""
     damaged = f"{os.fspath(path)} is not a HADS profile, or is damaged"
     data = read.parse_json(f"{damaged}: it", read.read_bytes(path, _MOST_BYTES))
-    version = read.check_version(os.fspath(path), data, FORMAT, (3, VERSION, WITH_WINDOW), ": calibrate again")
+    version = read.check_version(
+        os.fspath(path), data, FORMAT, tuple(range(WITHOUT_RULE, VERSION + 1)), ": calibrate again"
+    )
     try:
         profile: Any = kind(**_fields(_Names(kind), data, version))
         profile.check()
@@ -68,8 +68,7 @@ def load[Profile](kind: type[Profile], path: str | os.PathLike) -> Profile:
 
 
 def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]:
-    older = {"rule": dataclasses.asdict(VERSION_3)} if version == 3 else {}
-    data = data | older | ({} if version == WITH_WINDOW else {"window": None})
+    data = data | _of_earlier(data, version)
     if missing := [
         n for n in ("feature_kinds", "distance_buckets", "heads", *names.tables, *names.static) if n not in data
     ]:
@@ -91,6 +90,18 @@ def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]
     check("digests", static["digests"], list_of(TEXT))
     rule = from_stored(Rule, read.check_table("rule", static["rule"]))
     return arrays | static | {"digests": tuple(static["digests"]), "rule": rule}
+
+
+def _of_earlier(data: dict[str, Any], version: int) -> dict[str, Any]:
+    """The fields that files of an earlier version lack, with the one value that all their profiles were made with."""
+    found: dict[str, Any] = {}
+    if version == WITHOUT_RULE:
+        found["rule"] = dataclasses.asdict(VERSION_3)
+    elif version <= WITHOUT_EXACT_ROWS and isinstance(data.get("rule"), dict):
+        found["rule"] = {"exact_queries": 0} | data["rule"]
+    if version <= WITHOUT_WINDOW:
+        found["window"] = None
+    return found
 
 
 def _floats(name: str, values: Any) -> np.ndarray:

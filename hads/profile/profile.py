@@ -159,8 +159,8 @@ class HadsProfile:
     def shipped(cls, model: str, length: int = 0) -> HadsProfile:
         """The profile of a published model that comes with xsake, from sequences about as long as `length` tokens.
 
-        >>> HadsProfile.shipped("smollm2", 6000)
-        HadsProfile('smollm2', 30 layers, 9 query heads on 3, head_dim 64, blocks of 64, calibrated on 16 x 8192 tokens)
+        >>> HadsProfile.shipped("smollm2", 6000).length
+        8192
         """
         found = _shipped()
         if model not in found:
@@ -173,10 +173,11 @@ class HadsProfile:
             return cls.load(path)
 
     def __repr__(self) -> str:
+        lacks = "" if self.rule.exact_queries else ", no exact rows"
         return (
             f"HadsProfile({self.model!r}, {self.layers} layers, {self.q_heads} query heads on {self.kv_heads}, "
             f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {len(self.digests)} x {self.length} "
-            "tokens)"
+            f"tokens{lacks})"
         )
 
 
@@ -212,6 +213,7 @@ def profile_shape(
     model: str,
     block: int,
     length: int,
+    rule: Rule = RULE,
 ) -> HadsProfile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
 
@@ -220,4 +222,4 @@ def profile_shape(
     wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
     about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads)
-    return HadsProfile(**arrays, **about, digests=(), rule=RULE)
+    return HadsProfile(**arrays, **about, digests=(), rule=rule)

@@ -24,6 +24,10 @@ class Rule:
       near_blocks: i - j <= near_blocks, the diagonal and the blocks before it, which hold a block's near context.
       dense_rows: i < dense_rows, the first rows.
 
+    Rows whose masses are measured and not estimated (`selection.exact`):
+      exact_queries: rows that hold one of a sequence's last `exact_queries` queries, where a question stands. The
+        estimate knows a block's queries by their mean, in which a question's few sharp queries drown.
+
     How much an error counts (`selection.gain`):
       last_rows, last_weight: errors in the last `last_rows` rows count `last_weight` times: what follows a sequence is
         made from its end (`row_weight`).
@@ -45,6 +49,7 @@ class Rule:
     sink_blocks: int = whole(0, 1024, default=1)
     near_blocks: int = whole(0, 1024, default=1)
     dense_rows: int = whole(0, 1024, default=4)
+    exact_queries: int = whole(0, 65536, default=128)
     last_rows: int = whole(0, 1024, default=2)
     last_weight: float = field(_FACTOR, default=4.0)
     own_part: float = field(_FACTOR, default=4.0)
@@ -66,12 +71,14 @@ class Rule:
 
 
 RULE = Rule()  # of newly calibrated profiles
+TRAINING = dataclasses.replace(RULE, exact_queries=0)  # no row of a training sequence is asked more than another
 
 # Profiles of version 3 were all made with these.
 VERSION_3 = Rule(
     sink_blocks=1,
     near_blocks=1,
     dense_rows=4,
+    exact_queries=0,
     last_rows=2,
     last_weight=4.0,
     own_part=4.0,

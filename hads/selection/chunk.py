@@ -26,6 +26,7 @@ from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import logit_terms
+from xsake.hads.selection.exact import with_exact_rows
 from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.program import by_kernels_or_xla, unsupported
@@ -116,9 +117,11 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
     """The finished lists of the mask's rows, which are the rows of `grid` from row `first` on."""
     from xsake.hads.selection.gpu import choose as gpu_choose
     from xsake.hads.selection.gpu import estimate
+    from xsake.hads.selection.gpu.exact import with_exact_rows as with_exact_logits
 
     rows, weights = Rows(grid, first, given.lengths), given.weights
     logits = estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
+    logits = with_exact_logits(logits, given.query, given.key, rows)
     rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
     choice = gpu_choose.choose(logits, rows, count=given.counts[:, None], **rule)
     return choice.finished_lists(grid, mask.num_allowed)
@@ -126,6 +129,7 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
     mass = jax.nn.softmax(jnp.where(grid.causal()[first:], _logits(grid, first, given), -jnp.inf), -1)
+    mass = with_exact_rows(mass, given.query, given.key, Rows(grid, first, given.lengths))
     rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
     blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)
     full = mask.allowed_and_full()[1][:, : grid.side]

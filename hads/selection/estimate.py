@@ -11,7 +11,9 @@ from jaxtyping import Float
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator, bucket_of
-from xsake.hads.selection.pooled import Pooled, spread_weights
+from xsake.hads.selection.exact import with_exact_rows
+from xsake.hads.selection.pooled import Pooled, pool, spread_weights
+from xsake.hads.selection.rows import Rows
 
 
 def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
@@ -40,3 +42,10 @@ def logit_terms(pooled: Pooled, estimator: Estimator, grid: CausalGrid, first: i
 def block_mass(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
     """Estimated mass, the counterpart of `BlockStatistics.share`: a row sums to 1."""
     return jax.nn.softmax(block_logits(pooled, estimator, grid), -1)
+
+
+def layer_mass(
+    query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], estimator: Estimator, grid: CausalGrid
+) -> Float[Array, "B H n n"]:
+    """The masses that a layer's blocks are chosen by: estimated ones, exact ones in the last rows."""
+    return with_exact_rows(block_mass(pool(query, key, grid), estimator, grid), query, key, Rows(grid))

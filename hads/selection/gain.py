@@ -42,6 +42,7 @@ def key_of(mass: Array, row: Any, column: Any, grid: CausalGrid) -> Array:
     blocks of a row are equal; what is left of the mass is good to 2 ** -12 with 2048 blocks per row.
     """
     low = (1 << max(grid.side - 1, 1).bit_length()) - 1
+    mass = jnp.where(mass > 0, mass, 0.0)  # the masses of a query that is NaN are
     key = (jax.lax.bitcast_convert_type(mass, jnp.int32) & ~low) | column
     return jnp.where(grid.rule.forces(row, column), key + FORCED, key)
 

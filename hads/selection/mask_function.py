@@ -66,7 +66,8 @@ class HadsMask:
 def mask_shape(*, budget: float, block: int, length: int, **heads: Any) -> HadsMask:
     """The mask function that `recalibration` will give, with shapes for arrays; `heads` as in `profile_shape`."""
     from xsake.hads.profile.profile import profile_shape
+    from xsake.hads.profile.rule import TRAINING
 
-    profile = profile_shape(model=NAME, block=block, length=length, **heads)
+    profile = profile_shape(model=NAME, block=block, length=length, rule=TRAINING, **heads)
     counts = jax.ShapeDtypeStruct((profile.layers,), jnp.int32)
     return HadsMask(profile, counts, density_hint=density_bucket(budget))

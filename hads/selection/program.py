@@ -17,9 +17,8 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.cut import TOGETHER, Cut
 from xsake.hads.selection.devices.partitioned import partitioned
-from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.given import Given
-from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.rows import Rows
 
 _MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
@@ -52,7 +51,7 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
 
 
 def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
-    mass = block_mass(pool(given.query, given.key, grid), given.estimator, grid)
+    mass = layer_mass(given.query, given.key, given.estimator, grid)
     sensitivity, burstiness = given.sensitivity, given.burstiness
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
@@ -64,8 +63,10 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
     from xsake.hads.mask.lists.triton_call import pad
     from xsake.hads.selection.gpu import choose as gpu_choose
     from xsake.hads.selection.gpu import estimate as gpu_estimate
+    from xsake.hads.selection.gpu.exact import with_exact_rows
 
     logits = gpu_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
+    logits = with_exact_rows(logits, given.query, given.key, Rows(grid))
     sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:

@@ -48,6 +48,15 @@ class Rows(NamedTuple):
             return self.grid.row_weights()[None, None, self.first :, None]
         return self.grid.rule.row_weight(*self._rows_and_sides()).astype(jnp.float32)[:, None, :, None]
 
+    def exact_mask(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
+        """The rows whose masses are exact."""
+        if not self.exact:
+            return np.zeros((1, 1, self.number, 1), bool)
+        row = np.arange(self.first, self.grid.side, dtype=np.int32)[None, None, :, None]
+        if self.lengths is None:
+            return row >= self.first_exact(self.grid.length)
+        return row >= self.first_exact(self.lengths)[:, None, None, None]
+
     def _rows_and_sides(self) -> tuple[Int[Array, "1 rows"], Int[Array, "B 1"]]:
         assert self.lengths is not None
         sides = (self.lengths + self.grid.block - 1) // self.grid.block
@@ -63,6 +72,27 @@ class Rows(NamedTuple):
             return place < self.grid.length
         return place < jnp.minimum(self.lengths, self.grid.length)[:, None, None]
 
+    # -- for both: rows with exact masses
+
+    @property
+    def exact(self) -> int:
+        """How many rows, at most, hold one of a sequence's last `Rule.exact_queries`: their masses are exact."""
+        queries, block = self.grid.rule.exact_queries, self.grid.block
+        if self.lengths is None:
+            return self.grid.side - max(self.first_exact(self.grid.length), self.first) if queries else 0
+        return min(-(-queries // block) + 1, self.number) if queries else 0
+
+    def first_exact(self, length: Any) -> Any:
+        """The first row of a sequence of this length that holds one of its last `Rule.exact_queries`."""
+        back, block = length - self.grid.rule.exact_queries, self.grid.block
+        return max(back, 0) // block if isinstance(back, int) else lax.div(jnp.maximum(back, 0), jnp.int32(block))
+
+    def begin_of_exact(self, length: Any) -> Any:
+        """The first of `exact` rows, one after the other, that hold those from `first_exact` on."""
+        most = self.grid.side - self.exact
+        begin = self.first_exact(length)
+        return min(max(begin, self.first), most) if isinstance(begin, int) else jnp.clip(begin, self.first, most)
+
     # -- for kernels
 
     def input(self, batch: int) -> tuple[Array, Any]:
@@ -77,6 +107,10 @@ class Rows(NamedTuple):
         if self.lengths is None:
             return self.grid.side
         return lax.div(length_ref[0] + (self.grid.block - 1), jnp.int32(self.grid.block))
+
+    def end(self, length_ref: Any) -> Any:
+        """How many tokens the sequence has, beyond the grid too."""
+        return self.grid.length if self.lengths is None else length_ref[0]
 
     def tokens_in(self, block: Array, length_ref: Any) -> Array | None:
         """How many tokens of a block exist; None means all."""

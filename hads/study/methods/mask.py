@@ -35,7 +35,7 @@ class MethodMask:
     `last_rows` says who gives the last rows of blocks more weight, which helps answers that begin there:
     - "own": each method as it is: HADS's rule does (`Rule.last_weight`), rivals do not.
     - "every": a rival's last rows keep together as many blocks as HADS's last rows do, the best by its own priority.
-    - "none": HADS's rule does not, either.
+    - "none": HADS's rule does not, either, and no row's masses are exact (`Rule.exact_queries`).
     """
 
     program: Callable[[Layer], Blocks | TokenMask | Remembered]
@@ -59,7 +59,8 @@ class MethodMask:
             raise ValueError(f"{last_rows=} must be one of {', '.join(LAST_ROWS)}")
         method = METHODS[name]
         if last_rows == "none":
-            profile = dataclasses.replace(profile, rule=dataclasses.replace(profile.rule, last_weight=1.0))
+            like_others = dataclasses.replace(profile.rule, last_weight=1.0, exact_queries=0)
+            profile = dataclasses.replace(profile, rule=like_others)
         return cls(
             program=method.program,
             profile=profile if method.adapt is None else method.adapt(profile),

@@ -12,8 +12,7 @@ from jaxtyping import Float
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import block_mass
-from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.program import Given, chosen, share_by_group
 from xsake.hads.study.methods import ranking, scores
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority
@@ -41,8 +40,8 @@ def hads_group(x: Layer) -> Blocks:
 
 
 def estimated_mass(x: Layer) -> Mass:
-    """HADS's estimate of every block's mass."""
-    return block_mass(pool(x.query, x.key, x.grid), x.profile.estimator(x.number), x.grid)
+    """The masses that HADS chooses by."""
+    return layer_mass(x.query, x.key, x.profile.estimator(x.number), x.grid)
 
 
 def choose_by_gain(x: Layer, mass: Mass) -> Blocks:

@@ -1,0 +1,139 @@
+"""`selection.exact` as GPU kernels: the estimated logits of the last rows are overwritten by the logs of exact masses.
+
+The first kernel takes the rows' queries to the logsumexp of their logits with each block's keys. The second takes
+these to the queries' weights of each block, and the weights to the root of their mean square over the row's queries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Float
+
+from xsake.hads.mask.lists.triton_call import TILE, iota, padded, triton_call, whole
+from xsake.hads.selection.rows import Rows
+
+_CHUNK = 16  # blocks of keys per program
+_SUMS_WARPS, _SUMS_STAGES, _MASSES_WARPS = 4, 2, 8
+_LOWEST = -1e30
+_LOG2_E = math.log2(math.e)
+
+
+def with_exact_rows(
+    logits: Float[Array, "B H m width"], query: Float[Array, "B T H D"], key: Float[Array, "B S K D"], rows: Rows
+) -> Float[Array, "B H m width"]:
+    """`exact.with_exact_rows` for `padded` logits, whose rows are normalised later."""
+    if not rows.exact:
+        return logits
+    return _masses(logits, _sums(query, key, rows), rows)
+
+
+def _sums(
+    query: Float[Array, "B T H D"], key: Float[Array, "B S K D"], rows: Rows
+) -> Float[Array, "B H exact columns block"]:
+    """The base-2 logsumexp of each query's logits with each block's keys; not written past a row's own block."""
+    b, tokens, h, d = query.shape
+    grid, block, group = rows.grid, rows.grid.block, h // key.shape[2]
+    chunks, columns = -(-grid.side // _CHUNK), padded(grid.side)[0]
+
+    def kernel(query_ref: Any, key_ref: Any, length_ref: Any, out_ref: Any) -> None:
+        number, begin = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * _CHUNK
+        row = rows.begin_of_exact(rows.end(length_ref)) + number
+        first = (row - rows.first) * block
+        token = iota(block)
+
+        def load(ref: Any, at: Any, end: int) -> Array:
+            """The block of tokens from token `at` on, of which those before `end` are there."""
+            inside = jnp.broadcast_to((at + token < end)[:, None], (block, d))
+            return plgpu.load(ref.at[pl.ds(at, block), :], mask=inside, other=0.0)
+
+        q = load(query_ref, first, tokens)
+
+        def step(j: Array, _: None) -> None:
+            k = load(key_ref, j * block, grid.length)
+            x = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            seen = (j < row) | (token[:, None] >= token[None, :])
+            x = jnp.where(seen, x * (d**-0.5 * _LOG2_E), -jnp.inf)
+            most = x.max(1)
+            out_ref[j, :] = most + jnp.log2(jnp.exp2(x - most[:, None]).sum(1))
+
+        lax.fori_loop(begin, jnp.minimum(begin + _CHUNK, row + 1), step, None)
+
+    def at(place: Any, head: Any, b: Any) -> tuple:
+        return b, head, lax.div(place, chunks), 0, 0
+
+    (out,) = triton_call(
+        kernel,
+        "hads_exact_sums",
+        (rows.exact * chunks, h, b),
+        [
+            (query, pl.BlockSpec((None, tokens, None, d), lambda _, head, b: (b, 0, head, 0))),
+            (key, pl.BlockSpec((None, key.shape[1], None, d), lambda _, head, b: (b, 0, lax.div(head, group), 0))),
+            rows.input(b),
+        ],
+        [((b, h, rows.exact, columns, block), jnp.float32, pl.BlockSpec((None, None, None, columns, block), at))],
+        num_warps=_SUMS_WARPS,
+        num_stages=_SUMS_STAGES,
+    )
+    return out
+
+
+def _masses(
+    logits: Float[Array, "B H m width"], sums: Float[Array, "B H exact columns block"], rows: Rows
+) -> Float[Array, "B H m width"]:
+    b, h, m, width = logits.shape
+    block, columns = rows.grid.block, sums.shape[3]
+
+    def kernel(sums_ref: Any, _: Any, length_ref: Any, out_ref: Any) -> None:
+        end = rows.end(length_ref)
+        row = rows.begin_of_exact(end) + pl.program_id(0)
+        counts = (row * block + iota(block) < end)[None, :]
+
+        @pl.when((row >= rows.first_exact(end)) & (row * block < end))
+        def _() -> None:
+            tiles = lax.div(row, TILE) + 1
+
+            def load(tile: Array) -> tuple[Array, Array]:
+                column = tile * TILE + iota(TILE)
+                there = jnp.broadcast_to((column <= row)[:, None], (TILE, block))
+                return column, plgpu.load(sums_ref.at[pl.ds(tile * TILE, TILE), :], mask=there, other=_LOWEST)
+
+            def add(tile: Array, about: tuple[Array, Array]) -> tuple[Array, Array]:
+                most, total = about
+                _, x = load(tile)
+                larger = jnp.maximum(most, x.max(0))
+                return larger, total * jnp.exp2(most - larger) + jnp.exp2(x - larger[None, :]).sum(0)
+
+            most, total = lax.fori_loop(
+                0, tiles, add, (jnp.full(block, _LOWEST, jnp.float32), jnp.zeros(block, jnp.float32))
+            )
+            whole_row = most + jnp.log2(total)
+
+            def write(tile: Array, _: None) -> None:
+                column, x = load(tile)
+                weight = jnp.where(counts, jnp.exp2(x - whole_row[None, :]), 0.0)
+                log_mass = 0.5 * jnp.log((weight * weight).sum(1))  # up to a constant of the row
+                plgpu.store(out_ref.at[row - rows.first, pl.ds(tile * TILE, TILE)], log_mass, mask=column <= row)
+
+            lax.fori_loop(0, tiles, write, None)
+
+    logits_spec = whole(None, None, m, width)
+    (out,) = triton_call(
+        kernel,
+        "hads_exact_masses",
+        (rows.exact, h, b),
+        [
+            (sums, pl.BlockSpec((None, None, None, columns, block), lambda number, h, b: (b, h, number, 0, 0))),
+            (logits, logits_spec),
+            rows.input(b),
+        ],
+        [(logits.shape, logits.dtype, logits_spec)],
+        num_warps=_MASSES_WARPS,
+        aliases={1: 0},
+    )
+    return out
