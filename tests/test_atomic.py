@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from xsake._ground import atomic
+from xsake.model.training.watch.run_file import RunFile
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
@@ -48,6 +50,22 @@ def test_a_file_is_replaced_whole(path):
         file.write(b"n\xc3\xa9w")
         assert path.read_text() == "old"
     assert path.read_text(encoding="utf-8") == "néw" and names(path) == [path.name]
+
+
+def test_a_full_disk_is_told_with_the_file_that_did_not_fit(path):
+    """Played by a limit on the size of files."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run_file = path.with_name("metrics.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as of_replacing:
+            atomic.write_text(path, "x" * 200_000)
+        with pytest.raises(OSError, match="File too large") as of_run, RunFile(run_file, step=0) as file:
+            file.write("start", 0, command="x" * 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (of_replacing.value.filename, of_run.value.filename) == (str(path), str(run_file))
+    assert names(path) == [run_file.name]
 
 
 def test_a_writer_that_fails_leaves_the_old_file(path):

@@ -47,15 +47,18 @@ class RunFile:
     def write(self, event: str, step: int, **values: Any) -> None:
         """`step` is the number of steps taken when the event happened, `time` its date in seconds since 1970."""
         now = round(time.time(), 3)
-        self._file.write(json.dumps({"event": event, "step": step, **values, "time": now}) + "\n")
-        self._file.flush()
+        with atomic.naming(self._path):
+            self._file.write(json.dumps({"event": event, "step": step, **values, "time": now}) + "\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Wait until the events are on disk, so that a checkpoint never holds a step that the file lacks."""
-        os.fsync(self._file.fileno())
+        with atomic.naming(self._path):
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> RunFile:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._file.close()
+        with atomic.naming(self._path):  # what a full disk did not take is tried again
+            self._file.close()

@@ -28,10 +28,22 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     b'all of it'
     """
     with _part_of(Path(path)) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+        with naming(path):
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Tell an error of the system inside which file it is about: an error of writing, as to a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
