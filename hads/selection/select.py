@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake._ground.buckets import density_bucket
+from xsake._ground.programs import newest_programs
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.lists.order import Order, OrderName
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
@@ -100,7 +102,7 @@ def select(
         options["local_window_size"] = (grid.window - 1, 0)
     options["density_hint"] = _density_bucket(budget, density_hint)
     if not isinstance(given.query, jax.core.Tracer):
-        blocks = _blocks(grid, heads, profile.kv_heads, cut, given)
+        blocks = _blocks(grid, heads, profile.kv_heads, cut)(given)
         return BlockMask.from_blocks(blocks, capacity=capacity, transpose=transpose, **options)
 
     def mask(cut: Cut, given: Given) -> BlockMask:
@@ -121,9 +123,9 @@ def _chosen(grid: CausalGrid, heads: int, kv_heads: int, room: int | None, cut: 
 
 
 # In one program: operation by operation, the first call compiles hundreds, and XLA cannot partition them as a whole.
-@partial(jax.jit, static_argnames=("grid", "heads", "kv_heads", "cut"))
-def _blocks(grid: CausalGrid, heads: int, kv_heads: int, cut: Cut, given: Given) -> Any:
-    return over_explicit_axes(partial(_chosen, grid, heads, kv_heads, None), cut, heads, given)
+@newest_programs
+def _blocks(grid: CausalGrid, heads: int, kv_heads: int, cut: Cut) -> Callable[[Given], Any]:
+    return partial(over_explicit_axes, partial(_chosen, grid, heads, kv_heads, None), cut, heads)
 
 
 def _cut(shards: int | None, order: OrderName, mode: Mode) -> Cut:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import cache
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
+from xsake._ground.programs import newest_programs
 from xsake._ground.trace import interpret, interpreting, known_flag
 from xsake._op import registry
 from xsake._op.arguments import Sizes, build_call, check_arguments, check_inputs, check_mask
@@ -317,11 +317,10 @@ def _pad(arrays: dict, lengths: tuple[int, int], padded: tuple[int, int]) -> dic
     return {name: pad(name, x) for name, x in arrays.items()}
 
 
-@cache
+@newest_programs
 def _program(mesh: Any, options: Options) -> Any:
     """Compiled once per signature, outside `jax.jit` too."""
 
-    @jax.jit
     def run(arrays: dict) -> tuple[Array, Array]:
         specs = options.specs(arrays)
         if mesh.explicit_axes:
