@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax import Array
 
 from xsake._ground.device import on_host
 from xsake._ground.trace import known_flag
+from xsake._op.partition import cut_alike
 from xsake.backend.contract import Call
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
@@ -151,11 +153,9 @@ def build_call(
         positions=positions,
         sinks=sinks,
     )
-    q_pos, kv_pos = given.positions
-    q_seg, kv_seg = _segments(given.segments, *given.lengths, q_len, kv_len)
     if mask is None:
         block_q, block_kv = default_blocks
-        by_index = q_pos is None  # with positions, the rule may allow any block
+        by_index = given.positions[0] is None  # with positions, the rule may allow any block
         mask = BlockMask.full(
             q_len,
             kv_len,
@@ -171,29 +171,39 @@ def build_call(
                 f"xsake.BlockMask.from_blocks and xsake.patterns make one"
             )
         check_mask(mask, sizes)
-    if q_seg is not None and kv_seg is not None:
-        # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
-        query = jnp.where((q_seg >= 0)[:, :, None, None], query, 0)
-        if page_table is None:  # pages are not copied: there, a backend leaves padding out
-            key = jnp.where((kv_seg >= 0)[:, :, None, None], key, 0)
-            value = jnp.where((kv_seg >= 0)[:, :, None, None], value, 0)
-    return Call(
+    call = Call(
         query=query,
         key=key,
         value=value,
         mask=mask,
         bias=given.bias,
-        q_segments=q_seg,
-        kv_segments=kv_seg,
-        q_positions=q_pos,
-        kv_positions=kv_pos,
-        sink_lse=_poison_overflow(mask, given.sink_lse, num_q_heads),
+        q_segments=given.segments[0],
+        kv_segments=given.segments[1],
+        q_positions=given.positions[0],
+        kv_positions=given.positions[1],
+        sink_lse=given.sink_lse,
         band=band & mask.band,
         scale=head_dim**-0.5 if scale is None else _number("scale", scale),
         deterministic=_flag("deterministic", deterministic),
         soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, positive=True),
         page_table=page_table,
     )
+    call, lengths = cut_alike(call, given.lengths)
+    call = dataclasses.replace(call, sink_lse=_poison_overflow(call.mask, call.sink_lse, num_q_heads))
+    return _with_padding(call, *_segments((call.q_segments, call.kv_segments), *lengths, q_len, kv_len))
+
+
+def _with_padding(call: Call, q_segments: Array | None, kv_segments: Array | None) -> Call:
+    """The call with these ids, and 0 for padding, which may hold anything: a weight of 0 times NaN would be NaN."""
+    if q_segments is None or kv_segments is None:
+        return call
+    query, key, value = call.query, call.key, call.value
+    query = jnp.where((q_segments >= 0)[:, :, None, None], query, 0)
+    if call.page_table is None:  # pages are not copied: there, a backend leaves padding out
+        key = jnp.where((kv_segments >= 0)[:, :, None, None], key, 0)
+        value = jnp.where((kv_segments >= 0)[:, :, None, None], value, 0)
+    segments = dict(q_segments=q_segments, kv_segments=kv_segments)
+    return dataclasses.replace(call, query=query, key=key, value=value, **segments)
 
 
 def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Float, Int
 
 from xsake._ground.device import platform_of
-from xsake._ground.programs import newest_programs
+from xsake._ground.explicit import placed_like
 from xsake._ground.trace import known_flag, vary, varying_axes
 from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
@@ -133,11 +133,11 @@ def attention(
     out, lse = _attend(runner, vary(reverse_mode_only(call), varying_axes(call)))
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)  # this also drops the cotangent of padding
-    return (out, runner.contract_lse(lse).swapaxes(1, 2)) if return_lse else out
+    out = placed_like(query, out)
+    return (out, placed_like(query, runner.contract_lse(lse).swapaxes(1, 2))) if return_lse else out
 
 
-# One program also outside jit: between separate programs jax_debug_infs would report every -inf.
-@newest_programs
+@cache
 def _mappable_forward(runner: Runner) -> Callable:
     run = custom_vmap(partial(runner.forward, wide=True))
 
@@ -146,9 +146,11 @@ def _mappable_forward(runner: Runner) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    return _differentiable_again(runner, run, partial(_plain(runner).forward, wide=True))
+    # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
+    return _differentiable_again(runner, jax.jit(run, inline=True), partial(_plain(runner).forward, wide=True))
 
 
+@cache
 def _mappable_backward(runner: Runner, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array | DeltaParts, d_out: Array) -> tuple:
         return runner.backward(call, lse, delta, d_out, with_bias)
@@ -222,13 +224,15 @@ def _attend_bwd(runner: Runner, residuals: tuple, cotangents: tuple) -> tuple[Ca
     d_out = jnp.zeros(d_out.shape, d_out.dtype) if isinstance(d_out, SymbolicZero) else d_out
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
     zeros = jax.tree.map(lambda _: None, call)
-    return (dataclasses.replace(zeros, **_gradients(runner, wanted.bias)(call, out, lse, d_out, d_lse)),)
+    found = _gradients(runner, wanted.bias)(call, out, lse, d_out, d_lse)
+    return (dataclasses.replace(zeros, **{name: placed_like(getattr(call, name), x) for name, x in found.items()}),)
 
 
-@newest_programs
+@cache
 def _gradients(runner: Runner, with_bias: bool) -> Callable:
     """A function that returns the gradients, by the names of `Call`'s fields."""
 
+    @partial(jax.jit, inline=True)
     def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
         d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
         lse = runner.contract_lse(lse)

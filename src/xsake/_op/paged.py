@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from xsake._ground.device import on_host, platform_of
-from xsake._ground.programs import newest_programs
+from xsake._ground.explicit import placed_like
 from xsake._ground.trace import vary, varying_axes
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
@@ -57,7 +57,7 @@ def attention(
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
     if wrong is not None:
         out, lse = (jnp.where(wrong.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x) for x in (out, lse))
-    return out, lse.swapaxes(1, 2)
+    return placed_like(query, out), placed_like(query, lse.swapaxes(1, 2))
 
 
 def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
@@ -66,7 +66,7 @@ def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
     return out, runner.contract_lse(lse)
 
 
-@newest_programs
+@cache
 def _mappable(runner: Runner) -> Callable:
     run = custom_vmap(runner.forward)
 
@@ -75,7 +75,7 @@ def _mappable(runner: Runner) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    return run
+    return jax.jit(run, inline=True)
 
 
 def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:

@@ -18,8 +18,9 @@ import numpy as np
 from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xsake._ground.explicit import axes_of, explicit_mesh, names_of, placed
 from xsake.backend.contract import Call
-from xsake.backend.dims import Dims, flat_dims
+from xsake.backend.dims import Dims, call_dims, flat_dims
 
 Axes = tuple[str, ...]
 
@@ -50,25 +51,41 @@ class MeshCut(NamedTuple):
         return tuple(name for name in self.batch + self.heads if name not in used)
 
 
-def over_mesh(
-    run: Callable, given: tuple, given_dims: tuple, result_dims: tuple, result_specs: tuple, *, by_compiler: bool
-) -> tuple:
+def over_mesh(run: Callable, given: tuple, given_dims: tuple, result_dims: tuple, *, by_compiler: bool) -> tuple:
     """`run(*given)`, a tuple of arrays, with each device computing its part. The first of `given` is the `Call`.
 
     `run` is also called with parts: a call with a part of the batch and of the heads. A result that lacks a dimension
-    over which the call is cut is a sum over the devices. `result_specs` is how results lie on explicit axes. Without
-    `by_compiler`, arrays on auto axes are left to XLA, which gathers what it cannot cut.
+    over which the call is cut is a sum over the devices. Without `by_compiler`, arrays on auto axes are left to XLA,
+    which gathers what it cannot cut.
     """
     call: Call = given[0]
     mesh = jax.typeof(call.query).sharding.mesh
     operation = _Operation(run, call.q_heads, call.kv_heads, given_dims, result_dims)
-    if mesh.explicit_axes:
-        results = operation.by_shard_map(mesh, given)
-        return tuple(_placed(mesh, x, spec) for x, spec in zip(results, result_specs, strict=True))
+    if (explicit := explicit_mesh(given)) is not None:
+        return operation.by_shard_map(explicit, given)
     # Inside the caller's own shard_map, or with one device, there is nothing to cut.
     if mesh.manual_axes or jax.device_count() == 1 or not isinstance(call.batch, int) or not by_compiler:
         return run(*given)
     return operation.by_compiler(given)
+
+
+def cut_alike(call: Call, lengths: tuple[Array | None, ...]) -> tuple[Call, tuple[Array | None, ...]]:
+    """The call and the lengths of its sequences: on explicit axes, all of them cut as the call will be.
+
+    Arrays may be given cut in any way, and JAX refuses an operation on two that are cut differently.
+    """
+    mesh = explicit_mesh((call, lengths))
+    if mesh is None:
+        return call, lengths
+    values, tree = jax.tree.flatten((call, lengths))
+    dims = flat_dims((call_dims(call), [("b",) for x in lengths if x is not None]))
+    cut = _cut(call.q_heads, call.kv_heads, mesh.shape, dims, [axes_of(x) for x in values])
+
+    def alike(x: Array, dims: Dims) -> Array:
+        """What lies on no mesh goes with every array, and is placed by `over_mesh`."""
+        return x if explicit_mesh(x) is None else placed(mesh, x, cut.spec(dims))
+
+    return tree.unflatten(map(alike, values, dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +98,9 @@ class _Operation:
 
     def by_shard_map(self, mesh: Any, given: tuple) -> tuple:
         dims, values = flat_dims(self.given_dims), jax.tree.leaves(given)
-        specs = [explicit_spec(x) for x in values]
-        cut = self.cut(mesh.shape, dims, specs)
+        cut = self.cut(mesh.shape, dims, [axes_of(x) for x in values])
         want = [cut.spec(d) for d in dims]
-        placed = [_placed(mesh, x, spec) for x, spec in zip(values, want, strict=True)]
+        lying = [placed(mesh, x, spec) for x, spec in zip(values, want, strict=True)]
         tree = jax.tree.structure(given)
 
         def local(*parts: Array) -> tuple:
@@ -92,7 +108,7 @@ class _Operation:
 
         out_specs = tuple(cut.spec(d) for d in self.result_dims)
         names = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
-        return jax.shard_map(local, mesh=mesh, in_specs=tuple(want), out_specs=out_specs, axis_names=names)(*placed)
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(want), out_specs=out_specs, axis_names=names)(*lying)
 
     def by_compiler(self, given: tuple) -> tuple:
         from jax.experimental.custom_partitioning import custom_partitioning
@@ -140,25 +156,7 @@ class _Operation:
         return f"{side(dims)} -> {side(self.result_dims)}"
 
     def cut(self, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:
-        """From how the arrays lie: the first one that is cut along batch or heads decides."""
-        found: dict[str, Axes] = {}
-        for d, spec in zip(dims, specs, strict=True):
-            for dim, axes in zip(d, spec, strict=False):
-                axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
-                if axes and dim is not None:
-                    found.setdefault("h" if dim == "k" else dim, axes)
-        lost: list[str] = [name for name in ("t", "s", "d", "e") if name in found]
-        batch, heads = found.get("b", ()), found.get("h", ())
-        heads = tuple(name for name in heads if name not in batch)
-        count = _product(sizes, heads)
-        aligned = self.q_heads % count == 0 and (
-            self.kv_heads % count == 0 or (self.q_heads // self.kv_heads) % (self.q_heads // count) == 0
-        )
-        if not aligned:
-            heads = ()
-            lost.append("h")
-        _warn(lost)
-        return MeshCut(batch, heads, bool(heads) and self.kv_heads % count == 0)
+        return _cut(self.q_heads, self.kv_heads, sizes, dims, specs)
 
     def part(self, cut: MeshCut, given: tuple) -> tuple:
         """Run one device's part. Where only query heads are cut, a device takes the one K/V head of its queries."""
@@ -198,14 +196,24 @@ def _without_effects(run: Callable) -> Callable:
     return exported
 
 
-def explicit_spec(x: Array) -> PartitionSpec:
-    """How an array lies on explicit mesh axes, an entry for every dimension."""
-    spec = jax.typeof(x).sharding.spec
-    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
-
-
-def _placed(mesh: Any, x: Array, spec: PartitionSpec) -> Array:
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:
+    """From how the arrays lie: the first one that is cut along batch or heads decides."""
+    found: dict[str, Axes] = {}
+    for d, spec in zip(dims, specs, strict=True):
+        for dim, entry in zip(d, spec, strict=False):
+            axes = names_of(entry)
+            if axes and dim is not None:
+                found.setdefault("h" if dim == "k" else dim, axes)
+    lost: list[str] = [name for name in ("t", "s", "d", "e") if name in found]
+    batch, heads = found.get("b", ()), found.get("h", ())
+    heads = tuple(name for name in heads if name not in batch)
+    count = _product(sizes, heads)
+    aligned = q_heads % count == 0 and (kv_heads % count == 0 or (q_heads // kv_heads) % (q_heads // count) == 0)
+    if not aligned:
+        heads = ()
+        lost.append("h")
+    _warn(lost)
+    return MeshCut(batch, heads, bool(heads) and kv_heads % count == 0)
 
 
 def _take(x: Array, dims: Dims, own: Array) -> Array:

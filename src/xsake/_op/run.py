@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from xsake._ground.device import platform_of
 from xsake._ground.trace import interpret, interpreting, vary, varying_axes
 from xsake._op import registry, tuned
-from xsake._op.partition import explicit_spec, over_mesh
+from xsake._op.partition import over_mesh
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts
 from xsake.backend.dims import call_dims
@@ -77,9 +76,7 @@ class Runner:
         dims = call_dims(call)
         batch, tokens, heads, _ = dims.query
         results = ((batch, tokens, heads, dims.value[3]), (batch, heads, tokens))
-        b, t, h, _ = explicit_spec(call.query)
-        specs = (PartitionSpec(b, t, h, None), PartitionSpec(b, h, t))
-        out, lse = over_mesh(self.run_forward, (call,), (dims,), results, specs, by_compiler=self.by_compiler)
+        out, lse = over_mesh(self.run_forward, (call,), (dims,), results, by_compiler=self.by_compiler)
         return out if wide else out.astype(call.query.dtype), lse
 
     def run_forward(self, call: Call) -> tuple[Array, Array]:
@@ -111,9 +108,8 @@ class Runner:
         given_dims = (dims, rows, of_delta, outputs)
         wanted = ("query", "key", "value", "bias")[: 4 if with_bias else 3]
         results = tuple(getattr(dims, name) for name in wanted)
-        specs = tuple(explicit_spec(getattr(call, name)) for name in wanted)
         run = partial(self.run_backward, with_bias)
-        return over_mesh(run, (call, lse, delta, d_out), given_dims, results, specs, by_compiler=self.by_compiler)
+        return over_mesh(run, (call, lse, delta, d_out), given_dims, results, by_compiler=self.by_compiler)
 
     @property
     def takes_delta_parts(self) -> bool:
