@@ -136,12 +136,126 @@ def test_a_mask_that_was_made_inside_jit_follows(kind):
         return xsake.BlockMask.from_blocks(blocks, **options)
 
     place = NamedSharding(mesh, P("data", None, "model", None))
-    # Explicit axes do not yet let a mask be made from blocks that are cut: they are given whole.
-    given = (
-        blocks if kind == "explicit" else jax.device_put(blocks, NamedSharding(mesh, P("data", "model", None, None)))
-    )
+    given = jax.device_put(blocks, NamedSharding(mesh, P("data", "model", None, None)))
     got = jax.jit(lambda q, blocks: xsake.attention(q, q, q, made(blocks)))(jax.device_put(q, place), given)
     np.testing.assert_allclose(got, dense(q, q, q, made(blocks)), rtol=1e-5, atol=1e-5)
+
+
+LENGTH = 32
+BLOCKS = dict(block_q=8, block_kv=8, q_len=LENGTH, kv_len=LENGTH)
+
+
+def indices(i, n=2, heads=4):
+    return jax.random.randint(jax.random.key(i), (2, heads, LENGTH // 8, n), -1, LENGTH // 8)
+
+
+def with_sinks(q, k, v, sinks):
+    return xsake.attention(q, k, v, sinks=sinks, return_lse=True)
+
+
+def with_constant_sinks(q, k, v, sinks):
+    return xsake.attention(q, k, v, sinks=jax.lax.stop_gradient(sinks))
+
+
+def with_indices(q, k, v, i):
+    return xsake.attention(q, k, v, xsake.BlockMask.from_indices(i, **BLOCKS))
+
+
+def with_a_capacity(q, k, v, blocks):
+    return xsake.attention(q, k, v, xsake.BlockMask.from_blocks(blocks, capacity=15, **BLOCKS))
+
+
+def with_a_union(q, k, v, i, blocks):
+    mask = xsake.BlockMask.from_indices(i, **BLOCKS) | xsake.BlockMask.from_blocks(blocks, capacity=15, **BLOCKS)
+    return xsake.attention(q, k, v, mask)
+
+
+def with_segments(q, k, v, segments, lengths):
+    return xsake.attention(q, k, v, segment_ids=segments, key_value_seq_lengths=lengths)
+
+
+def selected(q, k, v, i, sinks):
+    return xsake.selected_attention(q, k, v, i.swapaxes(1, 2).repeat(8, 1), block_size=8, window=5, sinks=sinks)
+
+
+def moba(q, k, v):
+    return xsake.moba_attention(q, k, v, block_size=8, num_selected=2)
+
+
+def moba_of_sequences(q, k, v):
+    return xsake.moba_attention(q[:1], k[:1], v[:1], block_size=8, num_selected=2, cu_seqlens=jnp.array([0, 11, 30]))
+
+
+def native_sparse(q, k, v, gate):
+    options = dict(block_size=8, num_selected=2, window=5)
+    return xsake.native_sparse_attention(q, k, v, gate_compressed=gate, gate_window=gate, **options)
+
+
+def drawn(*shape):
+    return jax.random.normal(jax.random.key(7), shape)
+
+
+SEGMENTS = (jnp.broadcast_to(jnp.arange(LENGTH) // 12, (2, LENGTH)), jnp.array([32, 20]))
+SOME = jax.random.uniform(jax.random.key(3), (2, 8, LENGTH // 8, LENGTH // 8)) < 0.6
+# function, arguments besides query, key and value, and how these lie
+EXPLICIT = {
+    "sinks": (with_sinks, (drawn(8),), (P(),)),
+    "several sinks per head, cut": (with_sinks, (drawn(8, 3),), (P("model"),)),
+    "constant sinks": (with_constant_sinks, (drawn(8, 3),), (P(),)),
+    "indices": (with_indices, (indices(1),), (P(),)),
+    "indices cut over the batch": (with_indices, (indices(1),), (P("data"),)),
+    "indices of fewer heads": (with_indices, (indices(1, heads=1),), (P("data"),)),
+    "a capacity": (with_a_capacity, (SOME,), (P("data", "model"),)),
+    "a union": (with_a_union, (indices(1, heads=8), SOME), (P("data"), P(None, "model"))),
+    "tokens cut over the axis of the heads": (with_segments, SEGMENTS, (P(None, "model"), P("data"))),
+    "selected": (selected, (indices(2), drawn(8)), (P("data", "model"), P())),
+    "moba": (moba, (), ()),
+    "moba of sequences": (moba_of_sequences, (), ()),
+    "native sparse": (native_sparse, (drawn(2, LENGTH, 8),), (P("data", None, "model"),)),
+}
+QUICK = ("constant sinks", "a union", "tokens cut over the axis of the heads", "moba")
+
+
+def differentiated(function, arrays):
+    """The results, and all gradients of floats by random cotangents."""
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+
+    def of_floats(*given):
+        given = iter(given)
+        return function(*(next(given) if is_float else x for is_float, x in zip(floats, arrays, strict=True)))
+
+    results, back = jax.vjp(of_floats, *(x for is_float, x in zip(floats, arrays, strict=True) if is_float))
+    cotangents = jax.tree.map(lambda x: jnp.cos(3 * jax.lax.stop_gradient(x) + 1), results)
+    return results, back(cotangents)
+
+
+@pytest.mark.filterwarnings("ignore:xsake.attention gathers arrays")
+@pytest.mark.parametrize("axes", sweep({"batch": (2, 1), "heads": (1, 4), "both": (2, 4)}, slow=["batch", "heads"]))
+@pytest.mark.parametrize("name", sweep(EXPLICIT, slow=[name for name in EXPLICIT if name not in QUICK]))
+def test_gradients_on_explicit_axes(name, axes):
+    function, rest, specs = EXPLICIT[name]
+    arrays = (
+        *(jax.random.normal(jax.random.key(i), (2, LENGTH, heads, 8)) for i, heads in enumerate((8, 4, 4))),
+        *rest,
+    )
+    mesh = mesh_of("explicit", {"batch": (2, 1), "heads": (1, 4), "both": (2, 4)}[axes])
+    specs = (P("data", None, "model"),) * 3 + specs
+    if name == "moba of sequences":
+        specs = (P(None, None, "model"),) * 3
+    laid = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    run = jax.jit(lambda *arrays: differentiated(function, arrays))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), run(*laid), run(*arrays))
+
+
+def test_heads_that_choose_together_are_gathered_where_devices_would_part_them():
+    q, k = (jax.random.normal(jax.random.key(heads), (1, 16, heads, 8)) for heads in (8, 2))
+    mesh = mesh_of("explicit", (4,), ("model",))
+    cut = jax.device_put(q, NamedSharding(mesh, P(None, None, "model")))
+    whole = jax.device_put(k, NamedSharding(mesh, P()))
+    run = jax.jit(lambda q, k: xsake.native_sparse_attention(q, k, k, block_size=8, num_selected=2))
+    with pytest.warns(UserWarning, match="along heads over the mesh axes model: 4 devices cannot divide 2 and 8 heads"):
+        got = run(cut, whole)
+    np.testing.assert_allclose(got, run(q, k), rtol=1e-5, atol=1e-5)
 
 
 def test_the_flax_adapter_is_cut_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from xsake._ground.device import on_host, put_on_device
+from xsake._ground.explicit import over_explicit_axes
 from xsake.hads.mask import combine, exported, file, picture, token_selection
 from xsake.hads.mask.bitmaps import unpack
 from xsake.hads.mask.grid import Grid, Window
@@ -86,7 +88,11 @@ class BlockMask(MaskLists):
         allowed, full = grid.allowed_and_full()
         active = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape) & allowed[None, None]
         options: dict[str, Any] = dict(capacity=capacity, transpose=transpose, density_hint=density_hint)
-        return cls.of(MaskLists.of_active(active, full, grid, **options, traced=traced))
+
+        def made(active: ArrayT) -> BlockMask:
+            return cls.of(MaskLists.of_active(active, full, grid, **options, traced=traced))
+
+        return over_explicit_axes(made, (active,), ("b h",), "b h")
 
     @classmethod
     def from_indices(
@@ -129,24 +135,29 @@ class BlockMask(MaskLists):
                 f"kv_indices must be -1 (none) or in [0, {grid.num_kv}); got {indices[wrong][:4].tolist()} "
                 f"at {np.argwhere(wrong)[:4].tolist()}"
             )
-        # One spare column swallows the -1s.
-        column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
-        shape = (*indices.shape[:-1], grid.num_kv + 1)
-        lead = np.indices(indices.shape, sparse=True)[:-1]
-        blocks = put(xp, xp.zeros(shape, bool), (*lead, column), True)
-        mask = cls.from_blocks(
-            blocks[..., :-1],
-            block_q=block_q,
-            block_kv=block_kv,
-            q_len=q_len,
-            kv_len=kv_len,
-            is_causal=is_causal,
-            local_window_size=local_window_size,
-            capacity=capacity,
-            transpose=transpose,
-            density_hint=density_hint,
-        )
-        return mask.poisoned(wrong.any((-2, -1)).reshape(mask.batch, mask.heads)) if traced else mask
+
+        def made(indices: ArrayT) -> BlockMask:
+            wrong = (indices < -1) | (indices >= grid.num_kv)
+            # One spare column swallows the -1s.
+            column = xp.where(wrong | (indices < 0), grid.num_kv, indices)
+            lead = np.indices(indices.shape, sparse=True)[:-1]
+            blocks = put(xp, xp.zeros((*indices.shape[:-1], grid.num_kv + 1), bool), (*lead, column), True)
+            mask = cls.from_blocks(
+                blocks[..., :-1],
+                block_q=block_q,
+                block_kv=block_kv,
+                q_len=q_len,
+                kv_len=kv_len,
+                is_causal=is_causal,
+                local_window_size=local_window_size,
+                capacity=capacity,
+                transpose=transpose,
+                density_hint=density_hint,
+            )
+            return mask.poisoned(wrong.any((-2, -1))) if traced else mask
+
+        indices = indices.reshape((1,) * (4 - indices.ndim) + indices.shape)
+        return over_explicit_axes(made, (indices,), ("b h",), "b h")
 
     @classmethod
     def from_token_indices(
@@ -176,7 +187,12 @@ class BlockMask(MaskLists):
         q_len = np.shape(block_indices)[1] if np.ndim(block_indices) == 4 else 1
         grid = Grid.of(block_q, block_kv, q_len, q_len if kv_len is None else kv_len, is_causal, local_window_size)
         options: dict[str, Any] = dict(capacity=capacity, transpose=transpose, density_hint=density_hint)
-        return cls.of(token_selection.from_token_indices(block_indices, block_counts, grid, **options))
+        numbers = token_selection.numbers_that_count(block_indices, block_counts, grid.q_len)
+
+        def made(numbers: ArrayT) -> BlockMask:
+            return cls.of(token_selection.of_numbers(numbers, grid, **options))
+
+        return over_explicit_axes(made, (numbers,), ("b t h",), "b h")
 
     @classmethod
     def full(
@@ -240,11 +256,11 @@ class BlockMask(MaskLists):
         >>> (window | first_keys).to_elements()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
         """
-        return BlockMask.of(combine.union(self, other, capacity))
+        return _combined(combine.union, self, other, capacity)
 
     def intersection(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
         """Elements that attend in both masks; also `mask & other`. What `union` says of masks holds here, too."""
-        return BlockMask.of(combine.intersection(self, other, capacity))
+        return _combined(combine.intersection, self, other, capacity)
 
     __or__ = union
     __and__ = intersection
@@ -289,3 +305,14 @@ class BlockMask(MaskLists):
 
     def __str__(self) -> str:
         return picture.draw(self)
+
+
+def _combined(how: Callable[..., MaskLists], a: BlockMask, b: BlockMask, capacity: int | None) -> BlockMask:
+    combine.check(a, b)
+
+    def made(a: BlockMask, b: BlockMask) -> BlockMask:
+        return BlockMask.of(how(a, b, capacity))
+
+    for mask in (a, b):
+        mask.incomplete_heads()  # raises where a concrete mask lacks blocks, which no device can tell of its part
+    return over_explicit_axes(made, (a, b), ("b h", "b h"), "b h") if a.traced or b.traced else made(a, b)

@@ -20,18 +20,13 @@ from xsake.hads.mask.lists.with_bitmaps import with_bitmap_per_block, with_bitma
 from xsake.hads.mask.token_function import Known, mask_of_tokens
 
 
-def from_token_indices(
-    block_indices: Any,
-    block_counts: Any,
-    grid: Grid,
-    *,
-    capacity: int | None,
-    transpose: bool,
-    density_hint: float | None,
+def of_numbers(
+    numbers: ArrayT, grid: Grid, *, capacity: int | None, transpose: bool, density_hint: float | None
 ) -> MaskLists:
+    """The mask of what each token chose, `numbers` [b, t, h, n] as `numbers_that_count` gives them."""
     if grid.num_q * grid.num_kv >= 2**31:
         raise ValueError(f"{grid.num_q} x {grid.num_kv} blocks are more than 2**31: use larger blocks")
-    column, wrong = _columns(block_indices, block_counts, grid)
+    column, wrong = _columns(numbers, grid)
     given: dict[str, Any] = dict(transpose=transpose, density_hint=density_hint)
     if not isinstance(column, jax.core.Tracer):
         return _concrete(column, grid, capacity=capacity, **given)
@@ -78,11 +73,11 @@ def _dense(column: ArrayT, grid: Grid, **given: Any) -> MaskLists:
     return with_bitmap_per_block(mask, words.reshape(*words.shape[:2], grid.num_q * grid.num_kv, 1, words.shape[-1]))
 
 
-def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: int, block_kv: int) -> MaskLists:
-    """A causal mask of what each token chose, and of the last `window` tokens, its own included."""
-    q_len = block_indices.shape[1]
+def with_window(numbers: ArrayT, window: int, *, block_q: int, block_kv: int) -> MaskLists:
+    """A causal mask of what each token chose, as `of_numbers`, and of the last `window` tokens, its own included."""
+    q_len = numbers.shape[1]
     grid = Grid.of(block_q, block_kv, q_len, q_len, True, None)
-    column, wrong = _columns(block_indices, block_counts, grid)
+    column, wrong = _columns(numbers, grid)
     words = _row_words(jnp if isinstance(column, jax.core.Tracer) else np, column, grid)
 
     def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -99,9 +94,8 @@ def with_window(block_indices: Any, block_counts: Any, window: int, *, block_q: 
     return mask.poisoned(wrong.any((1, 3))) if isinstance(words, jax.core.Tracer) else mask
 
 
-def _columns(block_indices: Any, block_counts: Any, grid: Grid) -> tuple[ArrayT, ArrayT]:
+def _columns(indices: ArrayT, grid: Grid) -> tuple[ArrayT, ArrayT]:
     """(the numbers, nK where nothing is chosen; which are out of range), [b, t, h, n] each."""
-    indices = numbers_that_count(block_indices, block_counts, grid.q_len)
     wrong = (indices < -1) | (indices >= grid.num_kv)
     traced = isinstance(indices, jax.core.Tracer)
     if not traced and wrong.any():

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xsake._ground.explicit import axes_of, explicit_mesh, placed
 from xsake.hads.selection.cut import Cut
-from xsake.hads.selection.devices.heads_of_shard import divides, names_of, specs_of_shards
+from xsake.hads.selection.devices.heads_of_shard import divides, specs_of_shards
 from xsake.hads.selection.given import Given
-
-_EXPLICIT = AxisType.Explicit
 
 
 def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, given: Given) -> Any:
@@ -30,25 +28,25 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
     `masks` is how many there are over all shards. Batch and heads stay sharded as they are in the query. Other axes are
     gathered, with a warning. Without explicit axes this is `make` itself.
     """
-    mesh = _explicit_mesh(given.query, given.key)
+    mesh = explicit_mesh((given.query, given.key))
     if mesh is None:
         return make(cut, given)
-    batch, tokens, heads, features = (names_of(entry) for entry in _spec(given.query))
+    batch, tokens, heads, features = axes_of(given.query)
     if heads and cut.heads_axes:
         raise ValueError(
             f"heads are sharded over {cut.heads_axes} of the shard_map around this and over the explicit axes {heads}: "
             "let the shard_map have all of them, or none"
         )
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    shards = math.prod(sizes[name] for name in heads)
+    shards = math.prod(mesh.shape[name] for name in heads)
     q_heads, kv_heads = given.query.shape[2], given.key.shape[2]
     if not divides(q_heads, kv_heads, masks, shards):
         features, heads, shards = (*features, *heads), (), 1
     if gathered := (*tokens, *features):
         warnings.warn(
             f"hads.select gathers query and key over the mesh axes {', '.join(gathered)}: it keeps shardings of batch, "
-            f"and of heads if each shard has whole KV heads and masks; query is sharded as {_spec(given.query)}, with "
-            f"{q_heads} query heads, {kv_heads} KV heads and {masks} masks",
+            "and of heads if each shard has whole KV heads and masks; query is sharded as "
+            f"{jax.typeof(given.query).sharding.spec}, with {q_heads} query heads, {kv_heads} KV heads and {masks} "
+            "masks",
             stacklevel=3,
         )
     query, key = specs_of_shards(batch or None, heads, kv_heads, shards)
@@ -58,22 +56,5 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
         mesh=mesh,
         in_specs=(specs,),
         out_specs=P(batch or None, heads or None),
-        axis_names={name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is _EXPLICIT},
-    )(jax.tree.map(partial(_placed, mesh), given, specs))
-
-
-def _explicit_mesh(*arrays: Any) -> Any:
-    """The mesh of the first array whose mesh has explicit axes; None if there is no such array."""
-    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
-    return next((mesh for mesh in meshes if _EXPLICIT in mesh.axis_types), None)
-
-
-def _spec(array: Any) -> tuple[Any, ...]:
-    spec = jax.typeof(array).sharding.spec
-    return (*spec, *(None,) * (array.ndim - len(spec)))
-
-
-def _placed(mesh: Any, x: Any, spec: P) -> Any:
-    if [names_of(entry) for entry in _spec(x)] == [names_of(entry) for entry in spec]:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        axis_names=frozenset(mesh.explicit_axes),
+    )(jax.tree.map(partial(placed, mesh), given, specs))

@@ -25,11 +25,6 @@ def specs_of_shards(batch: Any, heads: tuple[str, ...], kv_heads: int, shards: i
     return P(batch, None, heads or None, None), P(batch, None, of_keys or None, None)
 
 
-def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a spec names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def heads_of_shard(given: Given, kv_heads: int, axes: tuple[str, ...]) -> Given:
     """The inputs of a shard of query heads: its heads' weights, and the KV heads that its query heads share.
 

@@ -18,9 +18,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xsake._ground.explicit import names_of
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import Cut
-from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard, names_of, specs_of_shards
+from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard, specs_of_shards
 from xsake.hads.selection.given import Given
 
 Program = Callable[..., Any]  # program(grid, masks, room, given, cut=cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from xsake._ground.device import platform_of
 from xsake._ground.explicit import placed_like
+from xsake._ground.programs import newest_programs
 from xsake._ground.trace import known_flag, vary, varying_axes
 from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
@@ -137,7 +138,8 @@ def attention(
     return (out, placed_like(query, runner.contract_lse(lse).swapaxes(1, 2))) if return_lse else out
 
 
-@cache
+# One program also outside jit: between separate programs jax_debug_infs would report every -inf.
+@newest_programs
 def _mappable_forward(runner: Runner) -> Callable:
     run = custom_vmap(partial(runner.forward, wide=True))
 
@@ -146,11 +148,9 @@ def _mappable_forward(runner: Runner) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
-    return _differentiable_again(runner, jax.jit(run, inline=True), partial(_plain(runner).forward, wide=True))
+    return _differentiable_again(runner, run, partial(_plain(runner).forward, wide=True))
 
 
-@cache
 def _mappable_backward(runner: Runner, with_bias: bool) -> Callable:
     def backward(call: Call, lse: Array, delta: Array | DeltaParts, d_out: Array) -> tuple:
         return runner.backward(call, lse, delta, d_out, with_bias)
@@ -228,11 +228,10 @@ def _attend_bwd(runner: Runner, residuals: tuple, cotangents: tuple) -> tuple[Ca
     return (dataclasses.replace(zeros, **{name: placed_like(getattr(call, name), x) for name, x in found.items()}),)
 
 
-@cache
+@newest_programs
 def _gradients(runner: Runner, with_bias: bool) -> Callable:
     """A function that returns the gradients, by the names of `Call`'s fields."""
 
-    @partial(jax.jit, inline=True)
     def gradients(call: Call, out: Array, lse: Array, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
         d_out, d_lse = vary((d_out, d_lse), varying_axes(call))
         lse = runner.contract_lse(lse)

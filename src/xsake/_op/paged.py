@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from xsake._ground.device import on_host, platform_of
 from xsake._ground.explicit import placed_like
+from xsake._ground.programs import newest_programs
 from xsake._ground.trace import vary, varying_axes
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
@@ -66,7 +67,7 @@ def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
     return out, runner.contract_lse(lse)
 
 
-@cache
+@newest_programs
 def _mappable(runner: Runner) -> Callable:
     run = custom_vmap(runner.forward)
 
@@ -75,7 +76,7 @@ def _mappable(runner: Runner) -> Callable:
         out, lse = run(fold_call(size, call, mapped[0]))
         return (unfold(size, out), unfold(size, lse)), (True, True)
 
-    return jax.jit(run, inline=True)
+    return run
 
 
 def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake._ground.device import compute_capability
+from xsake._ground.explicit import over_explicit_axes
 from xsake._ground.trace import interpreting, vary, varying_axes
 
 _SCORES_AT_A_TIME = 2**22  # numbers
@@ -47,16 +48,23 @@ def choose_blocks(
     is known. Otherwise the score is the logit, and every query head chooses for itself. With `segment` ids, a token
     sees blocks whose first token has the same id.
     """
-    query, blocks, lse = lax.stop_gradient((query, blocks, lse))
-    n, rules = blocks.shape[1], _Rules(blocks.shape[1], block_size, keep_first, segment)
-    if by_weight and lse is not None and _has_kernel(query):
-        from xsake._selection import triton_weights  # a GPU module, which `import xsake` must not bring along
+    n = blocks.shape[1]
 
-        weights = triton_weights.group_weights(query, blocks, lse, block_size=block_size, scale=scale)
-        token = jnp.arange(query.shape[1], dtype=jnp.int32)
-        found = rules.best(weights[:, :, None], token, segment, count)
-    else:
-        found = _in_parts(query, blocks, rules, count, scale, by_weight, segment, lse)
+    def choose(query: Array, blocks: Array, segment: Array | None, lse: Array | None) -> Array:
+        rules = _Rules(n, block_size, keep_first, segment)
+        if by_weight and lse is not None and _has_kernel(query):
+            from xsake._selection import triton_weights  # a GPU module, which `import xsake` must not bring along
+
+            weights = triton_weights.group_weights(query, blocks, lse, block_size=block_size, scale=scale)
+            token = jnp.arange(query.shape[1], dtype=jnp.int32)
+            return rules.best(weights[:, :, None], token, segment, count)
+        return _in_parts(query, blocks, rules, count, scale, by_weight, segment, lse)
+
+    # Heads that choose together stay together: those of a single K/V head, on every device.
+    heads = "" if by_weight and blocks.shape[2] == 1 else "h"
+    of_tokens, of_blocks = f"b t {heads}", f"b n {heads}"
+    given = (*lax.stop_gradient((query, blocks)), segment, lax.stop_gradient(lse))
+    found = over_explicit_axes(choose, given, (of_tokens, of_blocks, "b t", of_tokens), of_tokens)
     assert found.shape[3] == min(count, n)
     return lax.stop_gradient(found.astype(jnp.int32))
 

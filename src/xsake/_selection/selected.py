@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from xsake._ground.explicit import over_explicit_axes
 from xsake._ground.trace import known_flag
 from xsake._op.attention import attention
 from xsake._op.shapes import Arrays, Output
@@ -103,4 +104,8 @@ def mask_of(indices: Any, counts: Any, tokens: int, block_size: int, window: int
     block_q = next(n for n in (8, 16, 32, _ROWS) if group % (_ROWS // n) == 0)
     if window is None:
         return BlockMask.from_token_indices(indices, counts, block_kv=block_size, block_q=block_q, is_causal=True)
-    return BlockMask.of(with_window(indices, counts, window, block_kv=block_size, block_q=block_q))
+
+    def made(numbers: Any) -> BlockMask:
+        return BlockMask.of(with_window(numbers, window, block_kv=block_size, block_q=block_q))
+
+    return over_explicit_axes(made, (numbers_that_count(indices, counts, tokens),), ("b t h",), "b h")

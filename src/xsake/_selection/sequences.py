@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from xsake._ground.device import on_host
+from xsake._ground.explicit import over_explicit_axes
 from xsake._ground.trace import vary, varying_axes
 
 
@@ -61,12 +63,17 @@ class Sequences:
 
     def spread(self, x: Array, fill: Any = 0) -> Array:
         """[1, T, ...] laid out anew, [1, length, ...]."""
-        new = vary(jnp.full((1, self.length, *x.shape[2:]), fill, x.dtype), varying_axes(x))
-        return new.at[:, self.place].set(x, mode="drop")
+
+        def spread(x: Array, place: Array) -> Array:
+            new = vary(jnp.full((1, self.length, *x.shape[2:]), fill, x.dtype), varying_axes(x))
+            return new.at[:, place].set(x, mode="drop")
+
+        return over_explicit_axes(spread, (x, self.place), ("b t h", "t"), "b t h")
 
     def gather(self, x: Array) -> Array:
         """The inverse of `spread`; 0 for tokens past the last sequence."""
-        return jnp.take(x, self.place, axis=1, mode="fill", fill_value=0)
+        take = partial(jnp.take, axis=1, mode="fill", fill_value=0)
+        return over_explicit_axes(take, (x, self.place), ("b t h", "t"), "b t h")
 
     def blocks(self, indices: Array | np.ndarray) -> Array:
         """Block numbers [1, T, heads, n] of each token's own sequence as numbers of the new layout, laid out anew.
