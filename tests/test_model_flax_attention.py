@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import hads_case
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from flax import linen, nnx
 from sweep import sweep
 
 import xsake
+from xsake.hads import select
 from xsake.model import attention_fn
 
 LENGTH, WIDTH, HEADS = 48, 32, 4
@@ -55,6 +57,25 @@ def test_block_masks_are_flaxs_with_the_same_elements(layer):
     sparse = layer(X, partial(attention_fn, block_mask=SPARSE, implementation="xla"))
     np.testing.assert_allclose(sparse, layer(X, mask=ELEMENTS), rtol=1e-4, atol=1e-5)
     assert jnp.abs(sparse - layer(X, attention_fn)).max() > 0.01
+
+
+def test_a_function_chooses_the_blocks_by_the_layers_queries_and_keys():
+    x, head_dim = jax.random.normal(jax.random.key(1), (2, 160, WIDTH)), WIDTH // HEADS
+    profile = hads_case.random_profile(q_heads=HEADS, kv_heads=HEADS, head_dim=head_dim)
+    choose = partial(select, profile=profile, budget=0.7, layer=1)
+    found = []
+
+    def watched(query, key):
+        assert query.shape == key.shape == (2, 160, HEADS, head_dim)
+        found.append(choose(query, key).to_elements())
+        return choose(query, key)
+
+    layer = nnx.MultiHeadAttention(num_heads=HEADS, in_features=WIDTH, decode=False, rngs=nnx.Rngs(0))
+    layer.attention_fn = partial(attention_fn, block_mask=watched)
+    chosen = layer(x)
+    layer.attention_fn = nnx.dot_product_attention
+    np.testing.assert_allclose(chosen, layer(x, mask=found[0]), rtol=1e-4, atol=1e-5)
+    assert 0.3 < found[0].mean() < 0.45 and jnp.abs(chosen - layer(x, mask=found[0].any(1, keepdims=True))).max() > 0.01
 
 
 def test_block_and_array_masks_together():

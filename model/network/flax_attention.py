@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def attention_fn(
     attn_weights_value_einsum: Any = None,
     *,
     input_positions: Array | None = None,
-    block_mask: xsake.BlockMask | None = None,
+    block_mask: xsake.BlockMask | Callable[[Array, Array], xsake.BlockMask] | None = None,
     implementation: str | None = None,
 ) -> Array:
     """`xsake.attention` with the signature of Flax's `dot_product_attention`, for nnx and for linen.
@@ -49,6 +50,9 @@ def attention_fn(
 
     A block mask carries its own causal rule. Flax's boolean `mask` is honoured too, but is an array [..., T, S]: for
     causality use the block mask or `is_causal`. Products are computed as precisely as any `jax.lax.Precision` asks for.
+
+    A function of the layer's queries and keys chooses the blocks by what the layer reads, as HADS does:
+    `block_mask=partial(xsake.hads.select, profile=profile, budget=0.2, layer=3)`. Each layer needs its own number.
 
     A layer that decodes (`decode=True`) attends with one query to a cache of S keys. Give nnx's layers that query's
     position as `input_positions` [..., 1], and the query attends to the blocks of its row in a block mask of S queries:
@@ -73,6 +77,8 @@ def attention_fn(
         return x.reshape(math.prod(lead), *x.shape[-3:])
 
     window = positions = None
+    if callable(block_mask):
+        block_mask = block_mask(one_batch(query), one_batch(key))
     if block_mask is not None and query.shape[-3] == 1 < block_mask.q_len:
         if input_positions is None:
             raise ValueError(
