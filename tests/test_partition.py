@@ -191,6 +191,10 @@ def native_sparse(q, k, v, gate):
     return xsake.native_sparse_attention(q, k, v, gate_compressed=gate, gate_window=gate, **options)
 
 
+def mapped(q, k, v, sinks):
+    return jax.vmap(lambda q, sinks: xsake.attention(q, k, v, sinks=sinks))(jnp.stack([q, 2 * q, -q]), sinks)
+
+
 def drawn(*shape):
     return jax.random.normal(jax.random.key(7), shape)
 
@@ -208,12 +212,13 @@ EXPLICIT = {
     "a capacity": (with_a_capacity, (SOME,), (P("data", "model"),)),
     "a union": (with_a_union, (indices(1, heads=8), SOME), (P("data"), P(None, "model"))),
     "tokens cut over the axis of the heads": (with_segments, SEGMENTS, (P(None, "model"), P("data"))),
+    "mapped": (mapped, (drawn(3, 8),), (P(),)),
     "selected": (selected, (indices(2), drawn(8)), (P("data", "model"), P())),
     "moba": (moba, (), ()),
     "moba of sequences": (moba_of_sequences, (), ()),
     "native sparse": (native_sparse, (drawn(2, LENGTH, 8),), (P("data", None, "model"),)),
 }
-QUICK = ("constant sinks", "a union", "tokens cut over the axis of the heads", "moba")
+QUICK = ("a union", "tokens cut over the axis of the heads", "mapped", "moba")
 
 
 def differentiated(function, arrays):
@@ -245,6 +250,22 @@ def test_gradients_on_explicit_axes(name, axes):
     laid = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     run = jax.jit(lambda *arrays: differentiated(function, arrays))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), run(*laid), run(*arrays))
+
+
+def test_views_of_a_mask_that_is_made_on_explicit_axes():
+    def views(blocks, chosen):
+        mask = xsake.BlockMask.from_blocks(blocks, capacity=15, **BLOCKS)
+        of_tokens = xsake.BlockMask.from_token_indices(chosen.swapaxes(1, 2).repeat(8, 1), block_q=8, block_kv=8)
+        return (
+            mask.to_blocks(),
+            mask.density(per_head=True),
+            of_tokens.to_elements(),
+            mask.shard_rows(2).blocks_walked(),
+        )
+
+    mesh = mesh_of("explicit")
+    laid = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in (SOME, indices(1))]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(views)(*laid), jax.jit(views)(SOME, indices(1)))
 
 
 def test_heads_that_choose_together_are_gathered_where_devices_would_part_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -232,6 +233,9 @@ class BlockMask(MaskLists):
 
     def to_listed(self) -> ArrayT:
         """`to_elements` without the index rule: the elements of listed blocks whose bits are set."""
+        return over_explicit_axes(BlockMask._to_listed, (self,), ("b h",), "b h") if self.traced else self._to_listed()
+
+    def _to_listed(self) -> ArrayT:
         xp: Any = jnp if self.traced else np
         if self.bitmaps is None:
             elements = xp.repeat(xp.repeat(self.to_blocks(), self.block_q, -2), self.block_kv, -1)
@@ -288,7 +292,14 @@ class BlockMask(MaskLists):
         >>> mask.shard_rows(4).blocks_walked().tolist(), mask.shard_rows(4, order="zigzag").blocks_walked().tolist()
         ([10, 26, 42, 58], [34, 34, 34, 34])
         """
-        return RowShards.of(self, Order.of(shards, order), capacity)
+        in_order = Order.of(shards, order)
+        if not self.traced:
+            return RowShards.of(self, in_order, capacity)
+
+        def lists(mask: BlockMask) -> RowShards:
+            return dataclasses.replace(RowShards.of(mask, in_order, capacity), bitmaps=None)
+
+        return dataclasses.replace(over_explicit_axes(lists, (self,), ("b h",), "n b h"), bitmaps=self.bitmaps)
 
     # -- files and pictures --------------------------------------------------------------------------------------------
 

@@ -144,4 +144,4 @@ class RowShards(MayOverflow):
     def _by_block(self, of_slots: Any, absent: Any) -> Any:
         total = self.columns * self.order.shards
         column = jnp.asarray(self.order.places(total))[self.kv_indices[0]]
-        return by_block(jnp, self.kv_row_ptr[0], column, total, of_slots, absent)
+        return by_block(jnp, total, absent, self.kv_row_ptr[0], column, of_slots)

@@ -10,12 +10,14 @@ For one head of a causal mask with 4 blocks a side and blocks (0,0) (1,1) (2,0) 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
 from xsake._ground.buckets import density_bucket, power_of_two_at_least
+from xsake._ground.explicit import over_explicit_axes
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.grid import Grid, Window
 from xsake.hads.mask.lists.overflow import MayOverflow
@@ -161,8 +163,9 @@ class MaskLists(MayOverflow):
         ValueError if a concrete mask overflowed; in a traced one, `incomplete_heads` says which heads lack blocks.
         """
         self.incomplete_heads()
-        ptr, indices = self.read(self.kv_row_ptr), self.read(self.kv_indices)
-        return by_block(jnp if self.traced else np, ptr, indices, self.num_kv_blocks, of_slots, absent)
+        lists = self.read(self.kv_row_ptr), self.read(self.kv_indices), of_slots
+        put = partial(by_block, jnp if self.traced else np, self.num_kv_blocks, absent)
+        return over_explicit_axes(put, lists, ("b h",) * 3, "b h")
 
     def to_blocks(self) -> ArrayT:
         """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule).

@@ -60,7 +60,7 @@ def rows_of_slots(xp: Any, ptr: ArrayT, capacity: int) -> ArrayT:
     return xp.cumsum(count, -1)[..., :capacity]
 
 
-def by_block(xp: Any, ptr: ArrayT, columns: ArrayT, num_columns: int, of_slots: ArrayT, absent: Any) -> ArrayT:
+def by_block(xp: Any, num_columns: int, absent: Any, ptr: ArrayT, columns: ArrayT, of_slots: ArrayT) -> ArrayT:
     """[b, h, R, num_columns, ...]: `of_slots`, [b, h, N, ...], at the row and column of each slot; else `absent`."""
     b, h = (x[..., None] for x in np.ogrid[: columns.shape[0], : columns.shape[1]])
     row = rows_of_slots(xp, ptr, columns.shape[2])  # slots past the last entry land in a spare row
