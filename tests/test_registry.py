@@ -15,7 +15,7 @@ from xsake import kernels_raw_triton
 from xsake._op import attention as attention_op
 from xsake._op import registry
 from xsake._op.arguments import build_call
-from xsake._op.fold import fold_call
+from xsake._op.fold import Fold
 from xsake._op.run import Runner
 from xsake.backend.contract import Backend, Call
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
@@ -129,11 +129,11 @@ def test_vmap_folds_every_array_of_a_call():
     """Also a field that is added to `Call` later: its declaration says how it is folded."""
     call = call_of_tomorrow(temperature=jnp.ones((1, 3)))
     mapped = jax.tree.map(lambda _: False, call)
-    assert fold_call(5, call, mapped).temperature.shape == (1, 3)
-    shared = fold_call(5, call, mapped)
+    shared = Fold.of(5, call, mapped).call(call, mapped)
+    assert shared.temperature.shape == (1, 3)
     assert shared.query.shape == (10, 64, 1, 16) and shared.mask.batch == 1
-    stacked = dataclasses.replace(call, temperature=jnp.ones((5, 2, 3)))
-    assert fold_call(5, stacked, dataclasses.replace(mapped, temperature=True)).temperature.shape == (10, 3)
+    call, mapped = (dataclasses.replace(x, temperature=y) for x, y in ((call, jnp.ones((5, 2, 3))), (mapped, True)))
+    assert Fold.of(5, call, mapped).call(call, mapped).temperature.shape == (10, 3)
 
 
 def test_a_permission_is_asked_of_no_backend():

@@ -21,7 +21,7 @@ from xsake._ground.trace import known_flag, vary, varying_axes
 from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
 from xsake._op.derivatives import differentiable_again, reverse_mode_only
-from xsake._op.fold import fold, fold_call, unfold
+from xsake._op.fold import Fold
 from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake.backend.contract import Call
@@ -145,8 +145,9 @@ def _mappable_forward(runner: Runner) -> Callable:
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call) -> tuple:
-        out, lse = run(fold_call(size, call, mapped[0]))
-        return (unfold(size, out), unfold(size, lse)), (True, True)
+        fold = Fold.of(size, call, mapped[0])
+        out, lse = run(fold.call(call, mapped[0]))
+        return (fold.back(out), fold.back(lse)), (True, True)
 
     return _differentiable_again(runner, run, partial(_plain(runner).forward, wide=True))
 
@@ -159,12 +160,12 @@ def _mappable_backward(runner: Runner, with_bias: bool) -> Callable:
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call, *rest: Any) -> tuple:
-        batch = call.query.shape[1 if mapped[0].query else 0]
-        folded = fold_call(size, call, mapped[0])
+        fold = Fold.of(size, call, mapped[0])
+        folded = fold.call(call, mapped[0])
         if call.bias is not None and with_bias:  # each example has its own bias gradient
-            folded = dataclasses.replace(folded, bias=fold(size, batch, call.bias, mapped[0].bias))
-        rest = jax.tree.map(lambda x, m: fold(size, batch, x, m), rest, tuple(mapped[1:]))
-        grads = [unfold(size, g) for g in run(folded, *rest)]
+            folded = dataclasses.replace(folded, bias=fold.array(call.bias, mapped[0].bias))
+        rest = jax.tree.map(fold.array, rest, tuple(mapped[1:]))
+        grads = [fold.back(g) for g in run(folded, *rest)]
         if call.bias is not None and with_bias and call.bias.shape[1 if mapped[0].bias else 0] == 1:
             grads[3] = grads[3].sum(1, keepdims=True)
         return tuple(grads), (True,) * len(grads)

@@ -19,7 +19,7 @@ from xsake._ground.programs import newest_programs
 from xsake._ground.trace import vary, varying_axes
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
-from xsake._op.fold import fold_call, unfold
+from xsake._op.fold import Fold
 from xsake._op.run import Runner
 from xsake._rewrites import rewrite
 from xsake._rewrites.held_blocks import HeldBlocks
@@ -73,8 +73,9 @@ def _mappable(runner: Runner) -> Callable:
 
     @run.def_vmap
     def _(size: int, mapped: list, call: Call) -> tuple:
-        out, lse = run(fold_call(size, call, mapped[0]))
-        return (unfold(size, out), unfold(size, lse)), (True, True)
+        fold = Fold.of(size, call, mapped[0])
+        out, lse = run(fold.call(call, mapped[0]))
+        return (fold.back(out), fold.back(lse)), (True, True)
 
     return run
 
