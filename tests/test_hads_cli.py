@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import hads_case as case
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli import hads as cli
 from xsake.hads import HadsProfile
-from xsake.hads.study.summary import retention
+from xsake.hads.study.bootstrap import Difference
+from xsake.hads.study.result import table
+from xsake.hads.study.summary import Summary, retention
 from xsake.hads.study.texts import load_texts
 from xsake.model import save_pretrained
 
@@ -63,7 +67,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     options = ["--profile", profile, "--out", out, "--methods", "hads,sink_window", "--budgets", "0.5"]
     code, said = run("evaluate", tokens, *options, "--length", 300, "--domains", "lively,copy")
     assert code == 0, said
-    assert "hads" in said and "sink_window" in said and "50.00%" in said
+    assert "HADS at 50%: 0 of 2, after" in said and "sink + window" in said and "50.00%" in said
     assert sorted(path.name for path in out.iterdir()) == [
         "heads.png",
         "mask.png",
@@ -86,6 +90,19 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
     assert code == 1 and "unknown ['nonsense']; groups are short, ours, rivals" in said
+
+
+def test_the_table_of_an_evaluation_is_whole_in_80_columns():
+    about = dict(budget=0.1, layers="profile", sequences=256, documents=9, density=0.1, off_budget=0.0)
+    found = dict(kl=0.1323, perplexity_gap=0.1432, same_token=0.871, adjusted=None)
+    against = {"hads": None, "mean_top_k+forced": Difference(-0.0123, -0.0222, -0.0012, 0.0)}
+    rows = [Summary(method=name, against=of, **about, **found) for name, of in against.items()]
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(rows, "smollm2-135m, 131072 tokens in blocks of 128: distance from the dense model"))
+    lines = console.file.getvalue().splitlines()
+    assert "…" not in "".join(lines) and len(max(lines, key=len)) <= 80
+    words = " ".join(lines).split()
+    assert {"perplexity", "mean-pooled", "texts", "256", "[-0.0222,", "-0.0012]", "-0.0123", "+14.32%"} <= set(words)
 
 
 def test_progress_in_a_log_is_lines(capsys, monkeypatch):

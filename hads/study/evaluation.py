@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._ground.words import in_words
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts, uniform_counts
 from xsake.hads.profile.fingerprint import shared
@@ -114,7 +115,7 @@ def evaluate(
             if stop is not None and stop():
                 finish(waiting)
                 return False
-            report(f"{method} at {budget:.0%}", first, len(texts))
+            report(f"{in_words(method)} at {budget:.0%}", first, len(texts))
             mask_fn = MethodMask.of(
                 method, on_device, counts[budget], knowledge=beyond.get(method), last_rows=last_rows
             )

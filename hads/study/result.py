@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from xsake._ground import atomic
+from xsake._ground.words import in_words
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.study import pictures
+from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
 from xsake.hads.study.summary import Summary, as_json, retention, summarise
@@ -30,7 +33,7 @@ def write(
     console.print(table(rows, title))
     kept = retention(records)
     for domain, method, budget, asked, share in kept:
-        console.print(f"{domain}: {method} at {budget:.0%} keeps {share:.1%} of {asked} answers")
+        console.print(f"{domain}: {in_words(method)} at {budget:.0%} keeps {share:.1%} of {asked} answers")
     atomic.write_text(folder / "summary.json", json.dumps(as_json(about, rows, kept), indent=1) + "\n")
     pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
@@ -44,33 +47,33 @@ def write(
 
 
 def table(rows: Sequence[Summary], title: str) -> Table:
-    """Methods by budget, best first. Where there are several texts, the last columns are HADS minus the method with its
-    95% interval (none if all texts are parts of one document), and the number of texts."""
+    """Methods by budget, best first, in 80 columns. Where there are several texts, the last columns are HADS minus the
+    method with its 95% interval (none if all texts are parts of one document), and the number of texts."""
     several = any(row.sequences > 1 for row in rows)
-    widest = max(len(row.method) for row in rows)
-    made = Table(title=title)
-    names = ["budget", "method", "blocks", "KL (nats)", "perplexity", "same token"]
-    for name in names + ["HADS - method", "", "texts"] * several:
-        is_name = name == "method"
-        made.add_column(name, justify="left" if is_name else "right", min_width=widest * is_name)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    names = ["budget", "method", "blocks", "KL\n(nats)", "perplexity", "same\ntoken"]
+    for name in names + ["HADS - method", "texts"] * several:
+        made.add_column(name, justify="left" if name == "method" else "right")
     last = None
     for row in rows:
         if last is not None and row.budget != last:
             made.add_section()
         first, last = row.budget != last, row.budget
+        name = in_words(row.method)
         cells = [
             f"{row.budget:.0%}" if first else "",
-            f"[bold]{row.method}[/bold]" if row.method == "hads" else row.method,
+            f"[bold]{name}[/bold]" if row.method == "hads" else name,
             f"{row.density:.2%}",
             f"{row.kl:.4f}",
             f"{row.perplexity_gap:+.2%}",
             f"{row.same_token:.1%}",
         ]
         if several:
-            difference = row.against
-            interval = ""
-            if difference is not None and difference.low is not None:
-                interval = rf"\[{difference.low:+.4f}, {difference.high:+.4f}]"
-            cells += ["" if difference is None else f"{difference.mean:+.4f}", interval, str(row.sequences)]
+            cells += ["" if row.against is None else _difference(row.against), str(row.sequences)]
         made.add_row(*cells)
     return made
+
+
+def _difference(of: Difference) -> str:
+    interval = "" if of.low is None else rf"\[{of.low:+.4f}, {of.high:+.4f}]"
+    return f"{of.mean:+.4f}\n{interval}".rstrip()
