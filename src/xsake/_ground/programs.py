@@ -2,6 +2,7 @@
 
 JAX keeps the programs of a jitted function as long as the function lives. On a CPU, a program of attention takes up to
 200 memory maps, and Linux allows a process 65,530: without a bound, some hundreds of lengths would use them up.
+JAX bounds the programs of single operations itself: 8192 were seen to take 25,000 maps, for which `KEPT` leaves room.
 """
 
 from __future__ import annotations
