@@ -4,10 +4,9 @@ lies. With auto axes none of this is needed: XLA partitions the program itself.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -69,13 +68,14 @@ def over_explicit_axes(run: Callable, given: tuple, dims: tuple[str, ...], resul
     heads = tuple(name for name in heads if name not in batch)
     cut = {"b": batch, "h": heads if _divides_heads(mesh, heads, arrays) else ()}
 
-    def spec(names: str, shape: tuple[int, ...] = ()) -> PartitionSpec:
-        sizes = itertools.zip_longest(names.split(), shape[: len(names.split())], fillvalue=0)
-        return PartitionSpec(*(None if size == 1 else cut.get(dim) or None for dim, size in sizes))
+    def spec(names: str, shared: Collection[int] = ()) -> PartitionSpec:
+        axes = (cut.get(dim) or None for dim in names.split())
+        return PartitionSpec(*(None if i in shared else entry for i, entry in enumerate(axes)))
 
-    specs = tuple(
-        jax.tree.map(lambda x, names=names: spec(names, x.shape), part) for part, names in zip(given, dims, strict=True)
-    )
+    def spec_of(x: Any, names: str) -> PartitionSpec:
+        return spec(names, [i for i, size in enumerate(x.shape) if size == 1])
+
+    specs = tuple(jax.tree.map(partial(spec_of, names=names), part) for part, names in zip(given, dims, strict=True))
     local = jax.shard_map(
         run, mesh=mesh, in_specs=specs, out_specs=spec(results), axis_names=frozenset(mesh.explicit_axes)
     )

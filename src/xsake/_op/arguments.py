@@ -188,9 +188,10 @@ def build_call(
         soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, positive=True),
         page_table=page_table,
     )
-    call, lengths = cut_alike(call, given.lengths)
+    call, (q_lengths, kv_lengths) = cut_alike(call, given.lengths)
     call = dataclasses.replace(call, sink_lse=_poison_overflow(call.mask, call.sink_lse, num_q_heads))
-    return _with_padding(call, *_segments((call.q_segments, call.kv_segments), *lengths, q_len, kv_len))
+    segments = _segments((call.q_segments, call.kv_segments), q_lengths, kv_lengths, q_len, kv_len)
+    return _with_padding(call, *segments)
 
 
 def _with_padding(call: Call, q_segments: Array | None, kv_segments: Array | None) -> Call:
@@ -202,8 +203,7 @@ def _with_padding(call: Call, q_segments: Array | None, kv_segments: Array | Non
     if call.page_table is None:  # pages are not copied: there, a backend leaves padding out
         key = jnp.where((kv_segments >= 0)[:, :, None, None], key, 0)
         value = jnp.where((kv_segments >= 0)[:, :, None, None], value, 0)
-    segments = dict(q_segments=q_segments, kv_segments=kv_segments)
-    return dataclasses.replace(call, query=query, key=key, value=value, **segments)
+    return dataclasses.replace(call, query=query, key=key, value=value, q_segments=q_segments, kv_segments=kv_segments)
 
 
 def _check_bias(bias: Any, full: tuple[Size, int, int, int]) -> Array:

@@ -69,7 +69,10 @@ def over_mesh(run: Callable, given: tuple, given_dims: tuple, result_dims: tuple
     return operation.by_compiler(given)
 
 
-def cut_alike(call: Call, lengths: tuple[Array | None, ...]) -> tuple[Call, tuple[Array | None, ...]]:
+Lengths = tuple[Array | None, Array | None]  # of queries, and of keys
+
+
+def cut_alike(call: Call, lengths: Lengths) -> tuple[Call, Lengths]:
     """The call and the lengths of its sequences: on explicit axes, all of them cut as the call will be.
 
     Arrays may be given cut in any way, and JAX refuses an operation on two that are cut differently.
@@ -85,7 +88,7 @@ def cut_alike(call: Call, lengths: tuple[Array | None, ...]) -> tuple[Call, tupl
         """What lies on no mesh goes with every array, and is placed by `over_mesh`."""
         return x if explicit_mesh(x) is None else placed(mesh, x, cut.spec(dims))
 
-    return tree.unflatten(map(alike, values, dims))
+    return jax.tree.unflatten(tree, map(alike, values, dims))
 
 
 @dataclasses.dataclass(frozen=True)
