@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from xsake._ground.device import on_host, put_on_device
@@ -21,6 +23,8 @@ from xsake.hads.mask.lists.mask_lists import BITMAPS, COLUMNS, ROWS, STATIC, Mas
 from xsake.hads.mask.lists.order import Order
 from xsake.hads.mask.lists.rows import ArrayT, put
 from xsake.hads.mask.row_shards import RowShards
+
+MeshAxes = str | tuple[str, ...] | None
 
 
 @partial(exported.register, lists=ROWS + COLUMNS + BITMAPS, static=STATIC)
@@ -47,7 +51,7 @@ class BlockMask(MaskLists):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Any,
+        blocks: Array | np.ndarray,
         *,
         block_q: int,
         block_kv: int,
@@ -98,7 +102,7 @@ class BlockMask(MaskLists):
     @classmethod
     def from_indices(
         cls,
-        kv_indices: Any,
+        kv_indices: Array | np.ndarray,
         *,
         block_q: int,
         block_kv: int,
@@ -163,8 +167,8 @@ class BlockMask(MaskLists):
     @classmethod
     def from_token_indices(
         cls,
-        block_indices: Any,
-        block_counts: Any = None,
+        block_indices: Array | np.ndarray,
+        block_counts: int | Array | np.ndarray | None = None,
         *,
         block_kv: int,
         block_q: int = 16,
@@ -222,7 +226,7 @@ class BlockMask(MaskLists):
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
-    def to_elements(self) -> ArrayT:
+    def to_elements(self) -> Array | np.ndarray:
         """Attending elements, bool[b, h, q_len, kv_len], the index rule applied. For small sizes and tests.
 
         What `to_blocks` says of masks that overflowed holds here, too.
@@ -269,7 +273,7 @@ class BlockMask(MaskLists):
     __or__ = union
     __and__ = intersection
 
-    def partition_spec(self, batch: Any = None, heads: Any = None) -> BlockMask:
+    def partition_spec(self, batch: MeshAxes = None, heads: MeshAxes = None) -> BlockMask:
         """This mask's tree with a PartitionSpec at every array: `in_specs` for `jax.shard_map` over batch and heads.
 
         A dimension of size 1 is shared by all shards and stays replicated.
@@ -303,12 +307,12 @@ class BlockMask(MaskLists):
 
     # -- files and pictures --------------------------------------------------------------------------------------------
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | os.PathLike) -> None:
         """Write one .npz file (no pickle), atomically."""
         file.save(self, path)
 
     @classmethod
-    def load(cls, path: Any, *, most_bytes: int = file.MOST_BYTES) -> BlockMask:
+    def load(cls, path: str | os.PathLike, *, most_bytes: int = file.MOST_BYTES) -> BlockMask:
         """Read a file that `save` wrote. The file may come from anywhere: what `from_blocks` would not make raises
         ValueError, and so does a file that unpacks to more than `most_bytes` bytes, before it is unpacked.
         """

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake._ground.device import on_host
 from xsake.hads.mask.band import Band
@@ -210,7 +211,7 @@ def random(
 
 
 def documents(
-    segment_ids: Any,
+    segment_ids: Array | np.ndarray | tuple[Array | np.ndarray, Array | np.ndarray],
     *,
     block_q: int = 128,
     block_kv: int = 128,
@@ -227,7 +228,7 @@ def documents(
     >>> documents(np.repeat(np.arange(4), 64), block_q=64, block_kv=64).to_blocks()[0, 0].sum()
     np.int64(4)
     """
-    pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
+    pair: Any = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
     if len(pair) != 2:
         raise ValueError(f"segment_ids must be one array or a (query, key) pair; got {len(pair)} entries")
     traced = any(isinstance(x, jax.core.Tracer) for x in pair)
@@ -273,7 +274,7 @@ def prefix_lm(
     q_len: int,
     kv_len: int,
     *,
-    prefix: Any,
+    prefix: int | Array | np.ndarray,
     block_q: int = 128,
     block_kv: int = 128,
     capacity: int | None = None,

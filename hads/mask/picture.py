@@ -26,7 +26,7 @@ def draw(mask: MaskLists) -> str:
         for h in range(mask.heads):
             if len(pictures) < MAX_PICTURES:
                 title = f"head {h}" if mask.batch == 1 else f"batch {b} head {h}"
-                density = float(mask.density(per_head=True)[b, h])
+                density = float(np.asarray(mask.density(per_head=True))[b, h])
                 pictures.append([f"{title}  {density:.1%}", *_lines(blocks[b, h])])
     left_out = mask.batch * mask.heads - len(pictures)
     more = [f"... and {left_out} more"] if left_out else []

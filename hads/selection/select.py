@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake._ground.buckets import density_bucket
 from xsake._ground.programs import newest_programs
@@ -28,10 +29,10 @@ Mode = Literal["exact", "elastic", "static"]
 
 
 def select(
-    query: Any,
-    key: Any,
+    query: Array | np.ndarray,
+    key: Array | np.ndarray,
     profile: HadsProfile,
-    budget: Any,
+    budget: float | Array | np.ndarray,
     *,
     layer: int,
     mode: Mode = "exact",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from xsake.model.network.config import ModelConfig
 
@@ -30,14 +30,20 @@ class KVCache:
     100
     """
 
-    keys: Any  # per layer, [B, capacity, kv_heads, head_dim]
-    values: Any
-    length: Any  # i32[B]
+    keys: tuple[Array, ...]  # per layer, [B, capacity, kv_heads, head_dim]
+    values: tuple[Array, ...]
+    length: Array  # i32[B]
     filled: bool = False
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, *, batch: int, capacity: int, dtype: Any = jnp.bfloat16, mesh: Mesh | None = None
+        cls,
+        config: ModelConfig,
+        *,
+        batch: int,
+        capacity: int,
+        dtype: DTypeLike = jnp.bfloat16,
+        mesh: Mesh | None = None,
     ) -> KVCache:
         """Room for `capacity` tokens of each of `batch` sequences; `dtype` must be the model's.
 

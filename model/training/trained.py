@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 import xsake
 from xsake.model.network.sharding import make_mesh
@@ -23,8 +24,8 @@ def load_trained(
     run: Path,
     *,
     step: int | None = None,
-    dtype: Any = jnp.bfloat16,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
     attention_fn: Callable[..., Any] = xsake.attention,
 ) -> Transformer:
     """The model that `xsake train` left in the folder `run`, after `step` steps (by default, the last checkpoint).

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 import xsake
 from xsake.model.network.transformer import Transformer
@@ -26,8 +27,8 @@ AT_ONCE = min(os.cpu_count() or 1, 16)  # tensors that are read and dequantised 
 def load_pretrained(
     path_or_name: str | os.PathLike | ModelFile,
     *,
-    dtype: Any = jnp.bfloat16,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
     attention_fn: Callable[..., Any] = xsake.attention,
 ) -> Transformer:
     """A `Transformer` with trained weights.

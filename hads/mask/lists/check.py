@@ -109,7 +109,7 @@ class _Listed(NamedTuple):
 
 def _check_heads(mask: MaskLists, grid: Grid, heads: np.ndarray) -> None:
     """`heads` are numbers of heads, those of all batches in a row."""
-    is_whole = ~mask.overflowed().reshape(-1)[heads]
+    is_whole = ~np.asarray(mask.overflowed()).reshape(-1)[heads]
     by_row = _listed(mask, ROWS, "kv_bitmap", heads, is_whole, grid.num_kv)
     _check_listed(mask, grid, by_row, ROWS)
     block, bitmap = by_row.in_order(grid)

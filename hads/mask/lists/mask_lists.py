@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake._ground.buckets import density_bucket, power_of_two_at_least
 from xsake._ground.explicit import over_explicit_axes
@@ -167,7 +168,7 @@ class MaskLists(MayOverflow):
         put = partial(by_block, jnp if self.traced else np, self.num_kv_blocks, absent)
         return over_explicit_axes(put, lists, ("b h",) * 3, "b h")
 
-    def to_blocks(self) -> ArrayT:
+    def to_blocks(self) -> Array | np.ndarray:
         """Active blocks, bool[b, h, nQ, nK]: the inverse of `from_blocks` (after its rule).
 
         A mask that overflowed raises ValueError when concrete; when traced, its heads in `overflowed()` lack blocks.

@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake._ground.device import on_host
 from xsake.hads.mask.lists.rows import ArrayT
@@ -37,7 +38,7 @@ class MayOverflow:
         """Lists on the host where they are concrete: an explicit transfer, which `jax.transfer_guard` allows."""
         return jnp.asarray(lists) if self.traced else on_host(lists)
 
-    def overflowed(self) -> ArrayT:
+    def overflowed(self) -> Array | np.ndarray:
         """bool[b, h], for shards bool[n, b, h]: the head lost blocks. Possible only if built under jit."""
         ptr = self.kv_row_ptr
         return (ptr if isinstance(ptr, jax.core.Tracer) else on_host(ptr))[..., -1] > self.capacity
@@ -66,7 +67,7 @@ class MayOverflow:
         row_ptr = self.kv_row_ptr.at[..., -1].max(jnp.broadcast_to(number, self.kv_row_ptr.shape[:-1]))
         return dataclasses.replace(self, kv_row_ptr=row_ptr, complete=False)  # type: ignore[type-var]
 
-    def density(self, *, per_head: bool = False) -> Any:
+    def density(self, *, per_head: bool = False) -> Array | np.ndarray | float:
         """Listed blocks over the blocks that the rule allows: one number, or [b, h] with `per_head=True`.
 
         NaN where a traced mask overflowed; ValueError where a concrete one did.

@@ -128,10 +128,10 @@ class BlockSparseAttn:
 
     def forward_native(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        softmax_aux: Any = None,
+        query: Array | np.ndarray,
+        key: Array | np.ndarray,
+        value: Array | np.ndarray,
+        softmax_aux: Array | np.ndarray | None = None,
         mask_info: Any = None,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
@@ -139,7 +139,7 @@ class BlockSparseAttn:
         causal: bool = True,
         fused_backward: bool = False,
         cache_metadata: Any = None,
-        attention_mask: Any = None,
+        attention_mask: Array | np.ndarray | None = None,
         **ignore: Any,
     ) -> AttentionOutput:
         """Attention; `mask_info` holds segment ids, positions and an attention mask, which is honoured exactly.

@@ -39,16 +39,16 @@ class SparseMask:
 
 
 def blocksparse_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    softmax_aux: Any = None,
-    bias: Any = None,
-    attention_mask: Any = None,
+    query: Array | np.ndarray,
+    key: Array | np.ndarray,
+    value: Array | np.ndarray,
+    q_segment_ids: Array | np.ndarray | None = None,
+    kv_segment_ids: Array | np.ndarray | None = None,
+    q_positions: Array | np.ndarray | None = None,
+    kv_positions: Array | np.ndarray | None = None,
+    softmax_aux: Array | np.ndarray | None = None,
+    bias: Array | np.ndarray | None = None,
+    attention_mask: Array | np.ndarray | None = None,
     sequence_parallelism_mesh_axis_name: str | None = None,
     logits_soft_cap: float | None = None,
     qkv_layouts: tuple[SparseMask, ...] | None = None,
@@ -128,16 +128,16 @@ def blocksparse_attention(
 
 
 def native_sparse_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    g_cmp: Any = None,
-    g_slc: Any = None,
-    block_indices: Any = None,
-    block_counts: Any = 16,
+    query: Array | np.ndarray,
+    key: Array | np.ndarray,
+    value: Array | np.ndarray,
+    g_cmp: Array | np.ndarray | None = None,
+    g_slc: Array | np.ndarray | None = None,
+    block_indices: Array | np.ndarray | None = None,
+    block_counts: int | Array | np.ndarray = 16,
     block_size: int = 64,
     softmax_scale: float | None = None,
-    cu_seqlens: Any = None,
+    cu_seqlens: Array | np.ndarray | None = None,
 ) -> Array:
     """`g_slc * selected + g_cmp * compressed` for query [batch, tokens, heads, dim]; the gates are [batch, tokens,
     heads], or per channel [batch, tokens, heads * dim].
@@ -146,9 +146,9 @@ def native_sparse_attention(
     block among them; `block_indices` is then not used, as ejkernel documents, with a warning. Without `g_cmp`,
     `block_indices` is [batch, tokens, kv heads, blocks], or [batch, kv heads, query blocks, blocks].
     """
-    if g_cmp is None and block_indices is None:
-        raise ValueError("give g_cmp, by which blocks are chosen, or block_indices")
     if g_cmp is None:
+        if block_indices is None:
+            raise ValueError("give g_cmp, by which blocks are chosen, or block_indices")
         out = apply_native_sparse_attention(
             query, key, value, block_indices, block_counts, block_size, softmax_scale, cu_seqlens
         )
@@ -178,15 +178,15 @@ def native_sparse_attention(
 
 
 def apply_native_sparse_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    block_indices: Any,
-    block_counts: Any = 16,
+    query: Array | np.ndarray,
+    key: Array | np.ndarray,
+    value: Array | np.ndarray,
+    block_indices: Array | np.ndarray,
+    block_counts: int | Array | np.ndarray = 16,
     block_size: int = 64,
     softmax_scale: float | None = None,
-    cu_seqlens: Any = None,
-    token_indices: Any = None,
+    cu_seqlens: Array | np.ndarray | None = None,
+    token_indices: Array | np.ndarray | None = None,
 ) -> Array:
     """Causal attention to chosen blocks.
 
