@@ -164,7 +164,8 @@ def status_of(run: Run) -> tuple[str, str | None]:
     if alive and not run.stepped:
         return "running", "its first step is compiling"
     if age > max(STALLED_AFTER, STALLED_STEPS * usual):
-        return "stalled", f"no event since {date_of(run.last_event())}"
+        last = (date_of(run.last_event()) or "")[:16].replace("T", " ")
+        return "stalled", f"no event since {last} UTC"
     return "running", None
 
 

@@ -123,6 +123,19 @@ def test_charts_of_runs_share_their_axis_and_draw_what_holds(dashboard: Dashboar
     shutil.rmtree(folder)
 
 
+def test_absurd_numbers_of_a_run_are_short(dashboard: Dashboard, open_page: Open) -> None:
+    folder = dashboard.runs / "absurd"
+    folder.mkdir(exist_ok=True)
+    events = [{"event": "step", "step": n, "loss": 1e300, "seconds": 1e308} for n in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = open_page(dashboard.address).open("#/runs?on=absurd&run=absurd", "[data-chart=loss] .reading b")
+    read = [page.locator(f"[data-chart='{name}'] .reading b").inner_text() for name in ("loss", "time of a step")]
+    assert read == ["1.000e+300", "1.000e+308 s"]
+    spent = page.locator("[data-details=absurd] dd[data-name='time in steps']").inner_text()
+    assert spent.endswith(" days") and len(spent) < 20
+    shutil.rmtree(folder)
+
+
 def test_tables_are_fit_for_their_screen(dashboard: Dashboard, open_page: Open) -> None:
     page = open_page(dashboard.address).open("#/tuning?database=shipped-cpu", "[data-database] td.whole")
     lines = """cell => {

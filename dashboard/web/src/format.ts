@@ -3,20 +3,23 @@
 import type { Maybe } from "./types";
 
 export const UNKNOWN = "–";
+const BEYOND = 1e15; // numbers that no prefix shortens
+const LONGEST = 100 * 86400; // seconds that are shown as hours
 
 /** Four significant digits: 3.904, 0.000124, 873,400, 11.16G. */
 export function formatNumber(x: Maybe<number>, digits = 4): string {
   if (x === null || x === undefined || !Number.isFinite(x)) return UNKNOWN;
   if (Number.isInteger(x) && Math.abs(x) < 1e6) return x.toLocaleString("en-US");
   const size = Math.abs(x);
-  if (size >= 1e6) return formatCount(x, digits);
-  if (size > 0 && size < 1e-4) return x.toExponential(digits - 1);
+  if (size >= 1e6 && size < BEYOND) return formatCount(x, digits);
+  if (size >= BEYOND || (size > 0 && size < 1e-4)) return x.toExponential(digits - 1);
   return x.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
 
 /** 873k, 7.86M: for counts where a glance is enough. */
 export function formatCount(x: Maybe<number>, digits = 3): string {
   if (x === null || x === undefined || !Number.isFinite(x)) return UNKNOWN;
+  if (Math.abs(x) >= BEYOND) return x.toExponential(digits - 1);
   const names = ["", "k", "M", "G", "T"];
   let size = x;
   let n = 0;
@@ -47,6 +50,7 @@ export function formatSeconds(x: Maybe<number>): string {
 export function formatDuration(x: Maybe<number>): string {
   if (x === null || x === undefined || !Number.isFinite(x)) return UNKNOWN;
   if (x < 60) return `${x < 10 ? formatNumber(x, 2) : Math.round(x)} s`;
+  if (x >= LONGEST) return `${formatNumber(Math.round(x / 86400))} days`;
   const whole = Math.round(x);
   const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
   const two = (n: number) => String(n).padStart(2, "0");
