@@ -224,9 +224,9 @@ def make_run(path: Path) -> None:
 KINDS = {
     "mask": Kind(make_mask, "mask.npz", use_mask, [in_archive, in_archive, in_archive, in_bytes, cut], 1, 3_000),
     "mask of blocks": Kind(make_other_mask, "mask.npz", use_mask, [in_archive], 1, 3_000),
-    "profile": Kind(make_profile, "profile.json", use_profile, [in_values, in_field, in_bytes, cut], 3, 10_000),
+    "profile": Kind(make_profile, "profile.json", use_profile, [in_values, in_field, in_bytes, cut], 3, 5_000),
     "run": Kind(
-        make_run, "damaged/metrics.jsonl", use_run, [in_values, in_field, in_field, in_lines, in_bytes, cut], 5, 2_000
+        make_run, "damaged/metrics.jsonl", use_run, [in_values, in_field, in_field, in_lines, in_bytes, cut], 5, 1_000
     ),
 }
 

@@ -220,4 +220,4 @@ def test_hostile_folders_are_refused_in_one_line(tmp_path, name):
 def test_what_is_no_file_is_refused(tmp_path, name):
     """A pipe would wait for its writer for ever."""
     os.mkfifo(write(tmp_path, {name: None}) / name)
-    assert_refused(tmp_path, "safetensors file|must be beside|does not exist")
+    assert_refused(tmp_path, "safetensors is no file|must be beside|does not exist")

@@ -53,8 +53,10 @@ class SafetensorsFolder:
 
         self.path = path if path.is_dir() else path.parent
         files = sorted(self.path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files or not all(file.is_file() for file in files):
-            raise ValueError(f"{path} holds no .safetensors file and no run's checkpoints, or a folder has such a name")
+        if not files:
+            raise ValueError(f"{path} holds no .safetensors file and no run's checkpoints")
+        if wrong := [file for file in files if not file.is_file()]:
+            raise ValueError(f"{wrong[0]} is no file")
         # First: a model that cannot be loaded is refused before its weights are looked at.
         given, self.family = _open_config(self.path / "config.json")
         self._where: dict[str, Any] = {}
