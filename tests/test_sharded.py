@@ -119,6 +119,22 @@ def test_explicit_axes_with_heads_cut_too(exchange):
     check_sharded(case, mesh_of(AxisType.Explicit, data=2, model=2, seq=2), exchange, "contiguous")
 
 
+def test_explicit_axes_and_a_length_that_is_padded_outside_jit():
+    options = dict(mesh=mesh_of(AxisType.Explicit, seq=2), sequence="seq", is_causal=True)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 80, 2, 8))
+    out = xsake.sharded_attention(q, k, v, **options)
+    assert out.sharding.spec == P(None, "seq", None, None)
+    np.testing.assert_allclose(out, xsake.attention(q, k, v, is_causal=True), atol=1e-6)
+
+
+def test_explicit_axes_and_a_length_that_is_not_cut_into_equal_parts():
+    case = make(XLA, q_len=79, mask=None, is_causal=True)
+    run = sharded(case, mesh_of(AxisType.Explicit, seq=2), "gather", "contiguous")
+    results, grads = jax.jit(lambda i, c: with_grads(run, i, c))(case.inputs, case.cotangents)
+    assert results[0].sharding.spec == P(None, None, None, None)
+    check(case, collect(case, results, grads))
+
+
 @pytest.mark.parametrize("exchange", sweep(["gather", "ring"], slow=["ring"]))
 @pytest.mark.slow  # the cases above run the same program, in a shard_map of our own
 def test_inside_the_callers_shard_map(exchange):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
+from xsake._ground.explicit import placed
 from xsake._ground.programs import newest_programs
 from xsake._ground.trace import interpret, interpreting, known_flag
 from xsake._op import registry
@@ -243,7 +245,7 @@ def _over(mesh: Any, options: Options, sizes: Sizes, arrays: dict, mask: Any, or
     if isinstance(mask, BlockMask):
         mask = mask.shard_rows(order.shards, order=order.name)
     _check_shards(mask, order)
-    padded = (mask.rows * mask.grid.block_q * order.shards, mask.columns * mask.grid.block_kv * order.shards)
+    padded = _padded(mask)
     if padded != lengths and order.name == "zigzag":
         raise ValueError(
             f"{lengths[0]} queries and {lengths[1]} keys are not {order.pieces} pieces of whole blocks "
@@ -251,9 +253,7 @@ def _over(mesh: Any, options: Options, sizes: Sizes, arrays: dict, mask: Any, or
             f"key_value_seq_lengths, before they are laid in zigzag"
         )
     options = _with_capacity(options, mask, sizes.kv_heads)
-    arrays = _pad(arrays, lengths, padded)
-    out, lse = _program(mesh, options)({k: v for k, v in arrays.items() if v is not None} | {"mask": mask})
-    return out[:, : lengths[0]], lse[:, : lengths[0]]
+    return _program(mesh, options)({k: v for k, v in arrays.items() if v is not None} | {"mask": mask})
 
 
 def _dense(lengths: tuple[int, int], order: Order, options: Options, by_index: bool) -> BlockMask:
@@ -299,17 +299,24 @@ def _check_shards(mask: RowShards, order: Order) -> None:
         )
 
 
-def _pad(arrays: dict, lengths: tuple[int, int], padded: tuple[int, int]) -> dict:
+def _padded(mask: RowShards) -> tuple[int, int]:
+    """The lengths of queries and keys that the devices cut into equal parts of whole blocks."""
+    shards, grid = mask.order.shards, mask.grid
+    return mask.rows * grid.block_q * shards, mask.columns * grid.block_kv * shards
+
+
+def _pad(arrays: dict) -> dict:
+    lengths, padded = (arrays["query"].shape[1], arrays["key"].shape[1]), _padded(arrays["mask"])
     if padded == lengths:
         return arrays
     axes = dict(query={1: 0}, key={1: 1}, value={1: 1}, bias={2: 0, 3: 1})
     axes |= dict(q_segments={1: 0}, kv_segments={1: 1}, q_positions={1: 0}, kv_positions={1: 1})
 
     def pad(name: str, x: Any) -> Any:
-        if x is None:
-            return None
+        if name not in axes:
+            return x
         more = [0] * x.ndim
-        for axis, side in axes.get(name, {}).items():
+        for axis, side in axes[name].items():
             if x.shape[axis] > 1 or lengths[side] == 1:
                 more[axis] = padded[side] - lengths[side]
         return jnp.pad(x, [(0, n) for n in more])
@@ -322,17 +329,23 @@ def _program(mesh: Any, options: Options) -> Any:
     """Compiled once per signature, outside `jax.jit` too."""
 
     def run(arrays: dict) -> tuple[Array, Array]:
+        tokens = arrays["query"].shape[1]
+        arrays = _pad(arrays)
         specs = options.specs(arrays)
         if mesh.explicit_axes:
-            arrays = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
+            arrays = jax.tree.map(partial(placed, mesh), arrays, specs)
         results = (
             PartitionSpec(options.batch, options.sequence, options.heads, None),
             PartitionSpec(options.batch, options.sequence, options.heads),
         )
         with interpret(options.interpret):
-            return jax.shard_map(
+            out, lse = jax.shard_map(
                 lambda arrays: _local(options, arrays), mesh=mesh, in_specs=(specs,), out_specs=results
             )(arrays)
+        if mesh.explicit_axes and tokens % arrays["mask"].order.shards:  # such tokens cannot be cut into equal parts
+            whole = (PartitionSpec(spec[0], None, *spec[2:]) for spec in results)
+            out, lse = (placed(mesh, x, spec) for x, spec in zip((out, lse), whole, strict=True))
+        return out[:, :tokens], lse[:, :tokens]
 
     return run
 
