@@ -89,7 +89,7 @@ def _masses(
     b, h, m, width = logits.shape
     block, columns = rows.grid.block, sums.shape[3]
 
-    def kernel(sums_ref: Any, _: Any, length_ref: Any, out_ref: Any) -> None:
+    def kernel(sums_ref: Any, estimated_ref: Any, length_ref: Any, out_ref: Any) -> None:
         end = rows.end(length_ref)
         row = rows.begin_of_exact(end) + pl.program_id(0)
         counts = (row * block + iota(block) < end)[None, :]
