@@ -189,7 +189,7 @@ def build_call(
         page_table=page_table,
     )
     call, (q_lengths, kv_lengths) = cut_alike(call, given.lengths)
-    call = dataclasses.replace(call, sink_lse=_poison_overflow(call.mask, call.sink_lse, num_q_heads))
+    call = dataclasses.replace(call, sink_lse=poisoned(call.sink_lse, call.mask.incomplete_heads(), num_q_heads))
     segments = _segments((call.q_segments, call.kv_segments), q_lengths, kv_lengths, q_len, kv_len)
     return _with_padding(call, *segments)
 
@@ -299,14 +299,14 @@ def _sink_lse(sinks: Any, num_q_heads: int) -> Array | None:
     return jnp.where(none, -math.inf, jax.nn.logsumexp(jnp.where(none[:, None], 0.0, sinks), axis=-1))[None]
 
 
-def _poison_overflow(mask: BlockMask, sink_lse: Array | None, num_q_heads: int) -> Array | None:
-    """`sink_lse`, with NaN for heads whose mask overflowed under jit."""
-    heads = mask.incomplete_heads()
-    if heads is None:
+def poisoned(sink_lse: Array | None, incomplete: Array | None, num_q_heads: int) -> Array | None:
+    """`sink_lse`, with NaN for the heads of a mask, bool[b, h], that lack blocks."""
+    if incomplete is None:
         return sink_lse
-    overflowed = jnp.broadcast_to(heads[:, :, None], (mask.batch, mask.heads, num_q_heads // mask.heads))
+    batch, heads = incomplete.shape
+    overflowed = jnp.broadcast_to(incomplete[:, :, None], (batch, heads, num_q_heads // heads))
     base = -math.inf if sink_lse is None else sink_lse
-    return jnp.where(overflowed.reshape(mask.batch, num_q_heads), math.nan, base).astype(jnp.float32)
+    return jnp.where(overflowed.reshape(batch, num_q_heads), math.nan, base).astype(jnp.float32)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -101,7 +101,7 @@ class _Operation:
 
     def by_shard_map(self, mesh: Any, given: tuple) -> tuple:
         dims, values = flat_dims(self.given_dims), jax.tree.leaves(given)
-        cut = self.cut(mesh.shape, dims, [axes_of(x) for x in values])
+        cut = _cut(self.q_heads, self.kv_heads, mesh.shape, dims, [axes_of(x) for x in values])
         want = [cut.spec(d) for d in dims]
         lying = [placed(mesh, x, spec) for x, spec in zip(values, want, strict=True)]
         tree = jax.tree.structure(given)
@@ -129,7 +129,7 @@ class _Operation:
         dims = flat_dims(self.given_dims) + [(None,) * x.ndim for x in constants]
 
         def partition(mesh: Any, args: tuple, results: Any) -> tuple:
-            cut = self.cut(mesh.shape, dims, [x.sharding.spec for x in args])
+            cut = _cut(self.q_heads, self.kv_heads, mesh.shape, dims, [x.sharding.spec for x in args])
 
             def local(*parts: Array) -> tuple:
                 return self.part(cut, jax.tree.unflatten(tree, parts[: len(values)]))
@@ -157,9 +157,6 @@ class _Operation:
             return ", ".join(" ".join(f"u{next(number)}" if dim is None else dim for dim in array) for array in arrays)
 
         return f"{side(dims)} -> {side(self.result_dims)}"
-
-    def cut(self, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:
-        return _cut(self.q_heads, self.kv_heads, sizes, dims, specs)
 
     def part(self, cut: MeshCut, given: tuple) -> tuple:
         """Run one device's part. Where only query heads are cut, a device takes the one K/V head of its queries."""

@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
-from xsake._ground.explicit import placed
+from xsake._ground.explicit import names_of, placed
 from xsake._ground.programs import newest_programs
 from xsake._ground.trace import interpret, interpreting, known_flag
 from xsake._op import registry
-from xsake._op.arguments import Sizes, build_call, check_arguments, check_inputs, check_mask
+from xsake._op.arguments import Sizes, build_call, check_arguments, check_inputs, check_mask, poisoned
 from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake._sequence.exchange import EXCHANGES, Route, Shard
@@ -105,7 +105,7 @@ def sharded_attention(
     )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     inside = jax.typeof(query).sharding.mesh
-    names = _names(sequence)
+    names = names_of(sequence)
     manual = set(names) <= set(inside.manual_axes)
     shards = math.prod(inside.shape[name] for name in names) if manual else 1
     sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
@@ -198,18 +198,14 @@ class Options:
         return {name: spec(name, x) for name, x in arrays.items()}
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 def _mesh(given: Any, of_arrays: Any, options: Options) -> Any:
     candidates = (given, of_arrays, jax.sharding.get_abstract_mesh())
     mesh = next((m for m in candidates if m is not None and not m.empty), None)
-    wanted = [name for axes in (options.batch, options.sequence, options.heads) for name in _names(axes)]
+    wanted = [name for axes in (options.batch, options.sequence, options.heads) for name in names_of(axes)]
     if mesh is None:
         raise ValueError("no mesh: pass mesh=, or set one with jax.set_mesh")
     unknown = [name for name in wanted if name not in mesh.axis_names]
-    if unknown or not _names(options.sequence) or len(set(wanted)) < len(wanted):
+    if unknown or not names_of(options.sequence) or len(set(wanted)) < len(wanted):
         raise ValueError(
             f"batch={options.batch!r}, sequence={options.sequence!r} and heads={options.heads!r} must be different "
             f"axes of the mesh, which has {', '.join(map(repr, mesh.axis_names))}"
@@ -219,7 +215,7 @@ def _mesh(given: Any, of_arrays: Any, options: Options) -> Any:
 
 def _over(mesh: Any, options: Options, sizes: Sizes, arrays: dict, mask: Any, order_name: str) -> tuple[Array, Array]:
     size = {
-        name: math.prod(mesh.shape[a] for a in _names(getattr(options, name)))
+        name: math.prod(mesh.shape[a] for a in names_of(getattr(options, name)))
         for name in ("batch", "heads", "sequence")
     }
     for name, number, what in (
@@ -397,7 +393,8 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
     )
     given = any(arrays.get(name) is not None for name in ("q_segments", "query_seq_lengths", "key_value_seq_lengths"))
     exact = by_index and not given and grid.band.implies(band)
-    sink_lse = _poisoned(rows, arrays.get("sink_lse"), call.q_heads)
+    lost = rows.incomplete_heads()
+    sink_lse = poisoned(arrays.get("sink_lse"), None if lost is None else lost[0], call.q_heads)
     call = dataclasses.replace(call, band=band, full_is_known=exact, sink_lse=sink_lse)
 
     def everywhere(x: Array) -> Array:
@@ -435,12 +432,3 @@ def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tup
 
     q, kv = (merge(*given) for given in zip(sides, number, lengths, strict=True))
     return q, kv
-
-
-def _poisoned(rows: RowShards, sink_lse: Array | None, heads: int) -> Array | None:
-    """`sink_lse`, with NaN for heads whose lists lack blocks."""
-    lost = rows.incomplete_heads()
-    if lost is None:
-        return sink_lse
-    lost = jnp.repeat(lost[0], heads // rows.heads, axis=1)
-    return jnp.where(lost, math.nan, -math.inf if sink_lse is None else sink_lse).astype(jnp.float32)
