@@ -21,7 +21,7 @@ from xsake._ground.trace import known_flag, vary, varying_axes
 from xsake._op import paged, registry
 from xsake._op.arguments import build_call, check_inputs
 from xsake._op.derivatives import differentiable_again, reverse_mode_only
-from xsake._op.fold import Fold
+from xsake._op.fold import Fold, mappable
 from xsake._op.run import Runner
 from xsake._op.shapes import Arrays, Output, Tokens
 from xsake.backend.contract import Call
@@ -141,14 +141,7 @@ def attention(
 # One program also outside jit: between separate programs jax_debug_infs would report every -inf.
 @newest_programs
 def _mappable_forward(runner: Runner) -> Callable:
-    run = custom_vmap(partial(runner.forward, wide=True))
-
-    @run.def_vmap
-    def _(size: int, mapped: list, call: Call) -> tuple:
-        fold = Fold.of(size, call, mapped[0])
-        out, lse = run(fold.call(call, mapped[0]))
-        return (fold.back(out), fold.back(lse)), (True, True)
-
+    run = mappable(partial(runner.forward, wide=True))
     return _differentiable_again(runner, run, partial(_plain(runner).forward, wide=True))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_batching import custom_vmap
 
 from xsake._ground.explicit import axes_of
 from xsake.backend.contract import Call
@@ -71,3 +73,16 @@ class Fold:
         key, value = pages.array(call.key, mapped.key), pages.array(call.value, mapped.value)
         first = self.array(jnp.arange(self.size, dtype=table.dtype)[:, None] * count, mapped=True)
         return dict(key=key, value=value, page_table=jnp.clip(table, 0, count - 1) + first[:, None])
+
+
+def mappable(forward: Callable) -> Callable:
+    """`forward(call)`, which gives (output, lse): `jax.vmap` of it folds the call."""
+    run = custom_vmap(forward)
+
+    @run.def_vmap
+    def _(size: int, mapped: list, call: Call) -> tuple:
+        fold = Fold.of(size, call, mapped[0])
+        out, lse = run(fold.call(call, mapped[0]))
+        return (fold.back(out), fold.back(lse)), (True, True)
+
+    return run

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.custom_batching import custom_vmap
 
 from xsake._ground.device import on_host, platform_of
 from xsake._ground.explicit import placed_like
@@ -19,7 +18,7 @@ from xsake._ground.programs import newest_programs
 from xsake._ground.trace import vary, varying_axes
 from xsake._op import registry
 from xsake._op.arguments import build_call, check_inputs
-from xsake._op.fold import Fold
+from xsake._op.fold import mappable
 from xsake._op.run import Runner
 from xsake._rewrites import rewrite
 from xsake._rewrites.held_blocks import HeldBlocks
@@ -69,15 +68,7 @@ def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
 
 @newest_programs
 def _mappable(runner: Runner) -> Callable:
-    run = custom_vmap(runner.forward)
-
-    @run.def_vmap
-    def _(size: int, mapped: list, call: Call) -> tuple:
-        fold = Fold.of(size, call, mapped[0])
-        out, lse = run(fold.call(call, mapped[0]))
-        return (fold.back(out), fold.back(lse)), (True, True)
-
-    return run
+    return mappable(runner.forward)
 
 
 def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
