@@ -119,6 +119,11 @@ def test_explicit_axes_with_heads_cut_too(exchange):
     check_sharded(case, mesh_of(AxisType.Explicit, data=2, model=2, seq=2), exchange, "contiguous")
 
 
+def test_the_ring_adds_a_bias_where_heads_without_one_would_be_packed():
+    case = make(XLA, q_len=64, block_q=16, block_kv=16, mask=(1, 1), bias=(0, 0, 1, 0))
+    check_sharded(case, mesh_of(seq=2), "ring", "contiguous")
+
+
 def test_explicit_axes_and_a_length_that_is_padded_outside_jit():
     options = dict(mesh=mesh_of(AxisType.Explicit, seq=2), sequence="seq", is_causal=True)
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 80, 2, 8))

@@ -415,7 +415,8 @@ def shard_of(options: Options, arrays: dict[str, Any], own: Array) -> tuple[Shar
         by_blocks=by_blocks,
     )
     names = registry.candidates(options.implementation, platform_of(query))
-    return shard, Runner.of(names, dataclasses.replace(call, bias=None), options.config)
+    of_own_keys = None if shard.bias is None else shard.bias[..., : sizes[1]]  # as wide as that of any hop
+    return shard, Runner.of(names, dataclasses.replace(call, bias=of_own_keys), options.config)
 
 
 def _segments(arrays: dict, number: tuple, lengths: tuple, padded: tuple) -> tuple[Array, Array] | None:
