@@ -139,6 +139,13 @@ def test_texts(tokens: Path, tmp_path: Path):
     np.savez(tmp_path / "bad.npz", odd=np.zeros(3))
     with pytest.raises(ValueError, match=r"odd must be tokens \[N, T\]; got float64\(3,\)"):
         load_texts([tmp_path / "bad.npz"], length=10)
+    for content in (b"garbage", tokens.read_bytes()[:200]):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.npz is not a file of arrays \(\.npz\), or is damaged"):
+            load_texts([tmp_path / "bad.npz"], length=10)
+    plain.write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match=r"plain\.txt is not UTF-8 text: see its byte 3"):
+        load_texts([plain], length=10, encode=encode)
 
 
 def test_retention():

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xsake._ground.read import read_arrays, read_text
 from xsake.hads.profile.fingerprint import digest
+
+_MOST_TEXT, _MOST_ARRAYS = 1 << 30, 1 << 34  # bytes of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ def load_texts(
         elif encode is None:
             raise ValueError(f"{path} is plain text: it needs the model's tokenizer")
         else:
-            ids = np.asarray(encode(path.read_text()), np.int32)
+            ids = np.asarray(encode(read_text(path, _MOST_TEXT)), np.int32)
             cut = ids[: len(ids) // length * length].reshape(-1, length)
             found[path.stem] = _Domain(cut, documents=np.array([path.name] * len(cut)))
     if wanted is not None:
@@ -82,8 +85,7 @@ class _Domain(NamedTuple):
 
 
 def _arrays(path: Path, length: int) -> dict[str, _Domain]:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_arrays(path, _MOST_ARRAYS)
     found = {}
     for name, tokens in arrays.items():
         if name.endswith((".items", ".documents")):

@@ -12,6 +12,7 @@ import typer
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import load_profile
+from xsake._ground.read import decode, read_bytes
 
 if TYPE_CHECKING:
     from xsake.model import HadsBudget
@@ -129,11 +130,8 @@ def _text(prompt: str | None, file: Path | None) -> str:
     if file is None and prompt != "-":
         return str(prompt)
     name = str(file or prompt)
-    data = typer.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()
-    try:
-        return data.decode().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: see its byte {error.start}") from error
+    content = typer.get_binary_stream("stdin").read() if name == "-" else read_bytes(name)
+    return decode(name, content).rstrip("\n")
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:

@@ -45,11 +45,15 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
 
 def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
     """The text of a file in UTF-8; ValueError for anything else."""
-    content = read_bytes(path, most)
+    return decode(path, read_bytes(path, most))
+
+
+def decode(what: object, content: bytes) -> str:
+    """The text `what` from its bytes in UTF-8; ValueError for anything else."""
     try:
         return content.decode()
-    except ValueError as error:
-        raise ValueError(f"{path} is not text: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text: see its byte {error.start}") from error
 
 
 def parse_json(what: object, text: str | bytes) -> Any:
@@ -62,9 +66,9 @@ def parse_json(what: object, text: str | bytes) -> Any:
         raise ValueError(f"{what} is not JSON: {reason(error)}") from error
 
 
-def read_json(path: str | os.PathLike, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """The table in a JSON file; ValueError for anything else."""
-    found = parse_json(path, read_bytes(path, most))
+    found = parse_json(path, read_bytes(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, not {reprlib.repr(found)}")
     return found
