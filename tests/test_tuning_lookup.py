@@ -192,7 +192,7 @@ def test_a_stale_kernel_is_used_and_said_once(user, caplog):
     [
         ({"q": 32, "kv": 32}, r"has the fields \['q', 'kv', 'chunk'\]"),
         ({"q": 32, "kv": 32, "chunk": 3, "new": 1}, "has the fields"),
-        ({"q": 32, "kv": 32, "chunk": 0}, "chunk=0 must be an int from 1 to 65536"),
+        ({"q": 32, "kv": 32, "chunk": 0}, "chunk=0 must be an int of at least 1 and at most 65536"),
         ({"q": 24, "kv": 32, "chunk": 3}, "tile 24 x 32 does not divide block 32 x 32"),
     ],
 )

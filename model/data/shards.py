@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from xsake._ground import atomic
-from xsake._ground.fields import Kind, check
-from xsake._ground.kinds import TEXT, one_of, whole
+from xsake._ground.fields import check
+from xsake._ground.kinds import TEXT, Kind, one_of, whole
 
 FORMAT, VERSION = "xsake-tokens", 1
 HEADER_BYTES = 4096

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from xsake._ground.fields import check, kinds
+from xsake._ground.fields import check, kinds_of
 from xsake.model.network.config import ModelConfig
 
 
@@ -134,7 +134,7 @@ def read_config(
     the number of KV heads, the size of a head, the rotary base and the window.
     """
     values = dict(found) | {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
-    allowed = kinds(ModelConfig)
+    allowed = kinds_of(ModelConfig)
     for ours, value in values.items():
         check(names.get(ours, ours), value, allowed[ours], file)
     optional = ("kv_heads", "head_dim", "rope_base", "window")

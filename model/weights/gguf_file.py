@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xsake._ground.fields import Kind, check
-from xsake._ground.kinds import FLAG, TEXT, list_of, number, whole
+from xsake._ground.fields import check
+from xsake._ground.kinds import FLAG, TEXT, Kind, list_of, number, whole
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
 

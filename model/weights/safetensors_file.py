@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xsake._ground import atomic
-from xsake._ground.fields import Kind, check
-from xsake._ground.kinds import FLAG, TABLE, TEXT, list_of, number, whole
+from xsake._ground.fields import check
+from xsake._ground.kinds import FLAG, TABLE, TEXT, Kind, list_of, number, whole
 from xsake._ground.read import read_json
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xsake._ground import fields
-from xsake._ground.kinds import FLAG, maybe, number, whole
+from xsake._ground.kinds import FLAG, Kind, maybe, number, whole
 from xsake._ground.read import check_names
 from xsake.hads.mask.band import NO_LIMIT
 from xsake.hads.mask.bitmaps import words_of
@@ -18,7 +18,7 @@ from xsake.hads.mask.lists.rows import at, rows_of_slots
 
 MOST_BLOCKS = 2**31  # of a grid: the blocks that its rule allows are counted in arrays of all blocks
 _SLOTS_AT_ONCE = 1 << 21  # heads are checked a few at a time, in little memory
-_WINDOW = fields.Kind(
+_WINDOW = Kind(
     lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(maybe(whole(0)).allows, value)),
     "a pair of sides, each an int of at least 0 or None",
 )

@@ -5,23 +5,15 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xsake._ground import kinds
+from xsake._ground.kinds import Kind
+
 _KIND, _BEFORE = "kind", "before"
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """The values that a field may hold: whether it `allows` a value, and the allowed values in `words`."""
-
-    allows: Callable[[Any], bool]
-    words: str
-
-    def __str__(self) -> str:
-        return self.words
 
 
 def field(kind: Kind, **rest: Any) -> Any:
@@ -46,22 +38,18 @@ def whole(low: int, high: int, *, multiple_of: int = 1, **rest: Any) -> Any:
     Tiling(rows=64, order='rows')
     >>> Tiling(rows=512)
     Traceback (most recent call last):
-    ValueError: rows=512 must be an int from 1 to 256
+    ValueError: rows=512 must be an int of at least 1 and at most 256
     """
-    words = f"an int from {low} to {high}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
-    kind = Kind(lambda value: type(value) is int and low <= value <= high and value % multiple_of == 0, words)
-    return field(kind, **rest)
+    return field(kinds.whole(low, high, multiple_of), **rest)
 
 
 def one_of(*choices: Any, **rest: Any) -> Any:
-    """A field for one of a few values; True is not taken for 1, nor 2.0 for 2."""
-    types = [(type(choice), choice) for choice in choices]
-    allowed = Kind(lambda value: any(type(value) is kind and value == c for kind, c in types), f"one of {choices}")
-    return field(allowed, **rest)
+    """A field for one of a few values."""
+    return field(kinds.one_of(*choices), **rest)
 
 
 def flag(**rest: Any) -> Any:
-    return one_of(False, True, **rest)
+    return field(kinds.FLAG, **rest)
 
 
 def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
@@ -70,7 +58,7 @@ def check(name: str, value: Any, kind: Kind, where: Path | None = None) -> None:
 
 
 @cache
-def kinds(config: type) -> Mapping[str, Kind]:
+def kinds_of(config: type) -> Mapping[str, Kind]:
     """The kind of every field of a configuration."""
     return {f.name: f.metadata.get(_KIND) or _instance_of(config, f.name) for f in dataclasses.fields(config)}
 
@@ -80,7 +68,7 @@ def check_fields(config: Any) -> None:
 
     A field that holds another configuration, such as a direction's, is declared by its type alone.
     """
-    for name, kind in kinds(config.__class__).items():
+    for name, kind in kinds_of(config.__class__).items():
         check(name, getattr(config, name), kind)
 
 

@@ -5,9 +5,22 @@ Files come from anywhere, so nothing is assumed of a value: it may be of any typ
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from math import inf
+from typing import Any
 
-from xsake._ground.fields import Kind
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The values that a field may hold: whether it `allows` a value, and the allowed values in `words`."""
+
+    allows: Callable[[Any], bool]
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
 
 LARGEST_INT = 2**31 - 1  # JAX counts tokens and indexes arrays in int32
 LARGEST_FLOAT = 3.4028234e38  # of float32
@@ -17,11 +30,12 @@ TEXT = Kind(lambda value: isinstance(value, str), "text")
 TABLE = Kind(lambda value: isinstance(value, dict), "a table of names and values")  # from JSON: the names are text
 
 
-def whole(least: int = 1, most: int = LARGEST_INT) -> Kind:
+def whole(least: int = 1, most: int = LARGEST_INT, multiple_of: int = 1) -> Kind:
     """An int; True and 2.0 do not count as ints."""
+    words = f"an int of at least {least} and at most {most}"
     return Kind(
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
-        f"an int of at least {least} and at most {most}",
+        lambda value: type(value) is int and least <= value <= most and value % multiple_of == 0,
+        words if multiple_of == 1 else f"{words}, and a multiple of {multiple_of}",
     )
 
 
@@ -42,8 +56,13 @@ def number(*, above: float = -inf, least: float = -inf, below: float = inf, most
     )
 
 
-def one_of(*choices: str) -> Kind:
-    return Kind(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
+def one_of(*choices: Any) -> Kind:
+    """One of a few values; True is not taken for 1, nor 2.0 for 2."""
+    types = [(type(choice), choice) for choice in choices]
+    return Kind(
+        lambda value: any(type(value) is kind and value == choice for kind, choice in types),
+        f"one of {', '.join(map(str, choices))}",
+    )
 
 
 def maybe(kind: Kind) -> Kind:
