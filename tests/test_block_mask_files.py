@@ -236,7 +236,7 @@ HOSTILE = {
     "block_q table": ("rule", _static(block_q={}), r"block_q=\{\} must be an int"),
     "block_kv another": ("rule", _static(block_kv=32), "must be int32"),
     "q_len huge": ("rule", _static(q_len=10**30), "q_len=1000.* must be an int of at least 1 and at most"),
-    "blocks without number": ("no transpose", _static(kv_len=2**30, block_kv=1), "blocks are more than 2,147,483,648"),
+    "blocks without number": ("no transpose", _static(kv_len=2**30, block_kv=1), "blocks are more than 2147483647"),
     "is_causal 1": ("rule", _static(is_causal=1), "is_causal=1 must be True or False"),
     "a window of text": ("rule", _static(local_window_size="ab"), "local_window_size='ab' must be None, or a pair"),
     "a window of three": ("rule", _static(local_window_size=[1, 2, 3]), "local_window_size=.* must be None, or a pair"),

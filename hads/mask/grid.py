@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from xsake._ground.kinds import LARGEST_INT
 from xsake._ground.trace import known_flag
 from xsake.hads.mask.band import NO_LIMIT, Band, parse_window
 
@@ -58,6 +59,11 @@ class Grid:
     @property
     def num_kv(self) -> int:
         return -(-self.kv_len // self.block_kv)
+
+    def check_blocks(self) -> None:
+        """Raise ValueError if int32 cannot number the blocks."""
+        if self.num_q * self.num_kv > LARGEST_INT:
+            raise ValueError(f"{self.num_q} x {self.num_kv} blocks are more than {LARGEST_INT}: use larger blocks")
 
     @property
     def num_allowed(self) -> int:

@@ -24,8 +24,6 @@ def of_numbers(
     numbers: ArrayT, grid: Grid, *, capacity: int | None, transpose: bool, density_hint: float | None
 ) -> MaskLists:
     """The mask of what each token chose, `numbers` [b, t, h, n] as `numbers_that_count` gives them."""
-    if grid.num_q * grid.num_kv >= 2**31:
-        raise ValueError(f"{grid.num_q} x {grid.num_kv} blocks are more than 2**31: use larger blocks")
     column, wrong = _columns(numbers, grid)
     given: dict[str, Any] = dict(transpose=transpose, density_hint=density_hint)
     if not isinstance(column, jax.core.Tracer):
@@ -96,6 +94,7 @@ def with_window(numbers: ArrayT, window: int, *, block_q: int, block_kv: int) ->
 
 def _columns(indices: ArrayT, grid: Grid) -> tuple[ArrayT, ArrayT]:
     """(the numbers, nK where nothing is chosen; which are out of range), [b, t, h, n] each."""
+    grid.check_blocks()
     wrong = (indices < -1) | (indices >= grid.num_kv)
     traced = isinstance(indices, jax.core.Tracer)
     if not traced and wrong.any():

@@ -16,7 +16,6 @@ from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.mask_lists import BITMAPS, COLUMNS, ROWS, STATIC, MaskLists
 from xsake.hads.mask.lists.rows import at, rows_of_slots
 
-MOST_BLOCKS = 2**31  # of a grid: the blocks that its rule allows are counted in arrays of all blocks
 _SLOTS_AT_ONCE = 1 << 21  # heads are checked a few at a time, in little memory
 _WINDOW = Kind(
     lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(maybe(whole(0)).allows, value)),
@@ -46,8 +45,7 @@ def check(mask: MaskLists) -> None:
     are checked: attention gives NaN there, whatever the lists hold.
     """
     grid = mask.grid
-    if grid.num_q * grid.num_kv > MOST_BLOCKS:
-        raise ValueError(f"{grid.num_q} x {grid.num_kv} blocks are more than {MOST_BLOCKS:,}: use larger blocks")
+    grid.check_blocks()
     _check_arrays(mask, grid)
     if mask.complete and mask.overflowed().any():
         raise ValueError(f"complete=True, but kv_row_ptr counts more blocks than the {mask.capacity} slots of a head")
