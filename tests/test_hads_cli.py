@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -90,6 +91,21 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "is the profile of 'smollm2', not of 'another': calibrate this model" in said
     code, said = run("evaluate", tokens, *other, "--methods", "nonsense")
     assert code == 1 and "unknown ['nonsense']; groups are short, ours, rivals" in said
+
+
+def test_a_length_beyond_the_context_is_refused_before_anything_is_written(tokens: Path, tmp_path: Path):
+    """What it left behind would refuse the mended command."""
+    model, profile, out = tmp_path / "model", tmp_path / "profile.json", tmp_path / "out"
+    save_pretrained(case.tiny_model(), model)
+    dataclasses.replace(case.random_profile(), model="model").save(profile)
+    for words in (
+        ["calibrate", tokens, "--out", out],
+        ["calibrate", tokens, "--out", out, "--dry-run"],
+        ["evaluate", tokens, "--out", out, "--profile", profile],
+    ):
+        code, said = run(*words, "--model", model, "--length", 4096)
+        assert code == 1 and "--length 4096 is beyond the model's context of 512\n" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "profile.json", "tokens.npz"]
 
 
 def test_the_table_of_an_evaluation_is_whole_in_80_columns():

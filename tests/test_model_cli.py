@@ -100,6 +100,8 @@ def test_a_prompt_comes_from_a_file_or_the_standard_input(folder, tmp_path):
     assert xsake("generate", "-", *options, input="hello hello\n").stdout == expected
     long = xsake("generate", "-", *options, input="hello " * 100_000, code=1)
     assert "exceed the model's context of 512" in long.stderr
+    latin = xsake("generate", "-", *options, input=b"caf\xe9", code=1)
+    assert latin.stderr == "the standard input is not UTF-8 text: see its byte 3\n"
 
 
 def test_the_speed_of_writing_leaves_compiling_out(monkeypatch):
@@ -181,6 +183,13 @@ def test_mistakes_are_told_in_a_sentence(folder, profile, tmp_path, monkeypatch,
     result = xsake(*(paths.get(word, word) for word in words), code=2 if message.startswith("Invalid value") else 1)
     assert message.replace("model0", folder.stem) in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+def test_info_of_a_file_with_a_presets_name(folder, tmp_path, monkeypatch):
+    """`generate --model small` opens ./small, and so does `info`."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "small")
+    assert "82,112" in xsake("model", "info", "small").stdout
 
 
 def test_a_missing_extra_is_named(monkeypatch, folder):

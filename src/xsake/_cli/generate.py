@@ -129,9 +129,9 @@ def _text(prompt: str | None, file: Path | None) -> str:
         raise ValueError("give one prompt: as an argument, in a file (--file PATH), or on the standard input (-)")
     if file is None and prompt != "-":
         return str(prompt)
-    name = str(file or prompt)
-    content = typer.get_binary_stream("stdin").read() if name == "-" else read_bytes(name)
-    return decode(name, content).rstrip("\n")
+    if "-" in (prompt, str(file)):
+        return decode("the standard input", typer.get_binary_stream("stdin").read()).rstrip("\n")
+    return decode(str(file), read_bytes(str(file))).rstrip("\n")
 
 
 def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:

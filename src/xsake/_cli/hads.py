@@ -64,7 +64,7 @@ def calibrate(
         from xsake.hads.study.texts import load_texts
         from xsake.model.data.progress import part_of
 
-        loaded, encode = _load(model, texts, dtype)
+        loaded, encode = _load(model, texts, dtype, length)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
         typer.echo(
             f"{len(found)} sequences of {length} tokens from {', '.join(dict.fromkeys(t.domain for t in found))}"
@@ -123,7 +123,7 @@ def evaluate(
         if not knows_runs(learned.digests):
             print(f"{profile} is of an older version: it recognises its own texts only whole, not parts of them")
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
-        loaded, encode = _load(model, texts, dtype)
+        loaded, encode = _load(model, texts, dtype, length)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
         about = {"model": name, "length": length, "block": learned.block, "dtype": jnp.dtype(loaded.dtype).name}
         records = Records(out / "records.jsonl", about)
@@ -154,6 +154,7 @@ def _say_memory(
     from xsake.model import Transformer, load_tokenizer, open_model
 
     file, kind = open_model(model), _dtype(dtype)
+    _check_length(length, file.config)
     encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
     count = len(load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode))
     types: dict[str, Any] = dict(dtype=kind, param_dtype=kind)
@@ -166,13 +167,22 @@ def _say_memory(
     Console().print(table)
 
 
-def _load(model: str, texts: list[Path], dtype: str | None) -> tuple[Any, Callable[[str], list[int]] | None]:
-    """The model and, if some text is plain, its tokenizer's `encode`."""
+def _load(
+    model: str, texts: list[Path], dtype: str | None, length: int
+) -> tuple[Any, Callable[[str], list[int]] | None]:
+    """The model, which must read `length` tokens, and, if some text is plain, its tokenizer's `encode`."""
     from xsake.model import load_pretrained, load_tokenizer, open_model
 
     file, kind = open_model(model), _dtype(dtype)
+    _check_length(length, file.config)
     encode = load_tokenizer(file).encode if any(path.suffix != ".npz" for path in texts) else None
     return load_pretrained(file, dtype=kind, param_dtype=kind), encode
+
+
+def _check_length(length: int, config: Any) -> None:
+    """Refuse a length before anything is written: records of it would refuse the command with another length."""
+    if length > config.context:
+        raise ValueError(f"--length {length} is beyond the model's context of {config.context}")
 
 
 def _dtype(name: str | None) -> Any:

@@ -55,14 +55,14 @@ def fetch(
 def info(
     model: Annotated[
         str,
-        typer.Argument(help="A preset, a published model, a GGUF or safetensors file, or a training run."),
+        typer.Argument(help="A published model, a GGUF or safetensors file, a training run, or a preset."),
     ],
 ) -> None:
     """A model's shape and size; for a file, also its contents. Weights are not loaded."""
     from xsake.model.network.config import PRESETS
 
     with plain_errors():
-        if model in PRESETS:
+        if model in PRESETS and not Path(model).exists():  # a run may have a preset's name
             config, more = PRESETS[model], {}
         else:
             from xsake.model.weights.model_file import open_model
