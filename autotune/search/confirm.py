@@ -27,14 +27,9 @@ class Finding:
     why: str
 
 
-def confirm(
-    database: Database, worker: Caller, rounds: int = Settings.final_rounds, limit: float = Settings.limit
-) -> Iterator[Finding]:
-    """A finding for each entry, those of one call one after another. Raises `Failed` without a device.
-
-    A race of more than `limit` seconds counts as hanging.
-    """
-    facts: Facts = worker.call("facts", limit=4 * limit)
+def confirm(database: Database, worker: Caller) -> Iterator[Finding]:
+    """A finding for each entry, those of one call one after another. Raises `Failed` without a device."""
+    facts: Facts = worker.call("facts", limit=4 * Settings.limit)
     if facts.device_kind != database.device_kind:
         why = f"it is for {database.device_kind!r}, and this device is {facts.device_kind!r}"
         yield from (Finding(entry, ABSENT, why) for entry in database.entries)
@@ -44,19 +39,19 @@ def confirm(
         alike.setdefault(dataclasses.replace(entry.key, direction="", density=None), []).append(entry)
     for entries in alike.values():
         try:
-            referee = Referee(worker, _problem(entries), limit)
+            referee = Referee(worker, _problem(entries), Settings.limit)
         except (Failed, ValueError) as failure:
             yield from (Finding(entry, ABSENT, str(failure)) for entry in entries)
             continue
         for entry in entries:
             try:
-                yield Finding(entry, *_race(entry, referee, rounds))
+                yield Finding(entry, *_race(entry, referee))
             except Failed as failure:
                 yield Finding(entry, ABSENT, str(failure))
 
 
 def _problem(entries: list[Entry]) -> Problem:
-    """The calls of these entries, which differ only in direction and density. ValueError if there are none such."""
+    """The calls of these entries, which differ only in direction and density. ValueError if there is no such call."""
     key = entries[0].key
     kv_heads = max(1, key.heads // key.group)
     workload = Workload(
@@ -82,7 +77,7 @@ def _density(entry: Entry) -> float | None:
     return entry.key.density if entry.key.density is None or not measured else float(measured[0]["density"])
 
 
-def _race(entry: Entry, referee: Referee, rounds: int) -> tuple[str, str]:
+def _race(entry: Entry, referee: Referee) -> tuple[str, str]:
     """The state of an entry, and why. Raises `Failed`."""
     plan = next((plan for plan in referee.plans if plan.key == entry.key), None)
     if plan is None:
@@ -91,7 +86,7 @@ def _race(entry: Entry, referee: Referee, rounds: int) -> tuple[str, str]:
     if config == plan.default:
         return CONFIRMED, "it is the heuristic's configuration"
     for _ in range(ATTEMPTS):
-        race = Race(referee, plan, [plan.default, config], rounds)
+        race = Race(referee, plan, [plan.default, config], Settings.final_rounds)
         disturbed = race.disturbance(1)
         if disturbed is None:
             break
