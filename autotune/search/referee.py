@@ -25,7 +25,7 @@ _STEPS = {
 
 
 class OutOfTime(Exception):
-    """The budget ended, and `GRACE` after it, before the request did."""
+    """The budget and its grace ended before the request did."""
 
 
 class Referee:

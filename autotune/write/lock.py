@@ -8,9 +8,9 @@ from filelock import FileLock
 
 
 def lock_of(path: str | os.PathLike, seconds: float = -1) -> FileLock:
-    """The lock beside `path`, waited for at most so long (-1: for ever).
+    """The lock beside `path`; taking it waits at most so many seconds (-1: for ever).
 
-    Raises the OSError of a lock file that cannot be made at once: `FileLock` would wait for it.
+    Raises OSError at once if the lock file cannot be made: `FileLock` would wait for it.
     """
     name = f"{os.fspath(path)}.lock"
     open(name, "a").close()

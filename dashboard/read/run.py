@@ -153,7 +153,7 @@ class Run:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """An exception inside is this run's `problem`, until its file changes, and nobody else's. OSErrors pass."""
+        """Make an exception inside this run's `problem`, until its file changes. OSErrors pass through."""
         try:
             yield
         except OSError:

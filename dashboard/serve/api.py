@@ -34,7 +34,7 @@ def answer(document: Any, status: int = 200) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; to HEAD none, for they may have no end."""
+    """Server-sent events. HEAD gets none of them: a stream may have no end."""
 
     def __init__(self, events: AsyncIterator[bytes]):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})

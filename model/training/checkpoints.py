@@ -131,7 +131,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._manager.reload()  # Orbax has forgotten those that the failed one would have replaced
+            self._manager.reload()  # Orbax dropped those that the failed one would have replaced
             steps = self.steps()
             where = f"goes on from step {steps[-1]}" if steps else "begins anew"
             raise ValueError(
@@ -162,7 +162,7 @@ def _why(error: BaseException) -> str:
 
 @functools.cache
 def _quieten_orbax() -> None:
-    """Keep tracebacks of errors that Orbax raises as well from being printed, by whichever thread.
+    """Stop Orbax's threads from printing tracebacks of errors that Orbax raises anyway.
 
     Its threads log their errors. At the first one it closes its event loop: reads and writes in flight end later, find
     the loop closed, and Python can only print that.

@@ -1,4 +1,4 @@
-"""Whether a concrete record is a mask: what every constructor of masks holds to, and what backends rely on."""
+"""Check that concrete lists are a mask, as every constructor makes them and every backend expects them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check_array(name: str, array: Any, dtype: Any, shape: tuple[Any, ...]) -> N
 
 
 class _Listed(NamedTuple):
-    """The blocks that lists name, each an entry: its head, place in the grid, bitmap, and whether it counts as full."""
+    """Listed blocks, an entry per block: its head, its place in the grid, whether it counts as full, and its bitmap."""
 
     head: np.ndarray
     row: np.ndarray
@@ -128,7 +128,7 @@ def _check_heads(mask: MaskLists, grid: Grid, heads: np.ndarray) -> None:
 def _listed(
     mask: MaskLists, names: tuple[str, ...], bitmap: str, heads: np.ndarray, is_whole: np.ndarray, columns: int
 ) -> _Listed:
-    """What lists name in the heads that are whole, after a check of the lists of all `heads`."""
+    """The blocks that are listed in the heads that lost none, after a check of the lists of all `heads`."""
     arrays = [getattr(mask, name) for name in names]
     indices, ptr, num_full, order = (array.reshape(-1, array.shape[-1])[heads] for array in arrays)
     of_row = np.diff(ptr.astype(np.int64))

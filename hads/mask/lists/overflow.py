@@ -15,9 +15,9 @@ from xsake.hads.mask.lists.rows import ArrayT
 
 
 class MayOverflow:
-    """Lists whose head lost blocks where `kv_row_ptr[..., -1]`, the number of its blocks, is above the capacity.
+    """Lists of blocks. A head lost blocks if its number of blocks, `kv_row_ptr[..., -1]`, is above the capacity.
 
-    Blocks are lost if they do not fit the capacity, or are out of range, in a mask built under jit.
+    A mask built under jit loses blocks that do not fit the capacity or are out of range.
     """
 
     kv_indices: Any

@@ -37,7 +37,7 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Tell an error of the system inside which file it is about: an error of writing, as to a full disk, names none."""
+    """Name the file in an OSError from inside that names none, such as that of a full disk."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,7 @@ def placed(mesh: Any, x: Any, spec: PartitionSpec) -> Any:
 
 
 def placed_like(like: Array, x: Array) -> Array:
-    """`x`, whose first dimensions lie as those of `like` that it shares, on explicit axes."""
+    """`x`, its first dimensions cut over explicit axes as those of `like` are."""
     mesh = explicit_mesh(like)
     if mesh is None:
         return x
@@ -53,7 +53,7 @@ def placed_like(like: Array, x: Array) -> Array:
 
 
 def over_explicit_axes(run: Callable, given: tuple, dims: tuple[str, ...], results: str) -> Any:
-    """`run(*given)`; on explicit axes, by each device for its part of the batch and of the heads.
+    """Compute `run(*given)`. On explicit axes, each device computes its part of the batch and of the heads.
 
     `dims` names the first dimensions of each entry of `given`, an array or a tree of arrays, and `results` those of
     every result: "b t h" is batch, tokens, heads. Batch and heads are cut as in the first array where they are cut;
@@ -92,12 +92,12 @@ _Named = list[tuple[Any, list[str]]]  # arrays, and the names of their dimension
 
 
 def _axes_that_cut(dim: str, arrays: _Named) -> Names:
-    """How the first array lies that is cut along `dim`."""
+    """The axes that cut `dim` in the first array where it is cut."""
     return next((axes for x, names in arrays if dim in names and (axes := axes_of(x)[names.index(dim)])), ())
 
 
 def _divides_heads(mesh: Any, axes: Names, arrays: _Named) -> bool:
-    """Whether every array's heads can be cut over the axes; else a warning."""
+    """Whether the axes can cut every array's heads into equal parts. Warns if they cannot."""
     parts = math.prod(mesh.shape[name] for name in axes)
     heads = {x.shape[names.index("h")] for x, names in arrays if "h" in names} - {1}
     if all(count % parts == 0 for count in heads):

@@ -17,7 +17,9 @@ KEPT = 128
 
 
 def newest_programs[*Static](make: Callable[[*Static], Callable]) -> Callable[[*Static], Callable]:
-    """`make(*static)` gives a function of arrays; it runs as one program, and is inlined where the caller traces.
+    """Decorate `make`, which makes a function of arrays for static arguments.
+
+    The function then runs as one program, and is inlined where the caller traces.
 
     The newest `KEPT` programs of all such functions are kept, each for its static arguments and for the tree, shapes
     and dtypes of its arrays. A program that was dropped is compiled again when it is called.
@@ -37,8 +39,8 @@ def newest_programs[*Static](make: Callable[[*Static], Callable]) -> Callable[[*
 def program(make: Callable, static: tuple, tree: Any, shapes: tuple) -> Callable:
     function = make(*static)
 
-    # What JAX keeps for a function goes when the function does. The rule of custom_vmap, which JAX keeps too, may hold
-    # `function`, but never this one.
+    # JAX drops the programs of a function when nothing else holds the function. JAX also keeps rules of custom_vmap,
+    # which may hold `function`: so jit another function, which no rule holds.
     def run(*arrays: Any) -> Any:
         return function(*arrays)
 

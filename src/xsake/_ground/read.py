@@ -1,7 +1,7 @@
 """Files that are given to xsake, read within limits: one that is damaged, huge or hostile is a ValueError of one line.
 
-A file may claim anything, so its size is asked before its contents are read, and what an archive promises before it is
-unpacked. The contents are checked by `fields.check` with the `kinds` of values.
+A file may claim anything: its size is checked before its contents are read, and the sizes that an archive states before
+it is unpacked. The contents are checked by `fields.check` with the `kinds` of values.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         size = member.file_size - file.tell()
         if dtype.hasobject or math.prod(shape) * dtype.itemsize != size:
             raise ValueError(f"{reprlib.repr(member.filename)} promises {dtype}{shape} and has {size:,} bytes")
-        # Asked for by its size: what is unpacked beyond the promised size would not be bounded.
+        # Read no more than the stated size: a member may unpack to more.
         return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 

@@ -242,7 +242,7 @@ def _tokens(name: str, given: Any, batch: Size, q_len: int, kv_len: int) -> tupl
 
 
 def _int32(name: str, x: Array | np.ndarray) -> Array:
-    """Integers as int32. Those that are none: ValueError, or if traced the nearest int32."""
+    """Integers as int32. One out of range raises ValueError or, if traced, becomes the nearest int32."""
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if np.can_cast(x.dtype, np.int32):
         return jnp.asarray(x, jnp.int32)

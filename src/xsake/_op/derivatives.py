@@ -1,4 +1,4 @@
-"""Derivatives that the operation has not, and the second derivatives of its gradients.
+"""Refuse the derivatives that the operation does not have, and differentiate its gradients.
 
 A first derivative is taken in reverse mode. The "xla" implementation has second derivatives in forward mode, as
 `jax.hessian` needs them (forward over reverse). All others are refused, with a message that says what to use.

@@ -85,7 +85,7 @@ def cut_alike(call: Call, lengths: Lengths) -> tuple[Call, Lengths]:
     cut = _cut(call.q_heads, call.kv_heads, mesh.shape, dims, [axes_of(x) for x in values])
 
     def alike(x: Array, dims: Dims) -> Array:
-        """What lies on no mesh goes with every array, and is placed by `over_mesh`."""
+        """An array on no mesh combines with any other; `over_mesh` places it later."""
         return x if explicit_mesh(x) is None else placed(mesh, x, cut.spec(dims))
 
     return jax.tree.unflatten(tree, map(alike, values, dims))

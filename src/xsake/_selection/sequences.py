@@ -22,7 +22,7 @@ class Sequences:
 
     `place` [T] is the new index of each token, `length` for tokens past the last sequence; `segment` [1, length] is
     the sequence of each new place, -1 where there is no token; `first_block` and `num_blocks` [T] are the first block
-    of its sequence, and how many that has: 0 if traced `cu_seqlens` are wrong.
+    of each token's sequence and the number of its blocks, which is 0 if traced `cu_seqlens` are wrong.
     """
 
     length: int
