@@ -21,7 +21,14 @@ RULE = Rule(exact_queries=20)  # of few blocks two or three rows, as the default
 
 
 def random_profile(
-    seed: int = 0, *, layers: int = 2, q_heads: int = 4, kv_heads: int = 2, head_dim: int = 8, block: int = 16
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    block: int = 16,
+    block_q: int = 0,
 ) -> HadsProfile:
     rng = np.random.default_rng(seed)
 
@@ -43,6 +50,7 @@ def random_profile(
         log_thresholds=np.array([-2.0, -4.0, -6.0], np.float32),
         model="random",
         block=block,
+        block_q=block_q or block,
         length=256,
         kv_heads=kv_heads,
         digests=("0123456789abcdef",),
@@ -99,14 +107,15 @@ def visible(length: int, window: int | None = None) -> np.ndarray:
 def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int) -> np.ndarray:
     """The masses that HADS chooses by, in float64: estimated feature by feature, with a loop over heads and pairs of
     blocks, and measured in the rows of the last queries."""
-    starts = range(0, query.shape[1], profile.block)
+    rows, starts = (range(0, query.shape[1], size) for size in (profile.block_q, profile.block))
     d = query.shape[-1]
     group = query.shape[2] // key.shape[2]
-    logits = np.full((query.shape[0], query.shape[2], len(starts), len(starts)), -np.inf)
+    logits = np.full((query.shape[0], query.shape[2], len(rows), len(starts)), -np.inf)
     for b, h, i, j in np.ndindex(*logits.shape):
-        if j > i:
+        back = (rows[i] + profile.block_q) // profile.block - 1 - j  # from the row's last block
+        if back < 0:
             continue
-        q = query[b, starts[i] : starts[i] + profile.block, h].astype(np.float64)
+        q = query[b, rows[i] : rows[i] + profile.block_q, h].astype(np.float64)
         k = key[b, starts[j] : starts[j] + profile.block, h // group].astype(np.float64)
         qm, km = q.mean(0), k.mean(0)
         features = (
@@ -118,11 +127,11 @@ def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: 
         weights = profile.features[layer, h].astype(np.float64)
         logits[b, h, i, j] = sum(w @ (f[: d // 2] + f[d // 2 :]) for w, f in zip(weights, features, strict=True))
         logits[b, h, i, j] += profile.tokens[layer, h] * np.log(np.exp(k @ qm / np.sqrt(d)).mean())
-        bucket = max(n for n, start in enumerate(BUCKETS) if start <= i - j)
+        bucket = max(n for n, start in enumerate(BUCKETS) if start <= back)
         logits[b, h, i, j] += profile.distance[layer, h, bucket] + (profile.sink[layer, h] if j == 0 else 0)
     mass, weights = softmax(logits), dense_weights(query, key)
-    for i in range(max(query.shape[1] - profile.rule.exact_queries, 0) // profile.block, len(starts)):
-        of_row = weights[:, :, starts[i] : starts[i] + profile.block]
+    for i in range(max(query.shape[1] - profile.rule.exact_queries, 0) // profile.block_q, len(rows)):
+        of_row = weights[:, :, rows[i] : rows[i] + profile.block_q]
         by_block = np.stack([of_row[..., at : at + profile.block].sum(-1) for at in starts], -1)
         root = np.sqrt((by_block**2).mean(2))
         mass[:, :, i] = root / root.sum(-1, keepdims=True)
@@ -151,7 +160,7 @@ def check_scores(
     assert (np.isneginf(got) | (got == 0))[..., ~grid.causal()].all()
     for b, h in ((0, 0), (1, 3)):
         q, k = blocks_of(query, b, h, grid), blocks_of(key, b, h // group, grid)
-        for i in range(grid.side):
+        for i in range(grid.rows):
             wanted = [value(q, k, i, j) for j in range(i + 1)]
             np.testing.assert_allclose(got[b, h, i, : i + 1], wanted, rtol=rtol, atol=1e-5)
 

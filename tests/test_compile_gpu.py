@@ -276,13 +276,13 @@ make = partial(program._by_kernels, grid, 4, 1000)
 given = program.Given(query, key, *weights, {"count": jnp.int32(1000)})
 compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 
-first = grid.side // 2  # the second half as a chunk of the prompt
+first = grid.columns // 2  # the second half as a chunk of the prompt
 def chunk_of_prompt(query, key, cache, features, weights, number):
     pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(grid, first, features, key, number))
     mask = Grid.of(64, 64, length - first * 64, length, False, (None, first * 64))
     return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
 half = (jax.ShapeDtypeStruct((1, length - first * 64, heads, head_dim), dtype) for heads in (4, 2))
-features = jax.ShapeDtypeStruct((1, 2, grid.side, 5, head_dim), jnp.float32)
+features = jax.ShapeDtypeStruct((1, 2, grid.columns, 5, head_dim), jnp.float32)
 rest = features, chunk.LayerWeights.of(profile, 0), jax.ShapeDtypeStruct((1,), jnp.int32)
 compile(chunk_of_prompt, *half, key, *rest, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 os._exit(0)

@@ -13,6 +13,7 @@ from hypothesis import given
 from xsake import hads
 from xsake.hads.profile import budgets
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.rule import Rule
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.floats(0, 1))
@@ -71,6 +72,29 @@ def test_forced_blocks_are_sink_previous_diagonal_and_the_first_rows():
         assert grid.sizes.sum() == grid.length and grid.blocks == n * (n + 1) // 2
 
 
+@pytest.mark.parametrize("window", [None, 1, 20, 70])
+@pytest.mark.parametrize("length", [29, 96, 121])
+def test_rows_may_be_taller_than_blocks(length: int, window: int | None):
+    """Block by block from the tokens that see each other."""
+    rule = Rule(sink_blocks=1, near_blocks=2, dense_rows=1, last_rows=2)
+    grid = CausalGrid(length, 8, rule, window, block_q=32)
+    padded = np.zeros((grid.rows * 32, grid.columns * 8), bool)
+    padded[:length, :length] = case.visible(length, window)
+    tiles = padded.reshape(grid.rows, 32, grid.columns, 8)
+    seen = tiles.any((1, 3))
+    assert (grid.causal() == seen).all() and (grid.full() == tiles.all((1, 3))).all()
+    assert grid.blocks == seen.sum() and (grid.distance() >= 0).sum() == CausalGrid(length, 8, block_q=32).blocks
+    row, column = np.indices(seen.shape)
+    forced = seen & ((column == 0) | (column >= 4 * row - 2) | (row == 0))
+    assert (grid.forced() == forced).all() and grid.forced_blocks == forced.sum()
+    assert grid.row_weights().tolist() == [1.0] * (grid.rows - 2) + [4.0] * min(grid.rows, 2)
+
+
+def test_rows_are_whole_blocks_high():
+    with pytest.raises(ValueError, match="block_q=40 must be a multiple of block=16"):
+        CausalGrid(96, 16, block_q=40)
+
+
 def test_a_budget_under_the_forced_share_names_it():
     with pytest.raises(ValueError, match=r"budget=0.05 is below 0.0913, .* 4096 tokens in blocks of 64"):
         hads.layer_counts(case.random_profile(block=64), 0.05, 4096)
@@ -82,15 +106,16 @@ def test_thresholds_fall_with_the_budget():
     assert values == sorted(values, reverse=True) and values[-1] == 0
 
 
-@pytest.mark.parametrize("window", [None, 200])
-def test_chunks_divide_the_budget_as_rows_that_compete(window: int | None):
-    profile = dataclasses.replace(case.random_profile(), window=window)
+@pytest.mark.parametrize(("window", "block_q"), [(None, 16), (200, 16), (None, 64)])
+def test_chunks_divide_the_budget_as_rows_that_compete(window: int | None, block_q: int):
+    rule = Rule.of_blocks(block_q // 16)
+    profile = dataclasses.replace(case.random_profile(block_q=block_q), window=window, rule=rule)
     lengths, heads, chunk = [1024, 700], profile.q_heads, 256
     counts = budgets.chunk_counts(profile, 0.5, lengths, chunk)
     for n, length in enumerate(lengths):
         grid = profile.grid(length)
         assert counts[:, :, n].sum(0).tolist() == budgets.layer_counts(profile, 0.5, length).tolist()
-        starts = np.arange(0, grid.side, chunk // grid.block)
+        starts = np.arange(0, grid.rows, chunk // grid.block_q)
         forced, allowed = (heads * np.add.reduceat(x.sum(-1), starts) for x in (grid.forced(), grid.causal()))
         mine = counts[: len(starts), :, n].T
         assert (mine >= forced).all() and (mine <= allowed).all()

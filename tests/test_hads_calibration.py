@@ -22,7 +22,7 @@ from xsake.hads.calibration.tables import tabulate
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import FREE_SHARES
-from xsake.hads.profile.rule import RULE
+from xsake.hads.profile.rule import RULE, Rule
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
@@ -98,6 +98,16 @@ def test_a_calibration_that_was_stopped_goes_on(model, profile, tmp_path, monkey
     other.norm.scale[...] += 1.0
     with pytest.raises(ValueError, match="differs in weights"):
         hads.calibrate(other, TOKENS, **options)
+
+
+def test_rows_may_be_taller_than_blocks(model: Transformer):
+    tall = hads.calibrate(model, TOKENS[:1], name="tiny", block=8, block_q=32, steps=30)
+    assert (tall.block, tall.block_q, tall.rule) == (8, 32, Rule.of_blocks(4))
+    query, key = case.random_inputs(0, 250, tall)
+    mask = hads.select(query, key, tall, 0.7, layer=1)
+    assert np.asarray(mask.to_blocks()).sum() == hads.layer_counts(tall, 0.7, 250)[1]
+    with pytest.raises(ValueError, match="block_q=20 must be a multiple of block=8"):
+        hads.calibrate(model, TOKENS, name="tiny", block=8, block_q=20)
 
 
 def test_fit_finds_weights_that_explain_the_masses():
@@ -200,7 +210,7 @@ def test_observation_is_what_the_layers_did(model: Transformer):
         return [block_statistics(query, key, block=16) for query, key in inputs]
 
     wanted_of = inputs_of(nnx.merge(*nnx.split(model)))
-    seen = observe.observe(model, tokens, 16)
+    seen = observe.observe(model, tokens, CausalGrid(tokens.shape[1], 16))
     assert len(seen) == len(wanted_of) == 2
     for layer, wanted in zip(seen, wanted_of, strict=True):
         for got, want in zip(layer.statistics, wanted, strict=True):
@@ -228,7 +238,7 @@ def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: had
     """Against calibration with every layer's statistics and gradients in memory together."""
     grid, count = CausalGrid(250, 16), len(TOKENS)
     free = grid.causal() & ~grid.forced()
-    seen = [observe.observe(model, jnp.asarray(row[None]), 16) for row in TOKENS]
+    seen = [observe.observe(model, jnp.asarray(row[None]), CausalGrid(len(row), 16)) for row in TOKENS]
     layers = [jax.tree.map(lambda *x: jnp.concatenate(x), *(sequence[at] for sequence in seen)) for at in range(2)]
     mass, square = (np.stack([layer.statistics[at] for layer in layers])[..., free] for at in (0, 1))
     variance = np.maximum(square - mass**2, 0).sum((1, 3)) / mass.sum((1, 3))

@@ -28,25 +28,27 @@ from xsake.model.generation.prefill import read_prompts
 LENGTH, SHORTER, CHUNK, BUDGET = 121, 90, 64, 0.8
 PROFILE = case.random_profile()
 BLOCK = PROFILE.block
+TALL = case.random_profile(block=8, block_q=16)
 
 
-@partial(jax.jit, static_argnames="start")
-def chunk_mask(query, key, pooled, counts, lengths, start):
-    end = min(start + query.shape[1], LENGTH)
-    pooled = pooled.write(key[:, start:end], lengths, start=start, block=BLOCK)
-    weights = hads.LayerWeights.of(PROFILE, 1)
-    mask = hads.select_chunk(query, key, pooled, weights, counts, lengths, start=start, block=BLOCK, rule=PROFILE.rule)
-    return mask, pooled
+@partial(jax.jit, static_argnames=("start", "tall"))
+def chunk_mask(query, key, pooled, counts, lengths, start, tall=False):
+    profile, end = TALL if tall else PROFILE, min(start + query.shape[1], LENGTH)
+    pooled = pooled.write(key[:, start:end], lengths, start=start, block=profile.block)
+    weights = hads.LayerWeights.of(profile, 1)
+    blocks = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
+    return hads.select_chunk(query, key, pooled, weights, counts, lengths, start=start, **blocks), pooled
 
 
-def masks_of(query, key, lengths, chunk, budget=BUDGET):
+def masks_of(query, key, lengths, chunk, budget=BUDGET, tall=False):
     """The masks of the chunks of a batch, one after the other."""
-    counts = hads.chunk_counts(PROFILE, budget, lengths, chunk)
-    pooled = hads.PooledKeys.empty(batch=len(query), kv_heads=2, blocks=-(-LENGTH // BLOCK), head_dim=8)
+    profile = TALL if tall else PROFILE
+    counts = hads.chunk_counts(profile, budget, lengths, chunk)
+    pooled = hads.PooledKeys.empty(batch=len(query), kv_heads=2, blocks=-(-LENGTH // profile.block), head_dim=8)
     masks = []
     for number, start in enumerate(range(0, LENGTH, chunk)):
-        part = query[:, start : start + chunk]
-        mask, pooled = chunk_mask(part, key, pooled, counts[number, 1].astype(np.int32), np.int32(lengths), start)
+        part, here = query[:, start : start + chunk], counts[number, 1].astype(np.int32)
+        mask, pooled = chunk_mask(part, key, pooled, here, np.int32(lengths), start, tall)
         masks.append(mask)
     return masks, counts[:, 1]
 
@@ -56,20 +58,24 @@ def inputs():
     return tuple(jnp.asarray(x) for x in case.random_inputs(5, LENGTH, PROFILE, batch=2))
 
 
-def test_one_chunk_chooses_what_select_chooses(inputs):
+@pytest.mark.parametrize("tall", [False, True])
+def test_one_chunk_chooses_what_select_chooses(inputs, tall):
     query, key = inputs
-    (mask,), _ = masks_of(query, key, [LENGTH, LENGTH], 128)
-    whole = jax.jit(lambda q, k: hads.select(q, k, PROFILE, BUDGET, layer=1, transpose=False))(query, key)
+    (mask,), _ = masks_of(query, key, [LENGTH, LENGTH], 128, tall=tall)
+    profile = TALL if tall else PROFILE
+    whole = jax.jit(lambda q, k: hads.select(q, k, profile, BUDGET, layer=1, transpose=False))(query, key)
     np.testing.assert_array_equal(mask.to_blocks(), whole.to_blocks())
     assert mask.is_causal
 
 
-@pytest.mark.parametrize("lengths", [[LENGTH, LENGTH], [LENGTH, SHORTER]])
-def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths):
-    masks, counts = masks_of(*inputs, lengths, CHUNK)
+@pytest.mark.parametrize(
+    ("lengths", "tall"), [([LENGTH, LENGTH], False), ([LENGTH, SHORTER], False), ([LENGTH, SHORTER], True)]
+)
+def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths, tall):
+    masks, counts = masks_of(*inputs, lengths, CHUNK, tall=tall)
     kept = np.stack([np.asarray(mask.to_blocks()).sum((1, 2, 3)) for mask in masks])
     np.testing.assert_array_equal(kept, counts)
-    wanted = [hads.layer_counts(PROFILE, BUDGET, length)[1] for length in lengths]
+    wanted = [hads.layer_counts(TALL if tall else PROFILE, BUDGET, length)[1] for length in lengths]
     assert kept.sum(0).tolist() == wanted
 
 
@@ -83,12 +89,13 @@ def test_a_chunk_keeps_what_is_forced_and_nothing_of_the_future(inputs):
         assert not row[:, ~np.tri(8, dtype=bool)].any() and not row[:, side:].any()
 
 
-def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs):
+@pytest.mark.parametrize("tall", [False, True])
+def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs, tall):
     query, key = inputs
-    together, _ = masks_of(query, key, [LENGTH, SHORTER], CHUNK)
+    together, _ = masks_of(query, key, [LENGTH, SHORTER], CHUNK, tall=tall)
     noise = 100 * jnp.ones((1, LENGTH - SHORTER, 1, 1))  # what lies past the end must not matter
     query, key = query.at[1:, SHORTER:].add(noise), key.at[1:, SHORTER:].add(noise)
-    other, _ = masks_of(query[::-1], key[::-1], [SHORTER, LENGTH], CHUNK)
+    other, _ = masks_of(query[::-1], key[::-1], [SHORTER, LENGTH], CHUNK, tall=tall)
     for a, b in zip(together, other, strict=True):
         np.testing.assert_array_equal(a.to_blocks(), np.asarray(b.to_blocks())[::-1])
 
@@ -126,7 +133,7 @@ def test_what_lies_past_a_chunk_changes_nothing(implementation, mask):
 
 def test_wrong_chunks_are_refused(inputs):
     query, key = inputs
-    with pytest.raises(ValueError, match="chunk=40 must be a multiple of the profile's block of 16 tokens"):
+    with pytest.raises(ValueError, match="chunk=40 must be a multiple of the profile's rows of 16 tokens"):
         hads.chunk_counts(PROFILE, BUDGET, [LENGTH], 40)
     pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=8, head_dim=8)
     with pytest.raises(ValueError, match="up to token 144 do not fit 8 pooled blocks of 16"):
@@ -138,6 +145,7 @@ def test_wrong_chunks_are_refused(inputs):
 # The model.
 
 MODEL_PROFILE, PROMPTS = case.ONE_LAYER, case.PROMPTS
+TALL_MODEL_PROFILE = case.random_profile(layers=1, head_dim=MODEL_PROFILE.head_dim, block=8, block_q=32)
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +167,12 @@ def test_chunks_of_everything_change_nothing(model, dense, name):
     assert generate(model, PROMPTS, max_new_tokens=3, **EVERYTHING[name]) == dense
 
 
-def test_a_sparse_prompt_is_read_as_in_one_forward(model):
+@pytest.mark.parametrize("profile", [MODEL_PROFILE, TALL_MODEL_PROFILE], ids=["square", "tall"])
+def test_a_sparse_prompt_is_read_as_in_one_forward(model, profile):
     """The last states, and the cache, padded, against the model's own forward with `HadsMask`."""
     prompt = PROMPTS[1]
-    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7), pad_to=256)
-    masks = hads.HadsMask.of(MODEL_PROFILE, 0.7, len(prompt))
+    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(profile, 0.7), pad_to=256)
+    masks = hads.HadsMask.of(profile, 0.7, len(prompt))
     expected = run(model, np.asarray([prompt]), mask_fn=masks)[:, -1]
     np.testing.assert_allclose(model.logits(model.norm(read.last))[:, 0], expected, rtol=2e-3, atol=2e-3)
     assert read.cache.length.tolist() == [203] and read.cache.capacity == 256
@@ -203,7 +212,7 @@ def test_windows_need_a_profile_that_knows_them(windowed):
         (dict(chunk=100), "chunk=100 must be a multiple of 64 tokens"),
         (
             dict(chunk=40, hads=HadsBudget(MODEL_PROFILE, 0.7)),
-            "chunk=40 must be a multiple of the profile's block of 16",
+            "chunk=40 must be a multiple of the profile's rows of 16",
         ),
         (
             dict(hads=HadsBudget(PROFILE, 0.7)),
@@ -231,7 +240,7 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
     grid, start = CausalGrid(300, 16, profile.rule), 16 * first
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, 300, profile, batch=2))
     cache = jnp.pad(key, ((0, 0), (0, 100), (0, 0), (0, 0)), constant_values=jnp.nan)
-    before = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.side, head_dim=16)
+    before = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=grid.columns, head_dim=16)
     if first:
         before = jax.jit(partial(before.write, start=0, block=16))(key[:, :start], lengths)
 
@@ -247,9 +256,9 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
         inputs = ours.query, ours.key, ours.weights.estimator
         found = jax.jit(partial(estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
     np.testing.assert_allclose(ours.pooled.features, xlas.pooled.features, rtol=1e-5, atol=1e-5)
-    holds = np.arange(grid.side) * 16 < np.asarray(lengths)[:, None]
+    holds = np.arange(grid.columns) * 16 < np.asarray(lengths)[:, None]
     used = grid.causal()[first:] & holds[:, None, first:, None]
-    found = found[:, :, : grid.side - first, : grid.side]
+    found = found[:, :, : grid.columns - first, : grid.columns]
     np.testing.assert_allclose(np.where(used, found, 0), np.where(used, wanted, 0), atol=0.02)
 
 

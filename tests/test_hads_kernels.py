@@ -58,7 +58,7 @@ def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> t
     with interpret():
         got = jax.jit(partial(gpu_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
     wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
-    got = got[..., : grid.side, : grid.side]
+    got = got[..., : grid.columns, : grid.columns]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
 
 
@@ -100,11 +100,11 @@ def test_exact_rows_are_xlas(name: str):
     profile = case.random_profile(q_heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(4, end + 5, profile, batch=len(lengths or "ab")))
     query, key = query[:, first * block : end], key.at[:, end:].set(jnp.nan)  # a cache holds anything past its end
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((len(query), heads, rows.number, rows.grid.side)))
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((len(query), heads, rows.number, rows.grid.columns)))
     causal = rows.grid.causal()[first:]
 
     def normalised(logits: Any) -> Any:
-        return jax.nn.softmax(jnp.where(causal, logits[:, :, : rows.number, : rows.grid.side], -jnp.inf), -1)
+        return jax.nn.softmax(jnp.where(causal, logits[:, :, : rows.number, : rows.grid.columns], -jnp.inf), -1)
 
     wanted = jax.jit(lambda *x: exact.with_exact_rows(normalised(x[0]), *x[1:], rows))(logits, query, key)
     with interpret():
@@ -126,7 +126,9 @@ def rule(seed: int, heads: int) -> dict[str, jax.Array]:
 
 def of_few_values(grid: CausalGrid, batch: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Logits and their masses; many gains are equal, within a row and between rows."""
-    logits = np.round(2 * np.random.default_rng(0).standard_normal((batch, 3, grid.side, grid.side))).astype(np.float32)
+    logits = np.round(2 * np.random.default_rng(0).standard_normal((batch, 3, grid.columns, grid.columns))).astype(
+        np.float32
+    )
     return logits, np.asarray(jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1))
 
 
@@ -184,8 +186,8 @@ def test_nothing_is_read_outside_the_triangle():
     logits, mass = of_few_values(grid)
     given = rule(1, 3) | {"threshold": 1e-3}
     wanted = np.asarray(jax.jit(lambda mass: choice.choose(mass, grid, **given))(jnp.asarray(mass)))
-    garbage = np.full((2, 3, *padded(grid.side)), np.nan, np.float32)
-    garbage[..., : grid.side, : grid.side] = np.where(grid.causal(), logits, np.nan)
+    garbage = np.full((2, 3, *padded(grid.columns)), np.nan, np.float32)
+    garbage[..., : grid.columns, : grid.columns] = np.where(grid.causal(), logits, np.nan)
     with interpret():
         got = jax.jit(lambda logits: gpu_choose.choose(logits, Rows(grid), **given).blocks(grid))(jnp.asarray(garbage))
     assert (got != wanted).sum() <= 4  # masses may differ in their last bit

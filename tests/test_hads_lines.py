@@ -41,7 +41,7 @@ def dense_mask(lines: Lines, forced: bool) -> np.ndarray:
         columns[0][..., None, :] | diagonals[0][..., np.maximum(BACK, 0)],
     )
     if forced:
-        kept |= case.forced_blocks(GRID.side)[BLOCKS[:, None], BLOCKS]
+        kept |= case.forced_blocks(GRID.columns)[BLOCKS[:, None], BLOCKS]
     return kept & (BACK >= 0)
 
 

@@ -18,8 +18,9 @@ from xsake.hads import HadsProfile
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 
-def test_round_trip_is_exact_and_readable(tmp_path: Path):
-    profile = case.random_profile()
+@pytest.mark.parametrize(("block_q", "blocks"), [(16, "16"), (64, "64 x 16")])
+def test_round_trip_is_exact_and_readable(tmp_path: Path, block_q: int, blocks: str):
+    profile = case.random_profile(block_q=block_q)
     path = tmp_path / "profile.json"
     profile.save(path)
     again = HadsProfile.load(path)
@@ -31,7 +32,7 @@ def test_round_trip_is_exact_and_readable(tmp_path: Path):
     again.save(path)
     assert path.read_text() == text
     assert os.listdir(tmp_path) == ["profile.json"]
-    assert "2 layers, 4 query heads on 2, head_dim 8, blocks of 16" in repr(again)
+    assert f"2 layers, 4 query heads on 2, head_dim 8, blocks of {blocks}, cal" in repr(again)
 
 
 def test_a_profile_that_is_wrong_is_not_written(tmp_path: Path):
@@ -42,6 +43,7 @@ def test_a_profile_that_is_wrong_is_not_written(tmp_path: Path):
         ({"distance": profile.distance[..., :3]}, r"distance must have shape \(2, 4, 29\), got \(2, 4, 3\)"),
         ({"free_shares": profile.free_shares[::-1]}, "free_shares must rise"),
         ({"kv_heads": 3}, "4 query heads are not a multiple of kv_heads=3"),
+        ({"block_q": 24}, "block_q=24 must be a multiple of block=16"),
     ):
         with pytest.raises(ValueError, match=why):
             dataclasses.replace(profile, **change).save(tmp_path / "profile.json")
@@ -65,7 +67,7 @@ def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path
     path = tmp_path / "profile.json"
     case.random_profile().save(path)
     data = json.loads(path.read_text())
-    del data["rule"]
+    del data["rule"], data["block_q"]
     # Version 3 also had two numbers for each head that HADS does not use.
     heads = [line | {"entropy": 0.5, "distance_mass": [0.1] * 29} for line in data["heads"]]
     path.write_text(json.dumps(data | {"version": 3, "heads": heads}))
@@ -80,8 +82,10 @@ def test_a_profile_of_an_earlier_version_chooses_as_it_did_and_says_what_it_lack
     profile.save(path)
     data = json.loads(path.read_text())
     del data["rule"]["exact_queries"]
-    path.write_text(json.dumps({name: value for name, value in data.items() if name != "window"} | {"version": 4}))
+    lacks = {name: value for name, value in data.items() if name not in ("window", "block_q")}
+    path.write_text(json.dumps(lacks | {"version": 4}))
     again = HadsProfile.load(path)
+    assert again.block_q == again.block == profile.block
     assert again.rule == dataclasses.replace(profile.rule, exact_queries=0) and again.window is None
     assert "no exact rows" in repr(again) and "no exact rows" not in repr(profile)
 

@@ -77,7 +77,7 @@ def test_masks_are_those_of_the_model_block_by_block(model: Transformer, recorde
 
 def test_masses_are_those_of_dense_attention(model: Transformer, recorded):
     about, layers = recorded[0]["about"], recorded[0]["layers"]
-    for number, one in enumerate(observe(model, jnp.asarray(TOKENS[None]), PROFILE.block)):
+    for number, one in enumerate(observe(model, jnp.asarray(TOKENS[None]), PROFILE.grid(len(TOKENS)))):
         mass = np.asarray(one.statistics.mass[0])
         for head in range(PROFILE.q_heads):
             entry = layers[number]["heads"][head]

@@ -62,7 +62,7 @@ def test_every_rival_is_registered_in_both_forms():
 @pytest.mark.slow  # rivals are compared with plain ones elsewhere, in one part
 def test_many_rows_are_taken_in_parts_that_see_fewer_keys(monkeypatch: pytest.MonkeyPatch):
     query, key = map(jnp.asarray, case.random_inputs(0, LENGTH, PROFILE))
-    kept = jnp.broadcast_to(GRID.causal() & (GRID.distance() < 5), (1, query.shape[2], GRID.side, GRID.side))
+    kept = jnp.broadcast_to(GRID.causal() & (GRID.distance() < 5), (1, query.shape[2], GRID.columns, GRID.columns))
 
     def everything() -> list[np.ndarray]:
         def run(query, key):
@@ -123,9 +123,9 @@ def test_scores_from_logits(scored: dict):
     weights = case.dense_weights(query, key)[b, h, -16:]
     columns, slashes = (np.asarray(x)[b, h] for x in scored["last"])
     np.testing.assert_allclose(columns, np.add.reduceat(weights, starts, 1).mean(0), rtol=1e-4, atol=1e-6)
-    wanted = np.zeros(GRID.side)
+    wanted = np.zeros(GRID.columns)
     for t, s in np.ndindex(16, LENGTH):
-        wanted[min(max(LENGTH - 16 + t - s + 8, 0) // 16, GRID.side - 1)] += weights[t, s] / 16
+        wanted[min(max(LENGTH - 16 + t - s + 8, 0) // 16, GRID.columns - 1)] += weights[t, s] / 16
     np.testing.assert_allclose(slashes, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -293,10 +293,10 @@ def test_entropy_is_that_of_dense_weights(length: int):
 
 
 def test_mass_by_distance():
-    mass = np.random.default_rng(0).random((4, GRID.side, GRID.side))
+    mass = np.random.default_rng(0).random((4, GRID.columns, GRID.columns))
     got = v1.by_distance(mass, GRID)
     for n, (start, end) in enumerate(itertools.pairwise(BUCKETS)):
-        at = (GRID.distance() >= start) & (GRID.distance() < end) & (np.arange(GRID.side) > 0)
+        at = (GRID.distance() >= start) & (GRID.distance() < end) & (np.arange(GRID.columns) > 0)
         farthest = at if at.any() else farthest  # distances that no row has count as the farthest distance seen
         np.testing.assert_allclose(got[:, n], mass[:, farthest].mean(-1), rtol=1e-5)
 

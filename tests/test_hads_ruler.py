@@ -368,7 +368,7 @@ def test_a_run_that_was_cut_off_goes_on(model, tmp_path: Path, monkeypatch: pyte
     assert whole.splitlines()[:6] == path.read_text().splitlines()[:6]
     with pytest.raises(ValueError, match="mean_top_k 60% need a profile of the model at 512 tokens"):
         go(profile_for=lambda length: None)
-    with pytest.raises(ValueError, match="500 tokens must be a multiple of the profile's block of 16"):
+    with pytest.raises(ValueError, match="500 tokens must be a multiple of the profile's rows of 16"):
         go(lengths=[500])
     with pytest.raises(ValueError, match="2048 tokens are beyond the model's context of 1024"):
         go(lengths=[512, 2048])

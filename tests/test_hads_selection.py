@@ -22,10 +22,16 @@ from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.keep import nonnegative_order, row_counts
 
+TALL = case.random_profile(block=8, block_q=32)
 
-@pytest.mark.parametrize("length", sweep([96, 89], slow=[96]))
-def test_masses_are_sums_of_features_and_exact_in_the_last_rows(length: int):
-    profile = case.random_profile()
+
+MASSES = [(96, False), (89, False), (89, True)]  # length, tall rows
+
+
+@pytest.mark.parametrize("of", sweep(MASSES, slow=[(96, False)]), ids=str)
+def test_masses_are_sums_of_features_and_exact_in_the_last_rows(of: tuple[int, bool]):
+    length, tall = of
+    profile = TALL if tall else case.random_profile()
     query, key = case.random_inputs(3, length, profile, batch=2)
     grid = profile.grid(length)
     got = jax.jit(lambda query, key: layer_mass(query, key, profile.estimator(1), grid))(query, key)
@@ -127,10 +133,11 @@ def test_density_is_exact_on_every_input(seed: int, shape: tuple[int, str, int],
     assert blocks[:, :, case.forced_blocks(n)].all()
 
 
-def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same():
-    profile = case.random_profile()
+@pytest.mark.parametrize("tall", [False, True])
+def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same(tall: bool):
+    profile = TALL if tall else case.random_profile()
     query, key = map(jnp.asarray, case.random_inputs(7, 250, profile))
-    grid = CausalGrid(250, profile.block)
+    grid = profile.grid(250)
     counts = hads.layer_counts(profile, 0.5, 250)
     mass = jnp.asarray(case.dense_mass(np.asarray(query), np.asarray(key), profile, 1), jnp.float32)
     rule = dict(sensitivity=profile.sensitivity[1], burstiness=profile.burstiness[1])
@@ -139,6 +146,7 @@ def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same():
     run = jax.jit(lambda q, k, p, c: hads.select(q, k, p, c, layer=1))
     traced = run(query, key, profile, jnp.asarray(counts, jnp.int32))
     for mask in (eager, traced):
+        assert (mask.block_q, mask.block_kv) == (profile.block_q, profile.block)
         differs = (np.asarray(mask.to_blocks()) != wanted).sum()
         assert differs <= 2  # a tie within rounding may fall either way
     assert traced.capacity == grid.blocks and not traced.overflowed().any()

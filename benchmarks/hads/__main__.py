@@ -52,6 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--block-q", type=int, default=0, help="tokens of a row of blocks; by default the block")
     parser.add_argument("--stage", type=listed(among=STAGES), default=[*BY_DEFAULT], help="stages to run")
     parser.add_argument("--methods", type=listed(among=METHODS), help="methods to run; by default all of the stages'")
     parser.add_argument(
@@ -79,6 +80,7 @@ def main() -> None:
     settings = Settings(
         length=args.length,
         block=args.block,
+        block_q=args.block_q,
         batch=args.batch,
         sequences=args.sequences,
         calibration_sequences=args.calibration,

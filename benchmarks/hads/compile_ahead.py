@@ -16,7 +16,6 @@ from benchmarks.hads.texts import CALIBRATION, EVALUATION
 from xsake.hads.calibration import observe
 from xsake.hads.calibration.fit import STEPS, fit_weights
 from xsake.hads.calibration.sensitivity import cost_of_dropping
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile, profile_shape
 from xsake.hads.study import layerwise
 from xsake.hads.study.divergence import compare_states, usual_chunk
@@ -34,13 +33,12 @@ def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
     x, rotation = jax.eval_shape(study.layers.start, tokens)
     weights, graph, attention = study.layers.weights[0], study.layers.graph, study.model.attention_fn
     inputs = jax.eval_shape(lambda w, x, r: layerwise.project(graph, w, x, r, s.attention_dtype), weights, x, rotation)
-    side = -(-s.length // s.block)
-    blocks = jax.ShapeDtypeStruct((size, config.q_heads, side, side), jnp.bool_)
+    blocks = jax.ShapeDtypeStruct((size, config.q_heads, s.grid.rows, s.grid.columns), jnp.bool_)
     attend, states = layerwise.attend, jax.ShapeDtypeStruct((size, s.length, config.width), x.dtype)
     compile_("project", lambda: layerwise.project.lower(graph, weights, x, rotation, s.attention_dtype))
     block = graph, attention, weights, x, rotation, inputs
     compile_("dense", lambda: attend.lower(*block))
-    compile_("sparse", lambda: attend.lower(*block, blocks, s.block))
+    compile_("sparse", lambda: attend.lower(*block, blocks, s.grid))
     whole = nnx.split(study.model)
     compile_("compare", lambda: compare_states.lower(*whole, states, states, tokens, usual_chunk()))
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -57,7 +55,7 @@ def compile_evaluation(study: Study, methods: Iterable[str]) -> None:
             continue
         kept, _, memory = jax.eval_shape(layerwise.choose_blocks, *choice)
         if isinstance(kept, TokenMask):  # its attention is a program of its own
-            compile_((program, "attend"), lambda kept=kept: attend.lower(*block, kept, s.block))
+            compile_((program, "attend"), lambda kept=kept: attend.lower(*block, kept, s.grid))
         if memory is not None:  # layers after the first
             compile_((program, "again"), lambda more=(*choice, memory): layerwise.choose_blocks.lower(*more))
 
@@ -67,17 +65,17 @@ def compile_calibration(study: Study) -> None:
     if study.profile_path.exists():
         return
     s, whole, compile_ = study.settings, nnx.split(study.model), study.programs.compile
-    grid, count = CausalGrid(s.length, s.block), s.calibration_sequences * len(CALIBRATION)
+    grid, count = s.grid, s.calibration_sequences * len(CALIBRATION)
     x, rotation = jax.eval_shape(study.layers.start, jax.ShapeDtypeStruct((1, s.length), jnp.int32))
     block = study.layers.graph, study.model.attention_fn
     args = study.layers.weights[0], x, rotation
-    _, seen = jax.eval_shape(lambda *args: observe.observe_block(*block, *args, s.block), *args)
+    _, seen = jax.eval_shape(lambda *args: observe.observe_block(*block, *args, grid), *args)
     _, touched = jax.eval_shape(lambda *args: observe.touch_block(*block, *args), *args, x)
     key = jax.eval_shape(lambda: jax.random.key(0))
     kept = jax.ShapeDtypeStruct(seen.statistics.mass.shape, jnp.bool_)
     many = jax.tree.map(lambda one: jax.ShapeDtypeStruct((count, *one.shape[1:]), one.dtype), seen)
     lowered = {
-        "observe": lambda: observe.observe_block.lower(*block, *args, s.block),
+        "observe": lambda: observe.observe_block.lower(*block, *args, grid),
         "forward": lambda: observe.forward_block.lower(*block, *args),
         "touch": lambda: observe.touch_block.lower(*block, *args, x),
         "likelihood": lambda: observe.likelihood_gradient.lower(*whole, x, key, observe.CHUNK),
@@ -92,4 +90,4 @@ def _profile_shape(study: Study) -> HadsProfile:
     """The profile with shapes in place of arrays."""
     config, s = study.model.config, study.settings
     heads = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
-    return profile_shape(layers=config.layers, **heads, model=s.name, block=s.block, length=s.length)
+    return profile_shape(layers=config.layers, **heads, model=s.name, **s.grid.shape, length=s.length, rule=s.grid.rule)

@@ -59,7 +59,7 @@ def kascade(x: Layer) -> Remembered:
     anchor, head = (jnp.asarray(of)[x.number] for of in x.knowledge)
     mass = group_mass(x) if x.memory is None else jax.lax.cond(anchor, lambda: group_mass(x), lambda: x.memory)
     mine = jnp.take(mass, head, axis=1)
-    seen = jnp.arange(1, x.grid.side + 1, dtype=jnp.float32)[:, None]
+    seen = jnp.arange(1, x.grid.columns + 1, dtype=jnp.float32)[:, None]
     rank = rank_of_others(mine, x.grid).astype(jnp.float32)
     priority = jnp.where(rank < _least(x.grid), ALWAYS - rank, -(rank + 0.5) / seen)
     return Remembered(keep_with_diagonal(x, jnp.repeat(priority, x.shape[1] // x.key.shape[2], 1)), mass)
@@ -141,7 +141,7 @@ def observe(
 def similarity(anchor: Float[Array, "K n n"], layer: Float[Array, "K n n"], grid: CausalGrid) -> Float[Array, "K K"]:
     """For each head of a layer and each head of an anchor: the attention that the anchor's choice of blocks holds in
     the layer, over the attention that the layer's own choice holds, in the row where that is least."""
-    count = np.maximum(_least(grid), np.round(SHARE * (np.arange(grid.side) + 1)))[:, None]
+    count = np.maximum(_least(grid), np.round(SHARE * (np.arange(grid.columns) + 1)))[:, None]
     theirs, own = (rank_of_others(mass, grid) < count.astype(np.int32) for mass in (anchor, layer))
     held = jnp.einsum("aij,hij->hai", theirs.astype(jnp.float32), layer, precision=jax.lax.Precision.HIGHEST)
     return (held / jnp.where(own, layer, 0).sum(-1)[:, None]).min(-1)

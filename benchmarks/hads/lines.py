@@ -187,13 +187,13 @@ def forced_pairs(grid: CausalGrid, first: int, end: int) -> int:
     """Causal pairs in forced blocks, of the queries from `first` to `end`, the starts of rows of blocks or the end."""
     sizes = grid.sizes.astype(np.int64)
     pairs = np.where(grid.distance() == 0, (sizes * (sizes + 1) // 2)[:, None], sizes[:, None] * sizes)
-    rows = np.arange(grid.side) * grid.block
+    rows = np.arange(grid.columns) * grid.block
     return int((pairs * grid.forced())[(rows >= first) & (rows < end)].sum())
 
 
 def first_of_last(grid: CausalGrid) -> int:
     """The first query of the grid's last rows."""
-    return (grid.side - int(grid.last_rows().sum())) * grid.block
+    return (grid.columns - int(grid.last_rows().sum())) * grid.block
 
 
 def recall(

@@ -47,7 +47,7 @@ def duo(x: Layer) -> Priority:
     nearest blocks that are left."""
     streaming = ranking.first_columns(x.grid, 1) + (x.grid.distance() <= 1) * ranking.ALWAYS
     place = ranking.rank_in_row(head_shares(x))[:, None, None].astype(jnp.float32)
-    return x.everywhere(streaming - x.grid.distance()) - x.grid.side * place
+    return x.everywhere(streaming - x.grid.distance()) - x.grid.columns * place
 
 
 def random_of_layer(x: Layer) -> Float[Array, "1 H n n"]:

@@ -60,7 +60,7 @@ def sparge(x: Layer) -> Priority:
     group = x.query.shape[2] // x.key.shape[2]
     unlike_query = scores.self_similarity(x.query, x.grid)[..., :, None] < 0.1
     unlike_key = jnp.repeat(scores.self_similarity(x.key, x.grid), group, 1)[..., None, :] < 0.1
-    nearness = x.everywhere(2.0 - x.grid.distance() / x.grid.side)
+    nearness = x.everywhere(2.0 - x.grid.distance() / x.grid.columns)
     return jnp.where(unlike_query | unlike_key, nearness, share)
 
 
@@ -89,7 +89,7 @@ def entropy_infer(x: Layer) -> Priority:
 def ada_kv(x: Layer) -> Priority:
     """AdaKV's rule on the mean-pooled map: half of the blocks as a constant number per row, then the largest masses of
     all heads together."""
-    uniform = jnp.asarray(x.count, jnp.float32) / (x.shape[1] * x.grid.side)
+    uniform = jnp.asarray(x.count, jnp.float32) / (x.shape[1] * x.grid.columns)
     pooled = scores.mean_shares(x.query, x.key, x.grid)
     return _on_diagonal(x, pooled_mass(pooled, 0.5 * uniform))
 

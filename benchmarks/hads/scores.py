@@ -68,13 +68,13 @@ def running_max_gap(query: Query, key: Key, grid: CausalGrid) -> Blocks:
     def row(keys: int, i: Array, q: Array) -> Array:
         wide = key[:, :keys].astype(jnp.float32)
         logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), wide) * q.shape[-1] ** -0.5
-        t = i * grid.block + jnp.arange(grid.block)
+        t = i * grid.block_q + jnp.arange(grid.block_q)
         logits = jnp.where((t[:, None] >= jnp.arange(keys)) & (t < grid.length)[:, None], logits, -jnp.inf)
-        side = -(-keys // grid.block)
-        logits = jnp.pad(logits, [(0, 0)] * 4 + [(0, side * grid.block - keys)], constant_values=-jnp.inf)
-        peak = logits.reshape(*logits.shape[:-1], side, grid.block).max(-1)
+        blocks = -(-keys // grid.block)
+        logits = jnp.pad(logits, [(0, 0)] * 4 + [(0, blocks * grid.block - keys)], constant_values=-jnp.inf)
+        peak = logits.reshape(*logits.shape[:-1], blocks, grid.block).max(-1)
         gap = jnp.where(jnp.isfinite(peak), peak - jax.lax.cummax(peak, axis=peak.ndim - 1), -jnp.inf).max(-2)
-        return jnp.pad(gap, [(0, 0)] * 3 + [(0, grid.side - side)], constant_values=-jnp.inf)
+        return jnp.pad(gap, [(0, 0)] * 3 + [(0, grid.columns - blocks)], constant_values=-jnp.inf)
 
     return causal_only(row_by_row(row, query, key.shape[2], grid), grid)
 
@@ -88,24 +88,24 @@ def last_rows(query: Query, key: Key, grid: CausalGrid, queries: int = 64) -> tu
     logits = jnp.einsum("btkgd,bskd->bkgts", q, key.astype(jnp.float32)) * d**-0.5
     at = np.arange(t - queries, t)
     weights = jax.nn.softmax(jnp.where(at[:, None] >= np.arange(t), logits, -jnp.inf), -1)
-    columns = block_sums(weights, grid).mean(-2).reshape(b, h, grid.side)
+    columns = block_sums(weights, grid).mean(-2).reshape(b, h, grid.columns)
     back = at[:, None] - np.arange(t)  # the key at each distance: 0, 1, 2, ... tokens back
     by_distance = jnp.take_along_axis(weights, np.maximum(back, 0)[None, None, None], -1)
     by_distance = jnp.where(back >= 0, by_distance, 0)
     # Distances are rounded to whole blocks: a block's diagonal is nearest to its middle.
     half = CausalGrid(t + grid.block // 2, grid.block)
     slashes = block_sums(jnp.pad(by_distance, [(0, 0)] * 4 + [(grid.block // 2, 0)]), half).mean(-2)
-    slashes = slashes.reshape(b, h, half.side)
-    return columns, slashes[..., : grid.side].at[..., -1].add(slashes[..., grid.side :].sum(-1))
+    slashes = slashes.reshape(b, h, half.columns)
+    return columns, slashes[..., : grid.columns].at[..., -1].add(slashes[..., grid.columns :].sum(-1))
 
 
 def self_similarity(x: Float[Array, "B T heads D"], grid: CausalGrid) -> Float[Array, "B heads n"]:
     """Mean cosine between the tokens of a block (SpargeAttention)."""
     x = x.astype(jnp.float32)
     unit = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
-    tail = grid.side * grid.block - grid.length
+    tail = grid.columns * grid.block - grid.length
     sums = jnp.pad(unit, ((0, 0), (0, tail), (0, 0), (0, 0)))
-    sums = sums.reshape(x.shape[0], grid.side, grid.block, *x.shape[2:]).sum(2)
+    sums = sums.reshape(x.shape[0], grid.columns, grid.block, *x.shape[2:]).sum(2)
     return jnp.moveaxis(jnp.square(sums).sum(-1), 1, 2) / jnp.asarray(grid.sizes, jnp.float32) ** 2
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.hads.methods import METHODS, RIVALS, STRENGTHENED
+from xsake.hads.profile.causal_grid import CausalGrid
 
 BUDGETS = (0.2, 0.43, 0.1, 0.3, 0.15, 0.5)  # the most telling budgets first: a run may be cut off
 STRONG = ("x_attention_8", "mean_top_k", "flash_prefill", "ada_kv", "cobs", "blasst", "sink_window")
@@ -33,6 +34,7 @@ SEED = {"sliding_window": 0.28, "longformer": 0.32, "big_bird": 0.41, "random": 
 class Settings:
     length: int = 8192
     block: int = 64
+    block_q: int = 0  # tokens of a row of blocks; 0: as many as a block has
     batch: int = 8  # sequences at a time
     calibration_sequences: int = 4  # per domain
     sequences: int = 64  # per domain, at most
@@ -46,4 +48,10 @@ class Settings:
 
     def __str__(self) -> str:
         """The part of file names that tells studies apart; SmolLM2, the first model, is not named."""
-        return f"{'' if self.name == 'smollm2' else f'{self.name}-'}{self.length}-{self.block}"
+        blocks = "x".join(str(size) for size in reversed(self.grid.shape.values()))
+        return f"{'' if self.name == 'smollm2' else f'{self.name}-'}{self.length}-{blocks}"
+
+    @property
+    def grid(self) -> CausalGrid:
+        """The blocks of a text, by the rule of new profiles."""
+        return CausalGrid.of(self.length, self.block, self.block_q)

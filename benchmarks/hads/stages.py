@@ -52,7 +52,7 @@ def _calibrate_hads(study: Study) -> None:
     compile_calibration(study)
     study.programs.wait_for(*CALIBRATION_PROGRAMS)
     profile = calibrate_model(
-        study.model, tokens, name=s.name, block=s.block, sensitivity_sequences=len(CALIBRATION), progress=report
+        study.model, tokens, name=s.name, **s.grid.shape, sensitivity_sequences=len(CALIBRATION), progress=report
     )
     profile.save(study.profile_path)
     study.say(repr(profile))

@@ -96,7 +96,7 @@ class Study:
         return {
             "model": s.name,
             "length": s.length,
-            "block": s.block,
+            **s.grid.shape,
             "dtype": jnp.dtype(self.model.dtype).name,
             "attention_dtype": dtype,
             "rivals": RIVALS_VERSION,

@@ -34,7 +34,7 @@ def attention_times(
     known = study.knowledge(name for name, _ in pairs)
     dense = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True))
     sparse = jax.jit(lambda q, k, v, mask: attention(q, k, v, mask=mask))
-    to_mask = jax.jit(lambda blocks: causal_mask(blocks, s.block, s.length))
+    to_mask = jax.jit(lambda blocks: causal_mask(blocks, s.grid))
     milliseconds = 1e3 * len(layers.weights) / len(some)
     times = {}
     for name, budget in pairs:

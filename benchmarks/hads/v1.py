@@ -143,7 +143,7 @@ def mean_entropy(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], g
 
 def by_distance(mass: Float[np.ndarray, "H n n"], grid: CausalGrid) -> np.ndarray:
     """f32[H, buckets]: `V1Profile.distance_mass`; buckets past the farthest distance seen repeat its mass."""
-    inside = grid.causal() & (np.arange(grid.side) > 0)
+    inside = grid.causal() & (np.arange(grid.columns) > 0)
     bucket = bucket_of(grid.distance())[inside]
     blocks = np.bincount(bucket, minlength=len(BUCKETS))
     sums = np.stack([np.bincount(bucket, head, minlength=len(BUCKETS)) for head in mass[:, inside]])

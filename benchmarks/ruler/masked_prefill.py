@@ -29,7 +29,7 @@ def read_masked(
     """As `xsake.model.generation.prefill.read_prompts`, but with the masks of a method of the study.
 
     Every layer keeps as many blocks as HADS would keep there: exactly, for every prompt. The prompts are padded to the
-    cache's `capacity`. Memory: a method's scores, [B, H, n, n] for n blocks, and for XAttention [B, H, T/8, T/8].
+    cache's `capacity`. Memory: a method's scores, [B, H, rows, n] for n blocks, and for XAttention [B, H, T/8, T/8].
     """
     program = program_of(method)
     adapt = METHODS[method].adapt
@@ -41,7 +41,7 @@ def read_masked(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     on_device = jnp.asarray(counts), jnp.asarray(lengths)
-    layers = Layers(model)
+    layers, grid = Layers(model), profile.grid(capacity)
     x, rotation = layers.start(jnp.asarray(padded))
     keys, values, kept = [], [], []
     for number, weights in enumerate(layers.weights):
@@ -50,7 +50,7 @@ def read_masked(
         blocks, count = choose_blocks(
             program, known, jnp.asarray(forces(method)), jnp.int32(number), query, key, *on_device
         )
-        x = attend(layers.graph, model.attention_fn, weights, x, rotation, inputs, blocks, profile.block)
+        x = attend(layers.graph, model.attention_fn, weights, x, rotation, inputs, blocks, grid)
         keys.append(key)
         values.append(value)
         kept.append(count)

@@ -42,14 +42,11 @@ class PromptLayer(Layer):
     lengths: Array | None = None
 
     @property
-    def sides(self) -> Array:
-        """i32[B]: the rows of blocks that each prompt has."""
-        return -(-jnp.asarray(self.lengths) // self.grid.block)
-
-    @property
     def exists(self) -> Array:
-        """bool[B, 1, n, 1]: whether a row of blocks belongs to the prompt."""
-        return (jnp.arange(self.grid.side)[None] < self.sides[:, None])[:, None, :, None]
+        """bool[B, 1, rows, n]: whether a block holds queries and keys of the prompt."""
+        grid, lengths = self.grid, jnp.asarray(self.lengths)[:, None]
+        rows, columns = jnp.arange(grid.rows) * grid.block_q < lengths, jnp.arange(grid.columns) * grid.block < lengths
+        return rows[:, None, :, None] & columns[:, None, None]
 
     def keep(self, priority: Priority) -> Blocks:
         ranked = jnp.where(self.exists, jnp.maximum(priority, _LOWEST), -jnp.inf)
@@ -59,7 +56,7 @@ class PromptLayer(Layer):
 def oracle_gain(x: PromptLayer) -> Blocks:
     """HADS's rule on true masses; the last rows, which count more, are each prompt's own."""
     sensitivity, burstiness = (jnp.asarray(of)[x.number] for of in (x.profile.sensitivity, x.profile.burstiness))
-    mass = block_statistics(x.query, x.key, block=x.grid.block).share
+    mass = block_statistics(x.query, x.key, **x.grid.shape).share
     rule = {"sensitivity": sensitivity, "burstiness": burstiness}
     return choose(mass, x.grid, lengths=jnp.asarray(x.lengths), count=jnp.asarray(x.count)[:, None], **rule)
 
@@ -93,8 +90,9 @@ def choose_blocks(
     counts: Array,
     lengths: Array,
 ) -> tuple[Blocks, Array]:
-    """A layer's kept blocks, bool[B, H, n, n], and for each prompt how many of its own it keeps."""
-    query, key = (_fill_last_block(x, lengths, profile.block) for x in (query, key))
+    """A layer's kept blocks, bool[B, H, rows, n], and for each prompt how many of its own it keeps."""
+    query = _fill_last_block(query, lengths, profile.block_q)
+    key = _fill_last_block(key, lengths, profile.block)
     grid = profile.grid(query.shape[1])
     x = PromptLayer(query, key, grid, layer, counts[layer], profile, with_forced, lengths=lengths)
     blocks = program(x) & x.exists

@@ -73,8 +73,8 @@ def _check(model: Any, length: int, profile: HadsProfile | None, ways: Sequence[
         return
     if profile is None:
         raise ValueError(f"{', '.join(map(str, sparse))} need a profile of the model at {length} tokens")
-    if length % profile.block:
-        raise ValueError(f"{length} tokens must be a multiple of the profile's block of {profile.block}")
+    if length % profile.block_q:
+        raise ValueError(f"{length} tokens must be a multiple of the profile's rows of {profile.block_q}")
     for budget in {way.budget for way in sparse}:
         HadsBudget(profile, budget).check(model.config, length)
         layer_counts(profile, budget, length)

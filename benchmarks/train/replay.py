@@ -28,6 +28,7 @@ from xsake.dashboard.read.run import Run
 from xsake.dashboard.read.thinning import fit
 from xsake.dashboard.show.run_documents import as_lists
 from xsake.hads.calibration.observe import observe
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.data.build import build
 from xsake.model.data.shards import open_shards
@@ -108,7 +109,10 @@ class Frames:
 
     def _frame(self, step: int, params: Any, mask_fn: Any) -> dict[str, Any]:
         model = self._program.model(params)
-        seen = [lower_triangle(np.asarray(one.statistics.mass[0])) for one in observe(model, self._tokens, BLOCK)]
+        seen = [
+            lower_triangle(np.asarray(one.statistics.mass[0]))
+            for one in observe(model, self._tokens, CausalGrid(LENGTH, BLOCK))
+        ]
         kept = self._kept(model, mask_fn) if mask_fn is not None else [np.ones_like(mass, bool) for mass in seen]
         heads = [
             {

@@ -100,6 +100,10 @@ class Recorder:
         """
         tokens = np.asarray(self._encode(text)[:length], np.int32)
         grid = self._profile.grid(max(len(tokens), 1))
+        if grid.tall > 1:
+            raise ValueError(
+                f"the explorer shows square blocks only, and the profile's are {grid.block_q} x {grid.block}"
+            )
         grid.check_choice("the text:")
         if unknown := [name for name in methods if name not in METHODS]:
             raise ValueError(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
@@ -140,14 +144,14 @@ class _Recording:
                 results.append(_result(method, budget, kept, compared, self._grid))
                 shares.setdefault(method, {})[key(budget)] = [_round(layer.mean(-1)) for layer in kept]
                 kept_mass.setdefault(method, {})[key(budget)] = [
-                    _round((layer * one.mass).sum(-1) / self._grid.side) for layer, one in zip(kept, seen, strict=True)
+                    _round((layer * one.mass).sum(-1) / self._grid.rows) for layer, one in zip(kept, seen, strict=True)
                 ]
                 masks.setdefault(method, {})[key(budget)] = kept
         description = {
             "model": profile.model,
             "length": self._grid.length,
             "block": self._grid.block,
-            "side": self._grid.side,
+            "side": self._grid.rows,
             "layers": profile.layers,
             "heads": profile.q_heads,
             "budgets": list(self._counts),
@@ -183,7 +187,7 @@ class _Recording:
         seen = []
         for number, weights in enumerate(layers.weights):
             self._step("dense attention")
-            x, one = observe_block(layers.graph, layers.model.attention_fn, weights, x, rotation, self._grid.block)
+            x, one = observe_block(layers.graph, layers.model.attention_fn, weights, x, rotation, self._grid)
             share = np.asarray(one.statistics.share[0], np.float64)
             omega, phi = (np.asarray(v)[number][:, None, None] for v in (profile.sensitivity, profile.burstiness))
             cost = omega * weight * share * (share + phi)
@@ -229,7 +233,7 @@ class _Recording:
                     },
                 }
             )
-        return {"layer": number, "side": self._grid.side, "heads": heads}
+        return {"layer": number, "side": self._grid.rows, "heads": heads}
 
 
 def key(budget: float) -> str:

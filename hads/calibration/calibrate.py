@@ -1,12 +1,13 @@
 """Calibration: learn a model's heads from a few sequences of dense attention.
 
 Layers are learned one after the other, so that memory does not grow with layers times sequences. With N sequences of
-T tokens, n = T / block, L layers, H query heads of D dimensions, and activations of `width` 2-byte numbers:
+T tokens, n = T / block (with tall rows fewer), L layers, H query heads of D dimensions, and activations of `width`
+2-byte numbers:
 
     on the device, beside the weights
       4 H n (3 n + 5 D) N           one layer's statistics and pooled vectors, of all sequences
       2 T (4 width + 6 mlp_width)   about: one block's forward and backward, of one sequence
-      4 H T block rows              logits of a few rows of blocks, some copies of them; a gigabyte on an accelerator
+      4 H T block_q rows            logits of a few rows of blocks, some copies of them; a gigabyte on an accelerator
     on the host
       2 H n² N L                    gains of the blocks that compete, the lower triangle in 4 bytes
       2 T width (N + L)             the sequences' states, and one sequence's states before every layer; on the device
@@ -41,7 +42,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
 from xsake.hads.profile.fingerprint import digest, fingerprint
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
-from xsake.hads.profile.rule import RULE, Rule
+from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
@@ -57,10 +58,11 @@ def calibrate(
     *,
     name: str,
     block: int = 64,
+    block_q: int | None = None,
     sensitivity_sequences: int = 4,
     steps: int = STEPS,
     seed: int = 0,
-    rule: Rule = RULE,
+    rule: Rule | None = None,
     progress: Progress | None = None,
     steps_folder: str | os.PathLike | None = None,
 ) -> HadsProfile:
@@ -74,11 +76,12 @@ def calibrate(
       model: an `xsake.model.Transformer`, or a module like it (`calibration.layerwise` says what is used).
       tokens: N sequences of T tokens. The longer, the more distances are known.
       name: what the profile calls the model.
-      block: block size of the masks to come.
+      block: tokens of a block of keys of the masks to come.
+      block_q: tokens of a row of blocks, a multiple of `block`; by default `block`.
       sensitivity_sequences: how many sequences the backward pass sees.
       steps: steps of the fit.
       seed: seed of the sampled likelihood.
-      rule: the constants of the choice, kept in the profile.
+      rule: the constants of the choice, kept in the profile; by default those for such blocks (`Rule.of_blocks`).
       progress: called as progress(what, done, of).
       steps_folder: finished steps are kept here (a step is a layer, or a sequence of the backward pass), and the same
         call goes on after them, to the same profile. It holds all gains, and the sequences' states; delete it when the
@@ -86,20 +89,28 @@ def calibrate(
     """
     count, length = tokens.shape
     window = Layers(model).window
-    grid = CausalGrid(length, block, rule, window)
+    grid = CausalGrid.of(length, block, block_q, window)
+    if rule is not None:
+        grid = dataclasses.replace(grid, rule=rule)
     if count < 1 or sensitivity_sequences < 1:
         raise ValueError(f"calibration needs at least one sequence; got {count} and {sensitivity_sequences=}")
     grid.check_choice("sequences")
     report = progress or (lambda what, done, of: None)
 
     back = min(sensitivity_sequences, count)
-    settings = {"block": block, "back": back, "steps": steps, "seed": seed, "rule": dataclasses.asdict(rule)}
+    settings = {
+        **grid.shape,
+        "back": back,
+        "steps": steps,
+        "seed": seed,
+        "rule": dataclasses.asdict(grid.rule),
+    }
     texts = [digest(sequence) for sequence in np.asarray(tokens)]
     weights = None if steps_folder is None else _checksums(model)
     kept = Steps(steps_folder, {"name": name, "texts": texts, "weights": weights} | settings)
     layers = list(_learn_layers(model, tokens, grid, kept, back=back, steps=steps, report=report))
     sensitivity = _for_large_errors(
-        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, kept, seed, report), rule
+        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, kept, seed, report), grid.rule
     )
     tables = tabulate(
         np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(layers, sensitivity, strict=True)])
@@ -113,10 +124,11 @@ def calibrate(
         free_shares=FREE_SHARES,
         model=name,
         block=block,
+        block_q=grid.block_q,
         length=length,
         kv_heads=layers[0].kv_heads,
         digests=tuple(fingerprint(sequence) for sequence in np.asarray(tokens)),
-        rule=rule,
+        rule=grid.rule,
         window=window,
     )
     profile.check()
@@ -173,7 +185,7 @@ def _learn_layers(
         seen = []
         for n, before in enumerate(states):
             given = jnp.asarray(before), rotation
-            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid.block, grid.window)
+            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid)
             states[n] = x if stay else np.asarray(x)
             seen.append(one)
         learned, at = _learn(seen, grid, back, steps), number + 1
@@ -265,14 +277,14 @@ def _gains(
     return sorted_gains(mass, rows, sensitivity, burstiness)[-1]
 
 
-def _free(gains: Float[np.ndarray, "H n n"]) -> Float[np.ndarray, "H free"]:
+def _free(gains: Float[np.ndarray, "H rows n"]) -> Float[np.ndarray, "H free"]:
     """Without the blocks that are forced (infinite) or that causality forbids (negative): every head has as many."""
     return gains[np.isfinite(gains) & (gains >= 0)].reshape(len(gains), -1)
 
 
-def _packed(kept: Bool[Array, "one H n n"]) -> np.ndarray:
+def _packed(kept: Bool[Array, "one H rows n"]) -> np.ndarray:
     return np.packbits(np.asarray(kept), axis=-1)
 
 
-def _unpacked(bits: np.ndarray, grid: CausalGrid) -> Bool[Array, "one H n n"]:
-    return jnp.asarray(np.unpackbits(bits, axis=-1, count=grid.side).astype(bool))
+def _unpacked(bits: np.ndarray, grid: CausalGrid) -> Bool[Array, "one H rows n"]:
+    return jnp.asarray(np.unpackbits(bits, axis=-1, count=grid.columns).astype(bool))

@@ -20,15 +20,15 @@ STEPS = 300
 
 
 def fit_estimator(
-    pooled: Pooled, mass: Float[Array, "N H n n"], grid: CausalGrid, *, steps: int = STEPS
+    pooled: Pooled, mass: Float[Array, "N H rows n"], grid: CausalGrid, *, steps: int = STEPS
 ) -> tuple[Estimator, float]:
     """A layer's weights, and the divergence that is left (nats per row), from N sequences.
 
     Minimises the KL divergence from a row of `mass` (`BlockStatistics.share`) to its estimate. The forced blocks of
     a row count as one block: all of them are kept, so their shares of its mass need not be known.
     """
-    if grid.side <= grid.rule.dense_rows:
-        raise ValueError(f"{grid.length} tokens are {grid.side} blocks of {grid.block}: all are always on; use more")
+    if grid.rows <= grid.rule.dense_rows:
+        raise ValueError(f"{grid.length} tokens are {grid.rows} blocks of {grid.block_q}: all are always on; use more")
     weights, loss = fit_weights(pooled, mass, grid, steps)
     estimator = Estimator(*(np.asarray(x) for x in weights))
     return _extended(estimator, grid), float(loss)
@@ -62,7 +62,7 @@ def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tu
     return scaled(w), left.mean() / heads
 
 
-def _divergence(logits: Float[Array, "H n n"], mass: Float[Array, "H n n"], grid: CausalGrid) -> Array:
+def _divergence(logits: Float[Array, "H rows n"], mass: Float[Array, "H rows n"], grid: CausalGrid) -> Array:
     """KL(mass, estimate), a row's forced blocks as one: mean over rows that have other blocks, sum over heads."""
     forced, free = grid.forced(), grid.causal() & ~grid.forced()
     log_mass = jnp.log(jnp.maximum(mass, 1e-9))

@@ -33,12 +33,12 @@ class Memory(NamedTuple):
         return self.weights + max(self.stages.values())
 
 
-def needed(model: Any, *, length: int, sequences: int, block: int = 64) -> Memory:
+def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q: int | None = None) -> Memory:
     """Of `calibrate` with `sequences` of `length` tokens. The model may hold shapes in place of arrays."""
     from flax import nnx
 
     layers = Layers(model)
-    grid, window = CausalGrid(length, block, window=layers.window), layers.window
+    grid, window = CausalGrid.of(length, block, block_q, layers.window), layers.window
     graph, weights, attention = layers.graph, layers.weights[0], model.attention_fn
     whole = nnx.split(model)
 
@@ -55,7 +55,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64) -> Memor
             found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + beside
         )
 
-    watched = graph, attention, weights, x, rotation, block, window
+    watched = graph, attention, weights, x, rotation, grid
     (_, seen), watch = run(observe.observe_block, *watched, beside=size(x))
     every = jax.tree.map(lambda one: jax.ShapeDtypeStruct((sequences, *one.shape[1:]), one.dtype), seen)
     pooled, share = every.pooled, every.statistics.mass

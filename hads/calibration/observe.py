@@ -38,28 +38,28 @@ class Touched(NamedTuple):
     gradient: Float[Array, "B T H D"]
 
 
-def observe(model: Any, tokens: Int[Array, "B T"], block: int) -> list[Observation]:
+def observe(model: Any, tokens: Int[Array, "B T"], grid: CausalGrid) -> list[Observation]:
     """Each layer's observation, under dense attention."""
     layers = Layers(model)
     x, rotation = layers.start(tokens, windowed=True)
     seen = []
     for weights in layers.weights:
-        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, block, layers.window)
+        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, grid)
         seen.append(one)
     return seen
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "block", "window"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "grid"), donate_argnames="x")
 def observe_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, block: int, window: int | None = None
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, grid: CausalGrid
 ) -> tuple[Array, Observation]:
     """A block's output, and the observation of its attention."""
     seen = []
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        pooled = pool(query, key, CausalGrid(query.shape[1], block, window=window))
-        seen.append(Observation(block_statistics(query, key, block=block, window=window), pooled))
-        return attention_fn(query, key, value, **attention_rule(window))
+        statistics = block_statistics(query, key, **grid.shape, window=grid.window)
+        seen.append(Observation(statistics, pool(query, key, grid)))
+        return attention_fn(query, key, value, **attention_rule(grid.window))
 
     return run_block(graph, weights, x, rotation, attend), seen[0]
 

@@ -17,7 +17,7 @@ from xsake.hads.selection.exact import attention_rows, block_sums
 
 @partial(jax.jit, static_argnames="grid")
 def cost_of_dropping(
-    layer: Touched, kept: Bool[Array, "B H n n"], grid: CausalGrid
+    layer: Touched, kept: Bool[Array, "B H rows n"], grid: CausalGrid
 ) -> tuple[Float[Array, "H"], Float[Array, "H"]]:
     """(sum of (g · e)², sum of δ²) over the queries, for each head, if only the blocks `kept` are attended to.
 
@@ -25,10 +25,10 @@ def cost_of_dropping(
     divergence to second order, if errors of different heads and queries are independent. The ratio of the sums is the
     head's sensitivity.
     """
-    b, h, n, _ = kept.shape
+    b, h, rows, n = kept.shape
     kv_heads = layer.key.shape[2]
     value = layer.value.astype(jnp.float32)
-    kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, n, n), 3, 0).astype(jnp.float32)
+    kept_rows = jnp.moveaxis(kept.reshape(b, kv_heads, -1, rows, n), 3, 0).astype(jnp.float32)
 
     def row(keys: int, i: Array, q: Array, g: Array) -> tuple[Array, Array]:
         weights = attention_rows(q, layer.key[:, :keys], i, grid)
@@ -38,7 +38,7 @@ def cost_of_dropping(
         mine = kept_rows[i][..., None, :]
         kept_mass = (mass * mine).sum(-1)
         change = moved.sum(-1) - (moved * mine).sum(-1) / kept_mass
-        in_row = i * grid.block + jnp.arange(grid.block) < grid.length
+        in_row = i * grid.block_q + jnp.arange(grid.block_q) < grid.length
         error = jnp.where(in_row, jnp.square(change), 0).sum((0, -1))
         dropped = jnp.where(in_row, jnp.square(1 - kept_mass), 0).sum((0, -1))
         return error, dropped

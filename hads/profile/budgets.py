@@ -28,25 +28,25 @@ def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], ch
 
     The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and as many
     others as its rows would win if they competed with all rows, which they cannot: `_row_weights`. `chunk` is in
-    tokens, a multiple of the profile's block.
+    tokens, a multiple of the profile's `block_q`.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block:
-        raise ValueError(f"{chunk=} must be a multiple of the profile's block of {profile.block} tokens")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block_q:
+        raise ValueError(f"{chunk=} must be a multiple of the profile's rows of {profile.block_q} tokens")
     chunks = -(-max(lengths) // chunk)
     counts = np.zeros((chunks, profile.layers, len(lengths)), np.int64)
     for n, length in enumerate(lengths):
         grid = profile.grid(length)
-        forced, free = grid.rows()
+        forced, free = grid.row_counts()
         by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
-        weights = np.broadcast_to(_row_weights(grid, free), (profile.layers, grid.side))
+        weights = np.broadcast_to(_row_weights(grid, free), (profile.layers, grid.rows))
         kept = apportion(weights, by_layer, profile.q_heads * free) + profile.q_heads * forced
-        starts = np.arange(0, grid.side, chunk // grid.block)
+        starts = np.arange(0, grid.rows, chunk // grid.block_q)
         counts[: len(starts), :, n] = np.add.reduceat(kept, starts, -1).T
     return counts
 
 
 def _row_weights(grid: CausalGrid, free: np.ndarray) -> np.ndarray:
-    """f64[side]: how many blocks that are not forced a row wins among all rows, but for a factor.
+    """f64[rows]: how many blocks that are not forced a row wins among all rows, but for a factor.
 
     A row of twice as many blocks needs fewer than twice as many of them: its weight is the root of their number. A row
     whose errors count w times keeps every block whose gain exceeds 1 / w of the threshold: w ** (1 / 3) times as many.

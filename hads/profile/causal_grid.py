@@ -1,4 +1,4 @@
-"""The square, causal grid of blocks that HADS chooses from, or the band of it that a window leaves."""
+"""The causal grid of blocks that HADS chooses from, or the band of it that a window leaves."""
 
 from __future__ import annotations
 
@@ -12,104 +12,133 @@ from xsake.hads.profile.rule import RULE, Rule
 
 @dataclasses.dataclass(frozen=True)
 class CausalGrid:
-    """`length` tokens, queries and keys alike, cut into blocks of `block`; the last block may be short.
+    """`length` tokens: queries cut into rows of `block_q`, keys into blocks of `block`; the last ones may be short.
 
-    `rule` says which blocks are forced, and how much each row counts. With a `window`, a token sees itself and the
-    `window - 1` tokens before it: blocks of which no query of their row sees a key are not there, and do not count.
+    Rows are as high as blocks are wide unless `block_q` says otherwise: a multiple of `block`, which is then `tall`
+    blocks. `rule` says which blocks are forced, and how much each row counts. With a `window`, a token sees itself and
+    the `window - 1` tokens before it: blocks of which no query of their row sees a key are not there, and do not count.
 
     >>> grid = CausalGrid(1024, 64)
-    >>> grid.side, grid.blocks, grid.forced_blocks
-    (16, 136, 46)
+    >>> grid.rows, grid.columns, grid.blocks, grid.forced_blocks
+    (16, 16, 136, 46)
     >>> CausalGrid(1024, 64, window=256).blocks
     70
+    >>> tall = CausalGrid.of(1024, 32, block_q=128)
+    >>> tall.rows, tall.columns, tall.blocks, tall.forced_blocks
+    (8, 32, 144, 54)
     """
 
     length: int
     block: int
     rule: Rule = RULE
     window: int | None = None
+    block_q: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ValueError(f"window={self.window!r} must be None or an int of at least 1")
-        for name in ("length", "block"):
+        object.__setattr__(self, "block_q", self.block_q or self.block)
+        for name in ("length", "block", "block_q"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an int of at least 1")
+        if self.block_q % self.block:
+            raise ValueError(f"block_q={self.block_q} must be a multiple of block={self.block}")
+
+    @classmethod
+    def of(cls, length: int, block: int, block_q: int | None = None, window: int | None = None) -> CausalGrid:
+        """The grid of new profiles: by the rule for such blocks."""
+        grid = cls(length, block, window=window, block_q=block_q or block)
+        return dataclasses.replace(grid, rule=Rule.of_blocks(grid.tall))
 
     @property
-    def side(self) -> int:
-        """Blocks along one side."""
+    def rows(self) -> int:
+        """Rows of blocks."""
+        return -(-self.length // self.block_q)
+
+    @property
+    def columns(self) -> int:
+        """Blocks of keys."""
         return -(-self.length // self.block)
+
+    @property
+    def tall(self) -> int:
+        """How many blocks of keys a row is high."""
+        return self.block_q // self.block
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """i32[columns]: tokens of each block."""
+        return np.minimum(self.block, self.length - self.block * np.arange(self.columns)).astype(np.int32)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of its blocks as arguments: without `block_q` if rows are as high as blocks are wide."""
+        return {"block": self.block} | ({"block_q": self.block_q} if self.tall > 1 else {})
 
     @property
     def blocks(self) -> int:
         """Blocks per head that causality and the window allow; budgets are shares of these."""
-        outside = self.side - 1 - self.reach
-        return (self.side * (self.side + 1) - outside * (outside + 1)) // 2
+        end = (np.arange(self.rows) + 1) * self.tall
+        return int((np.minimum(end, self.columns) - np.maximum(end - 1 - self.reach, 0)).sum())
 
     @property
     def reach(self) -> int:
         """How many blocks back a row's farthest block lies."""
-        farthest = self.side - 1
-        return farthest if self.window is None else min(farthest, blocks_back(self.window, self.block))
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """i32[side]: tokens of each block."""
-        return np.minimum(self.block, self.length - self.block * np.arange(self.side)).astype(np.int32)
+        farthest = self.rows * self.tall - 1
+        return farthest if self.window is None else min(farthest, self.tall - 1 + blocks_back(self.window, self.block))
 
     def distance(self) -> np.ndarray:
-        """i32[side, side]: how many blocks back the key block lies; negative where causality forbids it."""
-        i = np.arange(self.side, dtype=np.int32)
-        return i[:, None] - i
+        """i32[rows, columns]: how many blocks back the key block lies from the row's last one; negative where causality
+        forbids it."""
+        row, column = np.arange(self.rows, dtype=np.int32), np.arange(self.columns, dtype=np.int32)
+        return (row[:, None] + 1) * self.tall - 1 - column
 
     def causal(self) -> np.ndarray:
-        """bool[side, side]: some query of the block sees some key of the block."""
+        """bool[rows, columns]: some query of the row sees some key of the block."""
         back = self.distance()
         return (back >= 0) & (back <= self.reach)
 
     def full(self) -> np.ndarray:
-        """bool[side, side]: every query of the block sees every key of the block, and all these tokens exist."""
-        whole = (np.arange(self.side) + 1) * self.block <= self.length
-        seen = self.distance() >= (1 if self.block > 1 else 0)
+        """bool[rows, columns]: every query of the row sees every key of the block, and all these tokens exist."""
+        whole = (np.arange(self.rows) + 1) * self.block_q <= self.length
+        seen = self.distance() >= self.tall - (1 if self.block == 1 else 0)
         if self.window is not None:
             seen &= (self.distance() + 1) * self.block <= self.window
         return whole[:, None] & seen
 
     def forced(self) -> np.ndarray:
-        """bool[side, side]: the forced blocks, which are always on (`Rule.forces`)."""
-        i = np.arange(self.side)
-        return self.causal() & self.rule.forces(i[:, None], i)
+        """bool[rows, columns]: the forced blocks, which are always on (`Rule.forces`)."""
+        return self.causal() & self.rule.forces(np.arange(self.rows)[:, None], np.arange(self.columns), self.tall)
 
     def row_weights(self) -> np.ndarray:
-        """f32[side]: how much an error in each row counts (`Rule.row_weight`)."""
-        return self.rule.row_weight(np.arange(self.side), self.side).astype(np.float32)
+        """f32[rows]: how much an error in each row counts (`Rule.row_weight`)."""
+        return self.rule.row_weight(np.arange(self.rows), self.rows).astype(np.float32)
 
     def last_rows(self) -> np.ndarray:
-        """bool[side]: the last rows, in which an error counts more."""
-        return np.arange(self.side) >= self.side - self.rule.last_rows
+        """bool[rows]: the last rows, in which an error counts more."""
+        return np.arange(self.rows) >= self.rows - self.rule.last_rows
 
     @property
     def forced_blocks(self) -> int:
-        return int(self.rows()[0].sum())
+        return int(self.row_counts()[0].sum())
 
-    def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many blocks of each row are forced, and how many others are allowed, i64[side] each."""
-        return _rows(self)
+    def row_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many blocks of each row are forced, and how many others are allowed, i64[rows] each."""
+        return _row_counts(self)
 
     def check_choice(self, what: str) -> None:
         """Raise ValueError if most blocks are forced, which leaves next to nothing to choose."""
         least = 2 * self.rule.dense_rows + 1
-        if self.side < least:
+        if self.rows < least:
             raise ValueError(
-                f"{what} of {self.length} tokens have {self.side} blocks of {self.block}, most of them always on: use "
-                f"at least {least * self.block} tokens, or smaller blocks"
+                f"{what} of {self.length} tokens have {self.rows} blocks of {self.block_q}, most of them always on: "
+                f"use at least {least * self.block_q} tokens, or smaller blocks"
             )
 
 
 @lru_cache(maxsize=64)  # a prompt's budget asks for these counts again and again
-def _rows(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
+def _row_counts(grid: CausalGrid) -> tuple[np.ndarray, np.ndarray]:
     forced = np.count_nonzero(grid.forced(), -1)
     free = np.count_nonzero(grid.causal(), -1) - forced
     forced.flags.writeable = free.flags.writeable = False

@@ -99,6 +99,8 @@ def _of_earlier(data: dict[str, Any], version: int) -> dict[str, Any]:
         found["rule"] = dataclasses.asdict(VERSION_3)
     elif version <= WITHOUT_EXACT_ROWS and isinstance(data.get("rule"), dict):
         found["rule"] = {"exact_queries": 0} | data["rule"]
+    if version <= WITHOUT_EXACT_ROWS and "block" in data:
+        found["block_q"] = data["block"]
     if version <= WITHOUT_WINDOW:
         found["window"] = None
     return found

@@ -52,7 +52,8 @@ class HadsProfile:
     And what it was made from and for:
 
     - `model`: the model's name.
-    - `block`: the block size.
+    - `block`: tokens of a block of keys.
+    - `block_q`: tokens of a row of blocks, a multiple of `block`.
     - `length`: tokens per sequence of calibration. Other lengths are served too: only distances depend on the length,
       and a distance beyond those of calibration counts as the farthest one seen.
     - `kv_heads`: number of KV heads.
@@ -76,6 +77,7 @@ class HadsProfile:
     log_thresholds: Any = _array("budgets")
     model: str = fields.field(TEXT)
     block: int = fields.field(whole(most=NO_LIMIT))
+    block_q: int = fields.field(whole(most=NO_LIMIT))
     length: int = fields.field(whole(most=NO_LIMIT))
     kv_heads: int = fields.field(whole())
     digests: tuple[str, ...] = fields.field(_FINGERPRINTS)
@@ -96,7 +98,7 @@ class HadsProfile:
 
     def grid(self, length: int) -> CausalGrid:
         """The blocks of a sequence, chosen from by this profile's rule."""
-        return CausalGrid(length, self.block, self.rule, self.window)
+        return CausalGrid(length, self.block, self.rule, self.window, self.block_q)
 
     def on_device(self) -> HadsProfile:
         """The profile as JAX arrays, without digests: digests are static, and would compile a program per profile."""
@@ -120,6 +122,8 @@ class HadsProfile:
         for name, kind in _KINDS.items():
             fields.check(name, getattr(self, name), kind)
         fingerprint.check(self.digests)
+        if self.block_q % self.block:
+            raise ValueError(f"block_q={self.block_q} must be a multiple of block={self.block}")
         for name, axes in (("sink", 2), ("features", 4), ("free_shares", 1)):
             shape = np.shape(getattr(self, name))
             if len(shape) != axes or 0 in shape:
@@ -173,10 +177,11 @@ class HadsProfile:
             return cls.load(path)
 
     def __repr__(self) -> str:
+        blocks = f"{self.block}" if self.block_q == self.block else f"{self.block_q} x {self.block}"
         lacks = "" if self.rule.exact_queries else ", no exact rows"
         return (
             f"HadsProfile({self.model!r}, {self.layers} layers, {self.q_heads} query heads on {self.kv_heads}, "
-            f"head_dim {self.head_dim}, blocks of {self.block}, calibrated on {len(self.digests)} x {self.length} "
+            f"head_dim {self.head_dim}, blocks of {blocks}, calibrated on {len(self.digests)} x {self.length} "
             f"tokens{lacks})"
         )
 
@@ -213,6 +218,7 @@ def profile_shape(
     model: str,
     block: int,
     length: int,
+    block_q: int | None = None,
     rule: Rule = RULE,
 ) -> HadsProfile:
     """A profile with shapes in place of arrays, for programs that are compiled ahead of calibration.
@@ -221,5 +227,5 @@ def profile_shape(
     """
     wanted = shapes(layers=layers, heads=q_heads, pairs=head_dim // 2, budgets=len(FREE_SHARES))
     arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
-    about: dict[str, Any] = dict(model=model, block=block, length=length, kv_heads=kv_heads)
+    about: dict[str, Any] = dict(model=model, block=block, block_q=block_q or block, length=length, kv_heads=kv_heads)
     return HadsProfile(**arrays, **about, digests=(), rule=rule)

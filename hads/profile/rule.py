@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ class Rule:
 
     Blocks that are always on, for row i and column j of blocks (`forces`):
       sink_blocks: j < sink_blocks, the attention sink.
-      near_blocks: i - j <= near_blocks, the diagonal and the blocks before it, which hold a block's near context.
+      near_blocks: i - j <= near_blocks, the diagonal and the blocks before it, which hold a block's near context. Where
+        a row is `tall` blocks high, they are counted from the row's first one: i * tall - j <= near_blocks.
       dense_rows: i < dense_rows, the first rows.
 
     Rows whose masses are measured and not estimated (`selection.exact`):
@@ -60,14 +62,30 @@ class Rule:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def forces(self, row: Any, column: Any) -> Any:
-        """Whether a block that causality allows is always on."""
-        return (column < self.sink_blocks) | (row - column <= self.near_blocks) | (row < self.dense_rows)
+    @classmethod
+    def of_blocks(cls, tall: int) -> Rule:
+        """The rule for rows that are `tall` blocks of keys high. The rows have root `tall` times as many tokens as
+        square blocks of the same area: the same tokens are near, and the same rows are dense or last.
 
-    def row_weight(self, row: Any, side: Any) -> Any:
-        """How much an error in a row of blocks counts, of `side` rows: 1, or `last_weight` in the last rows."""
+        >>> rule = Rule.of_blocks(4)
+        >>> rule.near_blocks, rule.dense_rows, rule.last_rows
+        (2, 2, 1)
+        """
+        root = math.sqrt(tall)
+        return cls(
+            near_blocks=round(cls.near_blocks * root),
+            dense_rows=max(round(cls.dense_rows / root), 1),
+            last_rows=max(round(cls.last_rows / root), 1),
+        )
+
+    def forces(self, row: Any, column: Any, tall: int = 1) -> Any:
+        """Whether a block that causality allows is always on; rows are `tall` blocks of keys high."""
+        return (column < self.sink_blocks) | (row * tall - column <= self.near_blocks) | (row < self.dense_rows)
+
+    def row_weight(self, row: Any, rows: Any) -> Any:
+        """How much an error in a row of blocks counts, of `rows` rows: 1, or `last_weight` in the last rows."""
         xp: Any = jnp if isinstance(row, jax.Array) else np
-        return xp.where(row < side - self.last_rows, 1.0, self.last_weight)
+        return xp.where(row < rows - self.last_rows, 1.0, self.last_weight)
 
 
 RULE = Rule()  # of newly calibrated profiles

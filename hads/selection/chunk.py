@@ -57,6 +57,7 @@ def select_chunk(
     *,
     start: int,
     block: int,
+    block_q: int = 0,
     rule: Rule,
     density_hint: float | None = None,
     window: int | None = None,
@@ -73,23 +74,23 @@ def select_chunk(
       weights: this layer's (`LayerWeights.of`).
       counts: how many blocks each sequence keeps in this chunk, over all heads: a row of `hads.chunk_counts`.
       lengths: tokens of each sequence.
-      start: a multiple of the block.
-      block, rule: the profile's.
+      start: a multiple of `block_q`.
+      block, block_q, rule: the profile's; rows are as high as blocks are wide unless `block_q` says otherwise.
       density_hint: the budget, by which attention looks up its tuned configuration.
       window: the profile's. If it is within the start + T keys, the mask has no rule: it says which blocks are read,
         and the call must say which tokens see each other, by `positions`, `is_causal` and `local_window_size`.
     """
     length = query.shape[1]
-    if start % block:
-        raise ValueError(f"{start=} must be a multiple of the profile's block of {block} tokens")
     if key.shape[1] < start + length:
         raise ValueError(f"{length} queries from token {start} on need {start + length} keys; got {key.shape[1]}")
-    grid = CausalGrid(start + length, block, rule, window)
-    if pooled.blocks < grid.side:
-        raise ValueError(f"{grid.side} blocks of keys are there, but only {pooled.blocks} pooled ones")
+    grid = CausalGrid(start + length, block, rule, window, block_q)
+    if start % grid.block_q:
+        raise ValueError(f"{start=} must be a multiple of the profile's rows of {grid.block_q} tokens")
+    if pooled.blocks < grid.columns:
+        raise ValueError(f"{grid.columns} blocks of keys are there, but only {pooled.blocks} pooled ones")
     windowed = window is not None and window < grid.length
     mask = Grid.of(
-        block_q=block,
+        block_q=grid.block_q,
         block_kv=block,
         q_len=length,
         kv_len=key.shape[1],
@@ -97,7 +98,7 @@ def select_chunk(
         window=None if start == 0 or windowed else (None, start),
     )
     given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    kernels, xla = (partial(by, grid, mask, start // block) for by in (_by_kernels, _by_xla))
+    kernels, xla = (partial(by, grid, mask, start // grid.block_q) for by in (_by_kernels, _by_xla))
     lists = by_kernels_or_xla(kernels, xla, unsupported(query.shape[-1], grid), jax.lax.stop_gradient(given))
     return BlockMask.of_finished(lists, **dataclasses.asdict(mask), density_hint=density_hint)
 
@@ -132,13 +133,13 @@ def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Ar
     mass = with_exact_rows(mass, given.query, given.key, Rows(grid, first, given.lengths))
     rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
     blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)
-    full = mask.allowed_and_full()[1][:, : grid.side]
+    full = mask.allowed_and_full()[1][:, : grid.columns]
     return finished(jnp, *compact(blocks, full, mask.num_allowed + 1))
 
 
 def _logits(grid: CausalGrid, first: int, given: _Given) -> Float[Array, "B H rows n"]:
     """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything."""
-    known = given.pooled.parts(grid.side)
+    known = given.pooled.parts(grid.columns)
     pooled = pool(given.query, given.key, grid, first=first, lengths=given.lengths, known=known)
     products, bias, tokens = logit_terms(pooled, given.weights.estimator, grid, first)
     return products + bias + tokens

@@ -115,7 +115,7 @@ def _rows_of_shards(n: int, shards: int, order: OrderName) -> tuple[np.ndarray, 
 
 def _bounds(grid: CausalGrid, shards: int, order: OrderName) -> tuple[np.ndarray, np.ndarray]:
     """(forced blocks, allowed blocks) of the rows of every shard, per head."""
-    shard = shard_of_rows(grid.side, shards, order)
+    shard = shard_of_rows(grid.rows, shards, order)
     blocks = grid.forced().sum(-1), grid.causal().sum(-1)
     least, most = (np.bincount(shard, x, minlength=shards).astype(np.int32) for x in blocks)
     return least, most

@@ -16,7 +16,7 @@ from xsake.hads.selection.pooled import Pooled, pool, spread_weights
 from xsake.hads.selection.rows import Rows
 
 
-def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
+def block_logits(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H rows n"]:
     """Unnormalised log mass; -inf where causality forbids."""
     products, bias, tokens = logit_terms(pooled, estimator, grid)
     return jnp.where(grid.causal(), products + (bias + tokens), -jnp.inf)
@@ -35,17 +35,17 @@ def logit_terms(pooled: Pooled, estimator: Estimator, grid: CausalGrid, first: i
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[first:])]
     bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
     tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * pooled.tokens
-    return products.reshape(b, h, rows, grid.side), bias[None], tokens
+    return products.reshape(b, h, rows, grid.columns), bias[None], tokens
 
 
 @partial(jax.jit, static_argnames="grid")
-def block_mass(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H n n"]:
+def block_mass(pooled: Pooled, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H rows n"]:
     """Estimated mass, the counterpart of `BlockStatistics.share`: a row sums to 1."""
     return jax.nn.softmax(block_logits(pooled, estimator, grid), -1)
 
 
 def layer_mass(
     query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], estimator: Estimator, grid: CausalGrid
-) -> Float[Array, "B H n n"]:
+) -> Float[Array, "B H rows n"]:
     """The masses that a layer's blocks are chosen by: estimated ones, exact ones in the last rows."""
     return with_exact_rows(block_mass(pool(query, key, grid), estimator, grid), query, key, Rows(grid))

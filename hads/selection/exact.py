@@ -25,11 +25,11 @@ def with_exact_rows(
     """
     if not rows.exact:
         return mass
-    grid, block, kv_heads = rows.grid, rows.grid.block, key.shape[2]
+    grid, block_q, kv_heads = rows.grid, rows.grid.block_q, key.shape[2]
     b, _, h, d = query.shape
     key = key[:, : grid.length]
-    queries = jnp.pad(query, ((0, 0), (0, rows.number * block - query.shape[1]), (0, 0), (0, 0)))
-    queries = queries.reshape(b, rows.number, block, kv_heads, h // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
+    queries = jnp.pad(query, ((0, 0), (0, rows.number * block_q - query.shape[1]), (0, 0), (0, 0)))
+    queries = queries.reshape(b, rows.number, block_q, kv_heads, h // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
     lengths = jnp.full(b, grid.length, jnp.int32) if rows.lengths is None else rows.lengths
     begin = jnp.asarray(rows.begin_of_exact(lengths), jnp.int32)
 
@@ -39,7 +39,7 @@ def with_exact_rows(
         _, square = jax.vmap(lambda q, key, row, length: row_statistics(q[None], key[None], row, grid, length))(
             q, key, row, lengths
         )
-        root = jnp.sqrt(square).reshape(b, h, grid.side)
+        root = jnp.sqrt(square).reshape(b, h, grid.columns)
         return root / jnp.maximum(root.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
     exact = jnp.moveaxis(jax.lax.map(of_row, jnp.arange(rows.exact)), 0, 2)
@@ -48,7 +48,7 @@ def with_exact_rows(
 
 
 def row_statistics(
-    q: Float[Array, "B K G block D"],
+    q: Float[Array, "B K G block_q D"],
     key: Float[Array, "B S K D"],
     i: Array,
     grid: CausalGrid,
@@ -58,7 +58,7 @@ def row_statistics(
 
     Only the first `length` tokens exist; the keys are the first S, all that these queries see.
     """
-    in_row: Bool[Array, "block"] = i * grid.block + jnp.arange(grid.block) < length
+    in_row: Bool[Array, "block_q"] = i * grid.block_q + jnp.arange(grid.block_q) < length
     by_block = block_sums(attention_rows(q, key, i, grid), grid)
     by_block = jnp.where(in_row[None, None, None, :, None], by_block, 0)
     queries = jnp.maximum(in_row.sum(), 1).astype(jnp.float32)
@@ -66,14 +66,14 @@ def row_statistics(
 
 
 def attention_rows(
-    q: Float[Array, "B K G block D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid
-) -> Float[Array, "B K G block S"]:
-    """Causal attention weights of the queries of block i; the keys are the first S, all that these queries see."""
+    q: Float[Array, "B K G block_q D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid
+) -> Float[Array, "B K G block_q S"]:
+    """Causal attention weights of the queries of row i; the keys are the first S, all that these queries see."""
     # Products of 16-bit numbers are exact in float32, whatever the precision.
     highest, wide = jax.lax.Precision.HIGHEST, jnp.float32
     logits = jnp.einsum("bkgtd,bskd->bkgts", q, key, precision=highest, preferred_element_type=wide)
     logits = logits * q.shape[-1] ** -0.5
-    back = (i * grid.block + jnp.arange(grid.block))[:, None] - jnp.arange(key.shape[1])[None]
+    back = (i * grid.block_q + jnp.arange(grid.block_q))[:, None] - jnp.arange(key.shape[1])[None]
     seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
     if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count
         seen |= back >= grid.length
@@ -83,7 +83,7 @@ def attention_rows(
 def block_sums(weights: Float[Array, "*lead S"], grid: CausalGrid) -> Float[Array, "*lead n"]:
     """Sums over the keys of each block; 0 for blocks past the first S keys."""
     lead = [(0, 0)] * (weights.ndim - 1)
-    side = -(-weights.shape[-1] // grid.block)
-    padded = jnp.pad(weights, [*lead, (0, side * grid.block - weights.shape[-1])])
-    sums = padded.reshape(*weights.shape[:-1], side, grid.block).sum(-1)
-    return jnp.pad(sums, [*lead, (0, grid.side - side)])
+    blocks = -(-weights.shape[-1] // grid.block)
+    padded = jnp.pad(weights, [*lead, (0, blocks * grid.block - weights.shape[-1])])
+    sums = padded.reshape(*weights.shape[:-1], blocks, grid.block).sum(-1)
+    return jnp.pad(sums, [*lead, (0, grid.columns - blocks)])

@@ -41,10 +41,10 @@ def key_of(mass: Array, row: Any, column: Any, grid: CausalGrid) -> Array:
     A nonnegative float's bits order as the float does. The lowest bits are replaced by the column, so that no two
     blocks of a row are equal; what is left of the mass is good to 2 ** -12 with 2048 blocks per row.
     """
-    low = (1 << max(grid.side - 1, 1).bit_length()) - 1
+    low = (1 << max(grid.columns - 1, 1).bit_length()) - 1
     mass = jnp.where(mass > 0, mass, 0.0)  # the masses of a query that is NaN are
     key = (jax.lax.bitcast_convert_type(mass, jnp.int32) & ~low) | column
-    return jnp.where(grid.rule.forces(row, column), key + FORCED, key)
+    return jnp.where(grid.rule.forces(row, column, grid.tall), key + FORCED, key)
 
 
 def gains_of_sorted(keys: Int[Array, "*lead n"], weight: Array, burstiness: Array) -> Float[Array, "*lead n"]:
@@ -64,8 +64,8 @@ def sorted_gains(
     mass: Float[Array, "B H rows n"], rows: Rows, sensitivity: Any, burstiness: Any
 ) -> tuple[Int[Array, "B H rows n"], Int[Array, "B H rows n"], Float[Array, "B H rows n"]]:
     """(keys, the keys with every row sorted upwards, gains of the sorted keys); all -1 for blocks that do not exist."""
-    i = jnp.arange(rows.grid.side, dtype=jnp.int32)
-    row, column = i[None, None, rows.first :, None], i[None, None, None]
+    row = jnp.arange(rows.first, rows.grid.rows, dtype=jnp.int32)[None, None, :, None]
+    column = jnp.arange(rows.grid.columns, dtype=jnp.int32)[None, None, None]
     keys = jnp.where(rows.allowed(), key_of(mass.astype(jnp.float32), row, column, rows.grid), -1)
     in_order = jnp.sort(keys, -1)
     omega, phi = (jnp.asarray(x)[None, :, None, None] for x in (sensitivity, burstiness))

@@ -12,11 +12,11 @@ from xsake.hads.profile.causal_grid import CausalGrid
 
 
 def keep_largest(
-    priority: Float[Array, "B H n n"],
+    priority: Float[Array, "B H rows n"],
     grid: CausalGrid,
     count: Int[Array, ""] | Int[Array, "B"] | int,
     forced: Array | np.ndarray | None = None,
-) -> Bool[Array, "B H n n"]:
+) -> Bool[Array, "B H rows n"]:
     """Exactly `count` causal blocks per sequence, over all heads: the forced blocks and the blocks of highest priority.
 
     `count` is the same for all sequences, or one number per sequence.
@@ -24,18 +24,18 @@ def keep_largest(
     Among equal priorities later rows come first, so that a pattern with coarse steps gives its remainder to the last
     rows, and in a row the nearest blocks. Priorities are told apart to 2 ** -12 of their size with 2048 blocks per row.
     """
-    low = (1 << max(grid.side - 1, 1).bit_length()) - 1
+    low = (1 << max(grid.columns - 1, 1).bit_length()) - 1
     priority = jnp.where(priority == 0, 0.0, priority.astype(jnp.float32))  # -0 and 0 are equal, their bits are not
     bits = jax.lax.bitcast_convert_type(priority, jnp.int32)
     signed = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))  # orders as the floats do
     order = jax.lax.bitcast_convert_type(signed, jnp.uint32) ^ jnp.uint32(1 << 31)
     order = jnp.where(np.zeros((1, 1), bool) if forced is None else forced, jnp.uint32(0xFFFFFFFF), order)
     order = jnp.maximum(order & jnp.uint32(~low & 0xFFFFFFFF), jnp.uint32(low + 1))
-    column = jnp.arange(grid.side, dtype=jnp.uint32)[None, None, None]
+    column = jnp.arange(grid.columns, dtype=jnp.uint32)[None, None, None]
     keys = jnp.where(grid.causal(), order | column, jnp.uint32(0))
     rows = jnp.sort(keys, -1)
     b, h, n, _ = rows.shape
-    flat = (rows & jnp.uint32(~low & 0xFFFFFFFF)).reshape(b, h * n, n)
+    flat = (rows & jnp.uint32(~low & 0xFFFFFFFF)).reshape(b, h * n, -1)
     kept = row_counts(flat, jnp.asarray(count, jnp.int32)).reshape(b, h, n)
     return kept_blocks(keys, rows, kept)
 

@@ -63,9 +63,9 @@ def pool(
     key parts of the features.
     """
     rows = Rows(grid, first, lengths)
-    mean, spread = _moments(blocks_of(query, grid.block), rows.tokens(first))
+    mean, spread = _moments(blocks_of(query, grid.block_q), rows.queries())
     if known is None:
-        known = jnp.concatenate(key_features(blocks_of(key, grid.block), rows.tokens(0)), -1)
+        known = jnp.concatenate(key_features(blocks_of(key, grid.block), rows.keys()), -1)
     # Exponents are taken about the mean logit, which is cheaper than the largest. No key exceeds it by 80.
     tokens = over_keys(
         mean * query.shape[-1] ** -0.5,
@@ -120,11 +120,11 @@ def over_keys(
     b, h, rows, d = query.shape
     keys = blocks_of(key, grid.block)
     query = query.reshape(b, keys.shape[3], -1, rows, d)
-    exists = Rows(grid, first, lengths).tokens(0)
+    exists = Rows(grid, first, lengths).keys()
     sizes = _sizes(exists, grid.block)
     parts = []
     for begin, end in itertools.pairwise(row_bounds(rows) if lengths is None else [*range(0, rows, _ROWS), rows]):
-        some, seen = query[:, :, :, begin:end], first + end
+        some, seen = query[:, :, :, begin:end], min((first + end) * grid.tall, grid.columns)
         # 16-bit logits are fine enough for an estimate, and half as much to write and to read.
         logits = jnp.einsum("bkgid,bjskd->bkgijs", some.astype(key.dtype), keys[:, :seen])
         mean = jnp.einsum("bkgid,bkjd->bkgij", some, k_mean[:, :, :seen])
@@ -132,8 +132,8 @@ def over_keys(
         if exists is not None:
             above = jnp.where(exists[:, None, None, None, :seen], above, 0)
         part = finish(mean, above.sum(-1) / sizes[:, None, None, None, :seen])
-        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, grid.side - seen),)))
-    return jnp.where(grid.causal()[first:], jnp.concatenate(parts, 3).reshape(b, h, rows, grid.side), 0.0)
+        parts.append(jnp.pad(part, ((0, 0),) * 4 + ((0, grid.columns - seen),)))
+    return jnp.where(grid.causal()[first:], jnp.concatenate(parts, 3).reshape(b, h, rows, grid.columns), 0.0)
 
 
 def row_bounds(rows: int) -> list[int]:

@@ -94,5 +94,5 @@ def _pool_by_kernel(grid: CausalGrid, first: int, features: Array, key: Array, l
 
 
 def _pool_by_xla(grid: CausalGrid, first: int, features: Array, key: Array, lengths: Array) -> Array:
-    new = jnp.stack(key_features(blocks_of(key, grid.block), Rows(grid, first, lengths).tokens(first)), 3)
+    new = jnp.stack(key_features(blocks_of(key, grid.block), Rows(grid, first, lengths).keys(first)), 3)
     return features.at[:, :, first : first + new.shape[2]].set(new)

@@ -21,11 +21,11 @@ from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.given import Given
 from xsake.hads.selection.rows import Rows
 
-_MAX_SIDE = 2048  # blocks per row: a warp sorts a row in its registers
+_MAX_COLUMNS = 2048  # blocks per row: a warp sorts a row in its registers
 
 
 def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None, cut: Cut = TOGETHER) -> Any:
-    """The blocks that a layer's mask keeps, bool[B, heads, n, n]; with `room`, their lists of `room` slots per head."""
+    """The blocks that a layer's mask keeps, bool[B, heads, rows, n]; with `room`, their lists, `room` slots a head."""
     own = partial(partitioned, _by_kernels, _by_xla) if jit_may_partition() else _by_kernels
     kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (own, _by_xla))
     return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
@@ -43,10 +43,12 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
     for name, value, most in (("head_dim", head_dim, 256), ("block", grid.block, 128)):
         if value & (value - 1) or not 16 <= value <= most:
             return f"{name}={value} must be a power of two from 16 to {most}"
-    if grid.reach < grid.side - 1:
+    if grid.tall > 1:
+        return f"rows of {grid.block_q} tokens over blocks of {grid.block}, which the kernels do not know yet"
+    if grid.reach < grid.rows - 1:
         return f"a window of {grid.window} tokens, which the kernels do not know"
-    if grid.side > _MAX_SIDE:
-        return f"{grid.side} blocks per row must be at most {_MAX_SIDE}"
+    if grid.columns > _MAX_COLUMNS:
+        return f"{grid.columns} blocks per row must be at most {_MAX_COLUMNS}"
     return None
 
 
@@ -70,7 +72,7 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
     sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:
-        n = grid.side
+        n = grid.columns
         mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)

@@ -25,49 +25,57 @@ class Rows(NamedTuple):
 
     @property
     def number(self) -> int:
-        return self.grid.side - self.first
+        return self.grid.rows - self.first
 
     @property
     def short(self) -> bool:
-        """Whether a block may have fewer tokens than others."""
-        return self.lengths is not None or self.grid.length % self.grid.block > 0
+        """Whether a row or a block may have fewer tokens than others."""
+        return self.lengths is not None or self.grid.length % self.grid.block_q > 0
 
     # -- for XLA's program
 
     def allowed(self) -> Bool[Array | np.ndarray, "#B 1 rows n"]:
-        """The blocks that causality and the window allow, in rows that the sequence has."""
+        """The blocks that causality and the window allow, where the sequence has tokens."""
         causal = self.grid.causal()[None, None, self.first :]
         if self.lengths is None:
             return causal
-        row, side = self._rows_and_sides()
-        return (row < side)[:, None, :, None] & causal
+        row, rows = self._rows_of_each()
+        column = jnp.arange(self.grid.columns, dtype=jnp.int32) * self.grid.block < self.lengths[:, None]
+        return (row < rows)[:, None, :, None] & column[:, None, None] & causal
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
         """How much an error in each row counts (`Rule.row_weight`)."""
         if self.lengths is None:
             return self.grid.row_weights()[None, None, self.first :, None]
-        return self.grid.rule.row_weight(*self._rows_and_sides()).astype(jnp.float32)[:, None, :, None]
+        return self.grid.rule.row_weight(*self._rows_of_each()).astype(jnp.float32)[:, None, :, None]
 
     def exact_mask(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
         """The rows whose masses are exact."""
         if not self.exact:
             return np.zeros((1, 1, self.number, 1), bool)
-        row = np.arange(self.first, self.grid.side, dtype=np.int32)[None, None, :, None]
+        row = np.arange(self.first, self.grid.rows, dtype=np.int32)[None, None, :, None]
         if self.lengths is None:
             return row >= self.first_exact(self.grid.length)
         return row >= self.first_exact(self.lengths)[:, None, None, None]
 
-    def _rows_and_sides(self) -> tuple[Int[Array, "1 rows"], Int[Array, "B 1"]]:
+    def _rows_of_each(self) -> tuple[Int[Array, "1 rows"], Int[Array, "B 1"]]:
+        """(the numbers of the rows; how many rows each sequence has)"""
         assert self.lengths is not None
-        sides = (self.lengths + self.grid.block - 1) // self.grid.block
-        return jnp.arange(self.first, self.grid.side, dtype=jnp.int32)[None], sides[:, None]
+        rows = (self.lengths + self.grid.block_q - 1) // self.grid.block_q
+        return jnp.arange(self.first, self.grid.rows, dtype=jnp.int32)[None], rows[:, None]
 
-    def tokens(self, first: int) -> Bool[Array | np.ndarray, "#B n block"] | None:
-        """Which tokens of the blocks from block `first` on exist; None means all."""
+    def queries(self) -> Bool[Array | np.ndarray, "#B rows block_q"] | None:
+        """Which tokens of the rows exist; None means all."""
+        return self._tokens(self.first, self.grid.rows, self.grid.block_q)
+
+    def keys(self, first: int = 0) -> Bool[Array | np.ndarray, "#B n block"] | None:
+        """Which tokens of the blocks of keys from block `first` on exist; None means all."""
+        return self._tokens(first, self.grid.columns, self.grid.block)
+
+    def _tokens(self, first: int, end: int, size: int) -> Bool[Array | np.ndarray, "#B n size"] | None:
         if not self.short:
             return None
-        block, side = self.grid.block, self.grid.side
-        place = np.arange(first * block, side * block, dtype=np.int32).reshape(1, side - first, block)
+        place = np.arange(first * size, end * size, dtype=np.int32).reshape(1, end - first, size)
         if self.lengths is None:
             return place < self.grid.length
         return place < jnp.minimum(self.lengths, self.grid.length)[:, None, None]
@@ -77,19 +85,19 @@ class Rows(NamedTuple):
     @property
     def exact(self) -> int:
         """How many rows, at most, hold one of a sequence's last `Rule.exact_queries`: their masses are exact."""
-        queries, block = self.grid.rule.exact_queries, self.grid.block
+        queries, block_q = self.grid.rule.exact_queries, self.grid.block_q
         if self.lengths is None:
-            return self.grid.side - max(self.first_exact(self.grid.length), self.first) if queries else 0
-        return min(-(-queries // block) + 1, self.number) if queries else 0
+            return self.grid.rows - max(self.first_exact(self.grid.length), self.first) if queries else 0
+        return min(-(-queries // block_q) + 1, self.number) if queries else 0
 
     def first_exact(self, length: Any) -> Any:
         """The first row of a sequence of this length that holds one of its last `Rule.exact_queries`."""
-        back, block = length - self.grid.rule.exact_queries, self.grid.block
-        return max(back, 0) // block if isinstance(back, int) else lax.div(jnp.maximum(back, 0), jnp.int32(block))
+        back, block_q = length - self.grid.rule.exact_queries, self.grid.block_q
+        return max(back, 0) // block_q if isinstance(back, int) else lax.div(jnp.maximum(back, 0), jnp.int32(block_q))
 
     def begin_of_exact(self, length: Any) -> Any:
         """The first of `exact` rows, one after the other, that hold those from `first_exact` on."""
-        most = self.grid.side - self.exact
+        most = self.grid.rows - self.exact
         begin = self.first_exact(length)
         return min(max(begin, self.first), most) if isinstance(begin, int) else jnp.clip(begin, self.first, most)
 
@@ -102,11 +110,11 @@ class Rows(NamedTuple):
         lengths = jnp.full(batch, self.grid.length, jnp.int32) if self.lengths is None else self.lengths
         return lengths[:, None], whole(None, 1)
 
-    def side(self, length_ref: Any) -> Any:
-        """How many rows of blocks the sequence has. Row j of these has j + 1 blocks."""
+    def rows_of(self, length_ref: Any) -> Any:
+        """How many rows of blocks the sequence has."""
         if self.lengths is None:
-            return self.grid.side
-        return lax.div(length_ref[0] + (self.grid.block - 1), jnp.int32(self.grid.block))
+            return self.grid.rows
+        return lax.div(length_ref[0] + (self.grid.block_q - 1), jnp.int32(self.grid.block_q))
 
     def end(self, length_ref: Any) -> Any:
         """How many tokens the sequence has, beyond the grid too."""

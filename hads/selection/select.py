@@ -97,7 +97,7 @@ def select(
 
     given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(layer), kept)))
     options: dict[str, Any] = dict(
-        block_q=grid.block, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
+        block_q=grid.block_q, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )
     if grid.window is not None and grid.window < grid.length:
         options["local_window_size"] = (grid.window - 1, 0)

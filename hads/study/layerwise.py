@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int, Num
 
 from xsake.hads.calibration.layerwise import Layers, run_block
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.study.methods.layer import Blocks, TokenMask
 from xsake.hads.study.methods.mask import MethodMask, causal_mask
 
@@ -45,7 +46,8 @@ def run(
         counts.append(count)
         if watch is not None:
             watch(blocks)
-        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, mask_fn.profile.block)
+        grid = mask_fn.profile.grid(tokens.shape[1])
+        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, grid)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)
 
 
@@ -72,7 +74,7 @@ def choose_blocks(
     return kept, kept.counts() if isinstance(kept, TokenMask) else kept.sum((-2, -1)), memory
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "block"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("graph", "attention_fn", "grid"), donate_argnames="x")
 def attend(
     graph: Any,
     attention_fn: Any,
@@ -81,14 +83,14 @@ def attend(
     rotation: Any,
     inputs: tuple[Array, Array, Array],
     blocks: Array | TokenMask | None = None,
-    block: int | None = None,
+    grid: CausalGrid | None = None,
 ) -> Array:
     """A block's output from its query, key and value; attention is dense, or restricted to `blocks`."""
     if isinstance(blocks, TokenMask):
         return run_block(graph, weights, x, rotation, lambda *_: blocks.attend(*inputs).astype(x.dtype))
     options: dict[str, Any] = {"is_causal": True}
-    if blocks is not None and block is not None:
-        options["mask"] = causal_mask(blocks, block, x.shape[1])
+    if blocks is not None and grid is not None:
+        options["mask"] = causal_mask(blocks, grid)
 
     # The block's own query, key and value are not used here, so they are not computed again.
     return run_block(graph, weights, x, rotation, lambda *_: attention_fn(*inputs, **options).astype(x.dtype))

@@ -15,7 +15,7 @@ from xsake.hads.selection.estimate import block_mass
 
 
 class Portrait(NamedTuple):
-    """`shares[layer, head]` of the causal blocks that HADS keeps; for one head, true masses and kept blocks [n, n]."""
+    """`shares[layer, head]` of the causal blocks that HADS keeps; for one head, true masses and kept blocks."""
 
     shares: np.ndarray
     layer: int
@@ -33,7 +33,7 @@ def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float
     grid = profile.grid(len(tokens))
     counts = layer_counts(profile, budget, grid.length)
     shares, best, found = [], -2.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
-    for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), profile.block)):
+    for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), grid)):
         chosen = choose(
             block_mass(layer.pooled, profile.estimator(number), grid),
             grid,

@@ -86,16 +86,16 @@ def check_reading(
     config: ModelConfig, prompts: Any, *, capacity: int, hads: HadsBudget | None, chunk: int | None
 ) -> int:
     """The unit in which prompts are cut. ValueError for what `read_prompts` cannot do."""
-    longest, block = max(len(prompt) for prompt in prompts), UNIT if hads is None else hads.profile.block
+    longest, unit = max(len(prompt) for prompt in prompts), UNIT if hads is None else hads.profile.block_q
     if longest > capacity:
         raise ValueError(f"a prompt of {longest} tokens does not fit a cache of {capacity}: make the cache larger")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % block):
-        what = "64 tokens" if hads is None else f"the profile's block of {block} tokens"
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % unit):
+        what = "64 tokens" if hads is None else f"the profile's rows of {unit} tokens"
         raise ValueError(f"{chunk=} must be a multiple of {what}")
     check_size(config, batch=len(prompts), capacity=capacity)
     if hads is not None:
         hads.check(config, longest)
-    return block
+    return unit
 
 
 class _Reader:
@@ -113,8 +113,9 @@ class _Reader:
         self.blocks = [jax.tree.leaves([variable(block) for variable in variables]) for block in model.blocks]
         self.static = _Static(tree, model.attention_fn, capacity, mesh)
         if hads is not None:
-            block, rule = hads.profile.block, hads.profile.rule
-            self.static = self.static._replace(block=block, rule=rule, density_hint=density_bucket(hads.prompt))
+            profile = hads.profile
+            blocks: dict[str, Any] = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
+            self.static = self.static._replace(**blocks, density_hint=density_bucket(hads.prompt))
 
     def read(self, padded: np.ndarray, lengths: np.ndarray, chunk: int, watch: Callable[[Array], None]) -> Prompt:
         config, chunks = self.config, -(-padded.shape[1] // chunk)
@@ -162,6 +163,7 @@ class _Static(NamedTuple):
     start: int = 0
     window: int | None = None
     block: int | None = None
+    block_q: int = 0
     rule: Rule | None = None
     density_hint: float | None = None
 
@@ -236,6 +238,7 @@ def _read_block(
                 lengths,
                 start=start,
                 block=static.block,
+                block_q=static.block_q,
                 rule=static.rule,
                 density_hint=static.density_hint,
                 window=static.window,

@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     row_ptr: Int[Array, "B H rows_and_one"]
 
     def blocks(self, grid: CausalGrid) -> Bool[Array, "B H rows n"]:
-        n, rows = grid.side, self.kept.shape[-1]
+        n, rows = grid.rows, self.kept.shape[-1]
         reach = self.keys[:, :, :rows, :n] >= self.last[..., None]
         return reach & grid.causal()[None, None, n - rows :] & (self.kept > 0)[..., None]
 
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 
     def finished_lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array, Array]:
         """As `lists.rows.finished` makes them, with one slot more. Free slots name a block that exists."""
-        first = grid.side - self.kept.shape[-1]
+        first = grid.rows - self.kept.shape[-1]
         indices, order, num_full = _columns(self, first, capacity)
         can_be_full = grid.full()[first:].any(-1)
         if not can_be_full.all():
@@ -97,8 +97,8 @@ def choose(
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
         kept = _reach(order, least, rows, m)[..., 0]
     elif cut != TOGETHER:
-        written = np.arange(width) >= width - 1 - np.arange(grid.side)[:, None]
-        positive = (order[:, :, : grid.side] >> _DROPPED) + 1
+        written = np.arange(width) >= width - 1 - np.arange(grid.rows)[:, None]
+        positive = (order[:, :, : grid.rows] >> _DROPPED) + 1
         kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
     else:
         wanted = jnp.broadcast_to(wanted, (b, groups))
@@ -218,7 +218,7 @@ def _sorted_gains(
         begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = omega_ref[0], phi_ref[0]
         row = (rows.first + begin + iota(tile))[:, None]
-        weight = omega * rows.grid.rule.row_weight(row, rows.side(length_ref))
+        weight = omega * rows.grid.rule.row_weight(row, rows.rows_of(length_ref))
 
         def at(used: int) -> None:
             column = iota(used)[None, :]
@@ -464,7 +464,7 @@ def _search(
     row = pl.program_id(0) * _SEARCHED_ROWS + iota(_SEARCHED_ROWS)
     i = rows.first + lax.rem(row, jnp.int32(m))
     # Rows after the chunk's last one are padding, though the sequence may go on.
-    own = jnp.where((i < rows.grid.side) & (i < rows.side(length_ref)), i + 1, 0)
+    own = jnp.where((i < rows.grid.rows) & (i < rows.rows_of(length_ref)), i + 1, 0)
     shape = (_SEARCHED_ROWS, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)

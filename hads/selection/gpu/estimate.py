@@ -49,7 +49,7 @@ def block_logits(
     heads, kv_heads = query.shape[2], key.shape[2]
     heads_per_program = math.gcd(heads // kv_heads, _MOST_HEADS_PER_PROGRAM)
     q_mean, q_features = _pool_queries(query, estimator, rows, heads_per_program)
-    m, _ = padded(rows.grid.side)
+    m, _ = padded(rows.grid.columns)
     if k_features is None:
         k_features = pool_keys(key, rows, room=m)
     elif k_features.shape[2] < m:
@@ -197,9 +197,9 @@ def _tokens(
     """The log of the mean exponential of the logits of a tile's mean queries with each block's keys."""
     b, parts, tiles, in_tile, d = mean.shape
     grid, kv_heads = rows.grid, key.shape[2]
-    chunk = _chunk(b * parts * tiles * grid.side)
-    chunks = -(-grid.side // chunk)
-    m, _ = padded(grid.side)
+    chunk = _chunk(b * parts * tiles * grid.columns)
+    chunks = -(-grid.columns // chunk)
+    m, _ = padded(grid.columns)
 
     def kernel(mean_ref: Any, key_ref: Any, features_ref: Any, length_ref: Any, out_ref: Any) -> None:
         tile, first = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * chunk
@@ -222,7 +222,7 @@ def _tokens(
 
         # Exponents are taken about the result of the block before: this saves a pass for the largest logit or the mean.
         about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
-        last = jnp.minimum(jnp.minimum(rows.first + (tile + 1) * TILE, first + chunk), grid.side)
+        last = jnp.minimum(jnp.minimum(rows.first + (tile + 1) * TILE, first + chunk), grid.columns)
         lax.fori_loop(first, last, step, about)
 
     def at(place: Any, part: Any, b: Any) -> tuple:
@@ -237,7 +237,7 @@ def _tokens(
         (tiles * chunks, parts, b),
         [
             (mean, pl.BlockSpec((None, None, None, in_tile, d), at)),
-            (key, pl.BlockSpec((None, grid.side * grid.block, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
+            (key, pl.BlockSpec((None, grid.columns * grid.block, None, d), lambda _, p, b: (b, 0, kv_head(p), 0))),
             (k_features, pl.BlockSpec((None, None, m, _PARTS, d), lambda _, p, b: (b, kv_head(p), 0, 0, 0))),
             rows.input(b),
         ],
@@ -280,7 +280,7 @@ def _sum(
 ) -> Float[Array, "B H rows width"]:
     b, h, m_rows, _, d = q_features.shape
     group = h // k_features.shape[1]
-    m, width = padded(rows.grid.side)
+    m, width = padded(rows.grid.columns)
     by_bucket = jnp.asarray(estimator.distance)
     buckets = by_bucket.shape[1]
 

@@ -39,7 +39,7 @@ def _sums(
     """The base-2 logsumexp of each query's logits with each block's keys; not written past a row's own block."""
     b, tokens, h, d = query.shape
     grid, block, group = rows.grid, rows.grid.block, h // key.shape[2]
-    chunks, columns = -(-grid.side // _CHUNK), padded(grid.side)[0]
+    chunks, columns = -(-grid.columns // _CHUNK), padded(grid.columns)[0]
 
     def kernel(query_ref: Any, key_ref: Any, length_ref: Any, out_ref: Any) -> None:
         number, begin = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * _CHUNK

@@ -15,8 +15,8 @@ from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.keep import keep_largest
 
 LOWEST = -1e30  # the least priority of a block that may be kept
-Blocks = Bool[Array, "B H n n"]
-Priority = Float[Array, "B H n n"]
+Blocks = Bool[Array, "B H rows n"]
+Priority = Float[Array, "B H rows n"]
 
 
 @runtime_checkable
@@ -67,10 +67,10 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.query.shape[0], self.query.shape[2], self.grid.side, self.grid.side
+        return self.query.shape[0], self.query.shape[2], self.grid.rows, self.grid.columns
 
     def everywhere(self, blocks: np.ndarray | Array) -> Priority:
-        """The same [n, n] or [H, n, n] for every sequence and head."""
+        """The same [rows, n] or [H, rows, n] for every sequence and head."""
         return jnp.broadcast_to(jnp.asarray(blocks, jnp.float32), self.shape)
 
     def keep(self, priority: Priority) -> Blocks:

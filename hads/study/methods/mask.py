@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.hads.mask.block_mask import BlockMask
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import check_inputs
 from xsake.hads.study.methods.layer import Blocks, Layer, Remembered, TokenMask
@@ -71,7 +72,7 @@ class MethodMask:
         )
 
     def blocks(self, layer: Any, query: Array, key: Array) -> Blocks:
-        """The kept blocks, bool[B, H, n, n]. NotImplementedError for a method that needs more than a layer's blocks."""
+        """The kept blocks. NotImplementedError for a method that needs more than a layer's blocks."""
         kept, memory = self.choose(layer, query, key)
         if isinstance(kept, TokenMask) or memory is not None:
             what = "single tokens" if isinstance(kept, TokenMask) else "from what layers before it chose"
@@ -93,10 +94,9 @@ class MethodMask:
         return (kept.blocks, kept.memory) if isinstance(kept, Remembered) else (kept, None)
 
     def __call__(self, layer: Any, query: Array, key: Array) -> BlockMask:
-        return causal_mask(self.blocks(layer, query, key), self.profile.block, query.shape[1])
+        return causal_mask(self.blocks(layer, query, key), self.profile.grid(query.shape[1]))
 
 
-def causal_mask(blocks: Blocks, block: int, length: int) -> BlockMask:
-    return BlockMask.from_blocks(
-        blocks, block_q=block, block_kv=block, q_len=length, kv_len=length, is_causal=True, transpose=False
-    )
+def causal_mask(blocks: Blocks, grid: CausalGrid) -> BlockMask:
+    sizes: dict[str, Any] = dict(block_q=grid.block_q, block_kv=grid.block, q_len=grid.length, kv_len=grid.length)
+    return BlockMask.from_blocks(blocks, **sizes, is_causal=True, transpose=False)

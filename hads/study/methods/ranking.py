@@ -48,13 +48,13 @@ def near_peak(log_score: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
 
 
 def first_columns(grid: CausalGrid, columns: int) -> np.ndarray:
-    """f[n, n]: ALWAYS in the first columns of blocks, 0 elsewhere."""
-    return np.broadcast_to((np.arange(grid.side) < columns) * ALWAYS, (grid.side, grid.side))
+    """f[rows, n]: ALWAYS in the first columns of blocks, 0 elsewhere."""
+    return np.broadcast_to((np.arange(grid.columns) < columns) * ALWAYS, (grid.rows, grid.columns))
 
 
 def diagonal(grid: CausalGrid) -> np.ndarray:
-    """f[n, n]: ALWAYS on the diagonal blocks, 0 elsewhere."""
-    return (grid.distance() == 0) * ALWAYS
+    """f[rows, n]: ALWAYS on the blocks that the diagonal cuts, 0 elsewhere."""
+    return ((grid.distance() >= 0) & (grid.distance() < grid.tall)) * ALWAYS
 
 
 def first_and_diagonal(grid: CausalGrid) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Block scores of the rivals that come with xsake, and the parts that such scores are made of.
 
-Each score takes a layer's queries and keys and gives [B, H, n, n]: -inf in logits and 0 in shares where causality
+Each score takes a layer's queries and keys and gives [B, H, rows, n]: -inf in logits and 0 in shares where causality
 forbids.
 """
 
@@ -21,7 +21,7 @@ from xsake.hads.selection.pooled import KIND_OF_PART, Pooled, pool
 
 Query = Float[Array, "B T H D"]
 Key = Float[Array, "B T K D"]
-Blocks = Float[Array, "B H n n"]
+Blocks = Float[Array, "B H rows n"]
 
 
 def mean_logits(query: Query, key: Key, grid: CausalGrid) -> Blocks:
@@ -32,7 +32,7 @@ def mean_logits(query: Query, key: Key, grid: CausalGrid) -> Blocks:
 def antidiagonal_shares(query: Query, key: Key, grid: CausalGrid, stride: int) -> Blocks:
     """Softmax of sums along antidiagonals of strides, added up in blocks (XAttention)."""
     _check_stride(stride, grid)
-    parts = grid.side * grid.block // stride
+    parts = grid.rows * grid.block_q // stride
     q, k = (_strides(x, parts, stride) for x in (query, key))  # [B, parts, stride, heads, D]
     b, _, _, h, d = q.shape
     q = q[:, :, ::-1].reshape(b, parts, stride, k.shape[3], -1, d)
@@ -42,17 +42,17 @@ def antidiagonal_shares(query: Query, key: Key, grid: CausalGrid, stride: int) -
     logits = jnp.einsum("bisxgd,bjsxd->bxgij", q, k) * (d**-0.5 / stride)
     weights = jax.nn.softmax(jnp.where((causal & exists[None])[None, None, None], logits, -jnp.inf), -1)
     weights = jnp.where(exists[:, None], weights, 0)
-    each = grid.block // stride
-    blocks = weights.reshape(b, h, grid.side, each, grid.side, each).sum((3, 5))
+    weights = weights.reshape(b, h, grid.rows, grid.block_q // stride, -1, grid.block // stride)
+    blocks = weights.sum((3, 5))[..., : grid.columns]
     return blocks / blocks.sum(-1, keepdims=True)
 
 
 def strided_peaks(query: Query, key: Key, grid: CausalGrid, stride: int = 16) -> Blocks:
     """Log of the largest share that any query gives a block, keys averaged over strides (FlashPrefill)."""
     _check_stride(stride, grid)
-    tail = grid.side * grid.block - grid.length
-    keys = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, tail), (0, 0), (0, 0)))
-    exists = np.arange(grid.side * grid.block).reshape(-1, stride) < grid.length
+    slots = grid.columns * grid.block
+    keys = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, slots - grid.length), (0, 0), (0, 0)))
+    exists = np.arange(slots).reshape(-1, stride) < grid.length
     sizes = np.maximum(exists.sum(-1), 1).astype(np.float32)
     keys = keys.reshape(key.shape[0], -1, stride, *key.shape[2:]).sum(2) / sizes[None, :, None, None]
     start = np.arange(len(sizes))[None] * stride
@@ -60,11 +60,11 @@ def strided_peaks(query: Query, key: Key, grid: CausalGrid, stride: int = 16) ->
     def row(seen: int, i: Array, q: Array) -> Array:
         some = -(-seen // grid.block) * (grid.block // stride)  # strides of the blocks that the row sees
         logits = jnp.einsum("bkgtd,bskd->bkgts", q.astype(jnp.float32), keys[:, :some]) * q.shape[-1] ** -0.5
-        t = i * grid.block + jnp.arange(grid.block)
+        t = i * grid.block_q + jnp.arange(grid.block_q)
         logits = jnp.where((t[:, None] >= start[:, :some]) & exists.any(-1)[None, :some], logits, -jnp.inf)
         weights = jax.nn.softmax(logits, -1).reshape(*logits.shape[:-1], -1, grid.block // stride).sum(-1)
         peaks = jnp.where((t < grid.length)[:, None], weights, 0).max(-2)
-        return jnp.pad(peaks, [(0, 0)] * 3 + [(0, grid.side - peaks.shape[-1])])
+        return jnp.pad(peaks, [(0, 0)] * 3 + [(0, grid.columns - peaks.shape[-1])])
 
     return causal_only(jnp.log(row_by_row(row, query, key.shape[2], grid)), grid)
 
@@ -89,9 +89,9 @@ def causal_only(logits: Blocks, grid: CausalGrid) -> Blocks:
 
 
 def row_by_row(row: Callable[..., Array], query: Query, kv_heads: int, grid: CausalGrid) -> Blocks:
-    """`row` of every row of blocks, [B, K, G, n] each, as [B, H, n, n]."""
+    """`row` of every row of blocks, [B, K, G, n] each, as [B, H, rows, n]."""
     rows = jnp.moveaxis(scan_rows(row, query, kv_heads, grid), 0, 3)
-    return rows.reshape(query.shape[0], query.shape[2], grid.side, grid.side)
+    return rows.reshape(query.shape[0], query.shape[2], grid.rows, grid.columns)
 
 
 def _strides(x: Array, parts: int, stride: int) -> Array:

@@ -20,7 +20,7 @@ from xsake.hads.study.methods.registry import GROUPS, METHODS, Method, register,
 
 __all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass", "expand"]
 
-Mass = Float[Array, "B H n n"]
+Mass = Float[Array, "B H rows n"]
 
 
 def hads(x: Layer) -> Blocks:
@@ -108,7 +108,7 @@ def oracle_gain(x: Layer) -> Blocks:
 
 
 def _true_statistics(x: Layer) -> BlockStatistics:
-    return block_statistics(x.query, x.key, block=x.grid.block)
+    return block_statistics(x.query, x.key, **x.grid.shape)
 
 
 RIVALS = (sink_window, mean_top_k, x_attention_8, x_attention_16, flash_prefill)

@@ -38,7 +38,10 @@ def calibrate(
     model: Model = "smollm2",
     length: Length = 4096,
     sequences: Sequences = 4,
-    block: Annotated[int, typer.Option(help="Tokens per block.", min=8)] = 64,
+    block: Annotated[int, typer.Option(help="Tokens per block of keys.", min=8)] = 64,
+    block_q: Annotated[
+        int | None, typer.Option(help="Tokens per row of blocks, a multiple of the block; by default the block.", min=8)
+    ] = None,
     domains: Domains = None,
     dtype: DType = None,
     dry_run: Annotated[
@@ -57,7 +60,8 @@ def calibrate(
         import numpy as np
 
         if dry_run:
-            _say_memory(model, texts, domains, dtype, length=length, sequences=sequences, block=block)
+            sizes: dict[str, Any] = dict(length=length, sequences=sequences, block=block, block_q=block_q)
+            _say_memory(model, texts, domains, dtype, **sizes)
             return
         check_file_out(out)
         from xsake.hads.calibration.calibrate import calibrate
@@ -76,6 +80,7 @@ def calibrate(
                 np.stack([t.tokens for t in found]),
                 name=name_of(model),
                 block=block,
+                block_q=block_q,
                 progress=progress,
                 steps_folder=unfinished,
             )
@@ -125,7 +130,8 @@ def evaluate(
         names, shares = expand(methods), [float(b) for b in budgets.split(",")]
         loaded, encode = _load(model, texts, dtype, length)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
-        about = {"model": name, "length": length, "block": learned.block, "dtype": jnp.dtype(loaded.dtype).name}
+        about = {"model": name, "length": length, "dtype": jnp.dtype(loaded.dtype).name}
+        about |= learned.grid(length).sizes
         records = Records(out / "records.jsonl", about)
         with _progress() as progress:
             evaluate(
@@ -143,7 +149,15 @@ def evaluate(
 
 
 def _say_memory(
-    model: str, texts: list[Path], domains: str | None, dtype: str | None, *, length: int, sequences: int, block: int
+    model: str,
+    texts: list[Path],
+    domains: str | None,
+    dtype: str | None,
+    *,
+    length: int,
+    sequences: int,
+    block: int,
+    block_q: int | None,
 ) -> None:
     from flax import nnx
     from rich.console import Console
@@ -159,7 +173,7 @@ def _say_memory(
     count = len(load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode))
     types: dict[str, Any] = dict(dtype=kind, param_dtype=kind)
     shapes = nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types))
-    memory = needed(shapes, length=length, sequences=count, block=block)
+    memory = needed(shapes, length=length, sequences=count, block=block, block_q=block_q)
     table = Table("memory", "GB", title=f"{name_of(model)}, {count} sequences of {length} tokens")
     for what, size in {"the weights": memory.weights, **memory.stages, "on the device at most": memory.device}.items():
         table.add_row(what, f"{size / 1e9:.2f}")
