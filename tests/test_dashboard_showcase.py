@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,18 @@ def test_a_showcase_replaces_only_a_showcase(tmp_path, pages):
     with pytest.raises(ValueError, match="the pages are not built"):
         showcase.build(shown, out, pages=tmp_path / "runs")
     assert (out / "index.html").is_file()
+
+
+def test_a_full_disk_is_told_once(tmp_path, pages):
+    """Played by a limit on the size of files."""
+    for name in ("a.js", "b.js"):
+        (pages / "assets" / name).write_text("x" * 200_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError) as told:
+            showcase.build(gather([], own_tuning=False), tmp_path / "site", pages=pages)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (told.value.strerror, told.value.filename) == ("File too large", str(tmp_path / "site"))
+    assert not (tmp_path / "site").exists() and not list(tmp_path.glob(".site-*"))

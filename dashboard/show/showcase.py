@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from xsake._ground import atomic
 from xsake.dashboard.read.run_events import to_json
 from xsake.dashboard.serve.command import checkout
 from xsake.dashboard.show.documents import Documents
@@ -38,18 +39,19 @@ def build(documents: Documents, out: Path, *, pages: Path = PAGES) -> dict[str, 
     out.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        shutil.copytree(pages, new, dirs_exist_ok=True)
-        (new / "index.html").write_text(index.replace(MARK, '<script defer src="api/site.js"></script>'))
-        sizes = {"pages": sum(path.stat().st_size for path in new.rglob("*") if path.is_file())}
-        for name, document in documents.everything():
-            if name == "api/site":
-                document = document | {"commit": commit()}
-            size = _write(new, name, document)
-            part = name.split("/")[1]
-            sizes[part] = sizes.get(part, 0) + size
-        (new / _MADE).write_text(json.dumps({"bytes": sizes}, indent=1) + "\n")
-        new.chmod(0o755)
-        _replace(new, out)
+        with atomic.naming(out):
+            _copy(pages, new)
+            (new / "index.html").write_text(index.replace(MARK, '<script defer src="api/site.js"></script>'))
+            sizes = {"pages": sum(path.stat().st_size for path in new.rglob("*") if path.is_file())}
+            for name, document in documents.everything():
+                if name == "api/site":
+                    document = document | {"commit": commit()}
+                size = _write(new, name, document)
+                part = name.split("/")[1]
+                sizes[part] = sizes.get(part, 0) + size
+            (new / _MADE).write_text(json.dumps({"bytes": sizes}, indent=1) + "\n")
+            new.chmod(0o755)
+            _replace(new, out)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return sizes
@@ -58,10 +60,20 @@ def build(documents: Documents, out: Path, *, pages: Path = PAGES) -> dict[str, 
 def _write(folder: Path, name: str, document: dict[str, Any]) -> int:
     """One document as a script that assigns it: pages opened from file:// may load scripts, and nothing else."""
     path = folder / f"{name}.js"
-    path.parent.mkdir(parents=True, exist_ok=True)
     body = b"(window.XSAKE_DATA ??= {})[" + to_json(name) + b"] = " + to_json(document) + b";\n"
-    path.write_bytes(body)
+    _write_bytes(path, body)
     return len(body)
+
+
+def _copy(pages: Path, new: Path) -> None:
+    for page in pages.rglob("*"):  # shutil.copytree would tell a full disk once per page, in a list
+        if page.is_file():
+            _write_bytes(new / page.relative_to(pages), page.read_bytes())
+
+
+def _write_bytes(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
 
 
 def _replace(new: Path, out: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from xsake._ground import atomic
 from xsake._ground.words import in_words
 from xsake.hads.study.methods.shipped import GROUPS
 from xsake.hads.study.summary import Summary
@@ -134,5 +135,6 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, path: str | os.PathLike) -> None:
-    figure.savefig(path, dpi=130)
+    with atomic.naming(path):
+        figure.savefig(path, dpi=130)
     _pyplot().close(figure)

@@ -42,7 +42,7 @@ class Records:
 
     def add(self, lines: Iterable[dict[str, Any]]) -> None:
         added = {_key(line): line for line in lines}
-        with self.path.open("a") as file:
+        with atomic.naming(self.path), self.path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in added.values())
         self._lines |= added
 

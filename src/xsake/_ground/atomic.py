@@ -27,11 +27,10 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     ...     (Path(folder) / "file").read_bytes()
     b'all of it'
     """
-    with _part_of(Path(path)) as file:
-        with naming(path):
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    with naming(path), _part_of(Path(path)) as file:  # closing writes what is left, and may fail once more
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         os.replace(file.name, path)
 
 
