@@ -158,7 +158,7 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
         ([*AT_LONG, "--hads", 0, "--profile", "PROFILE"], "prompt=0.0 must be a finite number, above 0 and at most 1"),
         (
             [*AT_LONG, "--hads", 0.6, "--chunk", 40, "--profile", "PROFILE"],
-            "chunk=40 must be a multiple of the profile's block",
+            "chunk=40 must be a multiple of the profile's rows of 16 tokens",
         ),
         (
             [*AT_LONG, "--hads", 0.6, "--decode-budget", 0.1, "--profile", "PROFILE"],

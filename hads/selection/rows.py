@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         if self.lengths is None:
             return causal
         row, rows = self._rows_of_each()
-        column = jnp.arange(self.grid.columns, dtype=jnp.int32) * self.grid.block < self.lengths[:, None]
+        column = jnp.arange(self.grid.columns, dtype=jnp.int32)[None] * self.grid.block < self.lengths[:, None]
         return (row < rows)[:, None, :, None] & column[:, None, None] & causal
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:

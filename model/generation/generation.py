@@ -52,8 +52,8 @@ def generate(
       seed: for a sampler that draws.
       mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
       hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
-      chunk: read this many tokens of the prompt at a time, a multiple of the profile's block (without HADS, of 64): the
-        memory of a forward follows the chunk. Not together with `mask_fn`.
+      chunk: read this many tokens of the prompt at a time, in multiples of the profile's rows (without HADS, of 64):
+        the memory of a forward follows the chunk. Not together with `mask_fn`.
       mesh: of `xsake.model.sharding.make_mesh`: prompts are split over its axis "data", weights and cache over its axis
         "model". The tokens are those of one device. A model from `shard_model` is not copied anew.
 

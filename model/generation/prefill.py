@@ -53,10 +53,11 @@ def read_prompts(
 ) -> Prompt:
     """Read prompts of any lengths into a cache of `capacity` slots, `chunk` tokens at a time.
 
-    `chunk` is a multiple of the profile's block, or of 64 without HADS; None reads all tokens at once. The budget holds
-    in every chunk, and over every prompt to the block. Prompts are padded to `pad_to` tokens at least, which changes no
-    result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split over its axis "data", and
-    heads as the model's weights are. `watch` is called with the last block's output for every chunk, padding included.
+    `chunk` is a multiple of the height of the profile's rows, or of 64 without HADS; None reads all tokens at once.
+    The budget holds in every chunk, and over every prompt to the block. Prompts are padded to `pad_to` tokens at
+    least, which changes no result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split
+    over its axis "data", and heads as the model's weights are. `watch` is called with the last block's output for
+    every chunk, padding included.
     """
     block = check_reading(model.config, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)

@@ -53,7 +53,7 @@ def generate(
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(help="Read so many tokens of the prompt at a time, a multiple of the profile's block.", min=1),
+        typer.Option(help="Read so many tokens of the prompt at a time, in multiples of the profile's rows.", min=1),
     ] = None,
     profile: Annotated[
         Path | None,
