@@ -321,8 +321,11 @@ def test_every_device_can_be_planned(device):
 # The command.
 
 
-def run(*options, asked=("--tokens", "131072", "--devices", "8", "--model", "smollm2-135m", "--density", "0.1")):
-    return CliRunner().invoke(app, ["plan", *asked, *options], env={"COLUMNS": "220", "NO_COLOR": "1"})
+ASKED = ("--tokens", "131072", "--devices", "8", "--model", "smollm2-135m", "--density", "0.1")
+
+
+def run(*options, asked=ASKED, columns=220):
+    return CliRunner().invoke(app, ["plan", *asked, *options], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
 def test_command(tmp_path):
@@ -335,6 +338,15 @@ def test_command(tmp_path):
     assert values["question"]["device"]["links"]["outside"] == 25
     assert values["best"]["mesh"] in result.output and len(values["predictions"]) > 4
     assert "gpu_peers_gpt4k_d64.json" in " ".join(values["assumptions"])
+
+
+@pytest.mark.parametrize("asked", [ASKED, ("--tokens", "1048576", "--devices", "1024", "--model", "llama-8b")])
+def test_the_tables_are_whole_in_80_columns(asked):
+    said = run(asked=asked, columns=80).output
+    assert "…" not in said and max(map(len, said.splitlines())) <= 80
+    rows = [line.split() for line in said.splitlines() if line.endswith((" yes ", " no "))]
+    best = said.split("Best: ")[1].split(",")[0].split(" on ")  # exchange and mesh
+    assert len(rows) > 8 and best in [row[:2] for row in rows] and all(len(row) == 11 for row in rows)
 
 
 def test_command_with_a_file_and_one_mesh(tmp_path):

@@ -173,8 +173,11 @@ def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table("exchange", "mesh", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("time", "attention", "other work", "exposed", "hidden", "memory", "remat", "fits"):
+    # A space between columns, so that 80 characters hold them all.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for name in ("exchange", "mesh"):
+        table.add_column(name, no_wrap=True)
+    for name in ("time", "attention", "other\nwork", "exposed", "hidden", "memory", "remat", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
