@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xsake._ground import atomic
+from xsake._ground.read import read_json, reason
 from xsake._op import tuned
 from xsake.autotune.problem import Problem
 from xsake.autotune.workloads import Workload
@@ -63,17 +64,16 @@ def _facts(name: str, call: Call) -> dict[str, Any]:
 def read_calls(path: Path) -> list[Problem]:
     """Problems from a recording; calls that differ only in density are one problem."""
     try:
-        given = json.loads(path.read_text())
+        given = read_json(path)
         if given["version"] != _VERSION:
             raise ValueError(f"its version is {given['version']!r}, and this xsake reads version {_VERSION}")
         found: dict[Problem, list[float | None]] = {}
         for call in given["calls"]:
             problem = _problem(call)
             found.setdefault(dataclasses.replace(problem, densities=()), []).extend(problem.densities)
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is no recording of calls that can be tuned: {type(error).__name__}: {error}"
-        ) from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError | ValueError) else repr(error)
+        raise ValueError(f"{path} is no recording of calls that can be tuned: {why}") from error
     return [dataclasses.replace(p, densities=tuple(dict.fromkeys(d))) for p, d in found.items()]
 
 

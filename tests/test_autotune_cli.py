@@ -172,7 +172,7 @@ def test_recorded_calls_become_problems(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[" * 100_000, '{"version": 2, "calls": []}', '{"version": 1, "calls": [{"batch": 1}]}']
+    "text", ["", "{}", "[1]", "[" * 100_000, '{"version": 2, "calls": []}', '{"version": 1, "calls": [{"batch": 1}]}']
 )
 def test_a_recording_that_is_none(tmp_path, text):
     (tmp_path / "calls.json").write_text(text)
