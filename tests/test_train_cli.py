@@ -150,6 +150,29 @@ def test_seven_small_files_are_built_and_trained_on_by_default(tmp_path, monkeyp
     assert 1 <= seen["held"].batch < config.batch == 16
 
 
+def test_ctrl_c_says_where_the_same_command_goes_on(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("XSAKE_CACHE", str(tmp_path / "cache"))
+    words = ["train", "--data", data, "--run", tmp_path / "run", "--length", 64, "--batch", 2, "--steps", 4]
+    words += ["--checkpoint-every", 2]
+    step, stop_before = Trainer.step, 2
+
+    def interrupted(trainer):
+        if trainer.taken + 1 == stop_before:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    code, said = xsake(*words)
+    assert code == 130 and "stopped; the same command begins anew: there is no checkpoint yet" in said
+    stop_before = 4
+    code, said = xsake(*words)
+    assert code == 130 and "stopped; the same command goes on from step 2\n" in said and "step 1/4 loss" in said
+    stop_before = None
+    code, said = xsake(*words)
+    assert code == 0 and said.startswith("goes on from step 2\nstep 3/4 loss") and " 0:00:00 left\ntrained: " in said
+    assert len(losses(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
 def test_token_files_are_not_taken_for_text(data, tmp_path):
     code, said = xsake("data", "build", data, "--out", tmp_path / "out")
     assert code == 1 and "train-00000.tokens is a file of tokens, not of text" in said

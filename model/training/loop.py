@@ -87,6 +87,8 @@ def train(
             trainer.restore(checkpoints, done)  # before the run file is touched: the checkpoint may be damaged
         report = Report(run, trainer.description, steps=config.steps, start=done, quiet=quiet, track=track)
         with report:
+            if done:
+                report.say(f"goes on from step {done}")
             if config.attention not in ("dense", "cudnn"):
                 asked = f"{config.density:.0%} asked for, blocks of {config.block} tokens"
                 report.say(f"{config.attention} attention keeps {trainer.density:.0%} of the blocks ({asked})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +17,8 @@ class TrainingProgress:
 
     def __init__(self, steps: int, *, start: int, quiet: bool = False):
         self._console = Console(quiet=quiet)
-        self._steps = steps
+        self._steps, self._start = steps, start
+        self._begun = 0.0  # when the first step of this process ended: it compiles
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -30,8 +33,18 @@ class TrainingProgress:
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         about = describe(metrics)
         self._bar.update(self._task, completed=step, about=about)
-        if self._bar.disable and step % max(1, self._steps // _LINES) == 0:
-            self.say(f"step {step}/{self._steps} {about}")
+        taken = step - self._start
+        if taken == 1:
+            self._begun = time.monotonic()
+        if self._bar.disable and (taken == 1 or step % max(1, self._steps // _LINES) == 0):
+            self.say(f"step {step}/{self._steps} {about}{self._left(taken)}")
+
+    def _left(self, taken: int) -> str:
+        """The time that the other steps will take, evaluations and calibrations as often as so far."""
+        if taken == 1:
+            return ""
+        seconds = (time.monotonic() - self._begun) / (taken - 1) * (self._steps - self._start - taken)
+        return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False)

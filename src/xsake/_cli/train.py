@@ -97,16 +97,30 @@ def train(
         if distributed or (coordinator, processes, process) != (None, None, None):
             initialize(coordinator, processes, process)
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-        file = train(
-            config,
-            data=data,
-            run=run,
-            mesh=parse_mesh(mesh),
-            track=track or (),
-            **{name: context.params[name] for name in _OF_RUN},
-        )
+        try:
+            file = train(
+                config,
+                data=data,
+                run=run,
+                mesh=parse_mesh(mesh),
+                track=track or (),
+                **{name: context.params[name] for name in _OF_RUN},
+            )
+        except KeyboardInterrupt:
+            if not quiet:
+                typer.echo(f"stopped; the same command {_goes_on(run)}", err=True)
+            raise typer.Exit(130) from None
         if not quiet:
             typer.echo(f'trained: {file}\na sample: xsake generate "The" --model {shlex.quote(str(run))}')
+
+
+def _goes_on(run: Path) -> str:
+    from xsake.model.training.checkpoints import Checkpoints
+    from xsake.model.training.watch.run_file import CHECKPOINTS_FOLDER
+
+    with Checkpoints(run / CHECKPOINTS_FOLDER, read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+    return f"goes on from step {steps[-1]}" if steps else "begins anew: there is no checkpoint yet (--checkpoint-every)"
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
