@@ -199,6 +199,22 @@ def test_from_indices_out_of_range(wrong):
         BlockMask.from_indices([[0, 1], [2, wrong]], **sizes)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_block_numbers_of_any_integers(dtype, of_tokens):
+    """Neither -1 nor 128, the number of blocks, may be a value of the dtype."""
+    numbers = np.arange(128, dtype=dtype)
+
+    def make(numbers):
+        if of_tokens:
+            counts = np.ones((1, 128, 1), dtype)
+            return BlockMask.from_token_indices(numbers[None, :, None, None], counts, block_q=8, block_kv=1)
+        return BlockMask.from_indices(numbers[:, None], block_q=1, block_kv=1, q_len=128, kv_len=128)
+
+    for mask in (make(numbers), jax.jit(make)(numbers)):
+        np.testing.assert_array_equal(mask.to_elements()[0, 0], np.eye(128, dtype=bool))
+
+
 @given(drawn())
 def test_full_is_all_that_the_rule_allows(d):
     mask = BlockMask.full(**d.sizes)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from xsake._ground.device import on_host, put_on_device
 from xsake._ground.explicit import over_explicit_axes
+from xsake._ground.integers import as_int32
 from xsake.hads.mask import combine, exported, file, picture, token_selection
 from xsake.hads.mask.bitmaps import unpack
 from xsake.hads.mask.grid import Grid, Window
@@ -134,6 +135,7 @@ class BlockMask(MaskLists):
                 f"kv_indices must be [nQ, M], [H, nQ, M] or [B, H, nQ, M] with nQ={grid.num_q}; "
                 f"got shape {indices.shape}"
             )
+        indices = as_int32("kv_indices", indices)
         wrong = (indices < -1) | (indices >= grid.num_kv)
         if not traced and wrong.any():
             raise ValueError(

@@ -11,6 +11,7 @@ import numpy as np
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake._ground.device import on_host
+from xsake._ground.integers import as_int32
 from xsake.hads.mask.bitmaps import bit, distinct, words_of
 from xsake.hads.mask.grid import Grid
 from xsake.hads.mask.lists.chosen import sorted_lists
@@ -107,7 +108,7 @@ def _columns(indices: ArrayT, grid: Grid) -> tuple[ArrayT, ArrayT]:
 
 
 def numbers_that_count(block_indices: Any, block_counts: Any, tokens: int) -> ArrayT:
-    """The numbers [batch, tokens, heads, blocks], checked, and -1 for those past a token's count; on the host unless
+    """The numbers i32[batch, tokens, heads, blocks], checked, and -1 for those past a token's count; on the host unless
     one of the two is traced.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in (block_indices, block_counts))
@@ -118,6 +119,7 @@ def numbers_that_count(block_indices: Any, block_counts: Any, tokens: int) -> Ar
         raise TypeError(f"block_indices must be integers, got dtype {indices.dtype}")
     if indices.ndim != 4 or indices.shape[1] != tokens or 0 in indices.shape:
         raise ValueError(f"block_indices must be [batch, tokens, heads, blocks]; got shape {tuple(indices.shape)}")
+    indices = as_int32("block_indices", indices)
     if block_counts is None:
         return indices
     counts = to_array(block_counts)
@@ -128,7 +130,8 @@ def numbers_that_count(block_indices: Any, block_counts: Any, tokens: int) -> Ar
             f"block_counts must be an int or {list(indices.shape[:3])}, one number per token and head; got shape "
             f"{tuple(counts.shape)}"
         )
-    position = np.arange(indices.shape[-1])[None, None, None]
+    counts = as_int32("block_counts", counts)
+    position = np.arange(indices.shape[-1], dtype=np.int32)[None, None, None]
     return xp.where(position < xp.broadcast_to(counts, indices.shape[:3])[..., None], indices, -1)
 
 

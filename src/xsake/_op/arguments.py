@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake._ground.device import on_host
+from xsake._ground.integers import as_int32
 from xsake._ground.trace import known_flag
 from xsake._op.partition import cut_alike
 from xsake.backend.contract import Call
@@ -237,22 +237,8 @@ def _tokens(name: str, given: Any, batch: Size, q_len: int, kv_len: int) -> tupl
             raise TypeError(f"{name} must be integers, got dtype {x.dtype} for the {whose}")
         if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
             raise ValueError(f"{name} of the {whose} must be [{batch} or 1, {length}]; got shape {tuple(x.shape)}")
-    q, kv = (jnp.broadcast_to(_int32(name, x), (batch, x.shape[1])) for x in pair)
+    q, kv = (jnp.broadcast_to(jnp.asarray(as_int32(name, x)), (batch, x.shape[1])) for x in pair)
     return q, kv
-
-
-def _int32(name: str, x: Array | np.ndarray) -> Array:
-    """Integers as int32. One out of range raises ValueError or, if traced, becomes the nearest int32."""
-    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    if np.can_cast(x.dtype, np.int32):
-        return jnp.asarray(x, jnp.int32)
-    if isinstance(x, jax.core.Tracer):
-        least = max(least, int(jnp.iinfo(x.dtype).min))
-        return jnp.clip(x, least, most).astype(jnp.int32)
-    known = on_host(x)
-    if ((known < least) | (known > most)).any():
-        raise ValueError(f"{name} must fit in int32, from {least} to {most}; got {known.min()} to {known.max()}")
-    return jnp.asarray(known.astype(np.int32))
 
 
 def _lengths(name: str, given: Any, batch: Size) -> Array | None:
@@ -263,7 +249,7 @@ def _lengths(name: str, given: Any, batch: Size) -> Array | None:
         raise TypeError(f"{name} must be integers, got dtype {x.dtype}")
     if x.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), one length per batch entry; got {tuple(x.shape)}")
-    return _int32(name, x)
+    return jnp.asarray(as_int32(name, x))
 
 
 def _segments(

@@ -13,6 +13,7 @@ from jax import Array
 
 from xsake._ground.device import on_host
 from xsake._ground.explicit import over_explicit_axes
+from xsake._ground.integers import as_int32
 from xsake._ground.trace import vary, varying_axes
 
 
@@ -22,7 +23,8 @@ class Sequences:
 
     `place` [T] is the new index of each token, `length` for tokens past the last sequence; `segment` [1, length] is
     the sequence of each new place, -1 where there is no token; `first_block` and `num_blocks` [T] are the first block
-    of each token's sequence and the number of its blocks, which is 0 if traced `cu_seqlens` are wrong.
+    of each token's sequence and the number of its blocks. If traced `cu_seqlens` are wrong, every token has a place, but
+    no block.
     """
 
     length: int
@@ -47,7 +49,7 @@ class Sequences:
                     f"cu_seqlens must begin with 0, never fall, and end at {tokens} tokens or before; got "
                     f"{given[:8].tolist()}{' ...' if len(given) > 8 else ''}"
                 )
-        bounds = bounds.astype(jnp.int32)
+        bounds = jnp.asarray(as_int32("cu_seqlens", bounds))
         count = bounds.shape[0] - 1
         length = -(-(tokens + count * (block_size - 1)) // block_size) * block_size
         token = jnp.arange(tokens, dtype=jnp.int32)
@@ -57,8 +59,9 @@ class Sequences:
         own = jnp.minimum(sequence, count - 1)
         inside = sequence < count
         place = jnp.where(inside, first[own] * block_size + token - bounds[own], length)
-        segment = jnp.full((length,), -1, jnp.int32).at[place].set(own, mode="drop")
         right = (bounds[0] == 0) & (jnp.diff(bounds) >= 0).all() & (bounds[-1] <= tokens)
+        place = jnp.where(right, place, token)
+        segment = jnp.full((length,), -1, jnp.int32).at[place].set(own, mode="drop")
         return cls(length, place, segment[None], first[own], jnp.where(right, blocks[own], 0))
 
     def spread(self, x: Array, fill: Any = 0) -> Array:
@@ -78,12 +81,13 @@ class Sequences:
     def blocks(self, indices: Array | np.ndarray) -> Array:
         """Block numbers [1, T, heads, n] of each token's own sequence as numbers of the new layout, laid out anew.
 
-        Where the sequence has no such block: ValueError, or the number -2 if that is known under jit only.
+        Where the sequence has no such block: ValueError, or the number -2 if that is known under jit only. So are all
+        numbers, -1 too, of a token whose sequence has no block.
         """
         traced = any(isinstance(x, jax.core.Tracer) for x in (indices, self.place))
         given = (self.place, self.first_block, self.num_blocks)
         place, first, count = ((x if traced else on_host(x))[None, :, None, None] for x in given)
-        wrong = ((indices < -1) | (indices >= count)) & (place < self.length)
+        wrong = ((indices < -1) | (indices >= count) | (count == 0)) & (place < self.length)
         if not traced and wrong.any():
             at = np.argwhere(wrong)[0]
             raise ValueError(
