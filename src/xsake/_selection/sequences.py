@@ -23,8 +23,8 @@ class Sequences:
 
     `place` [T] is the new index of each token, `length` for tokens past the last sequence; `segment` [1, length] is
     the sequence of each new place, -1 where there is no token; `first_block` and `num_blocks` [T] are the first block
-    of each token's sequence and the number of its blocks. If traced `cu_seqlens` are wrong, every token has a place, but
-    no block.
+    of each token's sequence and the number of its blocks. If traced `cu_seqlens` are wrong, every token has a place,
+    but no block.
     """
 
     length: int
