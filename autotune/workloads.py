@@ -62,9 +62,9 @@ class Workload:
         diagonal = num_q / allowed
         return 1.0 if diagonal == 1 else float(np.clip((density - diagonal) / (1 - diagonal), 1e-9, 1))
 
-    def uneven_mask(self, *, low: float = 0.1, high: float = 0.9, capacity: int | None = None) -> BlockMask:
-        """Like `mask`, with densities from `low` to `high` over the heads, as head-adaptive sparsity makes them."""
-        return self._build(np.linspace(low, high, self.kv_heads), 0, capacity)
+    def uneven_mask(self, *, capacity: int | None = None) -> BlockMask:
+        """Like `mask`, with densities from 0.1 to 0.9 over the heads, as head-adaptive sparsity makes them."""
+        return self._build(np.linspace(0.1, 0.9, self.kv_heads), 0, capacity)
 
     def _build(self, densities: np.ndarray, seed: int, capacity: int | None) -> BlockMask:
         kv_length, block_kv = self.kv_length or self.length, self.block_kv or self.block

@@ -41,6 +41,7 @@ MOST_METRICS = 64
 MOST_NOTED = 256  # densities, resumes, ... that are kept
 _INDEX_EVERY = 1 << 16  # bytes of the file between two entries of the index
 _MOST_INDEXED = 4096
+_MOST_ZOOMED = 32 << 20  # bytes of the file that a zoom reads again
 
 
 class Noted:
@@ -308,10 +309,10 @@ class Run:
             found = [one for one in self.recent if one.start >= offset]
             return found if found and found[0].start == offset else None
 
-    def written_in_file(self, place: Place, size: int = LIVE) -> Written:
+    def written_in_file(self, place: Place) -> Written:
         """Events from `place` on, for a follower that comes from far behind."""
         with self.open() as file:
-            lines = read_lines(file, place.offset, size=size)
+            lines = read_lines(file, place.offset, size=LIVE)
         seconds, parts, offset = place.seconds, [], place.offset
         for line in lines.data.splitlines(keepends=True):
             offset += len(line)
@@ -329,7 +330,7 @@ class Run:
         with self.open() as file:
             return is_still_there(file, place)
 
-    def zoom(self, first: int, last: int, most_bytes: int = 32 << 20) -> dict[str, Points] | None:
+    def zoom(self, first: int, last: int) -> dict[str, Points] | None:
         """All steps of this range, read from the file again; None if that is too much of the file."""
         with self.lock:
             state = self.state
@@ -337,7 +338,7 @@ class Run:
             begin = state.index[max(bisect.bisect_left(indexed, first) - 1, 0)] if indexed else (0, 0, 0)
             after = bisect.bisect_right(indexed, last)
             end = state.index[after][1] if after < len(indexed) else state.place.offset
-        if end - begin[1] > most_bytes:
+        if end - begin[1] > _MOST_ZOOMED:
             return None
         step, seconds = begin[0] if begin[1] else -1, begin[2] / 1e6
         collected: dict[str, list[Points]] = {}

@@ -20,9 +20,7 @@ NO_LIMIT = 2**30
 _INT32 = np.iinfo(np.int32)
 
 
-def parse_window(
-    window: int | tuple[int | None, int | None] | None, name: str = "local_window_size"
-) -> tuple[int | None, int | None]:
+def parse_window(window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     """`(left, right)` of a `local_window_size` argument: an int is both sides, None is unbounded."""
     if window is None:
         return None, None
@@ -30,9 +28,11 @@ def parse_window(
     if len(pair) != 2 or not all(
         side is None or (isinstance(side, int) and not isinstance(side, bool)) for side in pair
     ):
-        raise TypeError(f"{name} must be None, an int or a (left, right) tuple of ints or None; got {window!r}")
+        raise TypeError(
+            f"local_window_size must be None, an int or a (left, right) tuple of ints or None; got {window!r}"
+        )
     if any(side is not None and side < 0 for side in pair):
-        raise ValueError(f"{name}={window!r} must not be negative (0 keeps the token itself)")
+        raise ValueError(f"local_window_size={window!r} must not be negative (0 keeps the token itself)")
     return pair
 
 

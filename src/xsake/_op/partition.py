@@ -8,6 +8,7 @@ what each dimension of an array stands for, which mesh axes cut batch and heads,
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -207,7 +208,7 @@ def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list)
     lost: list[str] = [name for name in ("t", "s", "d", "e") if name in found]
     batch, heads = found.get("b", ()), found.get("h", ())
     heads = tuple(name for name in heads if name not in batch)
-    count = _product(sizes, heads)
+    count = math.prod(sizes[name] for name in heads)
     aligned = q_heads % count == 0 and (kv_heads % count == 0 or (q_heads // kv_heads) % (q_heads // count) == 0)
     if not aligned:
         heads = ()
@@ -218,13 +219,6 @@ def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list)
 
 def _take(x: Array, dims: Dims, own: Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, own, 1, dims.index("k")) if "k" in dims else x
-
-
-def _product(sizes: Any, axes: Axes) -> int:
-    count = 1
-    for name in axes:
-        count *= sizes[name]
-    return count
 
 
 def _warn(lost: list[str]) -> None:

@@ -31,8 +31,8 @@ def check_memory(*, length: int, heads: int, head_dim: int) -> None:
         )
 
 
-def show(*, length: int, heads: int, head_dim: int, console: Console | None = None) -> None:
-    console = console or Console()
+def show(*, length: int, heads: int, head_dim: int) -> None:
+    console = Console()
     workload = Workload(
         name="demo", batch=1, q_heads=heads, kv_heads=heads, length=length, head_dim=head_dim, is_causal=True
     )
