@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import xsake
+from xsake._op.shapes import Arrays
 from xsake.compat.ejkernel import pair_of, sinks_of
 from xsake.compat.element_mask import as_elements, mask_of
 from xsake.hads.mask.band import Band
@@ -128,10 +129,10 @@ class BlockSparseAttn:
 
     def forward_native(
         self,
-        query: Array | np.ndarray,
-        key: Array | np.ndarray,
-        value: Array | np.ndarray,
-        softmax_aux: Array | np.ndarray | None = None,
+        query: Arrays,
+        key: Arrays,
+        value: Arrays,
+        softmax_aux: Arrays | None = None,
         mask_info: Any = None,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
@@ -139,7 +140,7 @@ class BlockSparseAttn:
         causal: bool = True,
         fused_backward: bool = False,
         cache_metadata: Any = None,
-        attention_mask: Array | np.ndarray | None = None,
+        attention_mask: Arrays | None = None,
         **ignore: Any,
     ) -> AttentionOutput:
         """Attention; `mask_info` holds segment ids, positions and an attention mask, which is honoured exactly.

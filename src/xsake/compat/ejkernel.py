@@ -19,6 +19,7 @@ from jax import Array
 
 import xsake
 from xsake._ground.device import on_host, platform_of
+from xsake._op.shapes import Arrays
 from xsake.compat.element_mask import as_elements, mask_of
 from xsake.compat.tiles import BwdParams, FwdParams, Tiles
 from xsake.hads.mask.band import Band
@@ -39,16 +40,16 @@ class SparseMask:
 
 
 def blocksparse_attention(
-    query: Array | np.ndarray,
-    key: Array | np.ndarray,
-    value: Array | np.ndarray,
-    q_segment_ids: Array | np.ndarray | None = None,
-    kv_segment_ids: Array | np.ndarray | None = None,
-    q_positions: Array | np.ndarray | None = None,
-    kv_positions: Array | np.ndarray | None = None,
-    softmax_aux: Array | np.ndarray | None = None,
-    bias: Array | np.ndarray | None = None,
-    attention_mask: Array | np.ndarray | None = None,
+    query: Arrays,
+    key: Arrays,
+    value: Arrays,
+    q_segment_ids: Arrays | None = None,
+    kv_segment_ids: Arrays | None = None,
+    q_positions: Arrays | None = None,
+    kv_positions: Arrays | None = None,
+    softmax_aux: Arrays | None = None,
+    bias: Arrays | None = None,
+    attention_mask: Arrays | None = None,
     sequence_parallelism_mesh_axis_name: str | None = None,
     logits_soft_cap: float | None = None,
     qkv_layouts: tuple[SparseMask, ...] | None = None,
@@ -128,16 +129,16 @@ def blocksparse_attention(
 
 
 def native_sparse_attention(
-    query: Array | np.ndarray,
-    key: Array | np.ndarray,
-    value: Array | np.ndarray,
-    g_cmp: Array | np.ndarray | None = None,
-    g_slc: Array | np.ndarray | None = None,
-    block_indices: Array | np.ndarray | None = None,
-    block_counts: int | Array | np.ndarray = 16,
+    query: Arrays,
+    key: Arrays,
+    value: Arrays,
+    g_cmp: Arrays | None = None,
+    g_slc: Arrays | None = None,
+    block_indices: Arrays | None = None,
+    block_counts: int | Arrays = 16,
     block_size: int = 64,
     softmax_scale: float | None = None,
-    cu_seqlens: Array | np.ndarray | None = None,
+    cu_seqlens: Arrays | None = None,
 ) -> Array:
     """`g_slc * selected + g_cmp * compressed` for query [batch, tokens, heads, dim]; the gates are [batch, tokens,
     heads], or per channel [batch, tokens, heads * dim].
@@ -178,15 +179,15 @@ def native_sparse_attention(
 
 
 def apply_native_sparse_attention(
-    query: Array | np.ndarray,
-    key: Array | np.ndarray,
-    value: Array | np.ndarray,
-    block_indices: Array | np.ndarray,
-    block_counts: int | Array | np.ndarray = 16,
+    query: Arrays,
+    key: Arrays,
+    value: Arrays,
+    block_indices: Arrays,
+    block_counts: int | Arrays = 16,
     block_size: int = 64,
     softmax_scale: float | None = None,
-    cu_seqlens: Array | np.ndarray | None = None,
-    token_indices: Array | np.ndarray | None = None,
+    cu_seqlens: Arrays | None = None,
+    token_indices: Arrays | None = None,
 ) -> Array:
     """Causal attention to chosen blocks.
 
