@@ -129,8 +129,11 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
 
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
-    mass = jax.nn.softmax(jnp.where(grid.causal()[first:], _logits(grid, first, given), -jnp.inf), -1)
-    mass = with_exact_rows(mass, given.query, given.key, Rows(grid, first, given.lengths))
+    rows = Rows(grid, first, given.lengths)
+    allowed = rows.allowed()
+    seen = allowed | ~allowed.any(-1, keepdims=True)  # in rows that the sequence has not, anything but NaN
+    mass = jax.nn.softmax(jnp.where(seen, _logits(grid, first, given), -jnp.inf), -1)
+    mass = with_exact_rows(mass, given.query, given.key, rows)
     rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
     blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)
     full = mask.allowed_and_full()[1][:, : grid.columns]
