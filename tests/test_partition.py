@@ -105,6 +105,30 @@ def test_outside_jit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_arrays_on_no_mesh_under_set_mesh(kind):
+    """They are whole on every device; what the function itself cuts is cut as it says."""
+    case = make(XLA, q_len=33, batch=2, q_heads=4, kv_heads=4, mask=(1, 4), mask_causal=True)
+    inputs, mask = jax.tree.map(jnp.array, (case.inputs, case.mask()))
+
+    def grads(inputs):
+        return jax.grad(lambda x: jnp.sum(xsake.attention(**x, mask=mask) ** 2))(inputs)
+
+    def cut(x):
+        return jax.lax.with_sharding_constraint(x, P("data")) if kind == "auto" else jax.sharding.reshard(x, P("data"))
+
+    want = dense(**inputs, mask=mask)
+    with jax.set_mesh(mesh_of(kind)):
+        outs = [
+            xsake.attention(**inputs, mask=mask),
+            jax.jit(lambda inputs: xsake.attention(**jax.tree.map(cut, inputs), mask=mask))(inputs),
+        ]
+        found = grads(inputs)
+    for out in outs:
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, grads(inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_that_is_cut_is_gathered_with_a_warning(kind):
     case = make(XLA, q_len=64, q_heads=2, kv_heads=2, mask=None)
     mesh = mesh_of(kind, (4,), ("model",))

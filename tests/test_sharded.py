@@ -309,6 +309,12 @@ def test_zigzag_and_back():
     x = jnp.arange(32).reshape(1, 32)
     assert xsake.zigzag(x, 2)[0, :24].tolist() == [*range(8), *range(24, 32), *range(8, 16)]
     np.testing.assert_array_equal(xsake.unzigzag(xsake.zigzag(x, 4), 4), x)
+    place = jax.NamedSharding(
+        jax.make_mesh((4,), ("seq",), axis_types=(jax.sharding.AxisType.Explicit,)), P(None, "seq")
+    )
+    laid = xsake.zigzag(jax.device_put(x, place), 4)
+    assert laid.sharding == place
+    np.testing.assert_array_equal(laid, xsake.zigzag(x, 4))
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,18 @@ def over_mesh(run: Callable, given: tuple, given_dims: tuple, result_dims: tuple
     call: Call = given[0]
     mesh = jax.typeof(call.query).sharding.mesh
     operation = _Operation(run, call.q_heads, call.kv_heads, given_dims, result_dims)
-    if (explicit := explicit_mesh(given)) is not None:
+    if (explicit := explicit_mesh(given) or _explicit_around()) is not None:
         return operation.by_shard_map(explicit, given)
     # Inside the caller's own shard_map, or with one device, there is nothing to cut.
     if mesh.manual_axes or jax.device_count() == 1 or not isinstance(call.batch, int) or not by_compiler:
         return run(*given)
     return operation.by_compiler(given)
+
+
+def _explicit_around() -> Any:
+    """The explicit mesh of `jax.set_mesh`, on all of whose devices arrays that lie on no mesh are whole, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.explicit_axes and not mesh.manual_axes else None
 
 
 Lengths = tuple[Array | None, Array | None]  # of queries, and of keys
@@ -126,7 +132,7 @@ class _Operation:
         traced = jax.make_jaxpr(whole)(*values)
         if traced.effects:
             return dataclasses.replace(self, run=_without_effects(self.run)).by_compiler(given)
-        constants = [jnp.asarray(x) for x in traced.consts]
+        constants = [*map(jnp.asarray, traced.consts), *_name_of_mesh()]
         dims = flat_dims(self.given_dims) + [(None,) * x.ndim for x in constants]
 
         def partition(mesh: Any, args: tuple, results: Any) -> tuple:
@@ -141,7 +147,8 @@ class _Operation:
             return mesh, local, tuple(map(place, self.result_dims)), tuple(map(place, dims))
 
         def unpartitioned(*args: Array) -> tuple:
-            return tuple(jax.core.eval_jaxpr(traced.jaxpr, args[len(values) :], *args[: len(values)]))
+            consts = args[len(values) : len(values) + len(traced.consts)]
+            return tuple(jax.core.eval_jaxpr(traced.jaxpr, consts, *args[: len(values)]))
 
         operation = custom_partitioning(unpartitioned)
         operation.def_partition(partition, sharding_rule=self.rule(dims))
@@ -195,6 +202,18 @@ def _without_effects(run: Callable) -> Callable:
         return tuple(lowered.call(*values))
 
     return exported
+
+
+def _name_of_mesh() -> list[Array]:
+    """A number that lies on the mesh of `jax.set_mesh`, if there is one.
+
+    JAX tells `custom_partitioning` the mesh on which some argument or result of a jitted function lies. Where none lies
+    on a mesh, it tells an empty mesh, for which no rule can be compiled.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return []
+    return [jax.jit(lambda: jnp.zeros(()), out_shardings=NamedSharding(mesh, PartitionSpec()))()]
 
 
 def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from xsake._ground.device import platform_of
-from xsake._ground.explicit import names_of, placed
+from xsake._ground.explicit import explicit_mesh, names_of, placed
 from xsake._ground.programs import newest_programs
 from xsake._ground.trace import interpret, interpreting, known_flag
 from xsake._op import registry
@@ -158,8 +158,14 @@ def _reordered(x: Any, shards: int, axis: int, *, back: bool) -> Array:
         )
     pieces = order.places(order.pieces) if back else order.blocks(order.pieces).reshape(-1)
     axis = axis % x.ndim
-    split = x.reshape(*x.shape[:axis], order.pieces, length // order.pieces, *x.shape[axis + 1 :])
-    return jnp.take(split, np.asarray(pieces), axis=axis).reshape(x.shape)
+
+    def run(x: Array) -> Array:
+        split = x.reshape(*x.shape[:axis], order.pieces, length // order.pieces, *x.shape[axis + 1 :])
+        return jnp.take(split, np.asarray(pieces), axis=axis).reshape(x.shape)
+
+    if explicit_mesh(x) is None:
+        return run(x)
+    return jax.sharding.auto_axes(run, out_sharding=jax.typeof(x).sharding)(x)
 
 
 @dataclasses.dataclass(frozen=True)
