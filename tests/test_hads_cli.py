@@ -83,7 +83,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert [line["asked"] for line in lines if line["domain"] == "copy"] == [8, 8]
 
     code, said = run("evaluate", tokens, *options, "--length", 256, "--domains", "calm")
-    assert code == 1 and "holds a run of" in said
+    assert code == 1 and "holds a run of" in said and "give another --out" in said
     other = [*options[:3], tmp_path / "other", *options[4:]]
     code, said = run("evaluate", tokens, *other, "--length", 300, "--domains", "calm")
     assert code == 1 and "the profile was calibrated on calm/0 (100% of it): evaluate on other texts" in said

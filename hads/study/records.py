@@ -25,7 +25,7 @@ class Records:
         if self.path.exists():
             head, *lines = _whole_lines(self.path)
             if head.get("about") != about:
-                raise ValueError(f"{self.path} holds a run of {head.get('about')}, not of {about}: use another file")
+                raise ValueError(f"{self.path} holds a run of {head.get('about')}, not of {about}: give another --out")
             self._lines = {_key(line): line for line in lines}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = [{"about": about}, *self]  # without a line that was cut off
