@@ -267,21 +267,23 @@ from cuda_offline import compile
 from xsake.hads.selection import chunk, pooled_keys, program
 from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
-chip, length, head_dim, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-profile = hads_case.random_profile(head_dim=head_dim, block=64)
-grid = CausalGrid(length, 64)
+chip, dtype, length, head_dim, block, block_q = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+profile = hads_case.random_profile(head_dim=head_dim, block=block, block_q=block_q)
+grid = CausalGrid.of(length, block, block_q)
+assert program.unsupported(head_dim, grid) is None
 query, key = (jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype) for heads in (4, 2))
 weights = jax.tree.map(jnp.asarray, (profile.estimator(0), profile.sensitivity[0], profile.burstiness[0]))
 make = partial(program._by_kernels, grid, 4, 1000)
 given = program.Given(query, key, *weights, {"count": jnp.int32(1000)})
 compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 
-first = grid.columns // 2  # the second half as a chunk of the prompt
+first = grid.rows // 2  # the second half as a chunk of the prompt
+begin = first * block_q
 def chunk_of_prompt(query, key, cache, features, weights, number):
-    pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(grid, first, features, key, number))
-    mask = Grid.of(64, 64, length - first * 64, length, False, (None, first * 64))
+    pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(CausalGrid(length, block), begin // block, features, key, number))
+    mask = Grid.of(block_q, block, length - begin, length, False, (None, begin))
     return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
-half = (jax.ShapeDtypeStruct((1, length - first * 64, heads, head_dim), dtype) for heads in (4, 2))
+half = (jax.ShapeDtypeStruct((1, length - begin, heads, head_dim), dtype) for heads in (4, 2))
 features = jax.ShapeDtypeStruct((1, 2, grid.columns, 5, head_dim), jnp.float32)
 rest = features, chunk.LayerWeights.of(profile, 0), jax.ShapeDtypeStruct((1,), jnp.int32)
 compile(chunk_of_prompt, *half, key, *rest, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
@@ -353,14 +355,19 @@ def test_a_decoding_step_with_hads_has_few_kernels_more():
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    ("length", "head_dim", "dtype"),
+    "of",  # dtype, length, head_dim, block, block_q
     [
-        (32768, 64, "bfloat16"),
-        (32768, 128, "bfloat16"),
-        (131072, 256, "bfloat16"),
-        (4000, 128, "bfloat16"),  # the last block is short
-        (4096, 128, "float32"),
+        ("bfloat16", 32768, 64, 64, 64),
+        ("bfloat16", 32768, 128, 64, 64),
+        ("bfloat16", 131072, 256, 64, 64),
+        ("bfloat16", 4000, 128, 64, 64),  # the last block is short
+        ("float32", 4096, 128, 64, 64),
+        ("bfloat16", 32768, 128, 32, 128),
+        ("bfloat16", 131072, 64, 32, 128),
+        ("bfloat16", 4000, 128, 32, 128),
+        ("float32", 4096, 128, 16, 64),
     ],
+    ids=str,
 )
-def test_mask_kernels_compile(chip, length, head_dim, dtype):
-    run(HADS_SCRIPT, chip, str(length), str(head_dim), dtype)
+def test_mask_kernels_compile(chip, of):
+    run(HADS_SCRIPT, chip, *map(str, of))

@@ -46,10 +46,11 @@ _sort = jax.jit(sort_rows)
 
 # -- the estimate ----------------------------------------------------------------------------------------------------
 
-SHAPES = {  # length, query heads, KV heads, head_dim, block
-    "two heads together, more than a tile of rows": (1088, 4, 2, 16, 16),
-    "three heads on one": (320, 3, 1, 32, 16),
-    "a head each, blocks of 64, the last one short": (600, 2, 2, 16, 64),
+SHAPES = {  # length, query heads, KV heads, head_dim, block, block_q
+    "two heads together, more than a tile of rows": (1088, 4, 2, 16, 16, 16),
+    "three heads on one": (320, 3, 1, 32, 16, 16),
+    "a head each, blocks of 64, the last one short": (600, 2, 2, 16, 64, 64),
+    "tall rows, the last one short": (2250, 4, 2, 16, 16, 32),
 }
 
 
@@ -58,7 +59,7 @@ def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> t
     with interpret():
         got = jax.jit(partial(gpu_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
     wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
-    got = got[..., : grid.columns, : grid.columns]
+    got = got[..., : grid.rows, : grid.columns]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
 
 
@@ -66,10 +67,10 @@ def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> t
     "name", sweep(SHAPES, slow=["three heads on one", "a head each, blocks of 64, the last one short"])
 )
 def test_logits_are_xlas(name: str):
-    length, q_heads, kv_heads, head_dim, block = SHAPES[name]
-    profile = case.random_profile(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
+    length, q_heads, kv_heads, head_dim, block, block_q = SHAPES[name]
+    profile = case.random_profile(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block=block, block_q=block_q)
     query, key = (jnp.asarray(x) for x in case.random_inputs(3, length, profile, batch=2))
-    got, wanted = estimates(query, key, profile.estimator(1), CausalGrid(length, block))
+    got, wanted = estimates(query, key, profile.estimator(1), profile.grid(length))
     np.testing.assert_allclose(got, wanted, atol=0.02)  # of products of 16-bit numbers
 
 
@@ -85,26 +86,28 @@ def test_logits_of_hundreds_stay_finite_and_right():
 
 # -- exact rows ------------------------------------------------------------------------------------------------------
 
-EXACT_ROWS = {  # tokens, first row of blocks, lengths, queries; query heads, KV heads, head_dim, block
-    "of a sequence, its last block short": ((1270, 0, None, 40), (4, 2, 16, 16)),
-    "one block of queries": ((640, 0, None, 64), (2, 2, 32, 64)),
-    "of a chunk, in which sequences end or not": ((700, 20, (2000, 650, 330, 300), 50), (4, 2, 16, 16)),
-    "of a chunk that begins after the first of them": ((704, 43, (704, 690, 720, 0), 64), (3, 1, 16, 16)),
+EXACT_ROWS = {  # tokens, first row of blocks, lengths, queries; query heads, KV heads, head_dim, block, block_q
+    "of a sequence, its last block short": ((1270, 0, None, 40), (4, 2, 16, 16, 16)),
+    "one block of queries": ((640, 0, None, 64), (2, 2, 32, 64, 64)),
+    "of a chunk, in which sequences end or not": ((700, 20, (2000, 650, 330, 300), 50), (4, 2, 16, 16, 16)),
+    "of a chunk that begins after the first of them": ((704, 43, (704, 690, 720, 0), 64), (3, 1, 16, 16, 16)),
+    "tall rows of a sequence": ((1270, 0, None, 40), (4, 2, 16, 16, 64)),
+    "tall rows of a chunk": ((690, 5, (2000, 650, 330, 321, 300, 0), 50), (4, 2, 16, 16, 64)),
 }
 
 
-@pytest.mark.parametrize("name", sweep(EXACT_ROWS, slow=["one block of queries"]))
+@pytest.mark.parametrize("name", sweep(EXACT_ROWS, slow=["one block of queries", "tall rows of a sequence"]))
 def test_exact_rows_are_xlas(name: str):
-    (end, first, lengths, queries), (heads, kv_heads, head_dim, block) = EXACT_ROWS[name]
-    rows = Rows(CausalGrid(end, block, Rule(exact_queries=queries)), first, lengths and jnp.array(lengths, jnp.int32))
+    (end, first, lengths, queries), (heads, kv_heads, head_dim, block, block_q) = EXACT_ROWS[name]
+    grid = CausalGrid(end, block, Rule(exact_queries=queries), block_q=block_q)
+    rows = Rows(grid, first, lengths and jnp.array(lengths, jnp.int32))
     profile = case.random_profile(q_heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(4, end + 5, profile, batch=len(lengths or "ab")))
-    query, key = query[:, first * block : end], key.at[:, end:].set(jnp.nan)  # a cache holds anything past its end
+    query, key = query[:, first * block_q : end], key.at[:, end:].set(jnp.nan)  # a cache holds anything past its end
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((len(query), heads, rows.number, rows.grid.columns)))
-    causal = rows.grid.causal()[first:]
 
     def normalised(logits: Any) -> Any:
-        return jax.nn.softmax(jnp.where(causal, logits[:, :, : rows.number, : rows.grid.columns], -jnp.inf), -1)
+        return jax.nn.softmax(jnp.where(rows.allowed(), logits[:, :, : rows.number, : rows.grid.columns], -1e30), -1)
 
     wanted = jax.jit(lambda *x: exact.with_exact_rows(normalised(x[0]), *x[1:], rows))(logits, query, key)
     with interpret():
@@ -126,16 +129,16 @@ def rule(seed: int, heads: int) -> dict[str, jax.Array]:
 
 def of_few_values(grid: CausalGrid, batch: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Logits and their masses; many gains are equal, within a row and between rows."""
-    logits = np.round(2 * np.random.default_rng(0).standard_normal((batch, 3, grid.columns, grid.columns))).astype(
-        np.float32
-    )
+    drawn = 2 * np.random.default_rng(0).standard_normal((batch, 3, grid.rows, grid.columns))
+    logits = np.round(drawn).astype(np.float32)
     return logits, np.asarray(jax.nn.softmax(np.where(grid.causal(), logits, -np.inf), -1))
 
 
 WHOLE, OTHER = (630, 0, None), Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
-SHARDS = Cut(4, "zigzag")
+SHARDS, TALL = Cut(4, "zigzag"), Rule.of_blocks(4)
 # The first sequence of a chunk may go on after the chunk; others end inside the chunk or before it.
-CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {  # end, first row of blocks, lengths; rule; kept
+# end, first row of blocks, lengths, block_q if it is not the block; rule; kept
+CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {
     "all heads together": (WHOLE, OTHER, {"count": 900}),
     "a number per head": (WHOLE, RULE, {"count": np.array([250, 400, 300])}),
     "a threshold": (WHOLE, OTHER, {"threshold": 1e-3}),
@@ -145,20 +148,34 @@ CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {  # end, first row of 
     "a chunk, its last block short": ((630, 20, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [0]])}),
     "a chunk of all rows": ((630, 0, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [225]])}),
     "a chunk of one row": ((1024, 63, (1024, 470, 300)), RULE, {"count": np.array([[75], [0], [0]])}),
+    "tall rows": ((1630, 0, None, 64), OTHER, {"count": 1500}),
+    "tall rows, a threshold": ((1630, 0, None, 64), OTHER, {"threshold": 1e-3}),
+    "tall rows, equal counts of shards": ((1630, 0, None, 64), TALL, {"count": 1500, "cut": SHARDS}),
+    "a chunk of tall rows": (
+        (1630, 10, (2630, 1470, 720, 640, 0), 64),
+        TALL,
+        {"count": np.array([[1500], [1000], [200], [0], [0]])},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", sweep(CHOICES, slow=set(CHOICES) - {"a number per head", "a chunk"}))
+@pytest.mark.parametrize(
+    "name", sweep(CHOICES, slow=set(CHOICES) - {"a number per head", "a chunk", "a chunk of tall rows"})
+)
 def test_choice_is_xlas(name: str):
-    (end, first, lengths), constants, kept = CHOICES[name]
-    grid, lengths = CausalGrid(end, 16, constants), None if lengths is None else jnp.array(lengths, jnp.int32)
+    (end, first, lengths, *block_q), constants, kept = CHOICES[name]
+    grid, lengths = (
+        CausalGrid(end, 16, constants, None, *block_q),
+        None if lengths is None else jnp.array(lengths, jnp.int32),
+    )
     mass = jnp.asarray(of_few_values(grid, batch=2 if lengths is None else len(lengths))[1][:, :, first:])
     given, few = rule(1, 3) | kept, 200  # too few slots for some heads
 
     @jax.jit
     def ours(mass):
-        picked = gpu_choose.choose(pad(mass), Rows(grid, first, lengths), normalise=False, **given)
-        return picked.blocks(grid), picked.lists(grid, few), picked.finished_lists(grid, few)
+        rows = Rows(grid, first, lengths)
+        picked = gpu_choose.choose(pad(mass), rows, normalise=False, **given)
+        return picked.blocks(rows), picked.lists(rows, few), picked.finished_lists(rows, few)
 
     @jax.jit
     def xlas(mass):
@@ -189,7 +206,9 @@ def test_nothing_is_read_outside_the_triangle():
     garbage = np.full((2, 3, *padded(grid.columns)), np.nan, np.float32)
     garbage[..., : grid.columns, : grid.columns] = np.where(grid.causal(), logits, np.nan)
     with interpret():
-        got = jax.jit(lambda logits: gpu_choose.choose(logits, Rows(grid), **given).blocks(grid))(jnp.asarray(garbage))
+        got = jax.jit(lambda logits: gpu_choose.choose(logits, Rows(grid), **given).blocks(Rows(grid)))(
+            jnp.asarray(garbage)
+        )
     assert (got != wanted).sum() <= 4  # masses may differ in their last bit
 
 
@@ -215,10 +234,10 @@ def test_lists_are_xlas(of: tuple[int, int, int, float]):
 
 
 @pytest.mark.slow  # estimate, choice and lists are compared above, each by itself
-@pytest.mark.parametrize("heads", [4, 2])
-def test_blocks_are_xlas(heads: int):
-    profile, length = case.random_profile(head_dim=16), 512
-    grid = CausalGrid(length, profile.block)
+@pytest.mark.parametrize(("heads", "block_q"), [(4, 16), (2, 16), (4, 64), (2, 64)])
+def test_blocks_are_xlas(heads: int, block_q: int):
+    profile, length = case.random_profile(head_dim=16, block_q=block_q), 512
+    grid = profile.grid(length)
     query, key = (jnp.asarray(x) for x in case.random_inputs(5, length, profile))
     kept = {"count": jnp.int32(0.3 * heads * grid.blocks)}
     inputs = jax.tree.map(jnp.asarray, program.Given(query, key, *profile.weights(0), kept))
@@ -229,18 +248,19 @@ def test_blocks_are_xlas(heads: int):
     assert (got & wanted).sum() > 0.99 * wanted.sum()
 
 
-CUDA = [  # chip, dtype, length, head_dim, block
-    ("sm_80", "float16", 32768, 64, 128),
-    ("sm_80", "float32", 4000, 128, 64),
-    ("sm_90", "bfloat16", 32768, 128, 64),
+CUDA = [  # chip, dtype, length, head_dim, block, block_q
+    ("sm_80", "float16", 32768, 64, 128, 128),
+    ("sm_80", "float32", 4000, 128, 64, 64),
+    ("sm_90", "bfloat16", 32768, 128, 64, 64),
+    ("sm_90", "bfloat16", 32768, 128, 32, 128),
 ]
 
 
 @pytest.mark.parametrize("of", sweep(CUDA, slow=CUDA[:2]), ids=str)
-def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int]):
-    chip, dtype, length, head_dim, block = of
-    profile = case.random_profile(head_dim=head_dim, block=block, q_heads=8)
-    grid = CausalGrid(length, block)
+def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int, int]):
+    chip, dtype, length, head_dim, block, block_q = of
+    profile = case.random_profile(head_dim=head_dim, block=block, block_q=block_q, q_heads=8)
+    grid = profile.grid(length)
     assert unsupported(head_dim, grid) is None
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.dtype(dtype)) for heads in (8, 2))
     make = partial(program._by_kernels, grid, 8, 100)
@@ -263,17 +283,18 @@ def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int]):
 
 def test_shapes_without_kernels_are_named():
     assert "head_dim=96 must be a power of two" in str(unsupported(96, CausalGrid(1024, 64)))
+    assert "block_q=256" in str(unsupported(64, CausalGrid(1024, 64, block_q=256)))
     assert "block=256" in str(unsupported(64, CausalGrid(1024, 256)))
-    assert "4096 blocks per row" in str(unsupported(64, CausalGrid(262144, 64)))
+    assert "8192 blocks per row" in str(unsupported(64, CausalGrid(524288, 64)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [4096, 5000, 32768])
-@pytest.mark.parametrize("block", [64, 128])
-def test_mask_on_a_gpu_is_xlas(length: int, block: int):
-    profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=block)
+@pytest.mark.parametrize(("block", "block_q"), [(64, 64), (128, 128), (32, 128), (16, 64)])
+def test_mask_on_a_gpu_is_xlas(length: int, block: int, block_q: int):
+    profile = case.random_profile(q_heads=8, kv_heads=2, head_dim=128, block=block, block_q=block_q)
     query, key = (jnp.asarray(x, jnp.bfloat16) for x in case.random_inputs(5, length, profile, batch=2))
-    grid, counts = CausalGrid(length, block), hads.layer_counts(profile, 0.3, length)
+    grid, counts = profile.grid(length), hads.layer_counts(profile, 0.3, length)
     wanted = jax.jit(partial(program._by_xla, grid, 8, None))(
         program.Given(query, key, *profile.weights(1), {"count": int(counts[1])})
     )

@@ -114,7 +114,7 @@ class Bench:
         def chooses(estimate: Array, p: HadsProfile) -> tuple[Array, ...]:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
             if on_gpu():
-                return gpu_choose.choose(estimate, Rows(grid), **rule).lists(grid, grid.blocks)
+                return gpu_choose.choose(estimate, Rows(grid), **rule).lists(Rows(grid), grid.blocks)
             return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
 
         estimate = jax.jit(estimates)(query, key, profile)

@@ -32,6 +32,8 @@ from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.program import by_kernels_or_xla, unsupported
 from xsake.hads.selection.rows import Rows
 
+_LOWEST = -1e30  # of rows past a sequence's end nothing is kept, and their masses are finite
+
 
 class LayerWeights(NamedTuple):
     """One layer of a profile as arrays, so that one compiled program serves all layers."""
@@ -125,14 +127,12 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
     logits = with_exact_logits(logits, given.query, given.key, rows)
     rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
     choice = gpu_choose.choose(logits, rows, count=given.counts[:, None], **rule)
-    return choice.finished_lists(grid, mask.num_allowed)
+    return choice.finished_lists(rows, mask.num_allowed)
 
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
     rows = Rows(grid, first, given.lengths)
-    allowed = rows.allowed()
-    seen = allowed | ~allowed.any(-1, keepdims=True)  # in rows that the sequence has not, anything but NaN
-    mass = jax.nn.softmax(jnp.where(seen, _logits(grid, first, given), -jnp.inf), -1)
+    mass = jax.nn.softmax(jnp.where(rows.allowed(), _logits(grid, first, given), _LOWEST), -1)
     mass = with_exact_rows(mass, given.query, given.key, rows)
     rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
     blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)

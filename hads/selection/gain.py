@@ -39,7 +39,7 @@ def key_of(mass: Array, row: Any, column: Any, grid: CausalGrid) -> Array:
     """An integer that orders a row's blocks: forced ones first, then by mass.
 
     A nonnegative float's bits order as the float does. The lowest bits are replaced by the column, so that no two
-    blocks of a row are equal; what is left of the mass is good to 2 ** -12 with 2048 blocks per row.
+    blocks of a row are equal; what is left of the mass is good to 2 ** -11 with 4096 blocks per row.
     """
     low = (1 << max(grid.columns - 1, 1).bit_length()) - 1
     mass = jnp.where(mass > 0, mass, 0.0)  # the masses of a query that is NaN are

@@ -21,7 +21,7 @@ from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.given import Given
 from xsake.hads.selection.rows import Rows
 
-_MAX_COLUMNS = 2048  # blocks per row: a warp sorts a row in its registers
+_MAX_COLUMNS = 4096  # blocks per row: a warp sorts a row in its registers
 
 
 def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None, cut: Cut = TOGETHER) -> Any:
@@ -40,12 +40,10 @@ def by_kernels_or_xla(kernels: Callable, xla: Callable, why_not: str | None, *gi
 
 def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
     """Why HADS has no kernels for these shapes; None if it has."""
-    for name, value, most in (("head_dim", head_dim, 256), ("block", grid.block, 128)):
+    for name, value, most in (("head_dim", head_dim, 256), ("block", grid.block, 128), ("block_q", grid.block_q, 128)):
         if value & (value - 1) or not 16 <= value <= most:
             return f"{name}={value} must be a power of two from 16 to {most}"
-    if grid.tall > 1:
-        return f"rows of {grid.block_q} tokens over blocks of {grid.block}, which the kernels do not know yet"
-    if grid.reach < grid.rows - 1:
+    if grid.reach < grid.rows * grid.tall - 1:
         return f"a window of {grid.window} tokens, which the kernels do not know"
     if grid.columns > _MAX_COLUMNS:
         return f"{grid.columns} blocks per row must be at most {_MAX_COLUMNS}"
@@ -67,18 +65,19 @@ def _by_kernels(grid: CausalGrid, heads: int, room: int | None, given: Given, *,
     from xsake.hads.selection.gpu import estimate as gpu_estimate
     from xsake.hads.selection.gpu.exact import with_exact_rows
 
-    logits = gpu_estimate.block_logits(given.query, given.key, given.estimator, Rows(grid))
-    logits = with_exact_rows(logits, given.query, given.key, Rows(grid))
+    rows = Rows(grid)
+    logits = gpu_estimate.block_logits(given.query, given.key, given.estimator, rows)
+    logits = with_exact_rows(logits, given.query, given.key, rows)
     sensitivity, burstiness = given.sensitivity, given.burstiness
     of_masses = heads < logits.shape[1]
     if of_masses:
         n = grid.columns
-        mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, :n, :n], -jnp.inf), -1)
+        mass = jax.nn.softmax(jnp.where(grid.causal(), logits[:, :, : grid.rows, :n], -jnp.inf), -1)
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
         logits = pad(mass)
     rule = {"sensitivity": sensitivity, "burstiness": burstiness, **given.kept}
-    choice = gpu_choose.choose(logits, Rows(grid), normalise=not of_masses, cut=cut, **rule)
-    return choice.blocks(grid) if room is None else choice.lists(grid, room)
+    choice = gpu_choose.choose(logits, rows, normalise=not of_masses, cut=cut, **rule)
+    return choice.blocks(rows) if room is None else choice.lists(rows, room)
 
 
 def share_by_group(mass: Array, sensitivity: Array, burstiness: Array, groups: int) -> tuple[Array, Array, Array]:

@@ -28,6 +28,11 @@ class Rows(NamedTuple):
         return self.grid.rows - self.first
 
     @property
+    def first_block(self) -> int:
+        """The first block of keys that is as late as the rows."""
+        return self.first * self.grid.tall
+
+    @property
     def short(self) -> bool:
         """Whether a row or a block may have fewer tokens than others."""
         return self.lengths is not None or self.grid.length % self.grid.block_q > 0
@@ -120,13 +125,19 @@ class Rows(NamedTuple):
         """How many tokens the sequence has, beyond the grid too."""
         return self.grid.length if self.lengths is None else length_ref[0]
 
-    def tokens_in(self, block: Array, length_ref: Any) -> Array | None:
-        """How many tokens of a block exist; None means all."""
+    def blocks_of(self, row: Any, length_ref: Any) -> Any:
+        """How many blocks of keys a row that exists has, from the first one on."""
+        if self.grid.tall == 1:
+            return row + 1
+        columns: Any = self.grid.columns
+        if self.lengths is not None:
+            end = jnp.minimum(length_ref[0], self.grid.length)
+            columns = lax.div(end + (self.grid.block - 1), jnp.int32(self.grid.block))
+        return jnp.minimum((row + 1) * self.grid.tall, columns)
+
+    def tokens_in(self, number: Array, size: int, length_ref: Any) -> Array | None:
+        """How many tokens of a row or a block, of `size` tokens, exist; None means all."""
         if not self.short:
             return None
         end = jnp.minimum(length_ref[0], self.grid.length)
-        return jnp.clip(end - block * self.grid.block, 0, self.grid.block)
-
-    def size(self, tokens: Array | None) -> Any:
-        """The divisor of a block's mean over its tokens."""
-        return float(self.grid.block) if tokens is None else jnp.maximum(tokens, 1).astype(jnp.float32)
+        return jnp.clip(end - number * size, 0, size)

@@ -21,7 +21,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.mask.lists.triton_call import TILE, iota, triton_call, whole
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import gains_of_sorted, key_of
 from xsake.hads.selection.gpu.sort import sort_rows
@@ -48,21 +47,19 @@ class Choice(NamedTuple):
     kept: Int[Array, "B H rows"]
     row_ptr: Int[Array, "B H rows_and_one"]
 
-    def blocks(self, grid: CausalGrid) -> Bool[Array, "B H rows n"]:
-        n, rows = grid.rows, self.kept.shape[-1]
-        reach = self.keys[:, :, :rows, :n] >= self.last[..., None]
-        return reach & grid.causal()[None, None, n - rows :] & (self.kept > 0)[..., None]
+    def blocks(self, rows: Rows) -> Bool[Array, "B H rows n"]:
+        reach = self.keys[:, :, : rows.number, : rows.grid.columns] >= self.last[..., None]
+        return reach & rows.grid.causal()[None, None, rows.first :] & (self.kept > 0)[..., None]
 
-    def lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array]:
-        """The lists that `compact.compact` makes. A row's one partial block is the diagonal, which is always on."""
-        indices, row_ptr, num_full, _ = self.finished_lists(grid, capacity)
+    def lists(self, rows: Rows, capacity: int) -> tuple[Array, Array, Array]:
+        """The lists that `compact.compact` makes. A row's partial blocks are those that the diagonal cuts: all are on."""
+        indices, row_ptr, num_full, _ = self.finished_lists(rows, capacity)
         return indices[..., :capacity], row_ptr, num_full
 
-    def finished_lists(self, grid: CausalGrid, capacity: int) -> tuple[Array, Array, Array, Array]:
-        """As `lists.rows.finished` makes them, with one slot more. Free slots name a block that exists."""
-        first = grid.rows - self.kept.shape[-1]
-        indices, order, num_full = _columns(self, first, capacity)
-        can_be_full = grid.full()[first:].any(-1)
+    def finished_lists(self, rows: Rows, capacity: int) -> tuple[Array, Array, Array, Array]:
+        """As `lists.rows.finished` makes them, with one slot more."""
+        indices, order, num_full = _columns(self, rows, capacity)
+        can_be_full = rows.grid.full()[rows.first :].any(-1)
         if not can_be_full.all():
             num_full = jnp.where(can_be_full, num_full, 0)
         return indices, self.row_ptr, num_full, order
@@ -97,7 +94,7 @@ def choose(
         least = jnp.broadcast_to(lax.bitcast_convert_type(jnp.float32(threshold), jnp.int32), (b, h, 1))
         kept = _reach(order, least, rows, m)[..., 0]
     elif cut != TOGETHER:
-        written = np.arange(width) >= width - 1 - np.arange(grid.rows)[:, None]
+        written = np.arange(width) >= width - np.count_nonzero(grid.causal(), -1)[:, None]
         positive = (order[:, :, : grid.rows] >> _DROPPED) + 1
         kept = kept_per_row(jnp.where(written, positive, 0).astype(jnp.uint32), wanted, grid, cut)
     else:
@@ -116,21 +113,29 @@ def choose(
 
 
 def _columns(
-    choice: Choice, first: int, capacity: int
+    choice: Choice, rows: Rows, capacity: int
 ) -> tuple[Int[Array, "B H slots"], Int[Array, "B H rows"], Int[Array, "B H rows"]]:
     """(columns of the chosen blocks, row after row, and a slot more than `capacity`; rows by length, longest first; a
-    row's blocks without its own).
+    row's blocks before its own).
 
-    Free slots get the last row's own column.
+    Free slots get the last row's last column.
     """
     b, h, m, width = choice.keys.shape
-    n = choice.kept.shape[-1]
+    n, first, tall = rows.number, rows.first, rows.grid.tall
     tile = _LIST_ENTRIES // width or 1
     programs = -(-n // tile)
     free = pl.next_power_of_2(-(-(capacity + 1) // programs))
     all_rows, spare_row = pl.next_power_of_2(n), n % tile > 0
 
-    def kernel(keys_ref: Any, last_ref: Any, row_ptr_ref: Any, out_ref: Any, order_ref: Any, others_ref: Any) -> None:
+    def kernel(
+        keys_ref: Any,
+        last_ref: Any,
+        row_ptr_ref: Any,
+        length_ref: Any,
+        out_ref: Any,
+        order_ref: Any,
+        others_ref: Any,
+    ) -> None:
         begin = pl.program_id(0) * tile
         row = begin + iota(tile)
         exists = row < n
@@ -141,7 +146,7 @@ def _columns(
 
         def at(used: int) -> None:
             column = jnp.broadcast_to(iota(used)[None, :], (tile, used))
-            inside = (column <= first + row[:, None]) & nonempty[:, None]
+            inside = (column < (first + row[:, None] + 1) * tall) & nonempty[:, None]
             keys = plgpu.load(keys_ref.at[pl.ds(begin, tile), pl.ds(0, used)], mask=inside, other=-1)
             chosen = inside & (keys >= last[:, None])
             slot = start[:, None] + jnp.cumsum(chosen.astype(jnp.int32), 1) - 1
@@ -149,7 +154,7 @@ def _columns(
             # Interpretation writes masked elements too, with their old values: the spare slot takes those.
             plgpu.store(out_ref.at[jnp.where(written, slot, capacity)], column, mask=written)
 
-        _by_width(first + begin + tile - 1, width, at)
+        _by_width((first + begin + tile) * tall - 1, width, at)
 
         other = iota(all_rows)
         there = other < n
@@ -159,10 +164,13 @@ def _columns(
         longer = (length[None, :] > own) | ((length[None, :] == own) & (other[None, :] < row[:, None]))
         rank = longer.astype(jnp.int32).sum(1)
         plgpu.store(order_ref.at[jnp.where(exists, rank, n)], row, mask=exists)
-        plgpu.store(others_ref.at[jnp.where(exists, row, n)], jnp.maximum(end - start - 1, 0), mask=exists)
+        cut_by_diagonal = jnp.maximum(rows.blocks_of(first + row, length_ref) - (first + row) * tall, 0)
+        others = jnp.maximum(end - start - cut_by_diagonal, 0)
+        plgpu.store(others_ref.at[jnp.where(exists, row, n)], others, mask=exists)
 
         slot = jnp.minimum(row_ptr_ref[n], capacity) + pl.program_id(0) * free + iota(free)
-        final = jnp.maximum(jnp.where(length > 0, first + other, 0).max(), 0)
+        used_rows = jnp.where(length > 0, other + 1, 0).max()
+        final = jnp.where(used_rows > 0, rows.blocks_of(first + used_rows - 1, length_ref) - 1, 0)
         plgpu.store(out_ref.at[jnp.minimum(slot, capacity)], jnp.broadcast_to(final, slot.shape))
 
     per_row = ((b, h, n + spare_row), jnp.int32, whole(None, None, n + spare_row))
@@ -174,6 +182,7 @@ def _columns(
             (choice.keys, whole(None, None, m, width)),
             (choice.last, whole(None, None, n)),
             (choice.row_ptr, whole(None, None, n + 1)),
+            rows.input(b),
         ],
         [
             ((b, h, capacity + 1), jnp.int32, whole(None, None, capacity + 1)),
@@ -198,7 +207,8 @@ def _sorted_gains(
 ) -> tuple[Array, ...]:
     """As `gain.sorted_gains`, [B, H, m, width] each, and zeros for `_counts`.
 
-    Sorted keys and gains of a row of k blocks are in its last k entries; the entries before them are not written.
+    Sorted keys and gains of a row of k blocks are in its last k entries; the entries before them are not written. Keys
+    past a sequence's end are -1.
     """
     b, h, m, width = logits.shape
     tile = 2 if width <= _TWO_ROWS else 1
@@ -218,25 +228,26 @@ def _sorted_gains(
         begin = (steps - 1 - pl.program_id(0)) * tile  # long rows first
         omega, phi = omega_ref[0], phi_ref[0]
         row = (rows.first + begin + iota(tile))[:, None]
+        blocks, tall = rows.blocks_of(row, length_ref), rows.grid.tall
         weight = omega * rows.grid.rule.row_weight(row, rows.rows_of(length_ref))
 
         def at(used: int) -> None:
             column = iota(used)[None, :]
-            inside = column <= row
+            inside = column < blocks
             here = (pl.ds(begin, tile), pl.ds(0, used))
             x = plgpu.load(logits_ref.at[here], mask=inside, other=-jnp.inf if normalise else 0.0)
             if normalise:
                 x = jnp.exp(x - x.max(1)[:, None])
                 x = x / x.sum(1)[:, None]
-            keys = key_of(x, row, column, rows.grid)
-            plgpu.store(keys_ref.at[here], keys, mask=inside)
-            ordered = sort_rows(jnp.where(inside, keys, -1))
+            keys = jnp.where(inside, key_of(x, row, column, rows.grid), -1)
+            plgpu.store(keys_ref.at[here], keys, mask=column < (row + 1) * tall)
+            ordered = sort_rows(keys)
             gain = gains_of_sorted(ordered, weight, phi)
             there = (pl.ds(begin, tile), pl.ds(width - used, used))
             plgpu.store(rows_ref.at[there], ordered, mask=ordered >= 0)
             plgpu.store(gain_ref.at[there], gain, mask=ordered >= 0)
 
-        _by_width(rows.first + begin + tile - 1, width, at)
+        _by_width((rows.first + begin + tile) * rows.grid.tall - 1, width, at)
 
     def of_head(x: Array) -> tuple[Array, pl.BlockSpec]:
         return jnp.asarray(x, jnp.float32)[:, None], pl.BlockSpec((None, 1), lambda i, h, b: (h, 0))
@@ -262,15 +273,15 @@ def _of_group(heads: int, *shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h // heads, *(0,) * len(shape)))
 
 
-def _by_width(row: Array, width: int, at: Callable[[int], None]) -> None:
-    """Call at(columns) with a quarter, half or all of `width`: the least that the row needs.
+def _by_width(column: Array, width: int, at: Callable[[int], None]) -> None:
+    """Call at(columns) with a quarter, half or all of `width`: the least that holds the column.
 
-    The last row of a program may be padding, past the width.
+    The last row of a program may be padding, its columns past the width.
     """
-    row = jnp.minimum(row, width - 1)
+    column = jnp.minimum(column, width - 1)
     widths = [used for used in (width // 4, width // 2, width) if used >= TILE]
     for shorter, used in zip([0, *widths], widths, strict=False):
-        pl.when((row >= shorter) & (row < used))(partial(at, used))
+        pl.when((column >= shorter) & (column < used))(partial(at, used))
 
 
 # -- the cut ---------------------------------------------------------------------------------------------------------
@@ -464,7 +475,7 @@ def _search(
     row = pl.program_id(0) * _SEARCHED_ROWS + iota(_SEARCHED_ROWS)
     i = rows.first + lax.rem(row, jnp.int32(m))
     # Rows after the chunk's last one are padding, though the sequence may go on.
-    own = jnp.where((i < rows.grid.rows) & (i < rows.rows_of(length_ref)), i + 1, 0)
+    own = jnp.where((i < rows.grid.rows) & (i < rows.rows_of(length_ref)), rows.blocks_of(i, length_ref), 0)
     shape = (_SEARCHED_ROWS, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)

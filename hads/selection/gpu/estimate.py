@@ -70,12 +70,13 @@ def _pool_queries(
     """
     b, _, h, d = query.shape
     m, _ = padded(rows.number)
-    block, root, parts = rows.grid.block, d**-0.5, h // heads_per_program
+    block_q, root, parts = rows.grid.block_q, d**-0.5, h // heads_per_program
     weights = jnp.asarray(estimator.features, jnp.float32)
     kinds, pairs = weights.shape[1:]
 
     def kernel(x_ref: Any, weights_ref: Any, length_ref: Any, mean_ref: Any, features_ref: Any) -> None:
-        mean, spread = _moments(x_ref, rows, length_ref)
+        tokens = rows.tokens_in(rows.first + pl.program_id(1), block_q, length_ref)
+        mean, spread = _moments(x_ref, tokens)
         mean_ref[...] = (mean * (root * _LOG2_E)).astype(mean_ref.dtype)
         shape = heads_per_program, d
         head, dim = jnp.broadcast_to(iota(shape[0])[:, None], shape), jnp.broadcast_to(iota(d)[None], shape)
@@ -91,7 +92,7 @@ def _pool_queries(
         "hads_pool_queries",
         (parts, rows.number, b),
         [
-            (query, _block_of_heads(block, heads_per_program, d)),
+            (query, _block_of_heads(block_q, heads_per_program, d)),
             (weights, pl.BlockSpec((heads_per_program, kinds, pairs), lambda part, i, b: (part, 0, 0))),
             rows.input(b),
         ],
@@ -103,7 +104,7 @@ def _pool_queries(
             ),
             _features(b, h, m, heads_per_program, d, jnp.bfloat16),
         ],
-        num_warps=_pool_warps(block * heads_per_program * d, spills=query.dtype.itemsize > 2),
+        num_warps=_pool_warps(block_q * heads_per_program * d, spills=query.dtype.itemsize > 2),
     )
     return mean.reshape(b, parts, m // TILE, heads_per_program * TILE, d), features
 
@@ -121,18 +122,18 @@ def pool_keys(
     of a cache, in the rows' places.
     """
     b, _, kv_heads, d = key.shape
+    block, first = rows.grid.block, rows.first_block
     shape, dtype, of_block = _features(b, kv_heads, room, 1, d, jnp.bfloat16)
-    inputs = [(key, _block_of_heads(rows.grid.block, 1, d)), rows.input(b)]
+    inputs = [(key, _block_of_heads(block, 1, d)), rows.input(b)]
     if into is not None:
-        first = rows.first
         of_block = pl.BlockSpec((None, 1, None, _PARTS, d), lambda h, i, b: (b, h, first + i, 0, 0))
         shape, dtype = into.shape, into.dtype
         inputs.append((into, of_block))
 
     def kernel(x_ref: Any, length_ref: Any, *refs: Any) -> None:
         features_ref = refs[-1]
-        tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
-        mean, spread = _moments(x_ref, rows, length_ref)
+        tokens = rows.tokens_in(first + pl.program_id(1), block, length_ref)
+        mean, spread = _moments(x_ref, tokens)
         largest = _tokens_of(x_ref, tokens, -jnp.inf).astype(jnp.float32).max(0)
         smallest = _tokens_of(x_ref, tokens, jnp.inf).astype(jnp.float32).min(0)
         if tokens is not None:
@@ -143,11 +144,11 @@ def pool_keys(
     (features,) = triton_call(
         kernel,
         "hads_pool_keys",
-        (kv_heads, rows.number, b),
+        (kv_heads, rows.grid.columns - first, b),
         inputs,
         [(shape, dtype, of_block)],
         # With 256 numbers per thread the compiler spills where head_dim is 256, and where blocks are short.
-        num_warps=_pool_warps(rows.grid.block * d, spills=key.dtype.itemsize > 2 or d > 128 or rows.short),
+        num_warps=_pool_warps(block * d, spills=key.dtype.itemsize > 2 or d > 128 or rows.short),
         aliases={} if into is None else {2: 0},
     )
     return features
@@ -176,13 +177,17 @@ def _tokens_of(ref: Any, tokens: Array | None, other: float) -> Array:
     return plgpu.load(ref.at[...], mask=inside, other=other)
 
 
-def _moments(ref: Any, rows: Rows, length_ref: Any) -> tuple[Array, Array]:
+def _moments(ref: Any, tokens: Array | None) -> tuple[Array, Array]:
     """Mean and variance of this program's block; memory past its tokens does not count."""
-    tokens = rows.tokens_in(rows.first + pl.program_id(1), length_ref)
     x = _tokens_of(ref, tokens, 0.0).astype(jnp.float32)
-    share = 1 / rows.size(tokens)
+    share = 1 / _size(tokens, ref.shape[0])
     mean = x.sum(0) * share
     return mean, variance((x * x).sum(0) * share, mean)
+
+
+def _size(tokens: Array | None, size: int) -> Any:
+    """The divisor of a mean over a block's tokens."""
+    return float(size) if tokens is None else jnp.maximum(tokens, 1).astype(jnp.float32)
 
 
 # -- the tokens' feature ---------------------------------------------------------------------------------------------
@@ -206,7 +211,7 @@ def _tokens(
         q = mean_ref[...]
 
         def step(j: Array, about: Array) -> Array:
-            tokens = rows.tokens_in(j, length_ref)
+            tokens = rows.tokens_in(j, grid.block, length_ref)
             here = key_ref.at[pl.ds(j * grid.block, grid.block), :]
             if tokens is None:
                 k = here[...]
@@ -216,13 +221,14 @@ def _tokens(
             above = _exp2(_rows_by_rows(q, k.astype(q.dtype)) - about[:, None])
             if tokens is not None:
                 above = jnp.where(exists[None, :], above, 0.0)
-            out = _log2_from(about, above.sum(1) / rows.size(tokens))
+            out = _log2_from(about, above.sum(1) / _size(tokens, grid.block))
             out_ref[j, :] = out * (1 / _LOG2_E)
             return out
 
         # Exponents are taken about the result of the block before: this saves a pass for the largest logit or the mean.
         about = (q.astype(jnp.float32) * features_ref[first, 0, :].astype(jnp.float32)[None, :]).sum(1)
-        last = jnp.minimum(jnp.minimum(rows.first + (tile + 1) * TILE, first + chunk), grid.columns)
+        seen = (rows.first + (tile + 1) * TILE) * grid.tall
+        last = jnp.minimum(jnp.minimum(seen, first + chunk), grid.columns)
         lax.fori_loop(first, last, step, about)
 
     def at(place: Any, part: Any, b: Any) -> tuple:
@@ -281,6 +287,7 @@ def _sum(
     b, h, m_rows, _, d = q_features.shape
     group = h // k_features.shape[1]
     m, width = padded(rows.grid.columns)
+    tall = rows.grid.tall
     by_bucket = jnp.asarray(estimator.distance)
     buckets = by_bucket.shape[1]
 
@@ -289,7 +296,7 @@ def _sum(
     ) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
 
-        @pl.when(j * TILE < rows.first + (i + 1) * TILE)
+        @pl.when(j * TILE < (rows.first + (i + 1) * TILE) * tall)
         def _() -> None:
             here = pl.ds(j * TILE, TILE)
 
@@ -300,7 +307,11 @@ def _sum(
             sums = lax.fori_loop(0, _PARTS, add, jnp.zeros((TILE, TILE), jnp.float32))
             sums = (sums + weight_ref[0] * tokens_ref[here, :]).T
             row, column = (rows.first + i * TILE + iota(TILE))[:, None], (j * TILE + iota(TILE))[None, :]
-            sums = sums + plgpu.load(distance_ref.at[_bucket(row - column)]) + jnp.where(column == 0, sink_ref[0], 0.0)
+            sums = (
+                sums
+                + plgpu.load(distance_ref.at[_bucket((row + 1) * tall - 1 - column)])
+                + jnp.where(column == 0, sink_ref[0], 0.0)
+            )
             out_ref[:, here] = sums
 
     def of_head(x: Array | np.ndarray) -> tuple[Array, pl.BlockSpec]:

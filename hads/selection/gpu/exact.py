@@ -35,34 +35,32 @@ def with_exact_rows(
 
 def _sums(
     query: Float[Array, "B T H D"], key: Float[Array, "B S K D"], rows: Rows
-) -> Float[Array, "B H exact columns block"]:
-    """The base-2 logsumexp of each query's logits with each block's keys; not written past a row's own block."""
+) -> Float[Array, "B H exact columns block_q"]:
+    """The base-2 logsumexp of each query's logits with each block's keys; not written past a row's own blocks."""
     b, tokens, h, d = query.shape
-    grid, block, group = rows.grid, rows.grid.block, h // key.shape[2]
+    grid, block, block_q, group = rows.grid, rows.grid.block, rows.grid.block_q, h // key.shape[2]
     chunks, columns = -(-grid.columns // _CHUNK), padded(grid.columns)[0]
 
     def kernel(query_ref: Any, key_ref: Any, length_ref: Any, out_ref: Any) -> None:
         number, begin = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * _CHUNK
         row = rows.begin_of_exact(rows.end(length_ref)) + number
-        first = (row - rows.first) * block
-        token = iota(block)
 
-        def load(ref: Any, at: Any, end: int) -> Array:
-            """The block of tokens from token `at` on, of which those before `end` are there."""
-            inside = jnp.broadcast_to((at + token < end)[:, None], (block, d))
-            return plgpu.load(ref.at[pl.ds(at, block), :], mask=inside, other=0.0)
+        def load(ref: Any, at: Any, size: int, end: int) -> Array:
+            """The `size` tokens from token `at` on, of which those before `end` are there."""
+            inside = jnp.broadcast_to((at + iota(size) < end)[:, None], (size, d))
+            return plgpu.load(ref.at[pl.ds(at, size), :], mask=inside, other=0.0)
 
-        q = load(query_ref, first, tokens)
+        q = load(query_ref, (row - rows.first) * block_q, block_q, tokens)
 
         def step(j: Array, _: None) -> None:
-            k = load(key_ref, j * block, grid.length)
+            k = load(key_ref, j * block, block, grid.length)
             x = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            seen = (j < row) | (token[:, None] >= token[None, :])
-            x = jnp.where(seen, x * (d**-0.5 * _LOG2_E), -jnp.inf)
-            most = x.max(1)
+            place = (j - row * grid.tall) * block + iota(block)  # of the keys, from the row's first query on
+            x = jnp.where(iota(block_q)[:, None] >= place[None, :], x * (d**-0.5 * _LOG2_E), -jnp.inf)
+            most = jnp.maximum(x.max(1), _LOWEST)  # the first queries of a tall row may see no key of its last block
             out_ref[j, :] = most + jnp.log2(jnp.exp2(x - most[:, None]).sum(1))
 
-        lax.fori_loop(begin, jnp.minimum(begin + _CHUNK, row + 1), step, None)
+        lax.fori_loop(begin, jnp.minimum(begin + _CHUNK, rows.blocks_of(row, length_ref)), step, None)
 
     def at(place: Any, head: Any, b: Any) -> tuple:
         return b, head, lax.div(place, chunks), 0, 0
@@ -76,7 +74,7 @@ def _sums(
             (key, pl.BlockSpec((None, key.shape[1], None, d), lambda _, head, b: (b, 0, lax.div(head, group), 0))),
             rows.input(b),
         ],
-        [((b, h, rows.exact, columns, block), jnp.float32, pl.BlockSpec((None, None, None, columns, block), at))],
+        [((b, h, rows.exact, columns, block_q), jnp.float32, pl.BlockSpec((None, None, None, columns, block_q), at))],
         num_warps=_SUMS_WARPS,
         num_stages=_SUMS_STAGES,
     )
@@ -84,23 +82,24 @@ def _sums(
 
 
 def _masses(
-    logits: Float[Array, "B H m width"], sums: Float[Array, "B H exact columns block"], rows: Rows
+    logits: Float[Array, "B H m width"], sums: Float[Array, "B H exact columns block_q"], rows: Rows
 ) -> Float[Array, "B H m width"]:
     b, h, m, width = logits.shape
-    block, columns = rows.grid.block, sums.shape[3]
+    block_q, columns = rows.grid.block_q, sums.shape[3]
 
     def kernel(sums_ref: Any, estimated_ref: Any, length_ref: Any, out_ref: Any) -> None:
         end = rows.end(length_ref)
         row = rows.begin_of_exact(end) + pl.program_id(0)
-        counts = (row * block + iota(block) < end)[None, :]
+        counts = (row * block_q + iota(block_q) < end)[None, :]
+        blocks = rows.blocks_of(row, length_ref)
 
-        @pl.when((row >= rows.first_exact(end)) & (row * block < end))
+        @pl.when((row >= rows.first_exact(end)) & (row * block_q < end))
         def _() -> None:
-            tiles = lax.div(row, TILE) + 1
+            tiles = lax.div(blocks - 1, TILE) + 1
 
             def load(tile: Array) -> tuple[Array, Array]:
                 column = tile * TILE + iota(TILE)
-                there = jnp.broadcast_to((column <= row)[:, None], (TILE, block))
+                there = jnp.broadcast_to((column < blocks)[:, None], (TILE, block_q))
                 return column, plgpu.load(sums_ref.at[pl.ds(tile * TILE, TILE), :], mask=there, other=_LOWEST)
 
             def add(tile: Array, about: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -110,7 +109,7 @@ def _masses(
                 return larger, total * jnp.exp2(most - larger) + jnp.exp2(x - larger[None, :]).sum(0)
 
             most, total = lax.fori_loop(
-                0, tiles, add, (jnp.full(block, _LOWEST, jnp.float32), jnp.zeros(block, jnp.float32))
+                0, tiles, add, (jnp.full(block_q, _LOWEST, jnp.float32), jnp.zeros(block_q, jnp.float32))
             )
             whole_row = most + jnp.log2(total)
 
@@ -118,7 +117,7 @@ def _masses(
                 column, x = load(tile)
                 weight = jnp.where(counts, jnp.exp2(x - whole_row[None, :]), 0.0)
                 log_mass = 0.5 * jnp.log((weight * weight).sum(1))  # up to a constant of the row
-                plgpu.store(out_ref.at[row - rows.first, pl.ds(tile * TILE, TILE)], log_mass, mask=column <= row)
+                plgpu.store(out_ref.at[row - rows.first, pl.ds(tile * TILE, TILE)], log_mass, mask=column < blocks)
 
             lax.fori_loop(0, tiles, write, None)
 
@@ -128,7 +127,7 @@ def _masses(
         "hads_exact_masses",
         (rows.exact, h, b),
         [
-            (sums, pl.BlockSpec((None, None, None, columns, block), lambda number, h, b: (b, h, number, 0, 0))),
+            (sums, pl.BlockSpec((None, None, None, columns, block_q), lambda number, h, b: (b, h, number, 0, 0))),
             (logits, logits_spec),
             rows.input(b),
         ],
