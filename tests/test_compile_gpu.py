@@ -280,7 +280,8 @@ compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 first = grid.rows // 2  # the second half as a chunk of the prompt
 begin = first * block_q
 def chunk_of_prompt(query, key, cache, features, weights, number):
-    pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(CausalGrid(length, block), begin // block, features, key, number))
+    square = CausalGrid(length, block)
+    pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(square, begin // block, features, key, number))
     mask = Grid.of(block_q, block, length - begin, length, False, (None, begin))
     return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
 half = (jax.ShapeDtypeStruct((1, length - begin, heads, head_dim), dtype) for heads in (4, 2))

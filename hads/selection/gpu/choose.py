@@ -52,7 +52,7 @@ class Choice(NamedTuple):
         return reach & rows.grid.causal()[None, None, rows.first :] & (self.kept > 0)[..., None]
 
     def lists(self, rows: Rows, capacity: int) -> tuple[Array, Array, Array]:
-        """The lists that `compact.compact` makes. A row's partial blocks are those that the diagonal cuts: all are on."""
+        """The lists that `compact.compact` makes. A row's partial blocks are those that the diagonal cuts, all on."""
         indices, row_ptr, num_full, _ = self.finished_lists(rows, capacity)
         return indices[..., :capacity], row_ptr, num_full
 
