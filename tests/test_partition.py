@@ -276,6 +276,23 @@ def test_gradients_on_explicit_axes(name, axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), run(*laid), run(*arrays))
 
 
+def test_vmap_over_an_axis_that_cuts_the_arrays():
+    """JAX takes the axis away from what is mapped: attention and masks there are cut over the other axes alone."""
+    mesh = mesh_of("explicit", (2, 2))
+    q, numbers = drawn(4, 1, 32, 2, 8), np.array([[[0], [1]], [[0], [0]]], np.int32)[[0, 1, 1, 0], None, None]
+
+    def one(q, numbers):
+        mask = xsake.BlockMask.from_indices(numbers, block_q=16, block_kv=16, q_len=32, kv_len=32)
+        return xsake.attention(q, q, q, mask)
+
+    run = jax.jit(jax.value_and_grad(lambda q, numbers: (jax.vmap(one)(q, numbers) ** 2).sum()))
+    expected = run(q, numbers)
+    with jax.set_mesh(mesh):
+        places = (NamedSharding(mesh, spec) for spec in (P("data", None, None, "model"), P("data")))
+        found = run(*map(jax.device_put, (q, numbers), places))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, expected)
+
+
 def test_views_of_a_mask_that_is_made_on_explicit_axes():
     def views(blocks, chosen):
         mask = xsake.BlockMask.from_blocks(blocks, capacity=15, **BLOCKS)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from xsake._ground.explicit import axes_of, explicit_mesh, placed
+from xsake._ground.explicit import all_or, axes_of, explicit_mesh, placed
 from xsake.hads.selection.cut import Cut
 from xsake.hads.selection.devices.heads_of_shard import divides, specs_of_shards
 from xsake.hads.selection.given import Given
@@ -56,5 +56,5 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
         mesh=mesh,
         in_specs=(specs,),
         out_specs=P(batch or None, heads or None),
-        axis_names=frozenset(mesh.explicit_axes),
+        axis_names=all_or(mesh, mesh.explicit_axes),
     )(jax.tree.map(partial(placed, mesh), given, specs))

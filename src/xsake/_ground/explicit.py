@@ -52,6 +52,14 @@ def placed_like(like: Array, x: Array) -> Array:
     return placed(mesh, x, PartitionSpec(*shared))
 
 
+def all_or(mesh: Any, names: Collection[str]) -> frozenset[str]:
+    """The `axis_names` of a `jax.shard_map` over these axes of the mesh: empty, which stands for all, if they are all.
+
+    Then JAX leaves out an axis over which `jax.vmap` maps; a set that names such an axis is an error.
+    """
+    return frozenset(() if set(names) == set(mesh.axis_names) else names)
+
+
 def over_explicit_axes(run: Callable, given: tuple, dims: tuple[str, ...], results: str) -> Any:
     """Compute `run(*given)`. On explicit axes, each device computes its part of the batch and of the heads.
 
@@ -61,7 +69,7 @@ def over_explicit_axes(run: Callable, given: tuple, dims: tuple[str, ...], resul
     is shared.
     """
     mesh = explicit_mesh(given)
-    if mesh is None:
+    if mesh is None or not any(map(any, map(axes_of, jax.tree.leaves(given)))):
         return run(*given)
     arrays = [(x, names.split()) for part, names in zip(given, dims, strict=True) for x in jax.tree.leaves(part)]
     batch, heads = _axes_that_cut("b", arrays), _axes_that_cut("h", arrays)
@@ -77,7 +85,7 @@ def over_explicit_axes(run: Callable, given: tuple, dims: tuple[str, ...], resul
 
     specs = tuple(jax.tree.map(partial(spec_of, names=names), part) for part, names in zip(given, dims, strict=True))
     local = jax.shard_map(
-        run, mesh=mesh, in_specs=specs, out_specs=spec(results), axis_names=frozenset(mesh.explicit_axes)
+        run, mesh=mesh, in_specs=specs, out_specs=spec(results), axis_names=all_or(mesh, mesh.explicit_axes)
     )
 
     # In one program: alone, an array on one device could not be placed on a mesh that only the others' types name.

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xsake._ground.explicit import axes_of, explicit_mesh, names_of, placed
+from xsake._ground.explicit import all_or, axes_of, explicit_mesh, names_of, placed
 from xsake.backend.contract import Call
 from xsake.backend.dims import Dims, call_dims, flat_dims
 
@@ -117,7 +117,7 @@ class _Operation:
             return self.part(cut, jax.tree.unflatten(tree, parts))
 
         out_specs = tuple(cut.spec(d) for d in self.result_dims)
-        names = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+        names = all_or(mesh, set(mesh.axis_names) - set(mesh.manual_axes))
         return jax.shard_map(local, mesh=mesh, in_specs=tuple(want), out_specs=out_specs, axis_names=names)(*lying)
 
     def by_compiler(self, given: tuple) -> tuple:
