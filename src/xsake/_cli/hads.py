@@ -131,7 +131,7 @@ def evaluate(
         loaded, encode = _load(model, texts, dtype, length)
         found = load_texts(texts, length=length, limit=sequences, domains=_split(domains), encode=encode)
         about = {"model": name, "length": length, "dtype": jnp.dtype(loaded.dtype).name}
-        about |= learned.grid(length).sizes
+        about |= learned.grid(length).shape
         records = Records(out / "records.jsonl", about)
         with _progress() as progress:
             evaluate(
