@@ -68,7 +68,7 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     options = ["--profile", profile, "--out", out, "--methods", "hads,sink_window", "--budgets", "0.5"]
     code, said = run("evaluate", tokens, *options, "--length", 300, "--domains", "lively,copy")
     assert code == 0, said
-    assert "HADS at 50%: 0 of 2, after" in said and "sink + window" in said and "50.00%" in said
+    assert "HADS at 50%: 0 of 3, after" in said and "sink + window" in said and "50.00%" in said
     assert sorted(path.name for path in out.iterdir()) == [
         "heads.png",
         "mask.png",
