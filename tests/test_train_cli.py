@@ -232,6 +232,7 @@ def test_what_jax_lacks_is_told_in_a_line(tmp_path, monkeypatch):
         "RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\n",
     )
     assert fail(PermissionError(13, "Permission denied", "/there")) == (1, "/there: Permission denied\n")
+    assert fail(BrokenPipeError(32, "Broken pipe")) == (1, "")  # as in `xsake data build ... | head -1`
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         fail(RuntimeError("a mistake of ours"))
 

@@ -24,6 +24,8 @@ def plain_errors(extra: Extra = "model") -> Iterator[None]:
     except ModuleNotFoundError as error:
         typer.echo(missing(error.name, extra), err=True)
         raise typer.Exit(1) from error
+    except BrokenPipeError:  # whoever reads the output has enough of it, as in `| head`: typer ends quietly
+        raise
     except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:
         typer.echo(_sentence(error), err=True)
         raise typer.Exit(1) from error
