@@ -231,6 +231,23 @@ def test_the_kernel_of_lists_is_partitioned():
 
 
 @pytest.mark.slow
+def test_kernels_of_arrays_on_no_mesh_run_under_set_mesh():
+    profile, query, key = inputs(4)
+    grid = CausalGrid(LENGTH, 16)
+    given = jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(1), {"count": jnp.int32(500)}))
+    active = jnp.asarray(np.random.default_rng(0).random((2, 4, 24, 24)) < 0.3)
+    full = np.tri(24, k=-1, dtype=bool)
+    with interpret():
+        wanted = jax.jit(partial(program._by_kernels, grid, 8, 60))(given), compact._kernel(full, 300, active)
+        with jax.set_mesh(mesh_of(AUTO, data=2, model=4)):
+            run = partial(partitioned, program._by_kernels, program._by_xla, grid, 8, 60)
+            got = jax.jit(lambda x: run(x, TOGETHER))(given)
+            lists = jax.jit(lambda active: compact._partitioned_kernel(full, 300)(active))(active)
+    for found, expected in zip((got, lists), wanted, strict=True):
+        assert_same_blocks(found, expected)
+
+
+@pytest.mark.slow
 def test_partitioned_kernels_under_vmap_take_xlas_program():
     profile, query, key = inputs(4)
     grid = CausalGrid(LENGTH, 16)

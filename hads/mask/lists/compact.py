@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, UInt
 
 from xsake._ground.device import on_gpu
-from xsake._ground.trace import jit_may_partition
+from xsake._ground.trace import jit_may_partition, name_of_mesh
 
 _MAX_COLUMNS = 8192  # of the kernel
 
@@ -54,16 +54,19 @@ def _kernel(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Arra
 
 def _partitioned_kernel(full: Any, capacity: int) -> Callable[[Array], tuple[Array, Array, Array]]:
     """`_kernel`, which jit partitions over batch and heads. `vmap` takes XLA's program."""
-    kernel = partial(_kernel, full, capacity)
+    kernel, named = partial(_kernel, full, capacity), name_of_mesh()
 
     def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, Callable, Any, Any]:
         lead = NamedSharding(mesh, PartitionSpec(*(*arguments[0].sharding.spec, None, None)[:2]))
-        return mesh, kernel, (lead,) * 3, (lead,)
+        return mesh, run, (lead,) * 3, (lead, *(NamedSharding(mesh, PartitionSpec()) for _ in named))
+
+    def run(active: Array, *_: Array) -> tuple[Array, Array, Array]:
+        return kernel(active)
 
     # A partitioned function may have no constants: those of the kernel inside jit are not its own.
-    split = custom_partitioning(jax.jit(kernel))
-    split.def_partition(partition=partition, sharding_rule="b h r c -> b h s, b h p, b h r")
-    call = jax.custom_batching.custom_vmap(lambda active: split(active))
+    split = custom_partitioning(jax.jit(run))
+    split.def_partition(partition=partition, sharding_rule=f"b h r c{', ' * len(named)} -> b h s, b h p, b h r")
+    call = jax.custom_batching.custom_vmap(lambda active: split(active, *named))
 
     @call.def_vmap
     def _(size: int, is_batched: Any, active: Array) -> Any:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xsake._ground.explicit import names_of
+from xsake._ground.trace import name_of_mesh
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import Cut
 from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard, specs_of_shards
@@ -33,7 +34,9 @@ def partitioned(
     """The blocks or lists of `kernels`, partitioned by jit over batch and heads. `vmap` takes `otherwise`, by XLA."""
     leaves, tree = jax.tree.flatten(given)
     ranks, heads = tuple(x.ndim for x in leaves), (given.query.shape[2], given.key.shape[2])
-    return _partitioned(kernels, otherwise, grid, masks, room, cut, tree, ranks, heads)(*leaves)
+    named = name_of_mesh()
+    ranks += tuple(x.ndim for x in named)
+    return _partitioned(kernels, otherwise, grid, masks, room, cut, tree, ranks, heads)(*leaves, *named)
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +54,7 @@ def _partitioned(
     q_heads, kv_heads = heads
 
     def run(program: Program, *leaves: Any) -> Any:
-        return program(grid, masks, room, tree.unflatten(leaves), cut=cut)
+        return program(grid, masks, room, tree.unflatten(leaves[: tree.num_leaves]), cut=cut)
 
     # A partitioned function may have no constants: those of the program inside jit are not its own.
     split = custom_partitioning(jax.jit(partial(run, kernels)))
@@ -65,7 +68,7 @@ def _partitioned(
         specs = *specs_of_shards(batch, names, kv_heads, shards), *(P() for _ in arguments[2:])
 
         def local(*leaves: Any) -> Any:
-            given = heads_of_shard(tree.unflatten(leaves), kv_heads, names)
+            given = heads_of_shard(tree.unflatten(leaves[: tree.num_leaves]), kv_heads, names)
             return kernels(grid, masks // shards, room, given, cut=dataclasses.replace(cut, heads_axes=names))
 
         out = jax.tree.map(lambda _: NamedSharding(mesh, P(batch, names or None)), results)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("xsake_interpret", default=False)
 
@@ -55,3 +56,15 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def name_of_mesh() -> list[Array]:
+    """A number that lies on the mesh of `jax.set_mesh`, if there is one.
+
+    JAX tells `custom_partitioning` the mesh on which some argument or result of a jitted function lies. Where none lies
+    on a mesh, it tells an empty mesh, for which no rule can be compiled.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return []
+    return [jax.jit(lambda: jnp.zeros(()), out_shardings=NamedSharding(mesh, PartitionSpec()))()]

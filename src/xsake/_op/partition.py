@@ -20,6 +20,7 @@ from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xsake._ground.explicit import all_or, axes_of, explicit_mesh, names_of, placed
+from xsake._ground.trace import name_of_mesh
 from xsake.backend.contract import Call
 from xsake.backend.dims import Dims, call_dims, flat_dims
 
@@ -132,7 +133,7 @@ class _Operation:
         traced = jax.make_jaxpr(whole)(*values)
         if traced.effects:
             return dataclasses.replace(self, run=_without_effects(self.run)).by_compiler(given)
-        constants = [*map(jnp.asarray, traced.consts), *_name_of_mesh()]
+        constants = [*map(jnp.asarray, traced.consts), *name_of_mesh()]
         dims = flat_dims(self.given_dims) + [(None,) * x.ndim for x in constants]
 
         def partition(mesh: Any, args: tuple, results: Any) -> tuple:
@@ -202,18 +203,6 @@ def _without_effects(run: Callable) -> Callable:
         return tuple(lowered.call(*values))
 
     return exported
-
-
-def _name_of_mesh() -> list[Array]:
-    """A number that lies on the mesh of `jax.set_mesh`, if there is one.
-
-    JAX tells `custom_partitioning` the mesh on which some argument or result of a jitted function lies. Where none lies
-    on a mesh, it tells an empty mesh, for which no rule can be compiled.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return []
-    return [jax.jit(lambda: jnp.zeros(()), out_shardings=NamedSharding(mesh, PartitionSpec()))()]
 
 
 def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list) -> MeshCut:
