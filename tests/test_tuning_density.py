@@ -14,6 +14,7 @@ from sweep import sweep
 import xsake
 from xsake import hads, tuning_db
 from xsake._op import tuned
+from xsake.hads.profile.rule import TRAINING
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.tuning_db import Database, Entry, Key
 
@@ -118,6 +119,7 @@ def test_budgets_of_one_bucket_share_a_program():
 
 
 def test_the_shape_of_a_mask_function_has_its_density():
-    made = hads.HadsMask.of(dataclasses.replace(PROFILE, digests=(), length=LENGTH, model="in training"), 0.1, LENGTH)
+    trained = dataclasses.replace(PROFILE, digests=(), length=LENGTH, model="in training", rule=TRAINING)
+    made = hads.HadsMask.of(trained, 0.1, LENGTH)
     shape = mask_shape(budget=0.1, block=16, length=LENGTH, layers=2, q_heads=4, kv_heads=2, head_dim=8)
     assert jax.tree.structure(shape) == jax.tree.structure(made)
