@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from xsake._ground.device import on_host, put_on_device
 from xsake._ground.explicit import over_explicit_axes
 from xsake._ground.integers import as_int32
-from xsake.hads.mask import combine, exported, file, picture, token_selection
+from xsake.hads.mask import exported, file
 from xsake.hads.mask.bitmaps import unpack
 from xsake.hads.mask.grid import Grid, Window
 from xsake.hads.mask.lists.mask_lists import BITMAPS, COLUMNS, ROWS, STATIC, MaskLists
@@ -191,6 +191,8 @@ class BlockMask(MaskLists):
         >>> mask.to_elements()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
         """
+        from xsake.hads.mask import token_selection
+
         q_len = np.shape(block_indices)[1] if np.ndim(block_indices) == 4 else 1
         grid = Grid.of(block_q, block_kv, q_len, q_len if kv_len is None else kv_len, is_causal, local_window_size)
         options: dict[str, Any] = dict(capacity=capacity, transpose=transpose, density_hint=density_hint)
@@ -266,11 +268,15 @@ class BlockMask(MaskLists):
         >>> (window | first_keys).to_elements()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
         """
-        return _combined(combine.union, self, other, capacity)
+        from xsake.hads.mask.combine import union
+
+        return _combined(union, self, other, capacity)
 
     def intersection(self, other: BlockMask, *, capacity: int | None = None) -> BlockMask:
         """Elements that attend in both masks; also `mask & other`. What `union` says of masks holds here, too."""
-        return _combined(combine.intersection, self, other, capacity)
+        from xsake.hads.mask.combine import intersection
+
+        return _combined(intersection, self, other, capacity)
 
     __or__ = union
     __and__ = intersection
@@ -321,11 +327,15 @@ class BlockMask(MaskLists):
         return cls.of(file.load(path, most_bytes))
 
     def __str__(self) -> str:
+        from xsake.hads.mask import picture
+
         return picture.draw(self)
 
 
 def _combined(how: Callable[..., MaskLists], a: BlockMask, b: BlockMask, capacity: int | None) -> BlockMask:
-    combine.check(a, b)
+    from xsake.hads.mask.combine import check
+
+    check(a, b)
 
     def made(a: BlockMask, b: BlockMask) -> BlockMask:
         return BlockMask.of(how(a, b, capacity))
