@@ -29,8 +29,8 @@ from benchmarks.ruler.prepared import Prepared, prepare
 from benchmarks.ruler.prompt_layer import METHODS_HERE, choose_blocks, forces, program_of
 from benchmarks.ruler.qa import topics
 from benchmarks.ruler.score import match_all, match_part
-from benchmarks.ruler.summary import as_json, summarise, tables
-from benchmarks.ruler.tasks import TASKS
+from benchmarks.ruler.summary import as_json, beyond, summarise, tables
+from benchmarks.ruler.tasks import BEYOND, TASKS
 from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer, ways_of
 from xsake.hads.profile.budgets import layer_counts
@@ -73,7 +73,7 @@ def made(name: str, sample: int = 0, length: int = 4096, task: Any = None) -> tu
 
     frame = prompt.Frame("", " ", encode)
     options = dict(length=length, sample=sample, seed=0, frame=frame, essay=ESSAY)
-    found = prompt.make(name, task or TASKS[name], **options)
+    found = prompt.make(name, task or (TASKS | BEYOND)[name], **options)
     return found, texts[tuple(found.tokens)]
 
 
@@ -124,6 +124,35 @@ def test_needles_stand_at_their_depth():
         assert sample.task == "needle" and sample.depth == pytest.approx(depth / 100, abs=0.02)
         assert text.index(sample.answers[0]) / len(text) == pytest.approx(depth / 100, abs=0.1)
     assert len(niah.DEPTHS) == len(set(niah.DEPTHS)) == 40 and {0, 100} <= set(niah.DEPTHS)
+
+
+def test_near_copies_share_their_words_with_others():
+    sample, text = made("alike")
+    keys = re.findall(r"One of the secret numbers of (\w+) (\w+) is: (\d{7})\.", text)
+    assert len(keys) == 24 and len({(one, other) for one, other, _ in keys}) == 24
+    for part in (0, 1):
+        assert min(Counter(key[part] for key in keys).values()) > 1
+    (asked,) = re.findall(r"What is the secret number of (\w+) (\w+) in the text above", text)
+    assert [value for one, other, value in keys if (one, other) == asked] == list(sample.answers)
+
+
+def test_a_copy_is_asked_for_by_its_mark_and_begun():
+    sample, text = made("copy")
+    passages = dict(re.findall(r'The (\w+ \w+) passage: "([^"]+)"\n', text))
+    (asked,) = re.findall(r"Repeat the (\w+ \w+) passage, word for word", text)
+    lead = text.rsplit(f'The {asked} passage: "', 1)[1]
+    assert len(passages) == 8 and len(lead.split()) == 8 and len(sample.answers[0].split()) == 40
+    assert f"{lead} {sample.answers[0]}" == passages[asked]
+    assert sample.score(" ".join(sample.answers[0].split()[:10]) + " and so on", sample.answers) == 0.25
+
+
+def test_whole_and_begun_answers_are_counted_apart():
+    line = {"length": 4096, "method": "dense", "budget": 1.0, "seconds": 1.0, "score": 0.5, "begins": True}
+    lines = [line | {"task": "copy", "sequence": f"copy/4096/{n}"} for n in range(2)]
+    lines[1] |= {"score": 1.0}
+    (row,) = beyond(lines)
+    assert row.tasks == {"copy whole": 50.0, "copy begun": 100.0} and not summarise(lines)
+    assert "copy begun" in [column.header for column in tables([row])[0].columns]
 
 
 def test_variables_form_a_chain_after_a_solved_example():

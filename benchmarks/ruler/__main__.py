@@ -1,8 +1,9 @@
-"""RULER's thirteen tasks on a model, read densely, with HADS and with other methods at equal numbers of blocks.
+"""RULER's thirteen tasks, and two more, on a model that reads densely, with HADS or by other methods' equal blocks.
 
     python -m benchmarks.ruler smollm2 --out ruler.jsonl
     python -m benchmarks.ruler qwen2.5-coder-1.5b --profile qwen-32768.json --lengths 4096,8192,16384,32768 \\
         --methods dense,hads,oracle_gain,flash_prefill+forced,x_attention_8+forced --budgets 0.2,0.1 --out ruler.jsonl
+    python -m benchmarks.ruler smollm2 --tasks beyond --samples 32 --out ruler.jsonl    near copies, long copies
     python -m benchmarks.ruler smollm2 --tasks needle --samples 2 --out ruler.jsonl       for the picture
     python -m benchmarks.ruler.picture ruler.jsonl --out needles.png
     python -m benchmarks.ruler qwen.gguf --prompts prompts.npz --out ruler.jsonl    prompts of benchmarks.ruler.prepared
@@ -40,8 +41,8 @@ from benchmarks.ruler.prepared import Prepared
 from benchmarks.ruler.prompt import Made, tasks_named
 from benchmarks.ruler.prompt_layer import METHODS_HERE
 from benchmarks.ruler.run import run
-from benchmarks.ruler.summary import as_json, summarise, tables
-from benchmarks.ruler.tasks import NEEDLE, TASKS
+from benchmarks.ruler.summary import as_json, beyond, summarise, tables
+from benchmarks.ruler.tasks import BEYOND, NEEDLE, TASKS
 from benchmarks.ruler.way import Way, ways_of
 from xsake._ground import atomic
 from xsake.hads.profile.profile import HadsProfile
@@ -70,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--budgets", default="0.2,0.1", help="shares of the blocks, comma-separated")
     parser.add_argument(
-        "--tasks", type=listed(), default=["all"], help=f"all, {NEEDLE} (for the picture), {', '.join(TASKS)}"
+        "--tasks",
+        type=listed(),
+        default=["all"],
+        help=f"all, beyond, {NEEDLE} (for the picture), {', '.join(TASKS | BEYOND)}",
     )
     parser.add_argument("--samples", type=int, default=10, help="per task and length; per depth for the needle")
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time, of one task")
@@ -152,10 +156,10 @@ def _main(args: argparse.Namespace) -> None:
             progress=report,
             stop=lambda: time.perf_counter() - start > 60 * args.minutes,
         )
-    rows = summarise(records)
-    found = {"environment": record.environment(), "about": about, "scores": as_json(rows)}
+    rows, others = summarise(records), beyond(records)
+    found = {"environment": record.environment(), "about": about, "scores": as_json(rows), "beyond": as_json(others)}
     atomic.write_text(summary, json.dumps(found, indent=1) + "\n")
-    for table in tables(rows):
+    for table in tables(rows) + tables(others, "answers that RULER does not ask for"):
         console.print(table)
     console.print(f"{len(records)} answers are in {args.out}, scores in {summary}", soft_wrap=True)
     if not done:

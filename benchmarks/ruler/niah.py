@@ -17,6 +17,8 @@ DEPTHS = tuple(round(100 * n / 39) for n in range(40))  # in percent of the sent
 class Niah:
     """`keys` keys with `values` values each, of which `asked` keys are asked for.
 
+    Keys of the kind `pairs` are near copies of each other: each word of a key stands in other keys, too.
+
     The haystack is noise (a line that repeats), an essay, or needles of other keys. The excerpt of the essay begins at
     a random sentence (RULER's begin at the first one), so that samples differ in more than their needles. `depth`, in
     percent, puts a needle at one place.
@@ -74,6 +76,8 @@ class Niah:
 
 
 def _different(kind: str, count: int, draw: Draw) -> list[str]:
+    if kind == "pairs":
+        return [" ".join(pair) for pair in words.pairs(count, draw.rng)]
     found: dict[str, None] = {}
     while len(found) < count:
         found[words.draw(kind, draw.rng)] = None

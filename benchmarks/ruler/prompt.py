@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.ruler.essay import Essay
 from benchmarks.ruler.fit import largest
 from benchmarks.ruler.question import Draw, Question, Task
-from benchmarks.ruler.tasks import NEEDLE, NEEDLE_DEPTHS, TASKS, needle_at
+from benchmarks.ruler.tasks import BEYOND, NEEDLE, NEEDLE_DEPTHS, TASKS, needle_at
 
 _MARK = "THE-QUESTION-STANDS-HERE"
 _FILLED = 0.85  # of the tokens: with less, a haystack has ended before the prompt was full
@@ -118,15 +118,18 @@ class Made:
 
 
 def tasks_named(names: Sequence[str]) -> dict[str, Task]:
-    """Tasks by name; "all" is the thirteen, and "needle" the needle at each of its depths."""
+    """Tasks by name; "all" is the thirteen, "beyond" what RULER does not ask, and "needle" the needle at each of its
+    depths."""
     found: dict[str, Task] = {}
     for name in names:
         if name == "all":
             found |= TASKS
+        elif name == "beyond":
+            found |= BEYOND
         elif name == NEEDLE:
             found |= {f"{NEEDLE}@{depth}": needle_at(depth) for depth in NEEDLE_DEPTHS}
-        elif name in TASKS:
-            found[name] = TASKS[name]
+        elif name in TASKS | BEYOND:
+            found[name] = (TASKS | BEYOND)[name]
         else:
-            raise ValueError(f"unknown task {name!r}; there are all, {NEEDLE}, {', '.join(TASKS)}")
+            raise ValueError(f"unknown task {name!r}; there are all, beyond, {NEEDLE}, {', '.join(TASKS | BEYOND)}")
     return found

@@ -11,6 +11,7 @@ import jax
 from benchmarks.ruler.prepared import Prepared
 from benchmarks.ruler.prompt import Made, Sample
 from benchmarks.ruler.question import Task
+from benchmarks.ruler.score import begins
 from benchmarks.ruler.warm_up import warm_up
 from benchmarks.ruler.way import Way, answer
 from xsake.hads.profile.budgets import layer_counts
@@ -132,5 +133,6 @@ def _line(sample: Sample, way: Way, said: str, seconds: float) -> dict[str, Any]
         "answers": list(sample.answers),
         "said": said,
         "score": sample.score(said, sample.answers),
+        "begins": begins(said, sample.answers),
         "seconds": round(seconds, 3),
     }

@@ -22,5 +22,26 @@ def match_part(answer: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in said for reference in references))
 
 
+def words_before_a_miss(answer: str, references: Sequence[str]) -> float:
+    """The share of the reference's words that the answer says before it says another one.
+
+    >>> words_before_a_miss("the old road of the hills", ["the old road to the hills"])
+    0.5
+    """
+    said, wanted = answer.split(), references[0].split()
+    misses = (n for n, (one, other) in enumerate(zip(said, wanted, strict=False)) if one != other)
+    return next(misses, min(len(said), len(wanted))) / len(wanted)
+
+
+def begins(answer: str, references: Sequence[str]) -> bool:
+    """Whether the answer begins as a reference does: with its first word, or the first digit of its number.
+
+    >>> begins(" 7301 is it", ["7999"]), begins("road", ["roads of"])
+    (True, False)
+    """
+    said = re.findall(r"\d|[^\d\s]+", answer)[:1]
+    return any(said == re.findall(r"\d|[^\d\s]+", reference)[:1] for reference in references)
+
+
 def _plain(answer: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from benchmarks.ruler.tasks import TASKS
+from benchmarks.ruler.tasks import BEYOND, TASKS
 from benchmarks.ruler.way import Way
 from xsake.hads.study.bootstrap import Difference, mean_of_groups
 
@@ -31,18 +31,18 @@ class Scores:
     against: Difference | None
 
 
-def summarise(lines: Iterable[dict[str, Any]]) -> list[Scores]:
-    """Scores by length and way, in the order of the records; needles of the picture do not count."""
+def summarise(lines: Iterable[dict[str, Any]], among: Collection[str] = TASKS) -> list[Scores]:
+    """Scores of these tasks by length and way, in the order of the records."""
     found: dict[tuple[int, Way], dict[str, dict[str, Any]]] = defaultdict(dict)
     for line in lines:
-        if line["task"] in TASKS:
+        if line["task"] in among:
             found[line["length"], Way(line["method"], line["budget"])][line["sequence"]] = line
     rows = []
     for (length, way), mine in sorted(found.items(), key=lambda item: item[0][0]):
         by_task: dict[str, list[float]] = defaultdict(list)
         for line in mine.values():
             by_task[line["task"]].append(100 * line["score"])
-        tasks = {name: float(np.mean(by_task[name])) for name in TASKS if name in by_task}
+        tasks = {name: float(np.mean(by_task[name])) for name in among if name in by_task}
         rows.append(
             Scores(
                 length,
@@ -55,6 +55,19 @@ def summarise(lines: Iterable[dict[str, Any]]) -> list[Scores]:
             )
         )
     return rows
+
+
+def beyond(lines: Iterable[dict[str, Any]]) -> list[Scores]:
+    """Scores of the tasks that RULER has not: how many answers are whole, and how many begin right."""
+    counted = []
+    for line in lines:
+        if line["task"] in BEYOND:
+            counts = {"whole": line["score"] == 1, "begun": line["begins"]}
+            for what, right in counts.items():
+                name = f"{line['task']} {what}"
+                prompt = line["sequence"].split("/", 1)[1]
+                counted.append(line | {"task": name, "sequence": f"{name}/{prompt}", "score": float(right)})
+    return summarise(counted, list(dict.fromkeys(line["task"] for line in counted)))
 
 
 def _difference(mine: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]]) -> Difference | None:
@@ -83,13 +96,13 @@ def as_json(rows: Iterable[Scores]) -> list[dict[str, Any]]:
     ]
 
 
-def tables(rows: list[Scores]) -> list[Table]:
+def tables(rows: list[Scores], what: str = "RULER's scores") -> list[Table]:
     """A table per length: ways by tasks."""
     made = []
     for length in dict.fromkeys(row.length for row in rows):
         mine = [row for row in rows if row.length == length]
-        names = [name for name in TASKS if any(name in row.tasks for row in mine)]
-        title = f"{length} tokens: RULER's scores in percent, from {min(row.samples for row in mine)} samples per task"
+        names = list(dict.fromkeys(name for row in mine for name in row.tasks))
+        title = f"{length} tokens: {what} in percent, from {min(row.samples for row in mine)} samples per task"
         table = Table("", *map(_short, names), "average", "minus dense", "s", title=title)
         for row in mine:
             cells = [f"{row.tasks[name]:.0f}" if name in row.tasks else "" for name in names]

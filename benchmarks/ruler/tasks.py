@@ -1,11 +1,11 @@
-"""The thirteen tasks by name, with RULER's default parameters; and needles at every depth, for the picture."""
+"""RULER's thirteen tasks by name, with its default parameters; two that it has not; and needles at every depth."""
 
 from __future__ import annotations
 
-from benchmarks.ruler import counting, qa, words
+from benchmarks.ruler import copying, counting, qa, words
 from benchmarks.ruler.niah import Niah
 from benchmarks.ruler.question import Task
-from benchmarks.ruler.score import match_part
+from benchmarks.ruler.score import match_part, words_before_a_miss
 from benchmarks.ruler.tracking import HOPS, track
 
 
@@ -36,6 +36,12 @@ TASKS = {
     "fwe": Task(make=counting.frequent_words, answer_tokens=counting.FREQUENT_TOKENS, least=100),
     "qa_1": _qa(1),
     "qa_2": _qa(2),
+}
+
+# What RULER does not ask: for one of many sentences that are near copies of each other, and for a long passage again.
+BEYOND = {
+    "alike": _niah(Niah(key="pairs", keys=24)),
+    "copy": Task(make=copying.copy, answer_tokens=2 * copying.ASKED, least=copying.ASKED, score=words_before_a_miss),
 }
 
 # The task of the picture: niah_single_2 with its needle at given depths, in percent.

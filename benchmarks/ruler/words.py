@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from functools import cache
@@ -19,6 +20,13 @@ def of_kind(kind: str) -> tuple[str, ...]:
 @cache
 def all_words() -> tuple[str, ...]:
     return tuple(sorted({word for kind in ("nouns", "adjectives", "verbs") for word in of_kind(kind)}))
+
+
+def pairs(count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """`count` different pairs of an adjective and a noun, from so few words that each pair shares both with others."""
+    few = math.ceil(math.sqrt(count))
+    adjectives, nouns = rng.sample(of_kind("adjectives"), few), rng.sample(of_kind("nouns"), few)
+    return rng.sample([(adjective, noun) for adjective in adjectives for noun in nouns], count)
 
 
 def draw(kind: str, rng: random.Random) -> str:
