@@ -80,7 +80,12 @@ def test_calibrate_and_evaluate(tokens: Path, tmp_path: Path, monkeypatch: pytes
     assert summary["about"] == {"model": "smollm2", "length": 300, "block": 16, "dtype": "float32"}
     assert {row["method"]: row["sequences"] for row in summary["methods"]} == {"hads": 2, "sink_window": 2}
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()[1:]]
-    assert [line["asked"] for line in lines if line["domain"] == "copy"] == [8, 8]
+    copies = [line for line in lines if line["domain"] == "copy"]
+    assert [line["asked"] for line in copies] == [8, 8] and all(0 <= x["dropped"] <= x["carriers"] for x in copies)
+    assert {(one["domain"], one["method"]) for one in summary["carriers"]} <= {
+        ("copy", "hads"),
+        ("copy", "sink_window"),
+    }
 
     code, said = run("evaluate", tokens, *options, "--length", 256, "--domains", "calm")
     assert code == 1 and "holds a run of" in said and "give another --out" in said

@@ -27,7 +27,7 @@ def read_text(layers: Layers, profile: HadsProfile, text: Text, method: str, bud
         layers,
         jnp.asarray(text.tokens[None], jnp.int32),
         mask_fn,
-        watch=lambda blocks: found.append(np.asarray(blocks[0])),
+        watch=lambda blocks, *_: found.append(np.asarray(blocks[0])),
     )
     for number, (count, wanted) in enumerate(zip(np.asarray(kept).sum((1, 2)), counts, strict=True)):
         if count != wanted:

@@ -199,7 +199,7 @@ class _Recording:
         mask_fn = MethodMask.of(method, self._r._on_device, counts)
         kept: list[np.ndarray] = []
 
-        def watch(blocks: Any) -> None:
+        def watch(blocks: Any, *_: Any) -> None:
             self._step(f"{METHOD_TITLES.get(method, method)} at {budget:.0%}")
             kept.append(lower_triangle(np.asarray(blocks[0])))
 

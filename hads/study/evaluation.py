@@ -16,8 +16,10 @@ from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts, uniform_counts
 from xsake.hads.profile.fingerprint import shared
 from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.carried import asking, carried, most_asking
 from xsake.hads.study.divergence import Compared, compare
 from xsake.hads.study.layerwise import run
+from xsake.hads.study.methods.layer import TokenMask
 from xsake.hads.study.methods.mask import MethodMask
 from xsake.hads.study.methods.shipped import METHODS
 from xsake.hads.study.records import Records, key_of
@@ -76,23 +78,26 @@ def evaluate(
         raise ValueError(f"the profile was calibrated on {', '.join(seen[:3])}: evaluate on other texts")
     counts = {budget: _counts(profile, budget, length, layers) for budget in budgets}
     blocks = Layers(model)
-    total = profile.q_heads * profile.layers * profile.grid(length).blocks
+    grid = profile.grid(length)
+    total = profile.q_heads * profile.layers * grid.blocks
     on_device = profile.on_device()
     work = list(itertools.product(budgets, methods))
     beyond = {name: jax.tree.map(jnp.asarray, known) for name, known in (knowledge or {}).items()}
     report = progress or (lambda what, done, of: None)
 
-    def finish(waiting: tuple[Sequence[Text], float, str, Any, Any] | None) -> None:
+    def finish(waiting: tuple[Sequence[Text], float, str, Any, Any, Any] | None) -> None:
         if waiting is None:
             return
-        some, budget, method, active, compared = waiting
+        some, budget, method, active, compared, hang = waiting
         compared, density = jax.device_get(compared), np.asarray(active).sum((0, 2)) / total
+        carriers = np.sum(jax.device_get(hang), 0) if hang else [None] * len(some)
         records.add(
             _line(
                 text,
                 (method, budget, layers, last_rows),
                 float(density[n]),
                 jax.tree.map(lambda x, n=n: x[n], compared),
+                carriers[n],
             )
             for n, text in enumerate(some)
         )
@@ -109,6 +114,7 @@ def evaluate(
         if not left:
             continue
         tokens = jnp.asarray(np.stack([text.tokens for text in some]), jnp.int32)
+        asked = asking(some, most_asking(texts))
         report("dense", first, len(texts))
         dense, _ = run(blocks, tokens, attention_dtype=attention_dtype)
         for budget, method in left:
@@ -119,10 +125,16 @@ def evaluate(
             mask_fn = MethodMask.of(
                 method, on_device, counts[budget], knowledge=beyond.get(method), last_rows=last_rows
             )
-            sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype)
+            hang: list[Array] = []
+
+            def watch(kept: Any, query: Array, key: Array, hang: list[Array] = hang, asked: np.ndarray = asked) -> None:
+                if asked.size and not isinstance(kept, TokenMask):
+                    hang.append(carried(query, key, kept, asked, grid))
+
+            sparse, active = run(blocks, tokens, mask_fn, attention_dtype=attention_dtype, watch=watch)
             compared = compare(model, dense, sparse, tokens)
             finish(waiting)
-            waiting = some, budget, method, active, compared
+            waiting = some, budget, method, active, compared, hang
     finish(waiting)
     return True
 
@@ -133,7 +145,9 @@ def _counts(profile: HadsProfile, budget: float, length: int, layers: str) -> np
     return uniform_counts(profile.layers, profile.q_heads, budget, profile.grid(length))
 
 
-def _line(text: Text, case: tuple[str, float, str, str], density: float, one: Compared) -> dict[str, Any]:
+def _line(
+    text: Text, case: tuple[str, float, str, str], density: float, one: Compared, carriers: np.ndarray | None
+) -> dict[str, Any]:
     divergence = np.asarray(one.divergence, np.float64)
     return {
         "sequence": text.name,
@@ -148,12 +162,13 @@ def _line(text: Text, case: tuple[str, float, str, str], density: float, one: Co
         "loss": _mean_loss(one.loss),
         "sparse_loss": _mean_loss(one.other_loss),
         "same_token": float(np.asarray(one.same).mean()),
-        **_answers(text, one),
+        **_answers(text, one, carriers),
     }
 
 
-def _answers(text: Text, one: Compared) -> dict[str, int]:
-    """For a text that asks something: the numbers of its items, of answers by the dense run, of answers by both."""
+def _answers(text: Text, one: Compared, carriers: np.ndarray | None) -> dict[str, int]:
+    """For a text that asks something: the numbers of its items, of answers by the dense run, of answers by both; of the
+    blocks that answers hang on (`carried`), and of those that the masks leave out."""
     if text.items is None:
         return {}
     asked, dense, both = 0, 0, 0
@@ -162,7 +177,8 @@ def _answers(text: Text, one: Compared) -> dict[str, int]:
         right = bool(np.asarray(one.right)[at].all())
         asked, dense = asked + 1, dense + right
         both += right and bool(np.asarray(one.other_right)[at].all())
-    return {"asked": asked, "dense_right": dense, "both_right": both}
+    found = {"asked": asked, "dense_right": dense, "both_right": both}
+    return found if carriers is None else found | dict(zip(("carriers", "dropped"), carriers.tolist(), strict=True))
 
 
 def _mean_loss(loss: Array | np.ndarray) -> float:

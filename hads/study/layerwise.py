@@ -27,13 +27,13 @@ def run(
     mask_fn: MethodMask | None = None,
     *,
     attention_dtype: Any = None,
-    watch: Callable[[Blocks | TokenMask], None] | None = None,
+    watch: Callable[[Blocks | TokenMask, Array, Array], None] | None = None,
 ) -> tuple[Float[Array, "B T width"], Num[Array, "L B H"] | None]:
     """`model.hidden(tokens, mask_fn=mask_fn)`, and the active blocks of each layer, sequence and head of its masks.
 
     Without `mask_fn` attention is dense, and there are no counts. Queries, keys and values are rounded to
     `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits. `watch` is given what
-    each layer keeps, layer after layer.
+    each layer keeps, and its query and key, layer after layer.
     """
     x, rotation = layers.start(tokens)
     counts, memory = [], None
@@ -45,7 +45,7 @@ def run(
         blocks, count, memory = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1], memory)
         counts.append(count)
         if watch is not None:
-            watch(blocks)
+            watch(blocks, *inputs[:2])
         grid = mask_fn.profile.grid(tokens.shape[1])
         x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, grid)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)

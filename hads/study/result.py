@@ -18,7 +18,7 @@ from xsake.hads.study import pictures
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.portrait import portrait
 from xsake.hads.study.records import Records
-from xsake.hads.study.summary import Summary, as_json, retention, summarise
+from xsake.hads.study.summary import Summary, as_json, dropped, retention, summarise
 from xsake.hads.study.texts import Text
 
 
@@ -29,12 +29,19 @@ def write(
     console = console or Console()
     rows = summarise(records)
     about = records.about
-    title = f"{about['model']}, {about['length']} tokens in blocks of {about['block']}: distance from the dense model"
+    blocks = f"{about['block_q']} x {about['block']}" if "block_q" in about else str(about["block"])
+    title = f"{about['model']}, {about['length']} tokens in blocks of {blocks}: distance from the dense model"
     console.print(table(rows, title))
     kept = retention(records)
     for domain, method, budget, asked, share in kept:
         console.print(f"{domain}: {in_words(method)} at {budget:.0%} keeps {share:.1%} of {asked} answers")
-    atomic.write_text(folder / "summary.json", json.dumps(as_json(about, rows, kept), indent=1) + "\n")
+    lost = dropped(records)
+    for domain, method, budget, carriers, share in lost:
+        of = f"{carriers} blocks that answers hang on"
+        console.print(f"{domain}: {in_words(method)} at {budget:.0%} leaves out {share:.1%} of {of}")
+    names = ("domain", "method", "budget", "carriers", "dropped")
+    summary = as_json(about, rows, kept) | {"carriers": [dict(zip(names, one, strict=True)) for one in lost]}
+    atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     pictures.quality_over_density(rows, kept, folder / "quality.png")
     budget = sorted({row.budget for row in rows})[len({row.budget for row in rows}) // 2]
     seen = portrait(model, profile, text.tokens, budget)

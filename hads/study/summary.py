@@ -99,6 +99,17 @@ def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[t
     return [(*key, dense, both / dense) for key, (dense, both) in sums.items() if dense]
 
 
+def dropped(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
+    """(domain, method, budget, blocks that answers hang on, share of these that the masks leave out): `carried`."""
+    sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    for line in with_last_rows(lines, last_rows):
+        if "carriers" in line:
+            one = sums[line["domain"], line["method"], line["budget"]]
+            one[0] += line["carriers"]
+            one[1] += line["dropped"]
+    return [(*key, carriers, lost / carriers) for key, (carriers, lost) in sums.items() if carriers]
+
+
 def layer_division(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """KL with the profile's division of the budget among layers and with equal shares, on the sequences that have both:
     one entry per method and budget."""
