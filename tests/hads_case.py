@@ -104,9 +104,11 @@ def visible(length: int, window: int | None = None) -> np.ndarray:
     return (back >= 0) & (back < (length if window is None else window))
 
 
-def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int) -> np.ndarray:
+def dense_mass(
+    query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: int, answers: tuple[int, ...] = ()
+) -> np.ndarray:
     """The masses that HADS chooses by, in float64: estimated feature by feature, with a loop over heads and pairs of
-    blocks, and measured in the rows of the last queries."""
+    blocks, and measured in the rows of the last queries and of those before `answers`."""
     rows, starts = (range(0, query.shape[1], size) for size in (profile.block_q, profile.block))
     d = query.shape[-1]
     group = query.shape[2] // key.shape[2]
@@ -130,7 +132,8 @@ def dense_mass(query: np.ndarray, key: np.ndarray, profile: HadsProfile, layer: 
         bucket = max(n for n, start in enumerate(BUCKETS) if start <= back)
         logits[b, h, i, j] += profile.distance[layer, h, bucket] + (profile.sink[layer, h] if j == 0 else 0)
     mass, weights = softmax(logits), dense_weights(query, key)
-    for i in range(max(query.shape[1] - profile.rule.exact_queries, 0) // profile.block_q, len(rows)):
+    ends = [(max(end - profile.rule.exact_queries, 0), end) for end in (query.shape[1], *answers)]
+    for i in {at // profile.block_q for first, end in ends for at in range(first, end)}:
         of_row = weights[:, :, rows[i] : rows[i] + profile.block_q]
         by_block = np.stack([of_row[..., at : at + profile.block].sum(-1) for at in starts], -1)
         root = np.sqrt((by_block**2).mean(2))

@@ -247,7 +247,7 @@ def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: had
     for n, row in enumerate(TOKENS):
         for at, one in dict(observe.touch(model, jnp.asarray(row[None]), jax.random.key(n))).items():
             rule = dict(sensitivity=np.ones(4, np.float32), burstiness=variance[at])
-            kept = choose(seen[n][at].statistics.mass, grid, count=wanted, **rule)
+            kept = choose(seen[n][at].statistics.mass, Rows(grid), count=wanted, **rule)
             sums[:, at] += np.asarray(cost_of_dropping(one, kept, grid))
     sensitivity = _for_large_errors(sums[0] / sums[1], RULE)
     gains = np.zeros((count, 2, 4, free.sum()), np.float32)
@@ -255,7 +255,7 @@ def test_layers_one_after_the_other_give_the_profile_of_all_at_once(profile: had
         estimator, _ = fit_estimator(layer.pooled, layer.statistics.share, grid, steps=30)
         for name in estimator._fields:
             np.testing.assert_allclose(getattr(profile, name)[at], getattr(estimator, name), rtol=1e-4, atol=1e-5)
-        found = jnp.where(Rows(grid).exact_mask(), layer.statistics.share, block_mass(layer.pooled, estimator, grid))
+        found = layer.mass(estimator, grid)
         gain = np.asarray(sorted_gains(found, Rows(grid), sensitivity[at], RULE.own_part * variance[at])[-1])
         gains[:, at] = gain[np.isfinite(gain) & (gain >= 0)].reshape(count, 4, -1)
     tables = tabulate(gains)

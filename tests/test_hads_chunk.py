@@ -21,7 +21,9 @@ from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.rule import TRAINING
 from xsake.hads.selection import chunk, pooled_keys
+from xsake.hads.selection.estimate import block_logits
 from xsake.hads.selection.gpu import estimate
+from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
@@ -74,14 +76,12 @@ def test_one_chunk_chooses_what_select_chooses(inputs, tall):
     assert mask.is_causal
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tall"), [([LENGTH, LENGTH], False), ([LENGTH, SHORTER], False), ([LENGTH, SHORTER], True)]
-)
-def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths, tall):
-    masks, counts = masks_of(*inputs, lengths, CHUNK, tall=tall)
+@pytest.mark.parametrize("lengths", [[LENGTH, LENGTH], [LENGTH, SHORTER]])
+def test_budgets_are_exact_in_every_chunk_and_over_the_prompt(inputs, lengths):
+    masks, counts = masks_of(*inputs, lengths, CHUNK)
     kept = np.stack([np.asarray(mask.to_blocks()).sum((1, 2, 3)) for mask in masks])
     np.testing.assert_array_equal(kept, counts)
-    wanted = [hads.layer_counts(TALL if tall else PROFILE, BUDGET, length)[1] for length in lengths]
+    wanted = [hads.layer_counts(PROFILE, BUDGET, length)[1] for length in lengths]
     assert kept.sum(0).tolist() == wanted
 
 
@@ -95,13 +95,12 @@ def test_a_chunk_keeps_what_is_forced_and_nothing_of_the_future(inputs):
         assert not row[:, ~np.tri(8, dtype=bool)].any() and not row[:, side:].any()
 
 
-@pytest.mark.parametrize("tall", [False, True])
-def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs, tall):
+def test_a_sequence_alone_or_in_a_batch_gets_the_same_blocks(inputs):
     query, key = inputs
-    together, _ = masks_of(query, key, [LENGTH, SHORTER], CHUNK, tall=tall)
+    together, _ = masks_of(query, key, [LENGTH, SHORTER], CHUNK)
     noise = 100 * jnp.ones((1, LENGTH - SHORTER, 1, 1))  # what lies past the end must not matter
     query, key = query.at[1:, SHORTER:].add(noise), key.at[1:, SHORTER:].add(noise)
-    other, _ = masks_of(query[::-1], key[::-1], [SHORTER, LENGTH], CHUNK, tall=tall)
+    other, _ = masks_of(query[::-1], key[::-1], [SHORTER, LENGTH], CHUNK)
     for a, b in zip(together, other, strict=True):
         np.testing.assert_array_equal(a.to_blocks(), np.asarray(b.to_blocks())[::-1])
 
@@ -255,10 +254,17 @@ def test_the_kernels_of_the_estimate_are_xlas(first):
         return chunk._Given(query[:, start:], cache, pooled, hads.LayerWeights.of(profile, 1), lengths, lengths)
 
     xlas = jax.jit(partial(given, pooled_keys._pool_by_xla))()
-    wanted = jax.jit(partial(chunk._logits, grid, first))(xlas)
+    rows = Rows(grid, first, lengths)
+
+    @jax.jit
+    def logits(given):
+        known = given.pooled.parts(grid.columns)
+        pooled = pool(given.query, given.key, grid, first=first, lengths=lengths, known=known)
+        return block_logits(pooled, given.weights.estimator, rows)
+
+    wanted = logits(xlas)
     with xsake.interpret():
         ours = jax.jit(partial(given, pooled_keys._pool_by_kernel))()
-        rows = Rows(grid, first, lengths)
         inputs = ours.query, ours.key, ours.weights.estimator
         found = jax.jit(partial(estimate.block_logits, rows=rows))(*inputs, k_features=ours.pooled.features)
     np.testing.assert_allclose(ours.pooled.features, xlas.pooled.features, rtol=1e-5, atol=1e-5)

@@ -58,7 +58,7 @@ def estimates(query: Any, key: Any, estimator: Estimator, grid: CausalGrid) -> t
     """(the kernels' estimate, XLA's estimate), 0 where causality forbids."""
     with interpret():
         got = jax.jit(partial(gpu_estimate.block_logits, rows=Rows(grid)))(query, key, estimator)
-    wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, grid))(query, key)
+    wanted = jax.jit(lambda *x: estimate.block_logits(pool(*x, grid), estimator, Rows(grid)))(query, key)
     got = got[..., : grid.rows, : grid.columns]
     return np.where(grid.causal(), got, 0), np.where(grid.causal(), wanted, 0)
 
@@ -86,21 +86,29 @@ def test_logits_of_hundreds_stay_finite_and_right():
 
 # -- exact rows ------------------------------------------------------------------------------------------------------
 
-EXACT_ROWS = {  # tokens, first row of blocks, lengths, queries; query heads, KV heads, head_dim, block, block_q
+ANSWERS = ((400, 690, 720), (340, 500, 0), (0, 0, 320))
+EXACT_ROWS: dict[
+    str, tuple
+] = {  # tokens, first row of blocks, lengths, queries; query heads, KV heads, head_dim, block, block_q
     "of a sequence, its last block short": ((1270, 0, None, 40), (4, 2, 16, 16, 16)),
     "one block of queries": ((640, 0, None, 64), (2, 2, 32, 64, 64)),
     "of a chunk, in which sequences end or not": ((700, 20, (2000, 650, 330, 300), 50), (4, 2, 16, 16, 16)),
     "of a chunk that begins after the first of them": ((704, 43, (704, 690, 720, 0), 64), (3, 1, 16, 16, 16)),
     "tall rows of a sequence": ((1270, 0, None, 40), (4, 2, 16, 16, 64)),
     "tall rows of a chunk": ((690, 5, (2000, 650, 330, 321, 300, 0), 50), (4, 2, 16, 16, 64)),
+    "before answers, some outside the chunk": ((704, 20, (2000, 650, 330), 50), (4, 2, 16, 16, 16), ANSWERS),
+    "before answers, tall rows": ((704, 5, (2000, 650, 330), 50), (4, 2, 16, 16, 64), ANSWERS),
 }
 
 
-@pytest.mark.parametrize("name", sweep(EXACT_ROWS, slow=["one block of queries", "tall rows of a sequence"]))
+@pytest.mark.parametrize(
+    "name", sweep(EXACT_ROWS, slow=["one block of queries", "tall rows of a sequence", "before answers, tall rows"])
+)
 def test_exact_rows_are_xlas(name: str):
-    (end, first, lengths, queries), (heads, kv_heads, head_dim, block, block_q) = EXACT_ROWS[name]
+    (end, first, lengths, queries), (heads, kv_heads, head_dim, block, block_q), *answers = EXACT_ROWS[name]
     grid = CausalGrid(end, block, Rule(exact_queries=queries), block_q=block_q)
-    rows = Rows(grid, first, lengths and jnp.array(lengths, jnp.int32))
+    ends = [jnp.array(x, jnp.int32) for x in ([] if lengths is None else [lengths, *answers])]
+    rows = Rows(grid, first, *ends)
     profile = case.random_profile(q_heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
     query, key = (jnp.asarray(x) for x in case.random_inputs(4, end + 5, profile, batch=len(lengths or "ab")))
     query, key = query[:, first * block_q : end], key.at[:, end:].set(jnp.nan)  # a cache holds anything past its end
@@ -137,8 +145,8 @@ def of_few_values(grid: CausalGrid, batch: int = 2) -> tuple[np.ndarray, np.ndar
 WHOLE, OTHER = (630, 0, None), Rule(sink_blocks=2, near_blocks=3, dense_rows=2, last_rows=5, last_weight=2.5)
 SHARDS, TALL = Cut(4, "zigzag"), Rule.of_blocks(4)
 # The first sequence of a chunk may go on after the chunk; others end inside the chunk or before it.
-# end, first row of blocks, lengths, block_q if it is not the block; rule; kept
-CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {
+# end, first row of blocks, lengths, block_q if it is not the block; rule; kept; answers
+CHOICES: dict[str, tuple] = {
     "all heads together": (WHOLE, OTHER, {"count": 900}),
     "a number per head": (WHOLE, RULE, {"count": np.array([250, 400, 300])}),
     "a threshold": (WHOLE, OTHER, {"threshold": 1e-3}),
@@ -148,6 +156,12 @@ CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {
     "a chunk, its last block short": ((630, 20, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [0]])}),
     "a chunk of all rows": ((630, 0, (630, 470, 300)), RULE, {"count": np.array([[525], [300], [225]])}),
     "a chunk of one row": ((1024, 63, (1024, 470, 300)), RULE, {"count": np.array([[75], [0], [0]])}),
+    "a chunk with answers": (
+        (630, 20, (630, 470, 330)),
+        RULE,
+        {"count": np.array([[525], [300], [40]])},
+        ((400, 620), (340, 0), (0, 0)),
+    ),
     "tall rows": ((1630, 0, None, 64), OTHER, {"count": 1500}),
     "tall rows, a threshold": ((1630, 0, None, 64), OTHER, {"threshold": 1e-3}),
     "tall rows, equal counts of shards": ((1630, 0, None, 64), TALL, {"count": 1500, "cut": SHARDS}),
@@ -160,26 +174,26 @@ CHOICES: dict[str, tuple[tuple, Rule, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", sweep(CHOICES, slow=set(CHOICES) - {"a number per head", "a chunk", "a chunk of tall rows"})
+    "name", sweep(CHOICES, slow=set(CHOICES) - {"a number per head", "a chunk with answers", "a chunk of tall rows"})
 )
 def test_choice_is_xlas(name: str):
-    (end, first, lengths, *block_q), constants, kept = CHOICES[name]
+    (end, first, lengths, *block_q), constants, kept, *answers = CHOICES[name]
     grid, lengths = (
         CausalGrid(end, 16, constants, None, *block_q),
         None if lengths is None else jnp.array(lengths, jnp.int32),
     )
     mass = jnp.asarray(of_few_values(grid, batch=2 if lengths is None else len(lengths))[1][:, :, first:])
+    rows = Rows(grid, first, lengths, *(jnp.array(x, jnp.int32) for x in answers))
     given, few = rule(1, 3) | kept, 200  # too few slots for some heads
 
     @jax.jit
     def ours(mass):
-        rows = Rows(grid, first, lengths)
         picked = gpu_choose.choose(pad(mass), rows, normalise=False, **given)
         return picked.blocks(rows), picked.lists(rows, few), picked.finished_lists(rows, few)
 
     @jax.jit
     def xlas(mass):
-        blocks = choice.choose(mass, grid, first=first, lengths=lengths, **given)
+        blocks = choice.choose(mass, rows, **given)
         lists = compact.compact(blocks, grid.full()[first:], few + 1)
         return blocks, compact.compact(blocks, grid.full()[first:], few), finished(jnp, *lists)
 
@@ -202,7 +216,7 @@ def test_nothing_is_read_outside_the_triangle():
     grid = CausalGrid(630, 16)
     logits, mass = of_few_values(grid)
     given = rule(1, 3) | {"threshold": 1e-3}
-    wanted = np.asarray(jax.jit(lambda mass: choice.choose(mass, grid, **given))(jnp.asarray(mass)))
+    wanted = np.asarray(jax.jit(lambda mass: choice.choose(mass, Rows(grid), **given))(jnp.asarray(mass)))
     garbage = np.full((2, 3, *padded(grid.columns)), np.nan, np.float32)
     garbage[..., : grid.columns, : grid.columns] = np.where(grid.causal(), logits, np.nan)
     with interpret():

@@ -21,6 +21,7 @@ from xsake.hads.profile.estimator import BUCKETS, bucket_of
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.keep import nonnegative_order, row_counts
+from xsake.hads.selection.rows import Rows
 
 TALL = case.random_profile(block=8, block_q=32)
 
@@ -34,7 +35,7 @@ def test_masses_are_sums_of_features_and_exact_in_the_last_rows(of: tuple[int, b
     profile = TALL if tall else case.random_profile()
     query, key = case.random_inputs(3, length, profile, batch=2)
     grid = profile.grid(length)
-    got = jax.jit(lambda query, key: layer_mass(query, key, profile.estimator(1), grid))(query, key)
+    got = jax.jit(lambda query, key: layer_mass(query, key, profile.estimator(1), Rows(grid)))(query, key)
     np.testing.assert_allclose(got, case.dense_mass(query, key, profile, 1), rtol=1e-3, atol=1e-6)
 
 
@@ -67,7 +68,7 @@ def masses(seed: int, heads: int, n: int) -> np.ndarray:
 @jax.jit
 def _choose(mass, sensitivity, burstiness, count):
     grid = CausalGrid(16 * mass.shape[-1], 16)
-    return choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, count=count)
+    return choose(mass, Rows(grid), sensitivity=sensitivity, burstiness=burstiness, count=count)
 
 
 _row_counts = jax.jit(lambda gain, count: row_counts(nonnegative_order(gain), count))
@@ -99,8 +100,10 @@ def test_counts_for_each_head_and_thresholds():
     mass = jnp.asarray(masses(5, 3, 20))
     rule = dict(sensitivity=np.ones(3, np.float32), burstiness=np.zeros(3, np.float32))
     counts = np.array([70, 100, 210], np.int32)
-    assert jax.jit(lambda x: choose(x, grid, count=counts, **rule))(mass).sum((-2, -1)).tolist() == [counts.tolist()]
-    kept = np.asarray(jax.jit(lambda x: choose(x, grid, threshold=1e-3, **rule))(mass))
+    assert jax.jit(lambda x: choose(x, Rows(grid), count=counts, **rule))(mass).sum((-2, -1)).tolist() == [
+        counts.tolist()
+    ]
+    kept = np.asarray(jax.jit(lambda x: choose(x, Rows(grid), threshold=1e-3, **rule))(mass))
     for h, i in np.ndindex(3, 20):
         row = np.asarray(mass)[0, h, i]
         order = sorted(range(i + 1), key=lambda j, i=i, row=row: (not case.forced_blocks(20)[i, j], -row[j]))
@@ -141,7 +144,7 @@ def test_select_is_the_rule_on_the_estimate_and_traced_counts_choose_the_same(ta
     counts = hads.layer_counts(profile, 0.5, 250)
     mass = jnp.asarray(case.dense_mass(np.asarray(query), np.asarray(key), profile, 1), jnp.float32)
     rule = dict(sensitivity=profile.sensitivity[1], burstiness=profile.burstiness[1])
-    wanted = np.asarray(jax.jit(lambda mass: choose(mass, grid, count=int(counts[1]), **rule))(mass))
+    wanted = np.asarray(jax.jit(lambda mass: choose(mass, Rows(grid), count=int(counts[1]), **rule))(mass))
     eager = hads.select(query, key, profile, 0.5, layer=1)
     run = jax.jit(lambda q, k, p, c: hads.select(q, k, p, c, layer=1))
     traced = run(query, key, profile, jnp.asarray(counts, jnp.int32))

@@ -19,6 +19,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection import choice, program
 from xsake.hads.selection.cut import TOGETHER, Cut, equal_counts
 from xsake.hads.selection.given import Given
+from xsake.hads.selection.rows import Rows
 
 _select = jax.jit(partial(hads.select, layer=1, shards=8, transpose=False), static_argnames="order")
 
@@ -95,7 +96,7 @@ def test_a_shard_keeps_the_best_blocks_of_its_rows():
 
 @partial(jax.jit, static_argnames=("grid", "cut"))
 def _choose(mass, grid, count, cut=TOGETHER, **rule):
-    return choice.choose(mass, grid, count=count, cut=cut, **rule)
+    return choice.choose(mass, Rows(grid), count=count, cut=cut, **rule)
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -115,7 +115,7 @@ class Bench:
             rule = {"sensitivity": p.sensitivity[0], "burstiness": p.burstiness[0], "count": count}
             if on_gpu():
                 return gpu_choose.choose(estimate, Rows(grid), **rule).lists(Rows(grid), grid.blocks)
-            return compact(choose(estimate, grid, **rule), grid.full(), grid.blocks)
+            return compact(choose(estimate, Rows(grid), **rule), grid.full(), grid.blocks)
 
         estimate = jax.jit(estimates)(query, key, profile)
         return {

@@ -44,12 +44,11 @@ from xsake.hads.profile.fingerprint import digest, fingerprint
 from xsake.hads.profile.profile import FREE_SHARES, HadsProfile
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.rows import Rows
 
 Progress = Callable[[str, int, int], None]
-_choose = jax.jit(choose, static_argnames="grid")
+_choose = jax.jit(lambda mass, grid, **rule: choose(mass, Rows(grid), **rule), static_argnames="grid")
 
 
 def calibrate(
@@ -272,9 +271,7 @@ def _gains(
     burstiness: np.ndarray | Array,
     grid: CausalGrid,
 ) -> Array:
-    rows = Rows(grid)
-    mass = jnp.where(rows.exact_mask(), seen.statistics.share, block_mass(seen.pooled, estimator, grid))
-    return sorted_gains(mass, rows, sensitivity, burstiness)[-1]
+    return sorted_gains(seen.mass(estimator, grid), Rows(grid), sensitivity, burstiness)[-1]
 
 
 def _free(gains: Float[np.ndarray, "H rows n"]) -> Float[np.ndarray, "H free"]:

@@ -15,6 +15,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator, bucket_of
 from xsake.hads.selection.estimate import block_logits
 from xsake.hads.selection.pooled import KIND_OF_PART, Pooled
+from xsake.hads.selection.rows import Rows
 
 STEPS = 300
 
@@ -47,7 +48,7 @@ def fit_weights(pooled: Pooled, mass: Array, grid: CausalGrid, steps: int) -> tu
 
     def divergence(w: Estimator, n: Array) -> Array:
         one = jax.tree.map(lambda x: x[n][None], pooled)
-        return _divergence(block_logits(one, scaled(w), grid)[0], mass[n], grid)
+        return _divergence(block_logits(one, scaled(w), Rows(grid))[0], mass[n], grid)
 
     def objective(w: Estimator, n: Array) -> Array:
         return divergence(w, n) + 1e-4 * jnp.square(w.features).sum()  # features that tell nothing get no weight

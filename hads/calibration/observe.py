@@ -17,7 +17,10 @@ from jaxtyping import Float, Int
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block, wait_on_device
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.estimator import Estimator
+from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import Pooled, pool
+from xsake.hads.selection.rows import Rows
 
 CHUNK = 512  # tokens whose logits exist at a time
 
@@ -27,6 +30,11 @@ class Observation(NamedTuple):
 
     statistics: BlockStatistics
     pooled: Pooled
+
+    def mass(self, estimator: Estimator, grid: CausalGrid) -> Float[Array, "B H rows n"]:
+        """The masses that HADS chooses by (`estimate.layer_mass`)."""
+        estimated = block_mass(self.pooled, estimator, grid)
+        return jnp.where(Rows(grid).exact_mask(), self.statistics.share, estimated)
 
 
 class Touched(NamedTuple):

@@ -23,12 +23,18 @@ def layer_counts(profile: HadsProfile, budget: float, length: int, *, heads: int
     return _divided(_shares(profile, profile.layer_shares, budget, grid, heads), heads, budget, grid)
 
 
-def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], chunk: int) -> np.ndarray:
+def chunk_counts(
+    profile: HadsProfile,
+    budget: float,
+    lengths: Sequence[int],
+    chunk: int,
+    answers: Sequence[Sequence[int]] | None = None,
+) -> np.ndarray:
     """i64[chunks, L, B]: how many blocks each layer keeps in each chunk of each sequence, over all its heads.
 
     The chunks of a sequence sum to its `layer_counts`, to the block. Every chunk keeps its forced blocks and as many
     others as its rows would win if they competed with all rows, which they cannot: `_row_weights`. `chunk` is in
-    tokens, a multiple of the profile's `block_q`.
+    tokens, a multiple of the profile's `block_q`. `answers` are those of `select_chunk`: the rows before them win more.
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1 or chunk % profile.block_q:
         raise ValueError(f"{chunk=} must be a multiple of the profile's rows of {profile.block_q} tokens")
@@ -38,21 +44,23 @@ def chunk_counts(profile: HadsProfile, budget: float, lengths: Sequence[int], ch
         grid = profile.grid(length)
         forced, free = grid.row_counts()
         by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
-        weights = np.broadcast_to(_row_weights(grid, free), (profile.layers, grid.rows))
+        weights = np.broadcast_to(
+            _row_weights(grid, free, () if answers is None else answers[n]), (profile.layers, grid.rows)
+        )
         kept = apportion(weights, by_layer, profile.q_heads * free) + profile.q_heads * forced
         starts = np.arange(0, grid.rows, chunk // grid.block_q)
         counts[: len(starts), :, n] = np.add.reduceat(kept, starts, -1).T
     return counts
 
 
-def _row_weights(grid: CausalGrid, free: np.ndarray) -> np.ndarray:
+def _row_weights(grid: CausalGrid, free: np.ndarray, answers: Sequence[int]) -> np.ndarray:
     """f64[rows]: how many blocks that are not forced a row wins among all rows, but for a factor.
 
     A row of twice as many blocks needs fewer than twice as many of them: its weight is the root of their number. A row
     whose errors count w times keeps every block whose gain exceeds 1 / w of the threshold: w ** (1 / 3) times as many.
     Both exponents were measured: SmolLM2 at 4096 tokens, three domains, budgets of 20% to 43%.
     """
-    return np.sqrt(free) * np.cbrt(grid.row_weights())
+    return np.sqrt(free) * np.cbrt(grid.row_weights(answers))
 
 
 def uniform_counts(layers: int, heads: int, budget: float, grid: CausalGrid) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -111,13 +112,17 @@ class CausalGrid:
         """bool[rows, columns]: the forced blocks, which are always on (`Rule.forces`)."""
         return self.causal() & self.rule.forces(np.arange(self.rows)[:, None], np.arange(self.columns), self.tall)
 
-    def row_weights(self) -> np.ndarray:
-        """f32[rows]: how much an error in each row counts (`Rule.row_weight`)."""
-        return self.rule.row_weight(np.arange(self.rows), self.rows).astype(np.float32)
+    def row_weights(self, answers: Sequence[int] = ()) -> np.ndarray:
+        """f32[rows]: how much an error in each row counts."""
+        return np.where(self.last_rows(answers), self.rule.last_weight, 1.0).astype(np.float32)
 
-    def last_rows(self) -> np.ndarray:
-        """bool[rows]: the last rows, in which an error counts more."""
-        return np.arange(self.rows) >= self.rows - self.rule.last_rows
+    def last_rows(self, answers: Sequence[int] = ()) -> np.ndarray:
+        """bool[rows]: the last rows, in which an error counts more, and those before the tokens where answers begin."""
+        row, last = np.arange(self.rows), np.zeros(self.rows, bool)
+        for end in (self.length, *answers):
+            rows = -(-end // self.block_q)
+            last |= (row < rows) & (row >= rows - self.rule.last_rows)
+        return last
 
     @property
     def forced_blocks(self) -> int:

@@ -6,10 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from xsake._ground.fields import check_fields, field, whole
 from xsake._ground.kinds import number
 
@@ -32,7 +28,7 @@ class Rule:
 
     How much an error counts (`selection.gain`):
       last_rows, last_weight: errors in the last `last_rows` rows count `last_weight` times: what follows a sequence is
-        made from its end (`row_weight`).
+        made from its end.
       own_part: how much more a block's own squared error counts than its products with other blocks' errors, which
         point in other directions.
       between_layers, within_layers: exponents that ease measured sensitivities. Sensitivity is the curvature for small
@@ -81,11 +77,6 @@ class Rule:
     def forces(self, row: Any, column: Any, tall: int = 1) -> Any:
         """Whether a block that causality allows is always on; rows are `tall` blocks of keys high."""
         return (column < self.sink_blocks) | (row * tall - column <= self.near_blocks) | (row < self.dense_rows)
-
-    def row_weight(self, row: Any, rows: Any) -> Any:
-        """How much an error in a row of blocks counts, of `rows` rows: 1, or `last_weight` in the last rows."""
-        xp: Any = jnp if isinstance(row, jax.Array) else np
-        return xp.where(row < rows - self.last_rows, 1.0, self.last_weight)
 
 
 RULE = Rule()  # of newly calibrated profiles

@@ -7,7 +7,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.cut import TOGETHER, Cut, kept_per_row
 from xsake.hads.selection.gain import sorted_gains
 from xsake.hads.selection.keep import kept_blocks, nonnegative_order
@@ -16,26 +15,24 @@ from xsake.hads.selection.rows import Rows
 
 def choose(
     mass: Float[Array, "B H rows n"],
-    grid: CausalGrid,
+    rows: Rows,
     *,
     sensitivity: Float[Array | np.ndarray, "H"],
     burstiness: Float[Array | np.ndarray, "H"],
     count: Int[Array | np.ndarray, "..."] | int | None = None,
     threshold: Float[Array | np.ndarray, ""] | float | None = None,
     cut: Cut = TOGETHER,
-    first: int = 0,
-    lengths: Int[Array, "B"] | None = None,
 ) -> Bool[Array, "B H rows n"]:
     """The blocks with the largest gains (`selection.gain`), the forced blocks among them.
 
     Give `count`, how many blocks every sequence keeps: one number over all heads; [H], one number per head; or [B, 1],
     one number per sequence. Or give `threshold`: blocks of at least this gain are kept. A count must cover the forced
-    blocks. `cut` says which blocks compete for a count. `first` and `lengths` as in `Rows`: the rows of a chunk compete
-    among themselves, and rows past a sequence's end keep nothing.
+    blocks. `cut` says which blocks compete for a count. The rows of a chunk compete among themselves, and rows past a
+    sequence's end keep nothing.
     """
-    keys, in_order, gain = sorted_gains(mass, Rows(grid, first, lengths), sensitivity, burstiness)
+    keys, in_order, gain = sorted_gains(mass, rows, sensitivity, burstiness)
     if threshold is not None:
         kept = (gain >= threshold).sum(-1)
     else:
-        kept = kept_per_row(nonnegative_order(gain), jnp.asarray(count, jnp.int32), grid, cut)
+        kept = kept_per_row(nonnegative_order(gain), jnp.asarray(count, jnp.int32), rows.grid, cut)
     return kept_blocks(keys, in_order, kept)  # the gain falls along a row, so a row keeps its heaviest blocks

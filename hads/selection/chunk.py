@@ -25,14 +25,10 @@ from xsake.hads.profile.estimator import Estimator
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import Rule
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import logit_terms
-from xsake.hads.selection.exact import with_exact_rows
-from xsake.hads.selection.pooled import pool
+from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.hads.selection.program import by_kernels_or_xla, unsupported
 from xsake.hads.selection.rows import Rows
-
-_LOWEST = -1e30  # of rows past a sequence's end nothing is kept, and their masses are finite
 
 
 class LayerWeights(NamedTuple):
@@ -63,6 +59,7 @@ def select_chunk(
     rule: Rule,
     density_hint: float | None = None,
     window: int | None = None,
+    answers: Int[Array | np.ndarray, "B A"] | None = None,
 ) -> BlockMask:
     """The mask of one layer for the queries of a chunk, which are tokens `start` to `start + T` of their sequences.
 
@@ -81,6 +78,8 @@ def select_chunk(
       density_hint: the budget, by which attention looks up its tuned configuration.
       window: the profile's. If it is within the start + T keys, the mask has no rule: it says which blocks are read,
         and the call must say which tokens see each other, by `positions`, `is_causal` and `local_window_size`.
+      answers: where a conversation's earlier answers begin, 0 in slots that are left: the rows before them, where their
+        questions stand, are chosen as the last rows are.
     """
     length = query.shape[1]
     if key.shape[1] < start + length:
@@ -99,7 +98,8 @@ def select_chunk(
         is_causal=start == 0 and not windowed,
         window=None if start == 0 or windowed else (None, start),
     )
-    given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    begin = None if answers is None else jnp.asarray(answers, jnp.int32)
+    given = _Given(query, key, pooled, weights, jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32), begin)
     kernels, xla = (partial(by, grid, mask, start // grid.block_q) for by in (_by_kernels, _by_xla))
     lists = by_kernels_or_xla(kernels, xla, unsupported(query.shape[-1], grid), jax.lax.stop_gradient(given))
     return BlockMask.of_finished(lists, **dataclasses.asdict(mask), density_hint=density_hint)
@@ -114,6 +114,7 @@ class _Given(NamedTuple):
     weights: LayerWeights
     counts: Int[Array, "B"]
     lengths: Int[Array, "B"]
+    answers: Int[Array, "B A"] | None = None
 
 
 def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
@@ -122,7 +123,7 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
     from xsake.hads.selection.gpu import estimate
     from xsake.hads.selection.gpu.exact import with_exact_rows as with_exact_logits
 
-    rows, weights = Rows(grid, first, given.lengths), given.weights
+    rows, weights = Rows(grid, first, given.lengths, given.answers), given.weights
     logits = estimate.block_logits(given.query, given.key, weights.estimator, rows, given.pooled.features)
     logits = with_exact_logits(logits, given.query, given.key, rows)
     rule = {"sensitivity": weights.sensitivity, "burstiness": weights.burstiness}
@@ -131,18 +132,9 @@ def _by_kernels(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tupl
 
 
 def _by_xla(grid: CausalGrid, mask: Grid, first: int, given: _Given) -> tuple[Array, ...]:
-    rows = Rows(grid, first, given.lengths)
-    mass = jax.nn.softmax(jnp.where(rows.allowed(), _logits(grid, first, given), _LOWEST), -1)
-    mass = with_exact_rows(mass, given.query, given.key, rows)
+    rows, known = Rows(grid, first, given.lengths, given.answers), given.pooled.parts(grid.columns)
+    mass = layer_mass(given.query, given.key, given.weights.estimator, rows, known)
     rule = {"sensitivity": given.weights.sensitivity, "burstiness": given.weights.burstiness}
-    blocks = choose(mass, grid, first=first, lengths=given.lengths, count=given.counts[:, None], **rule)
+    blocks = choose(mass, rows, count=given.counts[:, None], **rule)
     full = mask.allowed_and_full()[1][:, : grid.columns]
     return finished(jnp, *compact(blocks, full, mask.num_allowed + 1))
-
-
-def _logits(grid: CausalGrid, first: int, given: _Given) -> Float[Array, "B H rows n"]:
-    """`estimate.block_logits` for the rows of a chunk; above the diagonal it is anything."""
-    known = given.pooled.parts(grid.columns)
-    pooled = pool(given.query, given.key, grid, first=first, lengths=given.lengths, known=known)
-    products, bias, tokens = logit_terms(pooled, given.weights.estimator, grid, first)
-    return products + bias + tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.selection.rows import Rows
@@ -31,10 +31,11 @@ def with_exact_rows(
     queries = jnp.pad(query, ((0, 0), (0, rows.number * block_q - query.shape[1]), (0, 0), (0, 0)))
     queries = queries.reshape(b, rows.number, block_q, kv_heads, h // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
     lengths = jnp.full(b, grid.length, jnp.int32) if rows.lengths is None else rows.lengths
-    begin = jnp.asarray(rows.begin_of_exact(lengths), jnp.int32)
+    ends = lengths[:, None] if rows.lengths is None else rows.ends()
+    begin = jnp.asarray(rows.begin_of_exact(ends), jnp.int32)
+    which = (begin[:, :, None] + jnp.arange(rows.exact, dtype=jnp.int32)[None, None]).reshape(b, -1)
 
-    def of_row(number: Array) -> Float[Array, "B H n"]:
-        row = begin + number
+    def of_row(row: Int[Array, "B"]) -> Float[Array, "B H n"]:
         q = jax.vmap(lambda queries, at: queries[at])(queries, row - rows.first)
         _, square = jax.vmap(lambda q, key, row, length: row_statistics(q[None], key[None], row, grid, length))(
             q, key, row, lengths
@@ -42,9 +43,10 @@ def with_exact_rows(
         root = jnp.sqrt(square).reshape(b, h, grid.columns)
         return root / jnp.maximum(root.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
-    exact = jnp.moveaxis(jax.lax.map(of_row, jnp.arange(rows.exact)), 0, 2)
-    put = jax.vmap(lambda mass, exact, at: jax.lax.dynamic_update_slice_in_dim(mass, exact, at, 1))
-    return jnp.where(rows.exact_mask(), put(mass, exact, begin - rows.first), mass)
+    exact = jnp.moveaxis(jax.lax.map(of_row, which.T), 0, 1)
+    # The rows of two ends may be the same: so are their masses.
+    put = mass.at[jnp.arange(b)[:, None], :, which - rows.first].set(exact)
+    return jnp.where(rows.exact_mask(), put, mass)
 
 
 def row_statistics(

@@ -3,7 +3,7 @@
     gain of a row's k-th heaviest block = ω w m_k (δ_{k-1} + δ_k + φ)
 
 with m the blocks' masses in falling order, δ_k the mass that is dropped if the first k are kept, ω the head's
-sensitivity, w the row's weight (`Rule.row_weight`) and φ the head's burstiness.
+sensitivity, w the row's weight (`Rule.last_weight`) and φ the head's burstiness.
 
 Leaving out the blocks D of a row changes its output by δ (μ_D - μ_S) exactly, with δ the dropped mass and μ the mean
 values under the renormalised weights. To second order the model's KL grows with Σ ω w δ² over rows and heads. So the

@@ -51,11 +51,11 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
 
 
 def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
-    mass = layer_mass(given.query, given.key, given.estimator, grid)
+    mass = layer_mass(given.query, given.key, given.estimator, Rows(grid))
     sensitivity, burstiness = given.sensitivity, given.burstiness
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    blocks = choose(mass, grid, sensitivity=sensitivity, burstiness=burstiness, cut=cut, **given.kept)
+    blocks = choose(mass, Rows(grid), sensitivity=sensitivity, burstiness=burstiness, cut=cut, **given.kept)
     return blocks if room is None else compact(blocks, grid.full(), room)
 
 

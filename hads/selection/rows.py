@@ -15,6 +15,9 @@ from xsake.hads.profile.causal_grid import CausalGrid
 class Rows(NamedTuple):
     """The rows of a grid from row `first` on, for sequences of these lengths; None means that all tokens exist.
 
+    `answers` say where a conversation's earlier answers begin, 0 for none: a question stands before each of them as
+    before the sequence's end, so that the rows before them are last rows, too.
+
     XLA's program takes masks of the rows' blocks and tokens. A kernel gets the lengths as an `input`, and passes its
     reference to the methods that ask for `length_ref`.
     """
@@ -22,6 +25,7 @@ class Rows(NamedTuple):
     grid: CausalGrid
     first: int = 0
     lengths: Int[Array, "B"] | None = None
+    answers: Int[Array, "B A"] | None = None
 
     @property
     def number(self) -> int:
@@ -44,30 +48,48 @@ class Rows(NamedTuple):
         causal = self.grid.causal()[None, None, self.first :]
         if self.lengths is None:
             return causal
-        row, rows = self._rows_of_each()
-        column = jnp.arange(self.grid.columns, dtype=jnp.int32)[None] * self.grid.block < self.lengths[:, None]
-        return (row < rows)[:, None, :, None] & column[:, None, None] & causal
+        end = self.lengths[:, None]
+        column = jnp.arange(self.grid.columns, dtype=jnp.int32)[None] * self.grid.block < end
+        return self._between(jnp.zeros_like(end), self._row_of(end)) & column[:, None, None] & causal
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
-        """How much an error in each row counts (`Rule.row_weight`)."""
+        """How much an error in each row counts (`Rule.last_weight`)."""
         if self.lengths is None:
             return self.grid.row_weights()[None, None, self.first :, None]
-        return self.grid.rule.row_weight(*self._rows_of_each()).astype(jnp.float32)[:, None, :, None]
+        return jnp.where(self.last(), jnp.float32(self.grid.rule.last_weight), 1.0)
+
+    def last(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
+        """The last rows of a sequence and before each answer (`Rule.last_rows`)."""
+        if self.lengths is None:
+            return self.grid.last_rows()[None, None, self.first :, None]
+        ends = self._row_of(self.ends())
+        return self._between(ends - self.grid.rule.last_rows, ends)
 
     def exact_mask(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
         """The rows whose masses are exact."""
         if not self.exact:
             return np.zeros((1, 1, self.number, 1), bool)
-        row = np.arange(self.first, self.grid.rows, dtype=np.int32)[None, None, :, None]
         if self.lengths is None:
+            row = np.arange(self.first, self.grid.rows, dtype=np.int32)[None, None, :, None]
             return row >= self.first_exact(self.grid.length)
-        return row >= self.first_exact(self.lengths)[:, None, None, None]
+        ends = self.ends()
+        return self._between(self.first_exact(ends), self._row_of(ends))
 
-    def _rows_of_each(self) -> tuple[Int[Array, "1 rows"], Int[Array, "B 1"]]:
-        """(the numbers of the rows; how many rows each sequence has)"""
-        assert self.lengths is not None
-        rows = (self.lengths + self.grid.block_q - 1) // self.grid.block_q
-        return jnp.arange(self.first, self.grid.rows, dtype=jnp.int32)[None], rows[:, None]
+    def ends(self) -> Int[Array, "B A_and_one"]:
+        """Where each sequence ends, and where the questions before its answers do, 0 for none."""
+        if self.lengths is None:
+            raise ValueError("answers are of sequences whose lengths are given")
+        return self.lengths[:, None] if self.answers is None else jnp.column_stack([self.lengths, self.answers])
+
+    def _row_of(self, end: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The row after the one of a last token; how many rows a sequence has."""
+        return (end + self.grid.block_q - 1) // self.grid.block_q
+
+    def _between(self, first: Int[Array, "B E"], end: Int[Array, "B E"]) -> Bool[Array, "B 1 rows 1"]:
+        """The rows from the first one to the end of any of these."""
+        row = jnp.arange(self.first, self.grid.rows, dtype=jnp.int32)[None, None]
+        inside = (row >= first[..., None]) & (row < end[..., None])
+        return inside.any(1)[:, None, :, None]
 
     def queries(self) -> Bool[Array | np.ndarray, "#B rows block_q"] | None:
         """Which tokens of the rows exist; None means all."""
@@ -88,42 +110,55 @@ class Rows(NamedTuple):
     # -- for both: rows with exact masses
 
     @property
+    def number_of_ends(self) -> int:
+        return 1 if self.answers is None else 1 + self.answers.shape[1]
+
+    @property
     def exact(self) -> int:
-        """How many rows, at most, hold one of a sequence's last `Rule.exact_queries`: their masses are exact."""
+        """How many rows, at most, hold one of the last `Rule.exact_queries` before an end: their masses are exact."""
         queries, block_q = self.grid.rule.exact_queries, self.grid.block_q
         if self.lengths is None:
             return self.grid.rows - max(self.first_exact(self.grid.length), self.first) if queries else 0
         return min(-(-queries // block_q) + 1, self.number) if queries else 0
 
-    def first_exact(self, length: Any) -> Any:
-        """The first row of a sequence of this length that holds one of its last `Rule.exact_queries`."""
-        back, block_q = length - self.grid.rule.exact_queries, self.grid.block_q
+    def first_exact(self, end: Any) -> Any:
+        """The first row that holds one of the last `Rule.exact_queries` before an end."""
+        back, block_q = end - self.grid.rule.exact_queries, self.grid.block_q
         return max(back, 0) // block_q if isinstance(back, int) else lax.div(jnp.maximum(back, 0), jnp.int32(block_q))
 
-    def begin_of_exact(self, length: Any) -> Any:
+    def begin_of_exact(self, end: Any) -> Any:
         """The first of `exact` rows, one after the other, that hold those from `first_exact` on."""
         most = self.grid.rows - self.exact
-        begin = self.first_exact(length)
+        begin = self.first_exact(end)
         return min(max(begin, self.first), most) if isinstance(begin, int) else jnp.clip(begin, self.first, most)
 
     # -- for kernels
 
     def input(self, batch: int) -> tuple[Array, Any]:
-        """The lengths and their block spec: a program sees the length of its sequence."""
+        """The ends and their block spec: a program sees those of its sequence, the length first."""
         from xsake.hads.mask.lists.triton_call import whole
 
-        lengths = jnp.full(batch, self.grid.length, jnp.int32) if self.lengths is None else self.lengths
-        return lengths[:, None], whole(None, 1)
+        ends = jnp.full((batch, 1), self.grid.length, jnp.int32) if self.lengths is None else self.ends()
+        return ends, whole(None, ends.shape[1])
 
-    def rows_of(self, length_ref: Any) -> Any:
-        """How many rows of blocks the sequence has."""
+    def rows_of(self, length_ref: Any, number: int = 0) -> Any:
+        """How many rows of blocks the sequence has, or has up to another of its `ends`."""
         if self.lengths is None:
             return self.grid.rows
-        return lax.div(length_ref[0] + (self.grid.block_q - 1), jnp.int32(self.grid.block_q))
+        return lax.div(length_ref[number] + (self.grid.block_q - 1), jnp.int32(self.grid.block_q))
 
-    def end(self, length_ref: Any) -> Any:
-        """How many tokens the sequence has, beyond the grid too."""
-        return self.grid.length if self.lengths is None else length_ref[0]
+    def end(self, length_ref: Any, number: Any = 0) -> Any:
+        """How many tokens the sequence has, beyond the grid too; or another of its `ends`."""
+        return self.grid.length if self.lengths is None else length_ref[number]
+
+    def weight(self, row: Array, length_ref: Any) -> Array:
+        """How much an error in a row counts (`weights`)."""
+        rule, weight = self.grid.rule, jnp.ones(row.shape, jnp.float32)
+        for number in range(self.number_of_ends):
+            end = self.rows_of(length_ref, number)
+            is_last = (row < end) & (row >= end - rule.last_rows)
+            weight = jnp.where(is_last, jnp.float32(rule.last_weight), weight)
+        return weight
 
     def blocks_of(self, row: Any, length_ref: Any) -> Any:
         """How many blocks of keys a row that exists has, from the first one on."""

@@ -11,7 +11,7 @@ from xsake.hads.calibration.observe import observe
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import block_mass
+from xsake.hads.selection.rows import Rows
 
 
 class Portrait(NamedTuple):
@@ -35,8 +35,8 @@ def portrait(model: Any, profile: HadsProfile, tokens: np.ndarray, budget: float
     shares, best, found = [], -2.0, (0, 0, np.zeros((1, 1)), np.zeros((1, 1), bool))
     for number, layer in enumerate(observe(model, jnp.asarray(tokens[None], jnp.int32), grid)):
         chosen = choose(
-            block_mass(layer.pooled, profile.estimator(number), grid),
-            grid,
+            layer.mass(profile.estimator(number), grid),
+            Rows(grid),
             sensitivity=profile.sensitivity[number],
             burstiness=profile.burstiness[number],
             count=int(counts[number]),

@@ -17,7 +17,7 @@ from xsake._ground.fields import check
 from xsake._ground.kinds import whole
 from xsake.hads import chunk_counts
 from xsake.model.generation.hads_budget import HadsBudget
-from xsake.model.generation.prefill import Prompt, check_reading, padded, read_prompts
+from xsake.model.generation.prefill import Answers, Prompt, check_answers, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
 from xsake.model.generation.writer import Writer
@@ -40,6 +40,7 @@ def generate(
     hads: HadsBudget | None = None,
     chunk: int | None = None,
     mesh: Mesh | None = None,
+    answers: Answers | None = None,
 ) -> list[list[int]]:
     """Continues prompts of any lengths; returns the new tokens of each prompt, up to and without a stop token.
 
@@ -56,6 +57,8 @@ def generate(
         the memory of a forward follows the chunk. Not together with `mask_fn`.
       mesh: of `xsake.model.sharding.make_mesh`: prompts are split over its axis "data", weights and cache over its axis
         "model". The tokens are those of one device. A model from `shard_model` is not copied anew.
+      answers: for each prompt, the tokens where earlier answers of a conversation begin. HADS chooses the rows before
+        them as closely as the prompt's last ones: a question stands there.
 
     Prompt and cache are padded to multiples of 64 tokens, which changes no result, so that prompts of other lengths
     rarely compile anew. With a `mask_fn` the prompt is not padded.
@@ -69,6 +72,7 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     options: dict[str, Any] = dict(sampler=sampler, seed=seed, mask_fn=mask_fn, hads=hads, chunk=chunk, mesh=mesh)
+    options["answers"] = answers
     for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
         for row, token in enumerate(tokens.tolist()):
             done[row] = done[row] or token in stop
@@ -90,6 +94,7 @@ def stream(
     hads: HadsBudget | None = None,
     chunk: int | None = None,
     mesh: Mesh | None = None,
+    answers: Answers | None = None,
 ) -> Iterator[np.ndarray]:
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
     if mask_fn is not None and (hads is not None or chunk is not None):
@@ -97,6 +102,7 @@ def stream(
     capacity, step = check_request(
         model.config, prompts, max_new_tokens=max_new_tokens, seed=seed, hads=hads, chunk=chunk
     )
+    check_answers(prompts, answers, hads)
     if mesh is not None:
         check_generation(mesh, len(prompts))
         model = shard_model(model, mesh)
@@ -107,7 +113,7 @@ def stream(
         if mask_fn is not None:
             yield from _with_masks(model, prompts, capacity, keys, sampler, mask_fn, mesh)
             return
-        read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh)
+        read = read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, mesh=mesh, answers=answers)
         yield from write(model, read, keys, sampler, hads=hads, step=step)
 
     return _finite(steps())

@@ -6,7 +6,7 @@ takes minutes. Keys and values are written to the cache in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from xsake.model.network.config import ModelConfig
 from xsake.model.network.rope import Rotation
 from xsake.model.network.transformer import Transformer
 
+Answers = Sequence[Sequence[int]]  # of each prompt, the tokens where earlier answers begin
 UNIT = 64  # prompts without HADS are cut and padded to multiples of this many tokens
 
 
@@ -50,6 +51,7 @@ def read_prompts(
     pad_to: int = 0,
     mesh: Mesh | None = None,
     watch: Callable[[Float[Array, "B T width"]], None] | None = None,
+    answers: Answers | None = None,
 ) -> Prompt:
     """Read prompts of any lengths into a cache of `capacity` slots, `chunk` tokens at a time.
 
@@ -57,8 +59,9 @@ def read_prompts(
     The budget holds in every chunk, and over every prompt to the block. Prompts are padded to `pad_to` tokens at
     least, which changes no result: prompts of other lengths then compile nothing anew. On a mesh, prompts are split
     over its axis "data", and heads as the model's weights are. `watch` is called with the last block's output for
-    every chunk, padding included.
+    every chunk, padding included. `answers` say where earlier answers of each prompt begin, as in `generate`.
     """
+    check_answers(prompts, answers, hads)
     block = check_reading(model.config, prompts, capacity=capacity, hads=hads, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if pad_to > capacity:
@@ -66,7 +69,11 @@ def read_prompts(
     total = min(-(-max(int(lengths.max()), pad_to) // block) * block, capacity)
     reader = _Reader(model, hads, mesh, capacity)
     return reader.read(
-        padded(prompts, total), lengths, chunk or -(-total // block) * block, watch or (lambda states: None)
+        padded(prompts, total),
+        lengths,
+        chunk or -(-total // block) * block,
+        watch or (lambda states: None),
+        answers if answers and any(answers) else None,
     )
 
 
@@ -99,6 +106,22 @@ def check_reading(
     return unit
 
 
+def check_answers(prompts: Any, answers: Answers | None, hads: HadsBudget | None) -> None:
+    """ValueError if `answers` are not places inside their prompts, or no HADS asks for them."""
+    if answers is None:
+        return
+    if hads is None:
+        raise ValueError("answers say where HADS looks closely: give hads, or leave answers out")
+    if len(answers) != len(prompts):
+        raise ValueError(f"answers of {len(answers)} prompts are given, and {len(prompts)} prompts")
+    for number, (prompt, begin) in enumerate(zip(prompts, answers, strict=True)):
+        if wrong := [at for at in begin if type(at) is not int or not 0 < at < len(prompt)]:
+            raise ValueError(
+                f"answers of prompt {number} begin at {wrong[0]!r}: it must be an int from 1 to {len(prompt) - 1}, the "
+                f"first token of an answer among the prompt's {len(prompt)}"
+            )
+
+
 class _Reader:
     """Between two programs the host does as little as it can: the chip waits for it, most of all with short chunks.
 
@@ -118,24 +141,31 @@ class _Reader:
             blocks: dict[str, Any] = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
             self.static = self.static._replace(**blocks, density_hint=density_bucket(hads.prompt))
 
-    def read(self, padded: np.ndarray, lengths: np.ndarray, chunk: int, watch: Callable[[Array], None]) -> Prompt:
-        config, chunks = self.config, -(-padded.shape[1] // chunk)
+    def read(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        chunk: int,
+        watch: Callable[[Array], None],
+        answers: Answers | None,
+    ) -> Prompt:
+        config, chunks = self.config, -(-tokens.shape[1] // chunk)
         layers: list[Any] = [None] * config.layers  # keys, values and pooled keys, once the first chunk is read
         learned: Any = [None] * config.layers
         counts: Any = [None] * chunks
         if self.hads is not None:
             learned = self.hads.learned
-            kept = chunk_counts(self.hads.profile, self.hads.prompt, lengths.tolist(), chunk)
+            kept = chunk_counts(self.hads.profile, self.hads.prompt, lengths.tolist(), chunk, answers)
             counts = np.zeros((chunks, *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
             counts[: len(kept)] = kept
         on_device = _split(lengths, self.mesh)
+        most = max(map(len, answers)) if answers else 0
+        begin = _split(padded(answers, 1 << (most - 1).bit_length()), self.mesh) if answers else None
         last: Any = None
         for number in range(chunks):
             start = number * chunk
-            tokens = _split(padded[:, start : start + chunk], self.mesh)
-            x, rotation, kept_here = _start(
-                config, self.embed_tree, self.embed, tokens, np.int32(start), counts[number]
-            )
+            part = _split(tokens[:, start : start + chunk], self.mesh)
+            x, rotation, kept_here = _start(config, self.embed_tree, self.embed, part, np.int32(start), counts[number])
             for layer, weights in enumerate(self.blocks):
                 x, layers[layer] = _read_block(
                     self.static._replace(start=start, window=config.window_of(layer)),
@@ -146,6 +176,7 @@ class _Reader:
                     learned[layer],
                     kept_here[layer],
                     on_device,
+                    begin,
                 )
             watch(x)
             last = _take_last(last, x, on_device, np.int32(start))
@@ -204,6 +235,7 @@ def _read_block(
     learned: LayerWeights | None,
     counts: Array | None,
     lengths: Array,
+    answers: Array | None,
 ) -> tuple[Array, Any]:
     """A block's output for a chunk, and the layer's keys, values and pooled keys up to the chunk's end."""
     start = static.start
@@ -243,6 +275,7 @@ def _read_block(
                 rule=static.rule,
                 density_hint=static.density_hint,
                 window=static.window,
+                answers=answers,
             )
             options = {"mask": mask}
             if static.window is not None and static.window < end:

@@ -229,7 +229,7 @@ def _sorted_gains(
         omega, phi = omega_ref[0], phi_ref[0]
         row = (rows.first + begin + iota(tile))[:, None]
         blocks, tall = rows.blocks_of(row, length_ref), rows.grid.tall
-        weight = omega * rows.grid.rule.row_weight(row, rows.rows_of(length_ref))
+        weight = omega * rows.weight(row, length_ref)
 
         def at(used: int) -> None:
             column = iota(used)[None, :]

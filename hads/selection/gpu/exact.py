@@ -43,7 +43,7 @@ def _sums(
 
     def kernel(query_ref: Any, key_ref: Any, length_ref: Any, out_ref: Any) -> None:
         number, begin = lax.div(pl.program_id(0), chunks), lax.rem(pl.program_id(0), chunks) * _CHUNK
-        row = rows.begin_of_exact(rows.end(length_ref)) + number
+        row, _ = _row_and_end(rows, number, length_ref)
 
         def load(ref: Any, at: Any, size: int, end: int) -> Array:
             """The `size` tokens from token `at` on, of which those before `end` are there."""
@@ -68,17 +68,29 @@ def _sums(
     (out,) = triton_call(
         kernel,
         "hads_exact_sums",
-        (rows.exact * chunks, h, b),
+        (rows.exact * rows.number_of_ends * chunks, h, b),
         [
             (query, pl.BlockSpec((None, tokens, None, d), lambda _, head, b: (b, 0, head, 0))),
             (key, pl.BlockSpec((None, key.shape[1], None, d), lambda _, head, b: (b, 0, lax.div(head, group), 0))),
             rows.input(b),
         ],
-        [((b, h, rows.exact, columns, block_q), jnp.float32, pl.BlockSpec((None, None, None, columns, block_q), at))],
+        [
+            (
+                (b, h, rows.exact * rows.number_of_ends, columns, block_q),
+                jnp.float32,
+                pl.BlockSpec((None, None, None, columns, block_q), at),
+            )
+        ],
         num_warps=_SUMS_WARPS,
         num_stages=_SUMS_STAGES,
     )
     return out
+
+
+def _row_and_end(rows: Rows, number: Array, length_ref: Any) -> tuple[Array, Any]:
+    """(a row that may need exact masses, and the end before which it stands), of a program's number."""
+    end = rows.end(length_ref, lax.div(number, jnp.int32(rows.exact)))
+    return rows.begin_of_exact(end) + lax.rem(number, jnp.int32(rows.exact)), end
 
 
 def _masses(
@@ -88,9 +100,8 @@ def _masses(
     block_q, columns = rows.grid.block_q, sums.shape[3]
 
     def kernel(sums_ref: Any, estimated_ref: Any, length_ref: Any, out_ref: Any) -> None:
-        end = rows.end(length_ref)
-        row = rows.begin_of_exact(end) + pl.program_id(0)
-        counts = (row * block_q + iota(block_q) < end)[None, :]
+        row, end = _row_and_end(rows, pl.program_id(0), length_ref)
+        counts = (row * block_q + iota(block_q) < rows.end(length_ref))[None, :]
         blocks = rows.blocks_of(row, length_ref)
 
         @pl.when((row >= rows.first_exact(end)) & (row * block_q < end))
@@ -125,7 +136,7 @@ def _masses(
     (out,) = triton_call(
         kernel,
         "hads_exact_masses",
-        (rows.exact, h, b),
+        (sums.shape[2], h, b),
         [
             (sums, pl.BlockSpec((None, None, None, columns, block_q), lambda number, h, b: (b, h, number, 0, 0))),
             (logits, logits_spec),

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
 from xsake.hads.selection.choice import choose
-from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.program import Given, chosen, share_by_group
 from xsake.hads.study.methods import ranking, scores
+from xsake.hads.study.methods.by_gain import choose_by_gain, estimated_mass, rule_of_heads
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority
 from xsake.hads.study.methods.registry import GROUPS, METHODS, Method, register, register_rival
 
 __all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass", "expand"]
-
-Mass = Float[Array, "B H rows n"]
 
 
 def hads(x: Layer) -> Blocks:
@@ -31,28 +27,12 @@ def hads(x: Layer) -> Blocks:
 
 def hads_group(x: Layer) -> Blocks:
     """HADS with one mask per KV head. The count is rounded down to a multiple of the query heads per KV head."""
-    omega, phi = _rule_of_heads(x)
+    omega, phi = rule_of_heads(x)
     kv_heads = x.key.shape[2]
     group = x.query.shape[2] // kv_heads
     mass, omega, phi = share_by_group(estimated_mass(x), omega, phi, kv_heads)
-    kept = choose(mass, x.grid, sensitivity=omega, burstiness=phi, count=x.count // group)
+    kept = choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=x.count // group)
     return jnp.repeat(kept, group, 1)
-
-
-def estimated_mass(x: Layer) -> Mass:
-    """The masses that HADS chooses by."""
-    return layer_mass(x.query, x.key, x.profile.estimator(x.number), x.grid)
-
-
-def choose_by_gain(x: Layer, mass: Mass) -> Blocks:
-    """HADS's rule on any masses, estimated or true."""
-    omega, phi = _rule_of_heads(x)
-    return choose(mass, x.grid, sensitivity=omega, burstiness=phi, count=x.count)
-
-
-def _rule_of_heads(x: Layer) -> tuple[Array, Array]:
-    """The sensitivity and burstiness of the layer's heads."""
-    return jnp.asarray(x.profile.sensitivity)[x.number], jnp.asarray(x.profile.burstiness)[x.number]
 
 
 # -- rivals: each gives the priorities of a layer's blocks -------------------------------------------------------------
