@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import hads_case as case
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.rule import VERSION_3
 from xsake.hads.selection.keep import keep_largest
 from xsake.hads.study.methods import ranking, registry, scores, shipped
 from xsake.hads.study.methods.layer import Layer
@@ -166,6 +168,23 @@ def test_the_weight_of_the_last_rows_for_every_method_or_for_none():
         MethodMask.of("hads", PROFILE, [300, 301], last_rows="all")
 
 
+def test_a_rival_is_given_the_last_rows_of_hads():
+    """As many blocks as HADS keeps there, by exact masses."""
+    query, key = map(jnp.asarray, inputs())
+    counts = np.array([300, 301], np.int32)
+    run = jax.jit(lambda masks: {name: mask.blocks(1, query, key) for name, mask in masks.items()})
+    names = ("hads", "mean_top_k+forced", "mean_top_k+exact")
+    kept = jax.device_get(run({name: MethodMask.of(name, PROFILE, counts) for name in names}))
+    ours, forced, exact = (kept[name] for name in names)
+    assert exact.sum((1, 2, 3)).tolist() == [301, 301] and exact[..., case.forced_blocks(16)].all()
+    last = PROFILE.grid(LENGTH).last_rows()
+    assert (exact[:, :, last].sum((1, 2, 3)) == ours[:, :, last].sum((1, 2, 3))).all()
+    assert (forced[:, :, last] & ours[:, :, last]).sum() < (exact[:, :, last] & ours[:, :, last]).sum()
+    older = dataclasses.replace(PROFILE, rule=VERSION_3)
+    with pytest.raises(ValueError, match=r"Rule\.exact_queries, of which this profile's rule has none"):
+        MethodMask.of("mean_top_k+exact", older, counts).blocks(1, query, key)
+
+
 @pytest.fixture
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "METHODS", {})
@@ -175,7 +194,7 @@ def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("empty_registry")
 def test_a_rival_is_registered_with_and_without_forced_blocks():
     register_rival("nearest", lambda layer: layer.everywhere(-layer.grid.distance()))
-    assert registry.GROUPS == {"rivals": ["nearest"], "forced": ["nearest+forced"]}
+    assert registry.GROUPS == {"rivals": ["nearest"], "forced": ["nearest+forced"], "exact": ["nearest+exact"]}
     plain, forced = registry.METHODS["nearest"], registry.METHODS["nearest+forced"]
     assert plain.program is forced.program and not plain.forced and forced.forced  # one compiled program for both
     run = jax.jit(lambda q, k, forced: plain.program(Layer(q, k, GRID, 1, 400, PROFILE, with_forced=forced)))

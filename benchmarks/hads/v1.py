@@ -27,6 +27,7 @@ from xsake.hads.selection.exact import attention_rows
 from xsake.hads.study.layerwise import attend, project
 from xsake.hads.study.methods import ranking
 from xsake.hads.study.methods.layer import Layer, Priority
+from xsake.hads.study.methods.registry import FORMS
 
 LEAST, MOST = 0.15, 0.85  # focused heads skip 80-90% of the blocks, broad heads 10-20%
 
@@ -78,7 +79,7 @@ def hads_v1_random(x: Layer) -> Priority:
 
 
 METHODS = (hads_v1, hads_v1_random)
-NAMES = frozenset(f"{method.__name__}{form}" for method in METHODS for form in ("", "+forced"))
+NAMES = frozenset(f"{method.__name__}{form}" for method in METHODS for form in FORMS)
 
 
 def _static(x: Layer, score: Priority) -> Priority:

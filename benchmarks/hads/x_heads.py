@@ -23,6 +23,7 @@ from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.study.layerwise import attend, project
 from xsake.hads.study.methods import ranking
 from xsake.hads.study.methods.layer import Layer, Priority
+from xsake.hads.study.methods.registry import FORMS
 from xsake.hads.study.methods.scores import antidiagonal_shares
 
 STRIDE, COVERED = 8, 0.9
@@ -61,7 +62,7 @@ def x_attention_8_heads(x: Layer) -> Priority:
 
 
 METHODS = (x_attention_8_heads,)
-NAMES = frozenset(f"{method.__name__}{form}" for method in METHODS for form in ("", "+forced"))
+NAMES = frozenset(f"{method.__name__}{form}" for method in METHODS for form in FORMS)
 
 
 def shape(config: Any) -> Thresholds:

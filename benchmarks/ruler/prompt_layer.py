@@ -8,7 +8,6 @@ That is right for methods that rank a row of blocks by its own queries and the k
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -17,11 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.hads.methods import METHODS
-from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.profile.profile import HadsProfile
-from xsake.hads.selection.choice import choose
-from xsake.hads.selection.keep import keep_largest
-from xsake.hads.study.methods.layer import Blocks, Layer, Priority
+from xsake.hads.study.methods.layer import Blocks, Layer
+from xsake.hads.study.methods.registry import FORMS
 
 _RIVALS = (
     *("sink_window", "sliding_window", "longformer", "power"),
@@ -29,49 +26,19 @@ _RIVALS = (
     "hads_shares_top_k",
 )
 METHODS_HERE = (
-    *(f"{name}{form}" for name in _RIVALS for form in ("", "+forced")),
+    *(f"{name}{form}" for name in _RIVALS for form in FORMS),
     *("oracle_top_k", "oracle_top_k+forced", "oracle_top_p+forced", "oracle_gain"),
 )
-_LOWEST = -1e30  # a priority above that of all padding
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptLayer(Layer):
-    """A layer of prompts of `lengths` tokens; `count` has one number per prompt."""
-
-    lengths: Array | None = None
-
-    @property
-    def exists(self) -> Array:
-        """bool[B, 1, rows, n]: whether a block holds queries and keys of the prompt."""
-        grid, lengths = self.grid, jnp.asarray(self.lengths)[:, None]
-        rows, columns = jnp.arange(grid.rows) * grid.block_q < lengths, jnp.arange(grid.columns) * grid.block < lengths
-        return rows[:, None, :, None] & columns[:, None, None]
-
-    def keep(self, priority: Priority) -> Blocks:
-        ranked = jnp.where(self.exists, jnp.maximum(priority, _LOWEST), -jnp.inf)
-        return keep_largest(ranked, self.grid, self.count, self.forced & self.exists)
-
-
-def oracle_gain(x: PromptLayer) -> Blocks:
-    """HADS's rule on true masses; the last rows, which count more, are each prompt's own."""
-    sensitivity, burstiness = (jnp.asarray(of)[x.number] for of in (x.profile.sensitivity, x.profile.burstiness))
-    mass = block_statistics(x.query, x.key, **x.grid.shape).share
-    rule = {"sensitivity": sensitivity, "burstiness": burstiness}
-    return choose(mass, x.grid, lengths=jnp.asarray(x.lengths), count=jnp.asarray(x.count)[:, None], **rule)
-
-
-_OWN_PROGRAMS: dict[str, Callable[..., Blocks]] = {"oracle_gain": oracle_gain}
 
 
 def program_of(name: str) -> Callable[..., Blocks]:
-    """The method's program for a `PromptLayer`; methods that share a program share its compiled form."""
+    """The method's program for padded prompts; methods that share a program share its compiled form."""
     if name not in METHODS_HERE:
         raise ValueError(
             f"{name!r} cannot read padded prompts: it looks at the end of a whole sequence, or must know more of the "
             f"model than its profile says, or is unknown. These can: dense, hads, {', '.join(METHODS_HERE)}"
         )
-    return _OWN_PROGRAMS.get(name, METHODS[name].program)
+    return METHODS[name].program
 
 
 def forces(name: str) -> bool:
@@ -94,8 +61,8 @@ def choose_blocks(
     query = _fill_last_block(query, lengths, profile.block_q)
     key = _fill_last_block(key, lengths, profile.block)
     grid = profile.grid(query.shape[1])
-    x = PromptLayer(query, key, grid, layer, counts[layer], profile, with_forced, lengths=lengths)
-    blocks = program(x) & x.exists
+    x = Layer(query, key, grid, layer, counts[layer], profile, with_forced, lengths=lengths)
+    blocks = program(x) & x.rows.allowed()
     return blocks, blocks.sum((1, 2, 3))
 
 

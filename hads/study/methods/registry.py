@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.study.methods.by_gain import with_exact_last_rows
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority, Remembered, TokenMask
-from xsake.hads.study.methods.ranking import ALWAYS
+from xsake.hads.study.methods.ranking import ALWAYS, diagonal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Method:
     adapt: Callable[[HadsProfile], HadsProfile] | None = None
 
 
+FORMS = ("", "+forced", "+exact")  # of a rival that ranks blocks (`register_rival`)
 METHODS: dict[str, Method] = {}
 GROUPS: dict[str, list[str]] = {}  # names of methods; a group exists once a method is registered in it
 
@@ -50,10 +52,13 @@ def register(name: str, method: Method, *, group: str) -> None:
 def register_rival(
     name: str, priority: Callable[[Layer], Priority], groups: tuple[str, str] = ("rivals", "forced")
 ) -> None:
-    """Register the method that keeps the diagonal blocks and the blocks of highest priority, in two forms.
+    """Register the method that keeps the diagonal blocks and the blocks of highest priority, in three forms.
 
-    `name` is in the first of the groups, and `name+forced`, which also keeps HADS's forced blocks, in the second."""
-    register_in_both_forms(name, partial(_by_priority, priority), groups)
+    `name` is in the first of the groups, and `name+forced`, which also keeps HADS's forced blocks, in the second.
+    `name+exact`, in the group "exact", also has HADS's last rows: as many blocks, by exact masses."""
+    program = partial(_by_priority, priority)
+    register_in_both_forms(name, program, groups)
+    register(f"{name}+exact", Method(lambda x: program(with_exact_last_rows(x))), group="exact")
 
 
 def register_in_both_forms(
@@ -68,7 +73,7 @@ def register_in_both_forms(
 
 def keep_with_diagonal(x: Layer, priority: Priority) -> Blocks:
     """Diagonal blocks come first, whatever the priority says: no row is left without a key."""
-    return x.keep(jnp.maximum(priority, x.everywhere(np.where(x.grid.distance() == 0, ALWAYS, -np.inf))))
+    return x.keep(jnp.maximum(priority, x.everywhere(np.where(diagonal(x.grid) > 0, ALWAYS, -np.inf))))
 
 
 def _by_priority(priority: Callable[[Layer], Priority], x: Layer) -> Blocks:
