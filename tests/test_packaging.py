@@ -95,6 +95,7 @@ def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> N
         "ours",
         "rivals",
         "forced",
+        "exact",
         "oracles",
     }
     # Help lists what there is, and nothing else: a name, or NAME+forced for the rivals.
