@@ -279,14 +279,14 @@ compile(make, given, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 
 first = grid.rows // 2  # the second half as a chunk of the prompt
 begin = first * block_q
-def chunk_of_prompt(query, key, cache, features, weights, number):
+def chunk_of_prompt(query, key, cache, features, weights, number, answers):
     square = CausalGrid(length, block)
     pooled = pooled_keys.PooledKeys(pooled_keys._pool_by_kernel(square, begin // block, features, key, number))
     mask = Grid.of(block_q, block, length - begin, length, False, (None, begin))
-    return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number))
+    return chunk._by_kernels(grid, mask, first, chunk._Given(query, cache, pooled, weights, number, number, answers))
 half = (jax.ShapeDtypeStruct((1, length - begin, heads, head_dim), dtype) for heads in (4, 2))
 features = jax.ShapeDtypeStruct((1, 2, grid.columns, 5, head_dim), jnp.float32)
-rest = features, chunk.LayerWeights.of(profile, 0), jax.ShapeDtypeStruct((1,), jnp.int32)
+rest = features, chunk.LayerWeights.of(profile, 0), *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1,), (1, 2)))
 compile(chunk_of_prompt, *half, key, *rest, chip=chip, dump=pathlib.Path(tempfile.mkdtemp()))
 os._exit(0)
 """

@@ -56,14 +56,11 @@ def test_budgets_are_exact_with_answers(inputs):
     pooled = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=8, head_dim=8)
     pooled = pooled.write(key, jnp.array(LENGTHS, jnp.int32), start=0, block=16)
     weights, options = hads.LayerWeights.of(PROFILE, 1), dict(block=16, rule=PROFILE.rule)
-    changed = False
     for number, start in enumerate(range(0, LENGTHS[0], chunk)):
         given = query[:, start : start + chunk], key, pooled, weights, counts[number, 1], np.int32(LENGTHS)
         run = jax.jit(partial(hads.select_chunk, start=start, **options))
-        with_answers, without = (run(*given, answers=x).to_blocks() for x in (PADDED, None))
-        assert with_answers.sum((1, 2, 3)).tolist() == counts[number, 1].tolist()
-        changed = changed or not np.array_equal(with_answers, without)
-    assert changed
+        blocks = run(*given, answers=PADDED).to_blocks()
+        assert blocks.sum((1, 2, 3)).tolist() == counts[number, 1].tolist()
 
 
 def test_answers_of_a_model():

@@ -281,8 +281,19 @@ def test_the_kernels_of_a_chunk_lower_for_cuda():
     given = shape((1, 4096, 12, 128)), shape((1, 32768, 2, 128)), pooled, hads.LayerWeights.of(profile, 0)
     mask = Grid.of(64, 64, 4096, 32768, False, (None, length - 4096))
     run = partial(chunk._by_kernels, CausalGrid(length, 64, profile.rule), mask, 64)
-    text = lower(run, chunk._Given(*given, number, number), chip="sm_90")
-    for name in ("pool_queries", "tokens", "block_logits", "sorted_gains", "cut_3", "reach", "kept", "lists"):
+    answers = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    text = lower(run, chunk._Given(*given, number, number, answers), chip="sm_90")
+    for name in (
+        "pool_queries",
+        "tokens",
+        "block_logits",
+        "exact_masses",
+        "sorted_gains",
+        "cut_3",
+        "reach",
+        "kept",
+        "lists",
+    ):
         assert f"hads_{name}" in text
 
 
