@@ -55,6 +55,14 @@ def two_programs(monkeypatch):
     return kept
 
 
+@pytest.fixture(autouse=True)
+def _older_objects_are_left_alone():
+    """Collecting those of all tests before takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live() -> set:
     gc.collect()
     return set(jax.devices()[0].client.live_executables())
