@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web
+.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web browser
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -93,15 +93,16 @@ web:
 check-web:
 	dashboard/web/build --check
 
-# The pages in a real browser: Debian's chromium, driven by playwright, which downloads no browser of its own.
-# With QUICK=1 only that they open, draw masks, follow a run, and work without a server.
-QUICK_WEB := test_pages_open or draws_to_blocks or appears_grows or works_without_a_server
-test-web: $(STAMP)
+# The pages in a real browser: Debian's chromium, driven by playwright, which downloads no browser of its own. With both,
+# `make test` opens the pages too.
+test-web: browser
+	$(BIN)/python -m pytest -q -rs tests/web
+
+browser: $(STAMP)
 	@command -v $${XSAKE_CHROMIUM:-/usr/bin/chromium} >/dev/null || \
 		{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; } || \
 		{ echo "Install chromium (Debian: apt-get install chromium), or name one: make test-web XSAKE_CHROMIUM=/path/to/chromium" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet 'playwright>=1.50'
-	$(BIN)/python -m pytest -q -rs tests/web $(if $(QUICK),-k "$(QUICK_WEB)")
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
