@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hads_case as case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xsake import hads
 from xsake.dashboard.read.coding import decode_levels, decode_mask, full_square
 from xsake.dashboard.show.recorder import Recorder
 from xsake.hads import HadsMask
 from xsake.hads.calibration.observe import observe
+from xsake.hads.profile.rule import Rule
 from xsake.hads.study.evaluation import evaluate
 from xsake.hads.study.records import Records
 from xsake.hads.study.texts import Text
@@ -113,6 +117,24 @@ def test_results_are_those_of_evaluate(model: Transformer, recorded, tmp_path):
     assert about["loss"] == pytest.approx(wanted["hads"]["loss"], rel=1e-5)
     stages = recorded[1]
     assert [done for _, done, _ in stages] == list(range(6)) and {of for _, _, of in stages} == {6}
+
+
+def test_tall_rows_are_shown_as_square_blocks(model: Transformer):
+    profile = dataclasses.replace(case.random_profile(head_dim=16, block_q=32), rule=Rule.of_blocks(2))
+    tall = Recorder(model, profile, encode=lambda text: [int(word) for word in text.split()], decode=str)
+    text = " ".join(map(str, TOKENS.tolist()))
+    found = tall.record_text(text, identity="x", title="x", length=LENGTH, budgets=[0.8], methods=["hads"])
+    about, side = found["about"], -(-LENGTH // 16)
+    assert (about["side"], about["block"], about["block_q"]) == (side, 16, 32) and len(about["blocks"]) == side
+    wanted = np.asarray(hads.layer_counts(profile, 0.8, LENGTH)) / profile.grid(LENGTH).blocks
+    np.testing.assert_allclose(np.sum(about["shares"]["hads"]["0.8"], 1), wanted, atol=1e-4)
+    for layer in found["layers"]:
+        for head in layer["heads"]:
+            kept = full_square(decode_mask(head["kept"]["hads"]["0.8"], side * (side + 1) // 2))
+            upper, lower = kept[0:-1:2], kept[1::2]
+            assert (
+                upper == lower * np.tri(side, dtype=bool)[0:-1:2]
+            ).all()  # a row of the profile is two that are shown
 
 
 def test_what_cannot_be_recorded_is_told(recorder: Recorder):

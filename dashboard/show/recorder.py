@@ -100,10 +100,6 @@ class Recorder:
         """
         tokens = np.asarray(self._encode(text)[:length], np.int32)
         grid = self._profile.grid(max(len(tokens), 1))
-        if grid.tall > 1:
-            raise ValueError(
-                f"the explorer shows square blocks only, and the profile's are {grid.block_q} x {grid.block}"
-            )
         grid.check_choice("the text:")
         if unknown := [name for name in methods if name not in METHODS]:
             raise ValueError(f"unknown methods {unknown}; there are {', '.join(METHODS)}")
@@ -126,6 +122,15 @@ class _Recording:
     _done: int = 0
 
     @property
+    def _shown(self) -> CausalGrid:
+        """Square blocks, of which a taller row is several."""
+        return dataclasses.replace(self._grid, block_q=self._grid.block)
+
+    def _as_shown(self, rows: np.ndarray) -> np.ndarray:
+        """[..., rows, n] of the grid that is chosen from, as rows of the grid that is shown."""
+        return np.repeat(rows, self._grid.tall, -2)[..., : self._shown.rows, :]
+
+    @property
     def _of(self) -> int:
         """How many steps the recording takes."""
         return len(self._r._layers.weights) * (1 + len(self._methods) * len(self._counts))
@@ -139,19 +144,19 @@ class _Recording:
         results = []
         for method in self._methods:
             for budget, counts in self._counts.items():
-                states, kept = self._run(batch, method, budget, counts)
+                states, kept, share = self._run(batch, method, budget, counts)
                 compared = jax.device_get(compare(self._r._model, dense, states, batch))
-                results.append(_result(method, budget, kept, compared, self._grid))
-                shares.setdefault(method, {})[key(budget)] = [_round(layer.mean(-1)) for layer in kept]
+                results.append(_result(method, budget, float(share.mean()), compared, self._grid))
+                shares.setdefault(method, {})[key(budget)] = [_round(layer) for layer in share]
                 kept_mass.setdefault(method, {})[key(budget)] = [
-                    _round((layer * one.mass).sum(-1) / self._grid.rows) for layer, one in zip(kept, seen, strict=True)
+                    _round((layer * one.mass).sum(-1) / self._shown.rows) for layer, one in zip(kept, seen, strict=True)
                 ]
                 masks.setdefault(method, {})[key(budget)] = kept
         description = {
             "model": profile.model,
             "length": self._grid.length,
-            "block": self._grid.block,
-            "side": self._grid.rows,
+            **self._grid.shape,
+            "side": self._shown.rows,
             "layers": profile.layers,
             "heads": profile.q_heads,
             "budgets": list(self._counts),
@@ -183,28 +188,30 @@ class _Recording:
         """The dense model's final states, and each layer's masses and costs."""
         layers, profile = self._r._layers, self._r._profile
         x, rotation = layers.start(batch)
-        weight = self._grid.row_weights()[:, None]
+        weight = self._as_shown(self._grid.row_weights()[:, None])
         seen = []
         for number, weights in enumerate(layers.weights):
             self._step("dense attention")
-            x, one = observe_block(layers.graph, layers.model.attention_fn, weights, x, rotation, self._grid)
+            x, one = observe_block(layers.graph, layers.model.attention_fn, weights, x, rotation, self._shown)
             share = np.asarray(one.statistics.share[0], np.float64)
             omega, phi = (np.asarray(v)[number][:, None, None] for v in (profile.sensitivity, profile.burstiness))
             cost = omega * weight * share * (share + phi)
             seen.append(Seen(lower_triangle(np.asarray(one.statistics.mass[0])), lower_triangle(cost)))
         return layers.model.norm(x), seen
 
-    def _run(self, batch: Array, method: str, budget: float, counts: np.ndarray) -> tuple[Array, list[np.ndarray]]:
-        """The sparse model's final states, and each layer's kept blocks, bool[H, blocks]."""
+    def _run(
+        self, batch: Array, method: str, budget: float, counts: np.ndarray
+    ) -> tuple[Array, list[np.ndarray], np.ndarray]:
+        """The sparse model's final states, each layer's kept blocks, bool[H, blocks], and their shares f64[L, H]."""
         mask_fn = MethodMask.of(method, self._r._on_device, counts)
         kept: list[np.ndarray] = []
 
         def watch(blocks: Any, *_: Any) -> None:
             self._step(f"{METHOD_TITLES.get(method, method)} at {budget:.0%}")
-            kept.append(lower_triangle(np.asarray(blocks[0])))
+            kept.append(lower_triangle(self._as_shown(np.asarray(blocks[0]))))
 
-        states, _ = layerwise.run(self._r._layers, batch, mask_fn, watch=watch)
-        return states, kept
+        states, active = layerwise.run(self._r._layers, batch, mask_fn, watch=watch)
+        return states, kept, np.asarray(active, np.float64)[:, 0] / self._grid.blocks
 
     def _blocks(self) -> list[dict[str, Any]]:
         starts = range(0, self._grid.length, self._grid.block)
@@ -233,7 +240,7 @@ class _Recording:
                     },
                 }
             )
-        return {"layer": number, "side": self._grid.rows, "heads": heads}
+        return {"layer": number, "side": self._shown.rows, "heads": heads}
 
 
 def key(budget: float) -> str:
@@ -245,12 +252,12 @@ def key(budget: float) -> str:
     return f"{budget:.12g}"
 
 
-def _result(method: str, budget: float, kept: list[np.ndarray], one: Any, grid: CausalGrid) -> dict[str, Any]:
+def _result(method: str, budget: float, density: float, one: Any, grid: CausalGrid) -> dict[str, Any]:
     loss, sparse = (float(np.asarray(x[0], np.float64).sum() / (grid.length - 1)) for x in (one.loss, one.other_loss))
     return {
         "method": method,
         "budget": budget,
-        "density": round(float(np.mean([layer.mean() for layer in kept])), 6),
+        "density": round(density, 6),
         "kl": float(f"{np.asarray(one.divergence[0], np.float64).mean():.6g}"),
         "loss": round(sparse, 6),
         "perplexity_gap": float(f"{math.expm1(sparse - loss):.6g}"),
