@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
+from contract.case import check_forward, check_run, make
 from contract.target import HOPPER
 from contract.target import HOPPER_INTERPRETED as TARGET
 from sweep import sweep
@@ -170,7 +170,7 @@ def test_long_rows_come_first(monkeypatch, name):
     monkeypatch.setattr(work_order, "LEAST_BLOCKS", 1)
     case = chunk_with_long_rows(TARGET, 2, **(dict(q_len=32, kv_len=96) | CHUNKS[name]))
     forward = ForwardConfig(q_stages=2, num_ctas=1, tile_kv=64 if "96" in name else 128)
-    check_run(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
+    check_forward(TARGET, case, config=Config(forward=forward, dq=BackwardConfig(), dkv=BackwardConfig()))
     assert ordered and bool(merged) == name.startswith("in parts")
 
 

@@ -230,6 +230,14 @@ def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
     assert not problems, "\n".join(problems)
 
 
+def check_forward(target: Target, case: Case, *, config: Any = None) -> None:
+    """As `check_run`, for what a forward alone does: interpreted gradients take most of the time."""
+    forward = jax.jit(lambda *given: attend(target, *given, config=config, **case.options))
+    with target.context():
+        results = forward(case.inputs, case.mask(), case.rest)
+    check(case, collect(case, results, {}))
+
+
 def check_run(target: Target, case: Case, **options) -> Results:
     actual = run(target, case, **options)
     check(case, actual)
