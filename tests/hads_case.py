@@ -17,6 +17,10 @@ from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.profile.rule import Rule
 from xsake.model import Transformer
 
+KERNELS = (
+    *("pool_queries", "pool_keys", "tokens", "block_logits", "exact_sums", "exact_masses"),
+    *("sorted_gains", "cut_3", "reach", "kept", "lists"),
+)
 RULE = Rule(exact_queries=20)  # of few blocks two or three rows, as the default of long sequences
 
 

@@ -279,19 +279,7 @@ def test_kernels_lower_for_cuda(of: tuple[str, str, int, int, int, int]):
     avals = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.dtype(dtype)) for heads in (8, 2))
     make = partial(program._by_kernels, grid, 8, 100)
     text = lower(make, program.Given(*avals, *profile.weights(0), {"count": jnp.int32(1000)}), chip=chip)
-    for name in (
-        "pool_queries",
-        "pool_keys",
-        "tokens",
-        "block_logits",
-        "exact_sums",
-        "exact_masses",
-        "sorted_gains",
-        "cut_3",
-        "reach",
-        "kept",
-        "lists",
-    ):
+    for name in case.KERNELS:
         assert f"hads_{name}" in text
 
 

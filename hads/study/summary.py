@@ -88,26 +88,27 @@ def _document(line: dict[str, Any]) -> str:
     return line.get("document", line["sequence"])
 
 
-def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
-    """(domain, method, budget, items that the dense model answers, share of these that the sparse one answers)."""
-    sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for line in with_last_rows(lines, last_rows):
-        if "asked" in line:
-            one = sums[line["domain"], line["method"], line["budget"]]
-            one[0] += line["dense_right"]
-            one[1] += line["both_right"]
-    return [(*key, dense, both / dense) for key, (dense, both) in sums.items() if dense]
+Share = tuple[str, str, float, int, float]  # domain, method, budget, how many there are, and a share of them
 
 
-def dropped(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[tuple[str, str, float, int, float]]:
-    """(domain, method, budget, blocks that answers hang on, share of these that the masks leave out): `carried`."""
+def retention(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[Share]:
+    """The items that the dense model answers, and the share of these that the sparse one answers."""
+    return _shares(with_last_rows(lines, last_rows), "dense_right", "both_right")
+
+
+def dropped(lines: Iterable[dict[str, Any]], last_rows: str = "own") -> list[Share]:
+    """The blocks that answers hang on (`carried`), and the share of these that the masks leave out."""
+    return _shares(with_last_rows(lines, last_rows), "carriers", "dropped")
+
+
+def _shares(lines: Iterable[dict[str, Any]], whole: str, part: str) -> list[Share]:
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for line in with_last_rows(lines, last_rows):
-        if "carriers" in line:
+    for line in lines:
+        if whole in line:
             one = sums[line["domain"], line["method"], line["budget"]]
-            one[0] += line["carriers"]
-            one[1] += line["dropped"]
-    return [(*key, carriers, lost / carriers) for key, (carriers, lost) in sums.items() if carriers]
+            one[0] += line[whole]
+            one[1] += line[part]
+    return [(*key, total, some / total) for key, (total, some) in sums.items() if total]
 
 
 def layer_division(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,9 +127,7 @@ def layer_division(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def as_json(
-    about: dict[str, Any], rows: Iterable[Summary], kept: Iterable[tuple[str, str, float, int, float]]
-) -> dict[str, Any]:
+def as_json(about: dict[str, Any], rows: Iterable[Summary], kept: Iterable[Share]) -> dict[str, Any]:
     """The contents of a summary file."""
     names = ("domain", "method", "budget", "asked", "retention")
 
