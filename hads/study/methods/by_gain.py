@@ -24,9 +24,13 @@ def estimated_mass(x: Layer) -> Mass:
 def choose_by_gain(x: Layer, mass: Mass) -> Blocks:
     """HADS's rule on any masses, estimated or true."""
     omega, phi = rule_of_heads(x)
+    return choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=count_of_each(x))
+
+
+def count_of_each(x: Layer) -> Array:
+    """The layer's count as `choose` takes it: one number per sequence, or one for all."""
     count = jnp.asarray(x.count)
-    of_each = count[:, None] if count.ndim else count  # one number per sequence, or one for all
-    return choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=of_each)
+    return count[:, None] if count.ndim else count
 
 
 def rule_of_heads(x: Layer) -> tuple[Array, Array]:
@@ -34,10 +38,15 @@ def rule_of_heads(x: Layer) -> tuple[Array, Array]:
     return jnp.asarray(x.profile.sensitivity)[x.number], jnp.asarray(x.profile.burstiness)[x.number]
 
 
+def with_last_rows(x: Layer) -> Layer:
+    """The layer with as many blocks in its last rows as HADS keeps there."""
+    ours = choose_by_gain(x, estimated_mass(x)) & x.rows.last()
+    return dataclasses.replace(x, last_count=ours.sum((1, 2, 3)))
+
+
 def with_exact_last_rows(x: Layer) -> Layer:
-    """The layer with HADS's help: as many blocks in the last rows as HADS keeps there, the best by exact masses."""
+    """The layer with all of HADS's help for its last rows: as many blocks, the best by exact masses."""
     if not x.rows.exact:
         raise ValueError("exact last rows are HADS's help by Rule.exact_queries, of which this profile's rule has none")
-    ours = choose_by_gain(x, estimated_mass(x)) & x.rows.last()
     exact = with_exact_rows(jnp.zeros(x.shape), x.query, x.key, x.rows)
-    return dataclasses.replace(x, last_count=ours.sum((1, 2, 3)), last_mass=exact)
+    return dataclasses.replace(with_last_rows(x), last_mass=exact)

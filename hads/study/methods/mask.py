@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.select import check_inputs
+from xsake.hads.study.methods.by_gain import with_last_rows
 from xsake.hads.study.methods.layer import Blocks, Layer, Remembered, TokenMask
 from xsake.hads.study.methods.shipped import METHODS
 
@@ -88,8 +89,7 @@ class MethodMask:
         count = self.counts[layer]
         x = Layer(query, key, grid, layer, count, self.profile, self.with_forced, self.knowledge, memory=memory)
         if self.last_rows == "every":
-            ours = cast(Array, METHODS["hads"].program(x)) & jnp.asarray(grid.last_rows())[None, None, :, None]
-            x = dataclasses.replace(x, last_count=ours.sum((1, 2, 3)))
+            x = with_last_rows(x)
         kept = self.program(x)
         return (kept.blocks, kept.memory) if isinstance(kept, Remembered) else (kept, None)
 

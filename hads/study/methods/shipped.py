@@ -12,7 +12,7 @@ from xsake.hads.calibration.block_statistics import BlockStatistics, block_stati
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.program import Given, chosen, share_by_group
 from xsake.hads.study.methods import ranking, scores
-from xsake.hads.study.methods.by_gain import choose_by_gain, estimated_mass, rule_of_heads
+from xsake.hads.study.methods.by_gain import choose_by_gain, count_of_each, estimated_mass, rule_of_heads
 from xsake.hads.study.methods.layer import Blocks, Layer, Priority
 from xsake.hads.study.methods.registry import GROUPS, METHODS, Method, register, register_rival
 
@@ -20,7 +20,9 @@ __all__ = ["GROUPS", "METHODS", "choose_by_gain", "estimated_mass", "expand"]
 
 
 def hads(x: Layer) -> Blocks:
-    """As `hads.select` chooses blocks, by kernels where there are kernels."""
+    """As `hads.select` chooses blocks, by kernels where there are kernels and no sequence is padded."""
+    if x.lengths is not None:
+        return choose_by_gain(x, estimated_mass(x))
     given = Given(x.query, x.key, *x.profile.weights(x.number), {"count": jnp.asarray(x.count, jnp.int32)})
     return chosen(x.grid, x.query.shape[2], jax.tree.map(jnp.asarray, given))
 
@@ -31,7 +33,7 @@ def hads_group(x: Layer) -> Blocks:
     kv_heads = x.key.shape[2]
     group = x.query.shape[2] // kv_heads
     mass, omega, phi = share_by_group(estimated_mass(x), omega, phi, kv_heads)
-    kept = choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=x.count // group)
+    kept = choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=count_of_each(x) // group)
     return jnp.repeat(kept, group, 1)
 
 
