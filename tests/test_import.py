@@ -54,6 +54,7 @@ told["import xsake"] = sorted(sys.modules)
 
 x = jnp.ones((1, 4, 1, 4))
 xsake.attention(x, x, x, xsake.patterns.causal(4, 4))
+told["reads entry points"] = "xsake._op.plugins" in sys.modules
 xsake.implementations()
 told["the first call"] = sorted(sys.modules)
 
@@ -143,6 +144,10 @@ def test_import_brings_little_beyond_jax(told):
     rooms = {m.split(".")[1] for m in new if m.startswith("xsake.") and not m.startswith("xsake._")}
     assert rooms == {"backend", "hads", "tuning_db"}
     assert len(new) <= 60, new
+
+
+def test_entry_points_are_read_when_another_package_s_backend_may_be_meant(told):
+    assert not told["reads entry points"]
 
 
 def test_subpackages_resolve_at_first_touch(told):

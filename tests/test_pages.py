@@ -70,7 +70,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
     """As a reader would run it: the blocks of a page one after the other, in an empty folder, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(registry, "_registered", {})
     names: dict = {"__name__": "page"}
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

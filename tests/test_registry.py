@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 import xsake
 from xsake import kernels_raw_triton
 from xsake._op import attention as attention_op
-from xsake._op import registry
+from xsake._op import plugins, registry
 from xsake._op.arguments import build_call
 from xsake._op.fold import Fold
 from xsake._op.run import Runner
@@ -150,9 +149,4 @@ def test_a_field_without_a_gradient_is_refused_by_name():
 def test_a_backend_has_the_names_and_the_parameters_of_the_protocol(name):
     backend = registry.get(name)
     assert isinstance(backend, Backend)
-    optional = {f.name for f in dataclasses.fields(Call) if f.default is not dataclasses.MISSING}
-    assert optional | {"symbolic_batch", "bitmaps", "delta_parts"} >= backend.HONOURS, "a name that no call has"
-    for method, wanted in inspect.getmembers(Backend, inspect.isfunction):
-        if not method.startswith("_"):
-            given = list(inspect.signature(inspect.unwrap(getattr(backend, method))).parameters)
-            assert given == list(inspect.signature(wanted).parameters)[1:], f"{name}.{method}"
+    assert plugins.problem(backend) is None

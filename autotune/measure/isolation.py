@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from xsake._op import registry
+
 _START = 180.0  # seconds for a new process to import everything and to find its device
 
 
@@ -78,6 +80,8 @@ class Here:
 class Worker:
     """A process that serves requests. `factory` makes the `Hands` in that process and must be importable there.
 
+    The process knows the backends that are registered here (`xsake.register_backend`).
+
     `restarts` counts the processes before the current one: everything prepared in them is lost.
     """
 
@@ -124,7 +128,8 @@ class Worker:
         self._errors = tempfile.NamedTemporaryFile(  # noqa: SIM115 closed in close
             "r", prefix="xsake-worker-", suffix=".log", delete=False, errors="replace"
         )
-        self._process = context.Process(target=_serve, args=(theirs, self._factory, self._errors.name), daemon=True)
+        given = (theirs, self._factory, self._errors.name, registry.registrations())
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         self._ready = False
         theirs.close()
@@ -144,13 +149,20 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _serve(pipe: multiprocessing.connection.Connection, factory: Callable[[], Hands], errors: str) -> None:
+def _serve(
+    pipe: multiprocessing.connection.Connection,
+    factory: Callable[[], Hands],
+    errors: str,
+    backends: list[tuple[str, str, str | None]],
+) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
     _remove(errors)  # a parent that is killed could not
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Only now may this process have workers of its own: they end with it, as it ends with its parent.
     multiprocessing.current_process().daemon = False
+    for name, module, before in backends:
+        registry.register_backend(name, module, before=before)
     hands = factory()
     pipe.send("ready")
     with contextlib.suppress(EOFError):

@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xsake import autotune, compat, hads, model, tuning_db
+    from xsake import autotune, backend, compat, hads, model, tuning_db
     from xsake._ground.trace import interpret
     from xsake._op.attention import attention
-    from xsake._op.registry import implementations
+    from xsake._op.registry import implementations, register_backend
     from xsake._selection.moba import moba_attention
     from xsake._selection.native_sparse import native_sparse_attention
     from xsake._selection.selected import selected_attention
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "autotune": "xsake.autotune",
+    "backend": "xsake.backend",
     "compat": "xsake.compat",
     "hads": "xsake.hads",
     "model": "xsake.model",
@@ -34,6 +35,7 @@ _NAMES = {
     "interpret": "xsake._ground.trace",
     "moba_attention": "xsake._selection.moba",
     "native_sparse_attention": "xsake._selection.native_sparse",
+    "register_backend": "xsake._op.registry",
     "selected_attention": "xsake._selection.selected",
     "sharded_attention": "xsake._sequence.sharded",
     "unzigzag": "xsake._sequence.sharded",
@@ -44,6 +46,7 @@ __all__ = [
     "BlockMask",
     "attention",
     "autotune",
+    "backend",
     "compat",
     "hads",
     "implementations",
@@ -52,6 +55,7 @@ __all__ = [
     "model",
     "native_sparse_attention",
     "patterns",
+    "register_backend",
     "selected_attention",
     "sharded_attention",
     "tuning_db",

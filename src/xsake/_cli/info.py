@@ -9,6 +9,7 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import xsake
@@ -31,7 +32,9 @@ def show(console: Console | None = None) -> None:
 
     table = Table("implementation", "here", title="Implementations, best first", title_justify="left")
     for name, reason in xsake.implementations().items():
-        table.add_row(name, "[green]available[/green]" if reason is None else f"no: {reason}")
+        whose = registry.source(name)
+        here = "[green]available[/green]" if reason is None else f"no: {escape(reason)}"
+        table.add_row(name if whose is None else f"{name} ({escape(whose)})", here)
     console.print(table)
 
     for dtype, head_dim in ((jnp.bfloat16, 128), (jnp.float32, 64)):

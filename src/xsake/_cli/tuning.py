@@ -109,15 +109,14 @@ def prune(
     file: _File, dry_run: Annotated[bool, typer.Option(help="Count the entries to drop, and change nothing.")] = False
 ) -> None:
     """Drop entries whose kernels changed since they were tuned."""
-    import xsake
-    from xsake._op import tuned
+    from xsake._op import registry, tuned
     from xsake.autotune.write import writer
 
     database = _read(file)
 
     def fresh(entry: Entry) -> bool:
         name = entry.key.implementation
-        return name in xsake.implementations() and entry.about.get("kernel") == tuned.kernel_hash(name)
+        return registry.loads(name) and entry.about.get("kernel") == tuned.kernel_hash(name)
 
     kept = sum(map(fresh, database.entries))
     if not dry_run:
@@ -219,6 +218,6 @@ def _config_problem(entry: Entry) -> str | None:
         if entry.key.direction not in tuned.directions(backend):
             return f"{entry.key}: {entry.key.implementation!r} has the directions {tuned.directions(backend)}"
         tuned.make_part(backend, entry.key.direction, entry.config)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         return f"{entry.key}: {error}"
     return None

@@ -29,6 +29,7 @@ def interpret(on: bool = True) -> Iterator[None]:
 
 
 def interpreting() -> bool:
+    """Whether this is inside `xsake.interpret()`: kernels of an accelerator are interpreted on the CPU."""
     return _interpret.get()
 
 

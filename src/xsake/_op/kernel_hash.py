@@ -13,8 +13,9 @@ from typing import Any
 def kernel_hash(module: ModuleType) -> str:
     """The hash of a backend's module and of the modules of its room that it imports, directly or indirectly.
 
-    A room is a subpackage of xsake, or another package. Its other files, such as developers' tools, do not count. Nor
-    do imports from outside the room: the code they bring is not hashed, so that code may move there without a new hash.
+    A room is a subpackage of xsake, or another package, or a module that is in none. Its other files, such as
+    developers' tools, do not count. Nor do imports from outside the room: the code they bring is not hashed, so that
+    code may move there without a new hash.
     """
     room = ".".join(module.__name__.split(".")[: 2 if module.__name__.startswith("xsake.") else 1])
     trees = _imported_modules(module, room)
@@ -26,7 +27,7 @@ def _imported_modules(module: ModuleType, room: str) -> dict[str, ast.Module]:
     """The syntax trees of `module` and of the modules it imports, by their path inside the folder of `room`."""
     assert module.__file__ is not None
     first = Path(module.__file__)
-    above = module.__name__.count(".") - room.count(".") - (not hasattr(module, "__path__"))
+    above = max(0, module.__name__.count(".") - room.count(".") - (not hasattr(module, "__path__")))
     folder, waiting, trees = first.parents[above], [first], {}
     while waiting:
         file = waiting.pop()

@@ -6,12 +6,18 @@ import importlib
 import logging
 import os
 from functools import cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 
 from xsake._ground.trace import interpreting
 from xsake.backend.contract import Backend, Call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+    from xsake._op.plugins import Plugin
 
 # name -> (module, platform it needs or None), best first. A module is imported only where its platform is present.
 _BACKENDS: dict[str, tuple[str, str | None]] = {
@@ -21,6 +27,10 @@ _BACKENDS: dict[str, tuple[str, str | None]] = {
     "mosaic_tpu": ("xsake.kernels_pallas_tpu", "tpu"),
     "xla": ("xsake.kernels_xla_ref", None),
 }
+
+
+# The backends of other packages that a program registered, and before which of ours each is tried (None: never).
+_registered: dict[str, tuple[Plugin, str | None]] = {}
 
 
 def _logger() -> logging.Logger:
@@ -34,13 +44,104 @@ def _logger() -> logging.Logger:
     return logger
 
 
+def register_backend(name: str, module: ModuleType | str | Path, *, before: str | None = None) -> None:
+    """Make a backend of your own an implementation of `xsake.attention`, for this process.
+
+    `xsake.backend` says what such a module has. It is imported when it is first asked for; a fault in it is then an
+    error of the calls that ask for it, and of no others.
+
+    Args:
+      name: the backend's name, for `implementation=` and in messages.
+      module: the module, its name, or the path of its file. Processes that the tuner and `xsake check` start find it by
+        name or path: it must be a file.
+      before: calls that name no implementation try this one before that one of XSAKE's, such as "xla". None: it serves
+        only calls that name it.
+
+    A package registers its backends for good by an entry point of the group "xsake.backends".
+    """
+    from xsake._op import plugins
+
+    if not name.isidentifier():
+        raise ValueError(f"{name=} must be an identifier, such as 'my_kernel'")
+    if name in _BACKENDS:
+        raise ValueError(f"{name=} is XSAKE's own: choose another")
+    if before is not None and before not in _BACKENDS:
+        raise ValueError(f"{before=} must be None or one of {sorted(_BACKENDS)}")
+    plugin = plugins.of_module(name, module)
+    if name in _registered and _registered[name][0].origin != plugin.origin:
+        raise ValueError(
+            f"{name!r} is {_registered[name][0].origin} in this process already, and programs of it may be compiled: "
+            f"choose another name than {name!r} for {plugin.origin}, or start a new process"
+        )
+    _registered[name] = (_registered[name][0] if name in _registered else plugin, before)
+
+
+def registrations() -> list[tuple[str, str, str | None]]:
+    """Arguments of `register_backend` for a process that shall know the same backends."""
+    return [(name, plugin.origin, before) for name, (plugin, before) in _registered.items()]
+
+
+def _plugin(name: str) -> Plugin | None:
+    if name in _BACKENDS:
+        return None
+    if name in _registered:
+        return _registered[name][0]
+    from xsake._op import plugins
+
+    return plugins.installed().get(name)
+
+
+def names() -> list[str]:
+    """All implementations, best first. Reads the entry points of installed packages."""
+    from xsake._op import plugins
+
+    installed = plugins.installed()
+    for name in sorted(installed.keys() & _BACKENDS.keys()):
+        _say_once(f"{installed[name].source} names a backend {name!r}, which is XSAKE's own: it is not used")
+    return list(dict.fromkeys([*_tried_unasked(), *_registered, *sorted(installed.keys() - _BACKENDS.keys())]))
+
+
+def _tried_unasked() -> list[str]:
+    """The implementations that a call without a name may get, best first."""
+    found = list(_BACKENDS)
+    for name, (_, before) in _registered.items():
+        if before is not None:
+            found.insert(found.index(before), name)
+    return found
+
+
+def source(name: str) -> str | None:
+    """The package of a backend that is not XSAKE's own."""
+    plugin = _plugin(name)
+    return None if plugin is None else plugin.source
+
+
 def get(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(_BACKENDS[name][0]))
+    plugin = _plugin(name)
+    if plugin is None:
+        return cast(Backend, importlib.import_module(_BACKENDS[name][0]))
+    if plugin.broken:
+        raise NotImplementedError(f"implementation={name!r} is not available here: {plugin.broken}")
+    return cast(Backend, plugin.module)
+
+
+def loads(name: str) -> bool:
+    """Whether there is such a backend and its module imports, wherever it can run."""
+    plugin = _plugin(name)
+    return name in _BACKENDS if plugin is None else plugin.broken is None
+
+
+def _needs(name: str) -> str | None:
+    plugin = _plugin(name)
+    return _BACKENDS[name][1] if plugin is None else plugin.platform
 
 
 def unavailable(name: str, platform: str) -> str | None:
     """Why an implementation cannot run on the platform, or None."""
-    needs = _BACKENDS[name][1]
+    plugin = _plugin(name)
+    if plugin is not None and plugin.broken:
+        return plugin.broken
+    needs = _needs(name)
     if needs is not None and needs != platform and not interpreting():
         return (
             f"it needs a {needs.upper()}, and this call runs on {platform} (xsake.interpret() runs it slowly anywhere)"
@@ -51,26 +152,28 @@ def unavailable(name: str, platform: str) -> str | None:
 def implementations() -> dict[str, str | None]:
     """Every implementation by name: None where it can run in this process, otherwise the reason why not.
 
+    Backends of other packages are among them (`xsake.register_backend`).
+
     >>> implementations()["xla"] is None
     True
     """
     platform = jax.default_backend()
-    return {name: unavailable(name, platform) for name in _BACKENDS}
+    return {name: unavailable(name, platform) for name in names()}
 
 
 def check_name(name: str | None) -> None:
-    if name is not None and name not in _BACKENDS:
-        raise ValueError(f"implementation={name!r} is unknown; it must be None or one of {sorted(_BACKENDS)}")
+    if name is not None and name not in _BACKENDS and _plugin(name) is None:
+        raise ValueError(f"implementation={name!r} is unknown; it must be None or one of {sorted(names())}")
 
 
 def candidates(name: str | None, platform: str) -> list[str]:
     """The implementations to try, best first: `name`, which must be able to run, or (None) all that can run."""
     check_name(name)
     if name is None:
-        reasons = {n: unavailable(n, platform) for n in _BACKENDS}
+        reasons = {n: unavailable(n, platform) for n in _tried_unasked()}
         able = [n for n, reason in reasons.items() if reason is None]
-        missed = [f"{n!r}: {reason}" for n, reason in reasons.items() if reason and _BACKENDS[n][1] == platform]
-        if missed and all(_BACKENDS[n][1] is None for n in able):
+        missed = [f"{n!r}: {reason}" for n, reason in reasons.items() if reason and _needs(n) == platform]
+        if missed and all(_needs(n) is None for n in able):
             _say_once(f"no kernel serves this {platform.upper()}, so plain XLA does: " + "; ".join(missed))
         return able
     if reason := unavailable(name, platform):

@@ -35,6 +35,11 @@ def resolve_config(name: str, call: Call, config: Any) -> Any:
     return config
 
 
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether every number of type `other` has one of type `dtype`."""
+    return jnp.issubdtype(dtype, jnp.floating) and (dtype == other or dtype.itemsize > other.itemsize)
+
+
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -82,9 +87,25 @@ class Runner:
     def run_forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
             out, lse = registry.get(self.implementation).forward(call, self._config(call))
+        batch, tokens, heads, _ = call.query.shape
+        self._expect("out", out, (batch, tokens, heads, call.value_dim), wider_than=call.query.dtype)
+        self._expect("lse", lse, (batch, heads, tokens), wider_than=jnp.dtype("float32"))
         if self.finite_lse:
             lse = jnp.maximum(lse, _LOWEST)
         return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
+
+    def _expect(
+        self, what: str, found: Any, shape: tuple, *, dtype: Any = None, wider_than: jnp.dtype | None = None
+    ) -> None:
+        """Refuse what a backend must not give, by the backend's name, before JAX meets it somewhere else."""
+        given = (getattr(found, "shape", None), getattr(found, "dtype", None))
+        fits = given[1] == dtype if wider_than is None else given[1] is not None and _holds(given[1], wider_than)
+        if given[0] != shape or not fits:
+            must = dtype if wider_than is None else f"{wider_than} or wider"
+            raise TypeError(
+                f"implementation {self.implementation!r} gave {what} as {given[1]}{list(given[0] or ())}; "
+                f"it must be {must}{list(shape)}"
+            )
 
     def _config(self, call: Call) -> Any:
         """The configuration of a call, or of a device's part of it."""
@@ -119,6 +140,9 @@ class Runner:
         with interpret(self.interpret):
             backend = registry.get(self.implementation)
             *grads, d_bias = backend.backward(call, self._config(call), *given, with_bias=with_bias)
+        for name, grad in zip(("query", "key", "value"), grads, strict=True):
+            like = getattr(call, name)
+            self._expect(f"the gradient of {name}", grad, like.shape, dtype=like.dtype)
         if with_bias:
             grads.append(_bias_gradient(call, *given) if d_bias is None else d_bias)
         return vary(tuple(grads), varying_axes(call))

@@ -1,7 +1,6 @@
-"""`Call`, which a backend gets, and `Backend`, the names that a backend provides.
+"""`Call`, which a backend gets, and `Backend`, the names that a backend provides: public as `xsake.backend`.
 
-A backend is a module with the names of `Backend`. CONTRIBUTING.md walks through a new backend: a folder with such a
-module, its name in `_op/registry.py` and in the shared test suite.
+A backend is a module with the names of `Backend`, here or in another package.
 """
 
 from __future__ import annotations
@@ -17,6 +16,12 @@ from jaxtyping import Float, Int
 from xsake.backend.delta import DeltaParts
 from xsake.hads.mask.band import Band
 from xsake.hads.mask.block_mask import BlockMask
+
+# The version of this contract. It grows only where a backend that was right would become wrong: a name or parameter of
+# `Backend` that changes, or a field of `Call` with another meaning. New optional fields of `Call` change nothing, since
+# a backend refuses what it does not name in `HONOURS`.
+CONTRACT = 1
+DIRECTIONS = ("forward", "dq", "dkv", "backward", "fused")  # that a configuration may have fields for
 
 # How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
 _STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
@@ -81,6 +86,12 @@ class Call:
     @classmethod
     def array_fields(cls) -> list[dataclasses.Field]:
         return [field for field in dataclasses.fields(cls) if not field.metadata.get("static")]
+
+    @classmethod
+    def optional(cls) -> frozenset[str]:
+        """What `HONOURS` of a backend may name."""
+        fields = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+        return frozenset(fields | {"symbolic_batch", "bitmaps", "delta_parts"})
 
     def uses(self) -> dict[str, str]:
         """The optional fields that this call uses, and their public names; also "symbolic_batch" of `jax.export`, and
@@ -155,6 +166,9 @@ class Backend(Protocol):
     dimension variable of `jax.export`, "bitmaps" if the mask may have them, and "delta_parts" if `backward` takes
     `DeltaParts`. The registry refuses a call that uses another field, so that a field added to `Call` later is never
     ignored.
+
+    A backend of another package may also have `CONTRACT`, the version of `xsake.backend` that it is written for, and
+    `PLATFORM`, "gpu" or "tpu" where its kernels run nowhere else.
     """
 
     Config: type
