@@ -32,7 +32,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# importlib mode puts nothing on the path: `contract` is this folder's only importable name.
+# importlib mode puts nothing on the path, and tests share the modules of this folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Annotations of shapes are checked here and cost users nothing; mypy checks the others. Not those of `Call`, in
@@ -72,11 +72,11 @@ def _ranks(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `implementation` runs on every one of contract.target.TARGETS."""
+    """A test that takes `implementation` runs on every one of targets.TARGETS."""
     if "implementation" in metafunc.fixturenames:
-        from contract import target
+        import targets
 
-        metafunc.parametrize("implementation", target.parameters(metafunc.function.__name__))
+        metafunc.parametrize("implementation", targets.parameters(metafunc.function.__name__))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,10 +8,10 @@ import itertools
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import numpy as np
-from contract.reference import rule
 from hypothesis import settings
 
 from xsake import BlockMask
+from xsake.testing.reference import rule
 
 LISTS = ("kv_indices", "kv_row_ptr", "kv_num_full", "row_order", "q_indices", "q_row_ptr", "q_num_full", "col_order")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-# Sizes of a call of contract.case in units of 4 tokens: one batch entry, and few blocks of 64 or 128.
+# Sizes of a call of xsake.testing.case in units of 4 tokens: one batch entry, and few blocks of 64 or 128.
 SMALL: dict[str, Any] = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=32, block_q=16, block_kv=16)
 OF_HOPPER: dict[str, dict[str, Any]] = {
     "causal, blocks of 128": dict(q_len=48, block_q=32, block_kv=32, mask_causal=True, density=1.0),
@@ -127,7 +127,8 @@ def _tpu() -> Iterator[tuple[Callable, tuple]]:
 
 def _case(target: Any, arguments: dict[str, Any]) -> Any:
     import numpy as np
-    from contract.case import make
+
+    from xsake.testing.case import make
 
     arguments = dict(arguments)
     density = arguments.pop("chosen", None)
@@ -142,8 +143,9 @@ def _run_forward(name: str, arguments: dict[str, Any], **of_target: Any) -> None
     """The forward alone, on the interpreted backend `name`."""
     import jax
     import numpy as np
-    from contract.case import attend, check
-    from contract.reference import Results
+
+    from xsake.testing.case import attend, check
+    from xsake.testing.reference import Results
 
     target = _target(name, **of_target)
     case = _case(target, arguments)
@@ -158,7 +160,7 @@ def _run_forward(name: str, arguments: dict[str, Any], **of_target: Any) -> None
 
 def _run_gradients(name: str, arguments: dict[str, Any], **of_target: Any) -> None:
     """Forward and gradients on the interpreted backend `name`."""
-    from contract.case import check_run
+    from xsake.testing.case import check_run
 
     target = _target(name, **of_target)
     fused = of_target.get("head_dim") == 128
@@ -182,7 +184,7 @@ def _run_tpu(arguments: dict[str, Any]) -> None:
 
 
 def _target(name: str, **changed: Any) -> Any:
-    from contract.target import TARGETS
+    from targets import TARGETS
 
     found = next(target for target in TARGETS if target.name == name)
     return dataclasses.replace(found, interpret=True, marks=(), **changed)
@@ -191,11 +193,11 @@ def _target(name: str, **changed: Any) -> Any:
 def _run_first(arguments: dict[str, Any]) -> None:
     import jax
     import numpy as np
-    from contract.case import check
-    from contract.reference import Results
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.kernels_pallas_gpu.hopper import first
+    from xsake.testing.case import check
+    from xsake.testing.reference import Results
 
     case = _case(_target("mosaic_gpu", value_dim=64), arguments)
     interpret = plgpu.InterpretGPUParams(detect_races=True)

@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from contract.case import check, check_run, make, run
-from contract.target import TARGETS
 from sweep import sweep
+from targets import TARGETS
+
+from xsake.testing.case import check, check_run, make, run
 
 INT32_MAX = np.iinfo(np.int32).max
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sweep import sweep
 
@@ -17,6 +16,7 @@ from xsake._op import registry
 from xsake._op.arguments import build_call
 from xsake.hads.mask.bitmaps import unpack
 from xsake.kernels_pallas_gpu.triton import backend as triton
+from xsake.testing.case import check_run, make
 
 CASES = {
     "per batch and head": dict(mask=(2, 4)),

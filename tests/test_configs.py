@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
-from contract.case import check, make, run
-from contract.reference import Results
 from sweep import sweep
 
 import xsake
 from xsake._op.arguments import build_call
 from xsake._op.registry import get
+from xsake.testing.case import check, make, run
+from xsake.testing.reference import Results
 
 PARTS = 8  # of a search space: each in a process of its own, within the time of a test
 

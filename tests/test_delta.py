@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, check_run, make, run
-from contract.target import TARGETS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from targets import TARGETS
 
 import xsake
 from xsake._op import attention as attention_op
@@ -18,6 +17,7 @@ from xsake._op.arguments import build_call
 from xsake.backend.delta import DeltaParts
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.hopper import gradients
+from xsake.testing.case import attend, check, check_run, make, run
 
 HOPPER = dataclasses.replace(next(t for t in TARGETS if t.name == "mosaic_gpu"), value_dim=64, marks=())
 INTERPRETED = dataclasses.replace(HOPPER, interpret=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contract.case import check_run, make, run
-from contract.reference import Results, attends
 from sweep import sweep
+
+from xsake.testing.case import check_run, make, run
+from xsake.testing.reference import Results, attends
 
 SIZES = {"much shorter than the block": 5, "longer than a tile": 100}
 

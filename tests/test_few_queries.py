@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
-from contract.target import HOPPER_INTERPRETED, XLA
 from cuda_offline import lower
 from sweep import sweep
+from targets import HOPPER_INTERPRETED, XLA
 
 import xsake
 from xsake._op import registry
@@ -19,6 +18,7 @@ from xsake._op.arguments import build_call
 from xsake._rewrites.few_queries import FewQueries, RowParts
 from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.lists import merge
+from xsake.testing.case import check_run, make
 
 CASES = {
     "one query, one mask": dict(q_len=1, mask=(1, 1), density=1.0),

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pages
 import pytest
-from contract.case import check, make
-from contract.reference import Results
-from contract.target import TARGETS
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from rich.console import Console
+from targets import TARGETS
 
 import xsake
 from tests import try_kernel
@@ -25,6 +23,8 @@ from tests.cuda_offline import lower
 from tests.kernels import KERNELS
 from tests.test_import_direction import graph
 from xsake.kernels_pallas_gpu.hopper import first
+from xsake.testing.case import check, make
+from xsake.testing.reference import Results
 
 TARGET = next(target for target in TARGETS if target.name == "mosaic_gpu")
 SHAPES = {

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check_run, make
 from cuda_offline import lower
 from sweep import sweep
 from tiny_model import run
@@ -28,6 +27,7 @@ from xsake.hads.selection.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
 from xsake.model.generation.prefill import read_prompts
+from xsake.testing.case import attend, check_run, make
 
 LENGTH, SHORTER, CHUNK, BUDGET = 121, 86, 64, 0.8
 PROFILE = case.random_profile()

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, collect, make, with_grads
-from contract.reference import Results
 from host_reads import only_explicit_reads
 from sweep import sweep
 
 import xsake
 from xsake import hads
+from xsake.testing.case import attend, check, collect, make, with_grads
+from xsake.testing.reference import Results
 
 
 def cases(implementation):
@@ -71,7 +71,7 @@ def test_debug_infs_reports_what_is_wrong():
 
 
 def _xla():
-    from contract.target import TARGETS
+    from targets import TARGETS
 
     return TARGETS[0]
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
-from contract.target import HOPPER_INTERPRETED
 from sweep import sweep
+from targets import HOPPER_INTERPRETED
 
 import xsake
 from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, ForwardConfig
@@ -18,6 +17,7 @@ from xsake.kernels_pallas_gpu.hopper.fused import plan
 from xsake.kernels_pallas_gpu.hopper.fused.plan import FusedConfig
 from xsake.kernels_pallas_gpu.hopper.work import parts as tile_parts
 from xsake.kernels_pallas_gpu.hopper.work import plan as tile_plan
+from xsake.testing.case import check_run, make
 
 TARGET = dataclasses.replace(HOPPER_INTERPRETED, head_dim=128)
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=32, block_q=16, block_kv=32, density=1.0)

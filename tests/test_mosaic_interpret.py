@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_forward, check_run, make
-from contract.target import HOPPER
-from contract.target import HOPPER_INTERPRETED as TARGET
 from sweep import sweep
+from targets import HOPPER
+from targets import HOPPER_INTERPRETED as TARGET
 
 import xsake
 from xsake._ground.device import cpu_workers
@@ -28,6 +27,7 @@ from xsake.kernels_pallas_gpu.hopper.backend import BackwardConfig, Config, Forw
 from xsake.kernels_pallas_gpu.hopper.forward import launch
 from xsake.kernels_pallas_gpu.lists import work_order
 from xsake.kernels_pallas_gpu.lists.merge import merged_rows
+from xsake.testing.case import check_forward, check_run, make
 
 SMALL = dict(batch=1, q_heads=1, kv_heads=1, mask=(1, 1), q_len=64, exact_lengths=False)
 

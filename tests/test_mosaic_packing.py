@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
-from contract.target import HOPPER, HOPPER_INTERPRETED
 from sweep import sweep
+from targets import HOPPER, HOPPER_INTERPRETED
 
 import xsake
 from xsake._op.arguments import build_call
@@ -18,6 +17,7 @@ from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
+from xsake.testing.case import check_run, make
 
 INTERPRETED = dataclasses.replace(HOPPER_INTERPRETED, unit=1)
 COMMON = dict(batch=1, block_kv=64, exact_lengths=True, mask=(1, 1), density=0.6)

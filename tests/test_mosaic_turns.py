@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check, check_run, make, run
-from contract.target import HOPPER_INTERPRETED as TARGET
 from sweep import sweep
+from targets import HOPPER_INTERPRETED as TARGET
 
 import xsake
 from xsake._op.arguments import build_call
@@ -18,6 +17,7 @@ from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.hopper.dkv import plan as dkv_plan
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.work import turns
+from xsake.testing.case import check, check_run, make, run
 
 CASES = {
     "one list for both warpgroups": dict(q_len=96, block_q=32, block_kv=32, density=0.5, seed=1),

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import reference
-from contract.case import make, with_grads
-from contract.target import TARGETS
 from sweep import sweep
+from targets import TARGETS
 
 from xsake.kernels_xla_ref import oracle
+from xsake.testing import reference
+from xsake.testing.case import make, with_grads
 
 T, S = 37, 50
 RNG = np.random.default_rng(0)

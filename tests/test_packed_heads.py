@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check_run, make
-from contract.target import XLA
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from targets import XLA
 
 import xsake
 from xsake._op.arguments import build_call
 from xsake._rewrites.packed_heads import PackedHeads
 from xsake.kernels_xla_ref import oracle
+from xsake.testing.case import check_run, make
 
 CASES = {
     "sinks and a bit per token": dict(q_heads=12, block_q=8, mask=(2, 2), density=1.0, sinks=(12,), mask_causal=True),

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check, check_run, make, run
-from contract.reference import Results, attends
 from sweep import sweep
 
 import xsake
+from xsake.testing.case import check, check_run, make, run
+from xsake.testing.reference import Results, attends
 
 
 def test_empty_rows_give_zero_and_minus_infinity(implementation):

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, collect, make, with_grads
-from contract.target import XLA
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
+from targets import XLA
 
 import xsake
 from xsake.kernels_xla_ref import oracle
+from xsake.testing.case import attend, check, collect, make, with_grads
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check, check_run, compiled, make, run
-from contract.reference import attends
 from executed import counting_matmul_flops
 from sweep import sweep
 
 import xsake
 from xsake.autotune.measure.timing import race
+from xsake.testing.case import check, check_run, compiled, make, run
+from xsake.testing.reference import attends
 
 
 def test_predecessor_any_blocks_per_head(implementation):

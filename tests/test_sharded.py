@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import check, collect, make, with_grads
-from contract.target import XLA
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
+from targets import XLA
 
 import xsake
 from xsake._op import registry
 from xsake._sequence import sharded as sequence_sharded
+from xsake.testing.case import check, collect, make, with_grads
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 

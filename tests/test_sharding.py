@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import attend, check, collect, make, with_grads
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
 
 import xsake
+from xsake.testing.case import attend, check, collect, make, with_grads
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices, real or simulated")
 

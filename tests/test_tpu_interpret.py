@@ -11,12 +11,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract.case import Case, check, make, run
-from contract.target import Target
 from sweep import sweep
 
 import xsake
 from xsake.kernels_pallas_tpu import Config, Tiling
+from xsake.testing.case import Case, check, make, run
+from xsake.testing.target import Target
 
 
 def _configs(case: Case) -> tuple[Config, Config]:
@@ -26,7 +26,7 @@ def _configs(case: Case) -> tuple[Config, Config]:
     return Config(forward=one, dq=one, dkv=one), Config(forward=two, dq=dataclasses.replace(one, wide=2), dkv=one)
 
 
-TPU = Target("mosaic_tpu", _configs, interpret=True)
+TPU = Target("mosaic_tpu", interpret=True)
 
 SMOKE = {
     "causal, a mask per head, empty rows, sinks, group": dict(

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import reference
-from contract.case import Case, attend, check, collect, make, run, with_grads
-from contract.compare import assert_close_to_float64
 from hypothesis import given
 from sweep import sweep
 
 import xsake
+from xsake.testing import reference
+from xsake.testing.case import Case, attend, check, collect, make, run, with_grads
+from xsake.testing.compare import assert_close_to_float64
 
 N = 3
 MASK = dict(capacity=12, density_hint=0.5)  # one structure for all contents

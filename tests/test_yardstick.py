@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import reference
-from contract.case import Case, check, make
-from contract.compare import assert_close_to_float64
-from contract.target import TARGETS
+from targets import TARGETS
+
+from xsake.testing import reference
+from xsake.testing.case import Case, check, make
+from xsake.testing.compare import assert_close_to_float64
 
 TARGET = next(t for t in TARGETS if t.name == "xla")
 HALF = np.dtype(jnp.bfloat16)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from contract import reference
-from contract.compare import assert_close_to_float64
-from contract.reference import Results
-from contract.target import Target
+import xsake
+from xsake.testing import reference
+from xsake.testing.compare import assert_close_to_float64
+from xsake.testing.reference import Results
+from xsake.testing.target import Target
 
 ARRAYS = ("bias", "sinks", "query_seq_lengths", "key_value_seq_lengths", "segment_ids", "positions")
 
@@ -40,8 +41,6 @@ class Case:
         return dict(block_q=self.block_q, block_kv=self.block_kv) | lengths
 
     def mask(self, **options):
-        import xsake
-
         if self.blocks is None:
             return None
         if self.chosen is not None:
@@ -52,15 +51,11 @@ class Case:
         return xsake.BlockMask.from_blocks(self.blocks, **self.sizes, **rule, **options)
 
     def _mask_of_tokens(self, **options):
-        import xsake
-
         numbers = np.where(self.chosen, np.arange(self.chosen.shape[-1]), -1).swapaxes(1, 2)
         sizes = dict(block_q=self.block_q, block_kv=self.block_kv, kv_len=self.key.shape[1])
         return xsake.BlockMask.from_token_indices(numbers, **sizes, is_causal=self.mask_causal, **options)
 
     def _mask_of_elements(self, **options):
-        import xsake
-
         t, s = self.query.shape[1], self.key.shape[1]
         rows, columns = np.arange(t) // self.block_q, np.arange(s) // self.block_kv
         of_blocks = self.blocks[:, :, rows][:, :, :, columns]
@@ -172,8 +167,6 @@ def make(
 
 def attend(target: Target, inputs, mask, rest, *, config: Any = None, **options):
     """(output, lse) of the implementation."""
-    import xsake
-
     return xsake.attention(
         **inputs, **rest, mask=mask, **options, return_lse=True, implementation=target.name, config=config
     )

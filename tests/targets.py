@@ -11,41 +11,29 @@ from unittest import mock
 
 import pytest
 
+from xsake.testing.target import Target
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """An implementation and the sizes to test it at.
 
-    Tests speak of small sizes (blocks of 16 and 32 tokens, about 100 tokens); `unit` multiplies them where a kernel
-    needs larger blocks. `configs(case)` gives two different configurations for a case; in the second, forward and
-    backward tiles differ. A `partial` implementation does not honour every argument: the suite skips the calls that it
-    refuses, and names the reason.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried(Target):
+    """A target of this project's own tests.
+
+    `configs(case)` gives two different configurations for a case; in the second, forward and backward tiles differ. A
+    `partial` implementation does not honour every argument: the suite skips the calls that it refuses, and names the
+    reason.
     """
 
-    name: str
     configs: Callable[[Any], tuple[Any, Any]]
-    interpret: bool = False
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    unit: int = 1
-    head_dim: int = 24
-    value_dim: int = 16
     partial: bool = False
     fused: bool = False  # Hopper's fused backward, however short the sequences are
     marks: tuple = dataclasses.field(default=(), compare=False)
 
-    def size(self, tokens: int) -> int:
-        return tokens * self.unit
-
     def context(self) -> contextlib.AbstractContextManager:
-        if self.fused:
-            from xsake.kernels_pallas_gpu.hopper.fused import plan
+        if not self.fused:
+            return super().context()
+        from xsake.kernels_pallas_gpu.hopper.fused import plan
 
-            return mock.patch.object(plan, "WORTH_FUSING", 0)
-        if not self.interpret:
-            return contextlib.nullcontext()
-        import xsake
-
-        return xsake.interpret()
+        return mock.patch.object(plan, "WORTH_FUSING", 0)
 
 
 def _xla_configs(case: Any) -> tuple[Any, Any]:
@@ -137,16 +125,20 @@ TRITON_INTERPRETER = (
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton interprets with TRITON_INTERPRET=1"),
 )
 
+_HOPPER: dict[str, Any] = dict(configs=_mosaic_configs, dtypes=HALVES, unit=4, marks=GPU)
+
 TARGETS = [
-    Target("xla", _xla_configs),
-    Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
-    Target("mosaic_gpu", _mosaic_configs, dtypes=HALVES, unit=4, head_dim=128, value_dim=64, fused=True, marks=GPU),
-    Target("raw_triton", _raw_triton_configs, partial=True, marks=GPU),
-    Target("raw_triton", _raw_triton_configs, interpret=True, partial=True, marks=TRITON_INTERPRETER),
-    Target("triton", _triton_configs, marks=GPU),
-    Target("triton", _triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
-    Target("mosaic_tpu", _tpu_configs, marks=(pytest.mark.tpu,)),
-    Target("mosaic_tpu", _tpu_configs, interpret=True, marks=(pytest.mark.interpret, pytest.mark.slow)),
+    Tried("xla", configs=_xla_configs),
+    Tried("mosaic_gpu", configs=_mosaic_configs, dtypes=HALVES, unit=4, head_dim=64, value_dim=128, marks=GPU),
+    Tried(
+        "mosaic_gpu", configs=_mosaic_configs, dtypes=HALVES, unit=4, head_dim=128, value_dim=64, fused=True, marks=GPU
+    ),
+    Tried("raw_triton", configs=_raw_triton_configs, partial=True, marks=GPU),
+    Tried("raw_triton", configs=_raw_triton_configs, interpret=True, partial=True, marks=TRITON_INTERPRETER),
+    Tried("triton", configs=_triton_configs, marks=GPU),
+    Tried("triton", configs=_triton_configs, interpret=True, marks=(pytest.mark.interpret,)),
+    Tried("mosaic_tpu", configs=_tpu_configs, marks=(pytest.mark.tpu,)),
+    Tried("mosaic_tpu", configs=_tpu_configs, interpret=True, marks=(pytest.mark.interpret, pytest.mark.slow)),
 ]
 XLA, HOPPER = TARGETS[:2]
 # Small cases are interpreted, race detection on; the suite runs on hardware.
@@ -246,7 +238,7 @@ JOINED_FOR_XLA = {
 def parameters(test: str) -> list:
     kinds = {"-interpret": "interpret", "-fused": "fused"}
 
-    def parameter(target: Target) -> Any:
+    def parameter(target: Tried) -> Any:
         name = target.name + "".join(end for end, kind in kinds.items() if getattr(target, kind))
         elsewhere = OF_THE_OPERATION | REACHED_BY_OTHERS if target.interpret else DRAWN_FOR_XLA | JOINED_FOR_XLA
         of_ci = target.interpret or target.name == "xla"

@@ -7,21 +7,23 @@ rounded to the half type.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
 class Results(NamedTuple):
-    """All results of a call. d_<argument> is the argument's gradient, None where the argument is not given."""
+    """All results of a call, as arrays, or a number for each. d_<argument> is the argument's gradient, None where the
+    argument is not given.
+    """
 
-    out: np.ndarray
-    lse: np.ndarray
-    d_query: np.ndarray | None = None
-    d_key: np.ndarray | None = None
-    d_value: np.ndarray | None = None
-    d_bias: np.ndarray | None = None
-    d_sinks: np.ndarray | None = None
+    out: Any
+    lse: Any
+    d_query: Any = None
+    d_key: Any = None
+    d_value: Any = None
+    d_bias: Any = None
+    d_sinks: Any = None
 
 
 class Evaluation(NamedTuple):

@@ -1,1 +1,0 @@
-"""The contract of `xsake.attention`, stated once: a float64 reference, cases, and the implementations to test."""
