@@ -7,10 +7,8 @@ import pytest
 from sweep import sweep
 
 import xsake
-from xsake._op.arguments import build_call
-from xsake._op.registry import get
 from xsake.testing.case import check, make, run
-from xsake.testing.reference import Results
+from xsake.testing.checks import CHECKS, small, space_of, twice
 
 PARTS = 8  # of a search space: each in a process of its own, within the time of a test
 
@@ -25,44 +23,21 @@ def test_forward_and_backward_tiles_are_independent(implementation, which):
     check(case, run(implementation, case, config=config))
 
 
-def _call(implementation, case):
-    sizes = case.query.shape[1], case.key.shape[1], case.query.shape[3]
-    blocks = get(implementation.name).default_blocks(*sizes)
-    return build_call(**case.inputs, **case.rest, **case.options, mask=case.mask(), default_blocks=blocks)
-
-
-def _space(implementation, case):
-    backend, call = get(implementation.name), _call(implementation, case)
-    return list(backend.search_space(call)), backend.default_config(call)
-
-
-def _small(implementation):
-    return make(implementation, q_len=75, batch=1, q_heads=2, kv_heads=1, mask=(1, 2), mask_causal=True, density=0.8)
-
-
 def test_search_space_holds_the_default_and_fits_the_call(implementation):
-    case = _small(implementation)
-    space, default = _space(implementation, case)
-    assert default in space
-    assert all(isinstance(c, get(implementation.name).Config) for c in space)
+    space = space_of(implementation, small(implementation))
     assert len({hash(c) for c in space}) > 1
-    call = _call(implementation, case)
-    with implementation.context():
-        assert [get(implementation.name).misfit(call, c) for c in space] == [None] * len(space)
 
 
 def test_configs_of_the_search_space_give_the_same_numbers(implementation):
     """The last configuration only: the default runs in every other test, and all configurations in the slow test."""
-    case = _small(implementation)
-    space, _ = _space(implementation, case)
-    check(case, run(implementation, case, config=space[-1]))
+    CHECKS["configurations: the last of the search space"].run(implementation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_config_of_the_search_space_gives_the_same_numbers(implementation, part):
-    case = _small(implementation)
-    for config in list(dict.fromkeys(_space(implementation, case)[0]))[part::PARTS]:
+    case = small(implementation)
+    for config in space_of(implementation, case)[part::PARTS]:
         check(case, run(implementation, case, config=config))
 
 
@@ -90,6 +65,4 @@ def test_two_backward_runs_give_the_same_bits(implementation, dtype):
     if dtype not in implementation.dtypes:
         pytest.skip(f"{implementation.name} does not claim {dtype}")
     case = make(implementation, dtype=dtype, bias=(1, 1, 0, 0), sinks=(4,), density=0.8)
-    first, *others = (run(implementation, case) for _ in range(4))
-    for name, *found in zip(Results._fields, first, *others, strict=True):
-        assert len({x.tobytes() for x in found}) == 1, f"{name} differs between runs"
+    twice(implementation, case)

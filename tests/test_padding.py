@@ -10,48 +10,23 @@ from sweep import sweep
 
 import xsake
 from xsake.testing.case import check, check_run, make, run
-from xsake.testing.reference import Results, attends
+from xsake.testing.cases import PADDED, padded
+from xsake.testing.checks import CHECKS
+from xsake.testing.reference import attends
 
 
 def test_empty_rows_give_zero_and_minus_infinity(implementation):
-    case = make(implementation, mask=(1, 4), density=0.6)
-    blocks = case.blocks.copy()
-    blocks[0, 0, 2] = blocks[0, 1] = False
-    blocks[0, :, :, 1] = False  # and keys that nobody attends
-    case = case.replace(blocks=blocks)
-    results = check_run(implementation, case, mask=case.mask_with_room())
-    b = case.block_q
-    rows = np.s_[:, 2 * b : 3 * b, 0]
-    for index in (rows, np.s_[:, :, 1]):
-        assert (results.out[index] == 0).all() and (results.d_query[index] == 0).all()
-        assert (results.lse[index] == -np.inf).all()
-    keys = np.s_[:, case.block_kv : 2 * case.block_kv]
-    assert (results.d_key[keys] == 0).all() and (results.d_value[keys] == 0).all()
+    CHECKS["rows: empty rows, heads and columns"].run(implementation)
 
 
 @pytest.mark.parametrize("shape", sweep([(4,), (4, 3)], slow=[(4,)]))
 def test_empty_rows_with_sinks_give_their_logsumexp(implementation, shape):
-    case = make(implementation, mask=(1, 4), density=0.6, sinks=shape)
-    blocks = case.blocks.copy()
-    blocks[0, :, 1] = False
-    case = case.replace(blocks=blocks)
-    results = check_run(implementation, case)
-    rows = np.s_[:, case.block_q : 2 * case.block_q]
-    assert (results.out[rows] == 0).all() and (results.d_query[rows] == 0).all()
-    sinks = case.arguments["sinks"].astype(np.float64).reshape(4, -1)
-    expected = np.log(np.exp(sinks).sum(-1))
-    np.testing.assert_allclose(
-        results.lse[rows], np.broadcast_to(expected, results.lse[rows].shape), rtol=1e-6, atol=1e-6
-    )
+    CHECKS[f"rows: empty rows with sinks {shape}"].run(implementation)
 
 
 @pytest.mark.slow  # heads without a block are in the first test
 def test_nothing_attends_at_all(implementation):
-    case = make(implementation, q_len=39, density=0.0, bias=(0, 0, 0, 0))
-    results = check_run(implementation, case)
-    for name, value in zip(Results._fields, results, strict=True):
-        if value is not None:
-            assert (value == (-np.inf if name == "lse" else 0)).all(), name
+    CHECKS["rows: nothing attends"].run(implementation)
 
 
 @pytest.mark.slow  # test_predecessor_empty_rows_are_zero has rows that are empty by rule
@@ -66,74 +41,18 @@ def test_empty_by_rule_not_by_list(implementation):
     assert (results.out[:, 1::2] == 0).all() and (results.lse[:, 1::2] == -np.inf).all()
 
 
-def _poisoned(case, q_padding, kv_padding, value):
-    """The case with `value` in all padding."""
-
-    def poison(x, where):
-        x = x.copy()
-        x[where] = value
-        return x
-
-    return case.replace(
-        query=poison(case.query, q_padding),
-        key=poison(case.key, kv_padding),
-        value=poison(case.value, kv_padding),
-        d_out=poison(case.d_out, q_padding),
-    )
-
-
-def _padded_cases(implementation):
-    rng = np.random.default_rng(0)
-    n, m = implementation.size(75), implementation.size(107)
-    lengths = np.array([n - 21, n], np.int32), np.array([m, m - 40], np.int32)
-    by_length = np.arange(n) >= lengths[0][:, None], np.arange(m) >= lengths[1][:, None]
-    ids = [rng.choice(np.array([-3, -1, 0, 0, 1], np.int32), (2, k)) for k in (n, m)]
-    common = dict(q_len=75, kv_len=107, density=0.8)
-    return {
-        "lengths": (dict(common, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1]), *by_length),
-        "segments": (dict(common, segment_ids=tuple(ids), sinks=(4,), bias=(1, 0, 0, 0)), ids[0] < 0, ids[1] < 0),
-        "both, causal, soft cap, bias, sinks": (
-            dict(
-                common,
-                segment_ids=tuple(ids),
-                query_seq_lengths=lengths[0],
-                key_value_seq_lengths=lengths[1],
-                is_causal=True,
-                logits_soft_cap=2.0,
-                sinks=(4,),
-                bias=(1, 0, 0, 0),
-            ),
-            by_length[0] | (ids[0] < 0),
-            by_length[1] | (ids[1] < 0),
-        ),
-        "no mask": (dict(common, mask=None, key_value_seq_lengths=lengths[1]), np.zeros((2, n), bool), by_length[1]),
-    }
-
-
-BOTH = "both, causal, soft cap, bias, sinks"
-
-
 @pytest.mark.parametrize(
-    "name", sweep([BOTH, "lengths", "segments", "no mask"], slow=["lengths", "segments", "no mask"])
+    "name", sweep([PADDED, "lengths", "segments", "no mask"], slow=["lengths", "segments", "no mask"])
 )
 @pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_padding_may_hold_anything(implementation, name, value):
-    if value == np.inf and name != BOTH:
+    if value == np.inf and name != PADDED:
         pytest.skip("infinity is tried once")
-    options, q_padding, kv_padding = _padded_cases(implementation)[name]
-    case = make(implementation, **options)
-    results = run(implementation, _poisoned(case, q_padding, kv_padding, value))
-    # The reference's inputs are clean; cotangents of padding's output do nothing.
-    d_out = case.d_out.copy()
-    d_out[q_padding] = 0
-    check(case.replace(d_out=d_out), results)
-    assert (results.out[q_padding] == 0).all() and (results.d_query[q_padding] == 0).all()
-    assert (results.d_key[kv_padding] == 0).all() and (results.d_value[kv_padding] == 0).all()
+    CHECKS[f"padding: {value} in {name}"].run(implementation)
 
 
 def test_nan_cotangents_of_the_lse_of_padding_do_not_leak(implementation):
-    options, q_padding, _ = _padded_cases(implementation)["lengths"]
-    case = make(implementation, **options)
+    case, q_padding, _ = padded(implementation, "lengths")
     d_lse = case.d_lse.copy()
     d_lse[q_padding] = np.nan
     results = run(implementation, case.replace(d_lse=d_lse))

@@ -26,7 +26,7 @@ class Case:
     value: np.ndarray
     d_out: np.ndarray
     d_lse: np.ndarray
-    blocks: np.ndarray | None  # bool[b, h, nQ, nK]; None is a call without a mask
+    blocks: Any  # bool[b, h, nQ, nK]; None is a call without a mask
     block_q: int
     block_kv: int
     mask_causal: bool = False
@@ -198,6 +198,14 @@ def run(target: Target, case: Case, *, mask: Any = "own", config: Any = None) ->
     return collect(case, results, grads)
 
 
+def run_forward(target: Target, case: Case, *, config: Any = None) -> Results:
+    """Output and lse alone: interpreted gradients take most of the time."""
+    forward = jax.jit(lambda *given: attend(target, *given, config=config, **case.options))
+    with target.context():
+        results = forward(case.inputs, case.mask(), case.rest)
+    return collect(case, results, {})
+
+
 def collect(case: Case, results, grads) -> Results:
     """The results as numpy arrays, after a check of the dtypes that the contract promises."""
     out, lse = results
@@ -208,27 +216,29 @@ def collect(case: Case, results, grads) -> Results:
     return Results(np.asarray(out), np.asarray(lse), **{f"d_{k}": np.asarray(v) for k, v in grads.items()})
 
 
-def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
-    """Compare every result with float64."""
+def problems(case: Case, actual: Results, *, factor: float = 4.0) -> dict[str, str]:
+    """What is wrong with each result, beside float64."""
     truth = reference.evaluate(case, np.float64)
     exact, plain = truth.results, reference.yardstick(truth, reference.evaluate(case, case.query.dtype))
     noise = reference.noise(case, exact)
-    problems = []
+    found = {}
     for name, value in zip(Results._fields, actual, strict=True):
         if value is not None:
             try:
                 assert_close_to_float64(name, value, *(getattr(x, name) for x in (exact, plain, noise)), factor=factor)
             except AssertionError as problem:
-                problems.append(str(problem))
-    assert not problems, "\n".join(problems)
+                found[name] = str(problem)
+    return found
+
+
+def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
+    """Compare every result with float64."""
+    found = problems(case, actual, factor=factor)
+    assert not found, "\n".join(found.values())
 
 
 def check_forward(target: Target, case: Case, *, config: Any = None) -> None:
-    """As `check_run`, for what a forward alone does: interpreted gradients take most of the time."""
-    forward = jax.jit(lambda *given: attend(target, *given, config=config, **case.options))
-    with target.context():
-        results = forward(case.inputs, case.mask(), case.rest)
-    check(case, collect(case, results, {}))
+    check(case, run_forward(target, case, config=config))
 
 
 def check_run(target: Target, case: Case, **options) -> Results:
