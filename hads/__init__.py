@@ -10,6 +10,7 @@ from xsake.hads.mask.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from xsake.hads.calibration.calibrate import calibrate
+    from xsake.hads.calibration.layerwise import Layered
     from xsake.hads.calibration.recalibration import recalibration
     from xsake.hads.profile.budgets import chunk_counts, head_counts, layer_counts
     from xsake.hads.profile.profile import HadsProfile
@@ -22,6 +23,7 @@ _PUBLIC = {
     "HadsMask": "xsake.hads.selection.mask_function",
     "HadsProfile": "xsake.hads.profile.profile",
     "LayerWeights": "xsake.hads.selection.chunk",
+    "Layered": "xsake.hads.calibration.layerwise",
     "PooledKeys": "xsake.hads.selection.pooled_keys",
     "calibrate": "xsake.hads.calibration.calibrate",
     "chunk_counts": "xsake.hads.profile.budgets",
@@ -37,6 +39,7 @@ __all__ = [
     "HadsMask",
     "HadsProfile",
     "LayerWeights",
+    "Layered",
     "PooledKeys",
     "calibrate",
     "chunk_counts",

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from xsake import hads
-from xsake.hads.calibration import calibrate as calibration
-from xsake.hads.calibration import observe
+from xsake.hads.calibration import by_layer, observe
 from xsake.hads.calibration.block_statistics import block_statistics
 from xsake.hads.calibration.calibrate import _for_large_errors
 from xsake.hads.calibration.fit import fit_estimator
@@ -61,8 +60,8 @@ def test_a_calibration_that_was_stopped_goes_on(model, profile, tmp_path, monkey
     profile is that of a calibration that was not stopped."""
     options = dict(name="tiny", block=16, steps=30, steps_folder=tmp_path / "steps")
     observed: list[int] = []
-    observe_block = calibration.observe_block
-    monkeypatch.setattr(calibration, "observe_block", lambda *a: observed.append(1) or observe_block(*a))
+    observe_block = by_layer.observe_block
+    monkeypatch.setattr(by_layer, "observe_block", lambda *a: observed.append(1) or observe_block(*a))
 
     def stop_at(*place):
         def progress(*said):
@@ -167,7 +166,7 @@ def test_signed_likelihood_has_the_curvature_of_the_divergence():
     @jax.jit
     @jax.vmap
     def draw(key):
-        likelihood = lambda s: observe._signed_likelihood(lambda x: x @ weight, s, key, 4)  # noqa: E731
+        likelihood = lambda s: observe.signed_likelihood(lambda x: x @ weight, s, key, 4)  # noqa: E731
         return jnp.square((jax.grad(likelihood)(states) * step).sum())
 
     curvature = draw(jax.random.split(jax.random.key(3), 20000)).mean()
@@ -225,7 +224,7 @@ def test_gradients_are_those_of_the_whole_model(model: Transformer):
         calls = iter(nudges)
         watched = nnx.merge(*nnx.split(model))
         watched.attention_fn = lambda q, k, v, **o: jax.nn.dot_product_attention(q, k, v, **o) + next(calls)
-        return observe._signed_likelihood(watched.logits, watched.hidden(tokens), key, 64)
+        return observe.signed_likelihood(watched.logits, watched.hidden(tokens), key, 64)
 
     wanted = jax.jit(jax.grad(likelihood))([jnp.zeros((1, 250, 4, 16))] * 2)
     for (number, layer), want in zip(observe.touch(model, tokens, key, chunk=64), reversed(wanted), strict=True):

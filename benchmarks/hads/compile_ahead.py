@@ -64,7 +64,7 @@ def compile_calibration(study: Study) -> None:
     """Compile the programs of calibration, unless the profile exists already."""
     if study.profile_path.exists():
         return
-    s, whole, compile_ = study.settings, nnx.split(study.model), study.programs.compile
+    s, cut, compile_ = study.settings, study.layers.cut, study.programs.compile
     grid, count = s.grid, s.calibration_sequences * len(CALIBRATION)
     x, rotation = jax.eval_shape(study.layers.start, jax.ShapeDtypeStruct((1, s.length), jnp.int32))
     block = study.layers.graph, study.model.attention_fn
@@ -78,7 +78,7 @@ def compile_calibration(study: Study) -> None:
         "observe": lambda: observe.observe_block.lower(*block, *args, grid),
         "forward": lambda: observe.forward_block.lower(*block, *args),
         "touch": lambda: observe.touch_block.lower(*block, *args, x),
-        "likelihood": lambda: observe.likelihood_gradient.lower(*whole, x, key, observe.CHUNK),
+        "likelihood": lambda: observe.likelihood_gradient.lower(cut.logits, cut.rest, x, key, observe.CHUNK),
         "cost": lambda: cost_of_dropping.lower(touched, kept, grid),
         "fit": lambda: fit_weights.lower(many.pooled, many.statistics.mass, grid, STEPS),
     }

@@ -1,6 +1,8 @@
 """Calibration: learn a model's heads from a few sequences of dense attention.
 
-Layers are learned one after the other, so that memory does not grow with layers times sequences. With N sequences of
+Layers are learned one after the other, so that memory does not grow with layers times sequences, where the model can be
+cut in layers (`Layered`). A whole function is run for as many layers as have `whole.AT_ONCE` bytes of observations, and
+its backward pass keeps what the function keeps: `jax.checkpoint` around its layers bounds that. With N sequences of
 T tokens, n = T / block (with tall rows fewer), L layers, H query heads of D dimensions, and activations of `width`
 2-byte numbers:
 
@@ -31,12 +33,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from xsake.hads.calibration.by_layer import ByLayer
 from xsake.hads.calibration.fit import STEPS, fit_estimator
-from xsake.hads.calibration.layerwise import Layers, wait_on_device
-from xsake.hads.calibration.observe import Observation, observe_block, touch
-from xsake.hads.calibration.sensitivity import cost_of_dropping
+from xsake.hads.calibration.layerwise import Layered
+from xsake.hads.calibration.observe import Observation
 from xsake.hads.calibration.steps import Steps
 from xsake.hads.calibration.tables import tabulate
+from xsake.hads.calibration.whole import Watched, Whole
 from xsake.hads.profile.budgets import uniform_counts
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
@@ -52,7 +55,7 @@ _choose = jax.jit(lambda mass, grid, **rule: choose(mass, Rows(grid), **rule), s
 
 
 def calibrate(
-    model: Any,
+    apply: Any,
     tokens: Int[Array | np.ndarray, "N T"],
     *,
     name: str,
@@ -64,6 +67,7 @@ def calibrate(
     rule: Rule | None = None,
     progress: Progress | None = None,
     steps_folder: str | os.PathLike | None = None,
+    layers: int | None = None,
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
 
@@ -72,7 +76,10 @@ def calibrate(
     suffice. The memory that it needs is told at the head of this module.
 
     Args:
-      model: an `xsake.model.Transformer`, or a module like it (`calibration.layerwise` says what is used).
+      apply: your forward, `apply(attention, tokens) -> logits`, for tokens [1, T] and logits [1, T, vocab]. In every
+        layer it calls `attention(query, key, value, layer=number)`, rotary positions applied, with is_causal,
+        local_window_size and scale as in `xsake.attention`. It may be of any library, jitted, checkpointed, mapped or a
+        scan over layers. Or an `xsake.model.Transformer`, or a `Layered`: a forward in layers, which takes less memory.
       tokens: N sequences of T tokens. The longer, the more distances are known.
       name: what the profile calls the model.
       block: tokens of a block of keys of the masks to come.
@@ -85,14 +92,15 @@ def calibrate(
       steps_folder: finished steps are kept here (a step is a layer, or a sequence of the backward pass), and the same
         call goes on after them, to the same profile. It holds all gains, and the sequences' states; delete it when the
         profile is saved.
+      layers: how many layers there are, where `apply` scans over them: a traced number cannot say.
     """
     count, length = tokens.shape
-    window = Layers(model).window
-    grid = CausalGrid.of(length, block, block_q, window)
-    if rule is not None:
-        grid = dataclasses.replace(grid, rule=rule)
     if count < 1 or sensitivity_sequences < 1:
         raise ValueError(f"calibration needs at least one sequence; got {count} and {sensitivity_sequences=}")
+    watched = _watched(apply, length, layers)
+    grid = CausalGrid.of(length, block, block_q, watched.window)
+    if rule is not None:
+        grid = dataclasses.replace(grid, rule=rule)
     grid.check_choice("sequences")
     report = progress or (lambda what, done, of: None)
 
@@ -105,30 +113,30 @@ def calibrate(
         "rule": dataclasses.asdict(grid.rule),
     }
     texts = [digest(sequence) for sequence in np.asarray(tokens)]
-    weights = None if steps_folder is None else _checksums(model)
+    weights = None if steps_folder is None else watched.checksums()
     kept = Steps(steps_folder, {"name": name, "texts": texts, "weights": weights} | settings)
-    layers = list(_learn_layers(model, tokens, grid, kept, back=back, steps=steps, report=report))
+    learned = list(_learn_layers(watched, tokens, grid, kept, back=back, steps=steps, report=report))
     sensitivity = _for_large_errors(
-        _sensitivity(model, tokens[:back], [layer.kept for layer in layers], grid, kept, seed, report), grid.rule
+        _sensitivity(watched, tokens[:back], [layer.kept for layer in learned], grid, kept, seed, report), grid.rule
     )
     tables = tabulate(
-        np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(layers, sensitivity, strict=True)])
+        np.stack([layer.gains[n] * omega[:, None] for layer, omega in zip(learned, sensitivity, strict=True)])
         for n in range(count)
     )
     profile = HadsProfile(
-        **{name: np.stack([getattr(layer.estimator, name) for layer in layers]) for name in Estimator._fields},
+        **{name: np.stack([getattr(layer.estimator, name) for layer in learned]) for name in Estimator._fields},
         **tables._asdict(),
         sensitivity=sensitivity,
-        burstiness=np.stack([layer.burstiness for layer in layers]),
+        burstiness=np.stack([layer.burstiness for layer in learned]),
         free_shares=FREE_SHARES,
         model=name,
         block=block,
         block_q=grid.block_q,
         length=length,
-        kv_heads=layers[0].kv_heads,
+        kv_heads=learned[0].kv_heads,
         digests=tuple(fingerprint(sequence) for sequence in np.asarray(tokens)),
         rule=grid.rule,
-        window=window,
+        window=watched.window,
     )
     profile.check()
     return profile
@@ -156,43 +164,36 @@ class _Learned(NamedTuple):
         return cls(estimator, arrays["burstiness"], kept, gains, int(arrays["kv_heads"]))
 
 
-def _checksums(model: Any) -> list[str]:
-    """A sum of each of the model's arrays: another model's, or those after more training, differ."""
-    return [str(jnp.sum(x, dtype=jnp.float32)) for x in jax.tree.leaves(model) if jnp.issubdtype(x.dtype, jnp.floating)]
+def _watched(apply: Any, length: int, layers: int | None) -> Watched:
+    if isinstance(apply, Layered) or hasattr(apply, "layered"):
+        return ByLayer(apply, length)
+    return Whole(apply, length, layers)
 
 
 def _learn_layers(
-    model: Any, tokens: Array | np.ndarray, grid: CausalGrid, kept: Steps, *, back: int, steps: int, report: Progress
+    watched: Watched,
+    tokens: Array | np.ndarray,
+    grid: CausalGrid,
+    kept: Steps,
+    *,
+    back: int,
+    steps: int,
+    report: Progress,
 ) -> Iterator[_Learned]:
-    """Learn each layer from all sequences; their states wait on the host, or on a device with much room, and no
-    layer's statistics outlive it."""
-    layers, rotation, at = Layers(model), None, 0
-    states: list[Array | np.ndarray] = []
-    for row in tokens:
-        x, rotation = layers.start(jnp.asarray(row[None], jnp.int32), windowed=True)
-        stay = wait_on_device(len(tokens), x)
-        states.append(x if stay else np.asarray(x))
-    for number, weights in enumerate(layers.weights):
-        report("heads of each layer", number, len(layers.weights))
-        if (done := kept.get(f"layer-{number}")) is not None:
-            yield _Learned.of_arrays(done)
-            continue
-        if at != number:  # the layers before this one were learned by a run that was stopped
-            bits = kept.get(f"states-{number}") or {}
-            saved = [bits[str(n)].view(before.dtype) for n, before in enumerate(states)]
-            states = [jnp.asarray(x) if stay else x for x in saved]
-        seen = []
-        for n, before in enumerate(states):
-            given = jnp.asarray(before), rotation
-            x, one = observe_block(layers.graph, model.attention_fn, weights, *given, grid)
-            states[n] = x if stay else np.asarray(x)
-            seen.append(one)
-        learned, at = _learn(seen, grid, back, steps), number + 1
-        kept.put(f"states-{at}", {str(n): np.asarray(x).view(np.uint8) for n, x in enumerate(states)})
+    """Learn each layer from all sequences; no layer's statistics outlive it."""
+    first = 0
+    while first < watched.number and (done := kept.get(f"layer-{first}")) is not None:
+        report("heads of each layer", first, watched.number)
+        first += 1
+        yield _Learned.of_arrays(done)
+    observed = watched.observe(tokens, grid, kept, first)
+    for number in range(first, watched.number):
+        report("heads of each layer", number, watched.number)
+        learned = _learn(next(observed), grid, back, steps)
         kept.put(f"layer-{number}", learned.to_arrays())
-        kept.drop(f"states-{number}")
         yield learned
-    report("heads of each layer", len(layers.weights), len(layers.weights))
+    next(observed, None)
+    report("heads of each layer", watched.number, watched.number)
 
 
 def _learn(seen: list[Observation], grid: CausalGrid, back: int, steps: int) -> _Learned:
@@ -229,7 +230,7 @@ def _free_sums(mass: Array, square: Array, grid: CausalGrid) -> Float[Array, "tw
 
 
 def _sensitivity(
-    model: Any,
+    watched: Watched,
     tokens: Array | np.ndarray,
     kept: list[list[np.ndarray]],
     grid: CausalGrid,
@@ -244,9 +245,9 @@ def _sensitivity(
         if (done := steps.get(f"sensitivity-{n}")) is not None:
             sums.append(done["sums"])
             continue
-        touched = touch(model, jnp.asarray(tokens[n : n + 1], jnp.int32), jax.random.key(seed + n))
-        costs = {at: np.asarray(cost_of_dropping(one, _unpacked(kept[at][n], grid), grid)) for at, one in touched}
-        sums.append(np.stack([costs[at] for at in range(len(kept))]).astype(np.float64))
+        row = jnp.asarray(tokens[n : n + 1], jnp.int32)
+        kept_blocks = lambda layer, n=n: _unpacked(kept[layer][n], grid)  # noqa: E731
+        sums.append(watched.costs(row, kept_blocks, grid, jax.random.key(seed + n)))
         steps.put(f"sensitivity-{n}", {"sums": sums[-1]})
     report("sensitivity of heads", len(tokens), len(tokens))
     errors, drops = np.sum(sums, 0).swapaxes(0, 1)

@@ -1,52 +1,82 @@
-"""Run a transformer block by block: one small compiled program for all layers, in place of one as large as the model.
-
-A model here is an `xsake.model.Transformer`, or anything with its parts: `blocks` that are alike and are
-called as `block(x, rotation, attend)`, `start`, `norm` and `logits`.
-"""
+"""Run a model layer by layer: one small compiled program for all layers, in place of one as large as the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-Attend = Callable[[Array, Array, Array], Array]
+import xsake
+from xsake.hads.selection.rules import Rules
+
+Attend = Callable[..., Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Layered:
+    """A forward that is cut in layers, so that `calibrate` has one layer at a time on the device.
+
+    Give this to `calibrate`, or a model with a method `layered()` that returns it, in place of a whole forward.
+
+    Args:
+      rest: the weights outside the layers, a pytree of arrays.
+      start: `start(rest, tokens) -> (x, shared)`: the first layer's input [B, T, width], and what every layer is given
+        beside it: a pytree of arrays, such as rotary positions.
+      layers: each layer's weights, pytrees of arrays that are alike.
+      layer: `layer(weights, x, shared, attention) -> x`. It calls `attention(query, key, value, **rules)` once, and is
+        compiled once for all layers: a function that can be hashed, and that equals itself in the next call.
+      logits: `logits(rest, x)`: [B, t, vocab] of some tokens' last states [B, t, width].
+      window: tokens that a token sees in every layer, itself among them; None for all.
+      attention_fn: dense attention, by the names of `xsake.attention`.
+    """
+
+    rest: Any
+    start: Callable[[Any, Any], tuple[Array, Any]]
+    layers: Sequence[Any]
+    layer: Callable[[Any, Array, Any, Attend], Array]
+    logits: Callable[[Any, Array], Array]
+    window: int | None = None
+    attention_fn: Callable[..., Any] = xsake.attention
+
+    def __call__(self, attention: Attend, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """The whole forward, with `attention(query, key, value, layer=number, **rules)`."""
+        x, shared = self.start(self.rest, tokens)
+        for number, weights in enumerate(self.layers):
+            x = self.layer(weights, x, shared, partial(attention, layer=number))
+        return self.logits(self.rest, x)
 
 
 class Layers:
-    """A model's blocks for compiled programs: `graph`, which all blocks share, and each block's `weights`."""
+    """A model's layers for compiled programs: `graph`, the function that all share, and each layer's `weights`."""
 
     def __init__(self, model: Any):
-        from flax import nnx
-
         self.model = model
-        split = [nnx.split(block) for block in model.blocks]
-        self.graph = split[0][0]
-        if any(graph != self.graph for graph, _ in split):
-            raise ValueError("the model's blocks are not alike: they cannot share a program")
-        self.weights = [weights for _, weights in split]
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a token sees, itself among them, in every layer; None for all, or if layers differ."""
-        config = getattr(self.model, "config", None)
-        return None if getattr(config, "window_from", 0) else getattr(config, "window", None)
+        self.cut: Layered = model if isinstance(model, Layered) else model.layered()
+        self.graph, self.weights, self.window = self.cut.layer, self.cut.layers, self.cut.window
 
     def start(self, tokens: Int[Array, "B T"], *, windowed: bool = False) -> tuple[Float[Array, "B T width"], Any]:
-        """The first block's inputs: embedded tokens, and the rotary positions.
+        """The first layer's input, and what every layer is given.
 
         NotImplementedError if the model has a window within the tokens, unless the caller honours `window`.
         """
-        limit = getattr(getattr(self.model, "config", None), "window", None)
+        limit = getattr(getattr(self.model, "config", None), "window", self.window)
         if limit is not None and limit < tokens.shape[1] and not (windowed and self.window is not None):
             raise NotImplementedError(
                 f"this model's attention has a window of {limit} tokens"
                 f"{'' if self.window else ' in some layers'}, which is not modelled here: use sequences of at most "
                 f"{limit} tokens, not {tokens.shape[1]}"
             )
-        return self.model.start(tokens)
+        return self.cut.start(self.cut.rest, tokens)
+
+    def shapes(self, length: int) -> tuple[Any, Any]:
+        """The shapes of `start` for a sequence; the model may hold shapes in place of arrays."""
+        return jax.eval_shape(self.cut.start, self.cut.rest, jax.ShapeDtypeStruct((1, length), jnp.int32))
 
 
 def wait_on_device(count: int, x: Array) -> bool:
@@ -56,14 +86,15 @@ def wait_on_device(count: int, x: Array) -> bool:
     return count * x.nbytes <= room // 8
 
 
-def run_block(graph: Any, weights: Any, x: Array, rotation: Any, attend: Attend) -> Array:
-    """One block's output, with `attend(query, key, value)` in place of its attention."""
-    from flax import nnx
-
-    out, _ = nnx.merge(graph, weights)(x, rotation, lambda q, k, v: (attend(q, k, v), None))
-    return out
+def run_block(graph: Any, weights: Any, x: Array, shared: Any, attend: Attend) -> Array:
+    """One layer's output, with `attend(query, key, value)` in place of its attention."""
+    return graph(weights, x, shared, lambda query, key, value, **rules: attend(query, key, value))
 
 
-def attention_rule(window: int | None) -> dict[str, Any]:
-    """The arguments of dense attention in a model with this window."""
-    return {"is_causal": True} if window is None else {"is_causal": True, "local_window_size": (window - 1, 0)}
+def run_asking(graph: Any, weights: Any, x: Array, shared: Any, attend: Callable[..., Array]) -> Array:
+    """`run_block`, with `attend(query, key, value, rules)`."""
+
+    def asked(query: Array, key: Array, value: Array, *, layer: Any = None, **rules: Any) -> Array:
+        return attend(query, key, value, Rules.of(rules))
+
+    return graph(weights, x, shared, asked)

@@ -35,17 +35,10 @@ class Memory(NamedTuple):
 
 def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q: int | None = None) -> Memory:
     """Of `calibrate` with `sequences` of `length` tokens. The model may hold shapes in place of arrays."""
-    from flax import nnx
-
     layers = Layers(model)
-    grid, window = CausalGrid.of(length, block, block_q, layers.window), layers.window
-    graph, weights, attention = layers.graph, layers.weights[0], model.attention_fn
-    whole = nnx.split(model)
-
-    def start(weights: Any, tokens: Any) -> Any:
-        return Layers(nnx.merge(whole[0], weights)).start(tokens, windowed=True)
-
-    x, rotation = jax.eval_shape(start, whole[1], jax.ShapeDtypeStruct((1, length), jnp.int32))
+    grid = CausalGrid.of(length, block, block_q, layers.window)
+    graph, weights, attention = layers.graph, layers.weights[0], layers.cut.attention_fn
+    x, rotation = layers.shapes(length)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def run(program: Any, *given: Any, beside: int = 0) -> tuple[Any, int]:
@@ -64,9 +57,11 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
     (estimator, _) = estimator
     of_head = jax.ShapeDtypeStruct((share.shape[1],), jnp.float32)
     _, gains = run(_gains, seen, estimator, of_head, of_head, grid, beside=all_seen + size((pooled, share)))
-    _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, window, beside=size(x))
-    _, likelihood = run(observe.likelihood_gradient, *whole, x, key, observe.CHUNK, beside=size(x))
-    (_, touched), back = run(observe.touch_block, *watched[:5], x, window, beside=2 * size(x))
+    _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, beside=size(x))
+    _, likelihood = run(
+        observe.likelihood_gradient, layers.cut.logits, layers.cut.rest, x, key, observe.CHUNK, beside=size(x)
+    )
+    (_, touched), back = run(observe.touch_block, *watched[:5], x, beside=2 * size(x))
     kept = jax.ShapeDtypeStruct(seen.statistics.mass.shape, jnp.bool_)
     _, cost = run(cost_of_dropping, touched, kept, grid, beside=size((touched, kept, x)))
     stages = {
@@ -80,7 +75,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
     free = 4 * share.shape[1] * (grid.blocks - grid.forced_blocks)
     depth = len(layers.weights)
     host = free * sequences * depth + 3 * min(AT_ONCE, sequences) * free * depth + size(x) * (sequences + depth)
-    return Memory(size(whole[1]), stages, host)
+    return Memory(size(jax.tree.leaves(model)), stages, host)
 
 
 def size(tree: Any) -> int:

@@ -15,12 +15,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
-from xsake.hads.calibration.layerwise import Layers, attention_rule, run_block, wait_on_device
+from xsake.hads.calibration.layerwise import Layers, run_asking, wait_on_device
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import Estimator
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.pooled import Pooled, pool
 from xsake.hads.selection.rows import Rows
+from xsake.hads.selection.rules import Rules
 
 CHUNK = 512  # tokens whose logits exist at a time
 
@@ -52,7 +53,7 @@ def observe(model: Any, tokens: Int[Array, "B T"], grid: CausalGrid) -> list[Obs
     x, rotation = layers.start(tokens, windowed=True)
     seen = []
     for weights in layers.weights:
-        x, one = observe_block(layers.graph, model.attention_fn, weights, x, rotation, grid)
+        x, one = observe_block(layers.graph, layers.cut.attention_fn, weights, x, rotation, grid)
         seen.append(one)
     return seen
 
@@ -64,12 +65,22 @@ def observe_block(
     """A block's output, and the observation of its attention."""
     seen = []
 
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        statistics = block_statistics(query, key, **grid.shape, window=grid.window)
-        seen.append(Observation(statistics, pool(query, key, grid)))
-        return attention_fn(query, key, value, **attention_rule(grid.window))
+    def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+        seen.append(observation(rules.scaled(query), key, grid))
+        return attention_fn(query, key, value, **rules.arguments())
 
-    return run_block(graph, weights, x, rotation, attend), seen[0]
+    return run_asking(graph, weights, x, rotation, attend), once(seen)
+
+
+def observation(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Observation:
+    return Observation(block_statistics(query, key, **grid.shape, window=grid.window), pool(query, key, grid))
+
+
+def once[T](seen: list[T]) -> T:
+    """What a layer's one call of attention left. ValueError if there were more, or none."""
+    if len(seen) != 1:
+        raise ValueError(f"a layer must call attention once, not {len(seen)} times")
+    return seen[0]
 
 
 def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK) -> Iterator[tuple[int, Touched]]:
@@ -81,66 +92,58 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     gradient in a direction is the curvature of the KL divergence in that direction (the Fisher information), from one
     backward pass. Logits exist `chunk` tokens at a time. `key` seeds the draws.
     """
-    from flax import nnx
-
     layers = Layers(model)
     x, rotation = layers.start(tokens, windowed=True)
     inputs: list[Array | np.ndarray] = []
     stay = wait_on_device(len(layers.weights), x)
     for weights in layers.weights:
         inputs.append(x if stay else np.asarray(x))
-        x = forward_block(layers.graph, model.attention_fn, weights, x, rotation, layers.window)
-    gradient = likelihood_gradient(*nnx.split(model), x, key, chunk)
+        x = forward_block(layers.graph, layers.cut.attention_fn, weights, x, rotation)
+    gradient = likelihood_gradient(layers.cut.logits, layers.cut.rest, x, key, chunk)
     for number in reversed(range(len(inputs))):
         given = layers.weights[number], jnp.asarray(inputs.pop()), rotation, gradient
-        gradient, one = touch_block(layers.graph, model.attention_fn, *given, layers.window)
+        gradient, one = touch_block(layers.graph, layers.cut.attention_fn, *given)
         yield number, one
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
-def forward_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, window: int | None = None
-) -> Array:
-    return run_block(graph, weights, x, rotation, partial(attention_fn, **attention_rule(window)))
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
+def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
+    def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+        return attention_fn(query, key, value, **rules.arguments())
+
+    return run_asking(graph, weights, x, rotation, attend)
 
 
-@partial(jax.jit, static_argnames=("graph", "attention_fn", "window"))
+@partial(jax.jit, static_argnames=("graph", "attention_fn"))
 def touch_block(
-    graph: Any,
-    attention_fn: Callable,
-    weights: Any,
-    x: Array,
-    rotation: Any,
-    gradient: Array,
-    window: int | None = None,
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
 ) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
 
     def run(x: Array, nudge: Array | None) -> tuple[Array, tuple]:
         seen = []
 
-        def attend(query: Array, key: Array, value: Array) -> Array:
-            out = attention_fn(query, key, value, **attention_rule(window))
-            seen.append((query, key, value))
+        def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+            out = attention_fn(query, key, value, **rules.arguments())
+            seen.append((out, rules.scaled(query), key, value))
             return out if nudge is None else out + nudge
 
-        return run_block(graph, weights, x, rotation, attend), seen[0]
+        return run_asking(graph, weights, x, rotation, attend), once(seen)
 
-    query, *_ = jax.eval_shape(lambda x: run(x, None)[1], x)
-    _, pull, (q, k, v) = jax.vjp(run, x, jnp.zeros(query.shape, query.dtype), has_aux=True)
+    out, *_ = jax.eval_shape(lambda x: run(x, None)[1], x)
+    _, pull, (_, q, k, v) = jax.vjp(run, x, jnp.zeros(out.shape, out.dtype), has_aux=True)
     before, felt = pull(gradient)
     return before, Touched(q, k, v, felt)
 
 
-@partial(jax.jit, static_argnames=("graph", "chunk"))
-def likelihood_gradient(graph: Any, weights: Any, x: Array, key: Array, chunk: int) -> Array:
-    from flax import nnx
-
-    model = nnx.merge(graph, weights)
-    return jax.grad(lambda x: _signed_likelihood(model.logits, model.norm(x), key, chunk))(x)
+@partial(jax.jit, static_argnames=("logits", "chunk"))
+def likelihood_gradient(logits: Callable, rest: Any, x: Array, key: Array, chunk: int) -> Array:
+    """Of `signed_likelihood`, with respect to the last layer's output."""
+    return jax.grad(lambda x: signed_likelihood(partial(logits, rest), x, key, chunk))(x)
 
 
-def _signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], key: Array, chunk: int) -> Array:
+def signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], key: Array, chunk: int) -> Array:
+    """Sum over the tokens of ± log p of a token that the model draws after each."""
     tokens = states.reshape(-1, states.shape[-1])
     count = -(-len(tokens) // chunk)
     real = (jnp.arange(count * chunk) < len(tokens)).astype(jnp.float32).reshape(count, chunk)
@@ -149,7 +152,7 @@ def _signed_likelihood(logits_of: Callable, states: Float[Array, "B T width"], k
     @jax.checkpoint
     def part(x: tuple[Array, Array, Array]) -> Array:
         states, real, key = x
-        logits = logits_of(states[None])[0]
+        logits = logits_of(states[None])[0].astype(jnp.float32)
         draw, flip = jax.random.split(key)
         drawn = jax.random.categorical(draw, jax.lax.stop_gradient(logits))
         sign = jax.random.rademacher(flip, (chunk,), jnp.float32) * real

@@ -24,10 +24,11 @@ class Attend:
     """Causal attention, by a function that takes the arguments of `xsake.attention`.
 
     The function gets only the arguments that a call needs, so that `jax.nn.dot_product_attention` works too where there
-    is no mask, no filled cache and no segment.
+    is no mask, no filled cache and no segment. `attention` in its place is also told the layer's number.
     """
 
     attention_fn: Callable[..., Any]
+    attention: Callable[..., Any] | None = None
     mask_fn: MaskFn | None = None
     segment_ids: Any = None
     slot_positions: Any = None  # of a filled cache
@@ -36,6 +37,8 @@ class Attend:
     window_of: Callable[[int], int | None] = lambda layer: None
 
     def __post_init__(self) -> None:
+        if self.attention is not None and (self.mask_fn is not None or self.mesh is not None):
+            raise ValueError("attention chooses its own blocks, on one device: leave out mask_fn and mesh")
         if self.cut is not None and self.attention_fn is not xsake.attention:
             raise ValueError(
                 f"the mesh cuts sequences over {self.cut.shards} devices, which xsake.attention can serve, and this "
@@ -64,7 +67,9 @@ class Attend:
                     "the tokens of a filled cache; build the mask with is_causal=False: the model is causal by position"
                 )
             options["mask"] = mask
-        if self.cut is not None:
+        if self.attention is not None:
+            out = self.attention(query, key, value, layer=layer, **static, **options)
+        elif self.cut is not None:
             out = self.cut.attend(query, key, value, static | options)
         elif self.mesh is None:
             out = self.attention_fn(query, key, value, **static, **options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from xsake.model.network.config import ModelConfig
 from xsake.model.network.linear import Linear
 from xsake.model.network.rope import Rotation
 from xsake.model.network.sequence_cut import SequenceCut
+
+if TYPE_CHECKING:
+    from xsake.hads import Layered
 
 Tokens = Int[Array | np.ndarray, "B T"]
 States = Float[Array, "B T width"]
@@ -142,6 +146,7 @@ class Transformer(nnx.Module):
         positions: Int[Array | np.ndarray, "b T"] | None = None,
         segment_ids: Int[Array | np.ndarray, "b T"] | None = None,
         mask_fn: MaskFn | None = None,
+        attention: Callable[..., Array] | None = None,
         cache: KVCache | None = None,
         mesh: Mesh | None = None,
         order: str = "contiguous",
@@ -160,6 +165,8 @@ class Transformer(nnx.Module):
           segment_ids: [B, T] or [1, T]; only tokens of one segment see each other. Not together with a cache.
           mask_fn: `mask_fn(layer, query, key)`, called in the forward with layer number, query [B, T, H, D] and key
             [B, S, K, D], rotary positions applied; it returns the layer's `BlockMask`, or None for dense attention.
+          attention: `attention(query, key, value, layer=number, **rules)`, called in place of the `attention_fn`. Not
+            together with a mask_fn or a mesh.
           cache: the tokens continue its sequences; returns (states, cache). States of tokens past its capacity are NaN.
           mesh: attention runs under `jax.shard_map`, sequences over its axis "data" and heads over its axis "model". An
             axis "sequence" cuts the tokens of each sequence: attention is `xsake.sharded_attention`. Not with a cache.
@@ -190,6 +197,7 @@ class Transformer(nnx.Module):
         x, rotation = self.start(tokens, positions)
         attend = Attend(
             attention_fn=self.attention_fn,
+            attention=attention,
             mask_fn=mask_fn,
             segment_ids=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
             slot_positions=None if cache is None or not cache.filled else cache.positions(),
@@ -216,6 +224,25 @@ class Transformer(nnx.Module):
         rotation = Rotation.of(jnp.asarray(positions), self.config)
         return self.embed(jnp.asarray(tokens)), rotation
 
+    def layered(self) -> Layered:
+        """The forward in layers, for `xsake.hads.calibrate`. ValueError if the blocks are not alike."""
+        from xsake.hads import Layered
+
+        (graph, _), *others = split = [nnx.split(block) for block in self.blocks]
+        if any(other != graph for other, _ in others):
+            raise ValueError("the model's blocks are not alike: they cannot share a program")
+        ends, rest = nnx.split(self)
+        config = self.config
+        return Layered(
+            rest=rest,
+            start=_Start(ends),
+            layers=[weights for _, weights in split],
+            layer=_Layer(graph, None if config.window_from else config.window),
+            logits=_Logits(ends),
+            window=None if config.window_from else config.window,
+            attention_fn=self.attention_fn,
+        )
+
     @property
     def output_weight(self) -> Float[Array, "width vocab"]:
         """The projection of final states to logits, in the type in which it is stored."""
@@ -224,6 +251,34 @@ class Transformer(nnx.Module):
     def logits(self, states: States) -> Float[Array, "B T vocab"]:
         """Next-token logits of final states, in float32."""
         return _project(states, self.output_weight.astype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    graph: nnx.GraphDef
+
+    def __call__(self, weights: Any, tokens: Tokens) -> tuple[States, Rotation]:
+        return nnx.merge(self.graph, weights).start(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    graph: nnx.GraphDef
+    window: int | None
+
+    def __call__(self, weights: Any, x: States, rotation: Rotation, attention: Callable[..., Array]) -> States:
+        window = None if self.window is None else (self.window - 1, 0)
+        attend = partial(attention, is_causal=True, local_window_size=window)
+        return nnx.merge(self.graph, weights)(x, rotation, lambda q, k, v: (attend(q, k, v), None))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    graph: nnx.GraphDef
+
+    def __call__(self, weights: Any, x: States) -> Float[Array, "B T vocab"]:
+        model = nnx.merge(self.graph, weights)
+        return model.logits(model.norm(x))
 
 
 def _run(block: Block, x: States, rotation: Rotation, attend: AttendLayer, remat: bool) -> Any:
