@@ -22,39 +22,12 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers_models import LENGTH, MODELS, SHAPE, TOKENS
 
 from xsake.model import generate, load_pretrained, load_tokenizer, save_pretrained
 from xsake.model.text.sentencepiece import by_scores
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    attn_implementation="eager",
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("Llama", dict(tie_word_embeddings=True)),
-    "Llama 3, scaled positions": ("Llama", dict(rope_parameters=LLAMA3)),
-    "Mistral, window of 24": ("Mistral", dict(sliding_window=24)),
-    "Mistral, no window, own head size": ("Mistral", dict(sliding_window=None, head_dim=24)),
-    "Qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
-    "Qwen2, windows from layer 1 on": ("Qwen2", dict(use_sliding_window=True, sliding_window=24, max_window_layers=1)),
-    "Qwen3, own head size": ("Qwen3", dict(head_dim=32)),
-}
-LENGTH, NEW, TOLERANCE = 100, 12, 2e-4
+NEW, TOLERANCE = 12, 2e-4
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces, a tab\tand a\nnew line \n\n",
@@ -89,7 +62,7 @@ def compare(family: str, options: dict[str, Any], folder: Path) -> tuple[float, 
     """(difference relative to the largest logit, the same after xsake saved the model, whether generation agrees)."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE | options)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    theirs = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
             if name.endswith(("bias", "norm.weight")):  # these begin as zeros and ones
@@ -97,21 +70,20 @@ def compare(family: str, options: dict[str, Any], folder: Path) -> tuple[float, 
     theirs.save_pretrained(folder, max_shard_size="60KB")
     if len(list(folder.glob("*.safetensors"))) < 2:
         raise RuntimeError("transformers saved one file, and several were to be read")
-    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=(2, LENGTH))
-    expected = logits_of(theirs, tokens)
+    expected = logits_of(theirs, TOKENS)
     ours = load_pretrained(folder, dtype=jnp.float32)
-    found = np.asarray(ours(jnp.asarray(tokens, jnp.int32)))
+    found = np.asarray(ours(jnp.asarray(TOKENS, jnp.int32)))
     save_pretrained(ours, folder / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(folder / "again", attn_implementation="eager")
     scale = np.abs(expected).max()
-    prompt = torch.tensor(tokens)
+    prompt = torch.tensor(TOKENS)
     # A mask of ones: transformers would take the token 0 for padding.
     options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, eos_token_id=None, pad_token_id=0)
     continued = theirs.generate(prompt, max_new_tokens=NEW, **options)
-    same = generate(ours, tokens.tolist(), max_new_tokens=NEW) == continued[:, LENGTH:].tolist()
+    same = generate(ours, TOKENS.tolist(), max_new_tokens=NEW) == continued[:, LENGTH:].tolist()
     return (
         float(np.abs(found - expected).max() / scale),
-        float(np.abs(logits_of(again.float().eval(), tokens) - expected).max() / scale),
+        float(np.abs(logits_of(again.float().eval(), TOKENS) - expected).max() / scale),
         same,
     )
 
@@ -158,7 +130,7 @@ def tokenizers_agree(folder: Path) -> Iterator[tuple[str, bool]]:
     tokens = [pieces.id_to_piece(n) for n in range(pieces.vocab_size())]
     scores = [pieces.get_score(n) for n in range(len(tokens))]
     special = [token for n, token in enumerate(tokens) if pieces.is_control(n)]
-    core = by_scores(tokens, scores, special=special, unknown=tokens[pieces.unk_id()], add_space=True)
+    core = by_scores(tokens, scores, never=special, unknown=tokens[pieces.unk_id()], add_space=True)
     ours = Tokenizer.of(core, special=special, bos="<s>", eos="</s>", add_bos=True)
     texts = [text for text in TEXTS if text]
     same = all(ours.encode(text) == [pieces.bos_id(), *pieces.encode(text)] for text in texts)

@@ -24,6 +24,17 @@ CONFIGS = {
     "mistral": dict(window=9),
     "qwen2": dict(qkv_bias=True, tied=False),
     "qwen3": dict(qk_norm=True, head_dim=24, window=9, window_from=1),
+    "smollm3": dict(unturned_every=2),
+    "gemma3_text": dict(
+        families.FAMILIES["gemma3_text"].fixed,
+        window=9,
+        full_every=2,
+        window_rope_base=1e4,
+        rope_base=1e6,
+        rope_scaling="linear",
+        rope_factor=8.0,
+        scale_dim=24,
+    ),
 }
 
 
@@ -48,7 +59,9 @@ def test_names_of_biases_and_norms(tmp_path):
 
 def test_a_model_of_no_family_is_not_saved(tmp_path):
     model = build(config=dataclasses.replace(TINY, qkv_bias=True, qk_norm=True))
-    with pytest.raises(NotImplementedError, match="no family has qkv_bias, qk_norm with window=None"):
+    with pytest.raises(
+        NotImplementedError, match="no family has qkv_bias=True, qk_norm=True; there are llama, mistral"
+    ):
         save_pretrained(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -57,17 +70,60 @@ def of_architecture(name, **more):
     return {key.replace("llama.", f"{name}."): value for key, value in (FIELDS | more).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+IN_GGUF = {
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3": dict(qk_norm=True, head_dim=24),
+    "smollm3": dict(unturned_every=4),
+    "phi3": dict(window=9, tied=False),
+    "gemma3": CONFIGS["gemma3_text"] | dict(full_every=6, scale_dim=None),
+}
+
+
+@pytest.mark.parametrize("family", IN_GGUF)
 def test_gguf(tmp_path, family):
-    """Their features are not stored in rotary pairs, unlike Llama's."""
-    config = dataclasses.replace(config_of(family), window=None, window_from=0)
+    """Features are not stored in rotary pairs, unlike Llama's and SmolLM3's, and Phi-3 joins tensors."""
+    config = dataclasses.replace(TINY, **IN_GGUF[family])
     model = build(config=config)
     fields = of_architecture(family) | {
         f"{family}.attention.key_length": config.head_dim,
         f"{family}.rope.dimension_count": config.head_dim,
     }
+    if config.window is not None:
+        fields[f"{family}.attention.sliding_window"] = config.window
+    if config.rope_factor != 1:
+        fields |= {f"{family}.rope.scaling.type": config.rope_scaling, f"{family}.rope.scaling.factor": 8}
     path = write(tmp_path / "m.gguf", model, architecture=family, fields=fields)
     assert_same_weights(load_pretrained(path), model)
+
+
+def test_gguf_says_yarn(tmp_path):
+    """A file may keep the length that the model had before YaRN; what changes YaRN otherwise is refused by name."""
+    scaling = {"type": "yarn", "factor": 4, "original_context_length": 256}
+    fields = of_architecture("qwen2", **{f"qwen2.rope.scaling.{name}": value for name, value in scaling.items()})
+    config = dataclasses.replace(TINY, **CONFIGS["qwen2"])
+    path = write(tmp_path / "m.gguf", build(config=config), architecture="qwen2", fields=fields)
+    expected = dict(rope_scaling="yarn", rope_factor=4, rope_context=256, rope_high=32, context=1024)
+    found = open_model(path).config
+    assert {name: getattr(found, name) for name in expected} == expected
+    np.testing.assert_allclose(found.rope_gain, 1 + 0.1 * np.log(4))
+    fields["qwen2.rope.scaling.yarn_log_multiplier"] = 1
+    path = write(tmp_path / "n.gguf", build(config=config), architecture="qwen2", fields=fields)
+    with pytest.raises(NotImplementedError, match=r"scales its rotary positions \('yarn', yarn_log_multiplier\)"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attention.sliding_window_pattern", 3, "not supported: attention.sliding_window_pattern other than 6"),
+        ("final_logit_softcapping", 30, "not supported: final_logit_softcapping"),
+    ],
+)
+def test_another_gemma_is_refused(tmp_path, name, value, message):
+    fields = of_architecture("gemma3", **{f"gemma3.{name}": value, "gemma3.attention.sliding_window": 9})
+    model = build(config=dataclasses.replace(TINY, **IN_GGUF["gemma3"]))
+    with pytest.raises(NotImplementedError, match=message):
+        open_model(write(tmp_path / "m.gguf", model, architecture="gemma3", fields=fields))
 
 
 def llama3_tensor(config, change=1.0):
@@ -124,7 +180,11 @@ def test_every_quantisation_that_the_package_reads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "known"), [("gguf", "llama, qwen2, qwen3"), ("safetensors", "llama, mistral, qwen2, qwen3")]
+    ("kind", "known"),
+    [
+        ("gguf", "llama, qwen2, qwen3, smollm3, phi3, gemma3"),
+        ("safetensors", "llama, mistral, qwen2, qwen3, smollm3, phi3, gemma3_text"),
+    ],
 )
 def test_an_unknown_architecture_is_refused_by_name_at_once(tmp_path, kind, known):
     """Of safetensors, before the weights are looked at."""
@@ -164,13 +224,14 @@ def test_scores_make_a_tokenizer(tmp_path):
         "ll": -1.0,
         "hell": -3.0,
         "▁hell": -4.0,
+        "\n\n": 0.0,
     }
     scores = {token: 0.0 for token in tokens} | pieces
 
     def fields(writer):
         writer.add_tokenizer_model("llama")
         writer.add_token_list(list(scores))
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(pieces) - 1), 4])
         writer.add_token_scores(list(scores.values()))
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
@@ -182,10 +243,12 @@ def test_scores_make_a_tokenizer(tmp_path):
     words = [tokenizer.core.id_to_token(number) for number in numbers]
     assert words == ["<s>", "▁hell", "o", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(numbers) == "hello é"
+    # A token of the user-defined kind is taken whole, and is text.
+    assert tokenizer.decode(tokenizer.encode("o\n\no")) == "o\n\n o"
+    assert tokenizer.core.token_to_id("\n\n") in tokenizer.encode("o\n\no")
     assert tokenizer.stop == {2}
 
 
-def test_families_are_known_by_both_names():
-    for name, family in families.FAMILIES.items():
-        fixed = {field: value for field, value in family.fixed.items()}
-        assert families.of_config(dataclasses.replace(TINY, window=9 if name == "mistral" else None, **fixed)) == name
+@pytest.mark.parametrize("family", CONFIGS)
+def test_families_are_known_by_both_names(family):
+    assert families.of_config(config_of(family)) == family

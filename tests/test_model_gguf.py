@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from tiny_model import TINY, assert_same_weights, build
 
 from xsake.model import load_pretrained, load_tokenizer, open_model
-from xsake.model.network.families import gguf_names
+from xsake.model.network import families
 
 FIELDS = {
     "llama.block_count": TINY.layers,
@@ -34,13 +34,14 @@ def write(path, model=None, *, architecture="llama", fields=FIELDS, kind=Q.F32, 
     model = build() if model is None else model
     weights = {path: np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model))}
     tensors = {}
-    for at, name in gguf_names(model.config).items():
+    family = families.find(path, "architecture", architecture) if architecture != "mamba" else None
+    for at, name in families.gguf_names(model.config, family).items():
         weight = weights[at].T if at[-1] == "kernel" else weights[at]
-        if at[-2] in ("query", "key") and architecture == "llama":
+        if at[-2] in ("query", "key") and architecture in ("llama", "smollm3"):
             rows, columns = weight.shape
             halves = weight.reshape(-1, 2, TINY.head_dim // 2, columns)
             weight = halves.swapaxes(1, 2).reshape(rows, columns)
-        tensors[name] = np.ascontiguousarray(weight)
+        tensors[name] = np.ascontiguousarray(np.concatenate([tensors[name], weight]) if name in tensors else weight)
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
@@ -102,7 +103,7 @@ def test_the_tokenizer_inside(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("llama.rope.scaling.type", "yarn", "scales its rotary positions"),
+        ("llama.rope.scaling.type", "longrope", "scales its rotary positions"),
         ("llama.rope.dimension_count", 8, "turns 8 of 16 features"),
     ],
 )

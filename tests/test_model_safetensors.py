@@ -96,9 +96,38 @@ def test_defaults_of_old_configurations(folder):
     ("change", "error", "message"),
     [
         (
-            dict(rope_scaling={"type": "linear", "factor": 2}),
+            dict(rope_scaling={"type": "dynamic", "factor": 2}),
             NotImplementedError,
-            "not supported: rope scaling 'linear'",
+            "not supported: rope scaling 'dynamic'",
+        ),
+        (
+            dict(rope_scaling={"type": "yarn", "factor": 2, "truncate": False}),
+            NotImplementedError,
+            "not supported: truncate=False of rope scaling 'yarn'",
+        ),
+        (
+            dict(rope_scaling={"type": "yarn", "factor": 2, "mscale": 1}),
+            NotImplementedError,
+            "not supported: mscale of rope scaling 'yarn'",
+        ),
+        (dict(rope_scaling={"type": "linear"}), ValueError, "rope scaling 'linear' lacks factor"),
+        (dict(model_type="phi3", rope_scaling={"type": "yarn"}), NotImplementedError, "rope scaling 'yarn'"),
+        (dict(partial_rotary_factor=0.5), NotImplementedError, "not supported: partial_rotary_factor"),
+        (
+            dict(model_type="smollm3", no_rope_layers=[0, 1]),
+            NotImplementedError,
+            "not supported: no_rope_layers other than every n-th layer",
+        ),
+        (dict(model_type="smollm3", no_rope_layers=[1]), ValueError, "no_rope_layers has 1 numbers, fewer than layers"),
+        (
+            dict(model_type="smollm3", use_sliding_window=True),
+            NotImplementedError,
+            "not supported: use_sliding_window",
+        ),
+        (
+            dict(model_type="gemma3_text", hidden_activation="relu", final_logit_softcapping=30.0),
+            NotImplementedError,
+            "not supported: final_logit_softcapping, hidden_act",
         ),
         (
             dict(rope_parameters={"rope_type": "llama3"}),
@@ -122,9 +151,8 @@ def test_other_models_are_refused(folder, change, error, message):
 
 
 def test_paths_that_hold_no_model_or_already_one(folder):
-    with pytest.raises(
-        FileNotFoundError, match=r"nowhere is no file, and no published model \(smollm2, qwen2.5-coder-1.5b\)"
-    ):
+    known = r"smollm2, qwen2.5-coder-1.5b, gemma3-270m"
+    with pytest.raises(FileNotFoundError, match=rf"nowhere is no file, and no published model \({known}\)"):
         load_pretrained(folder / "nowhere")
     with pytest.raises(FileExistsError, match="already holds a model"):
         save_pretrained(build(), folder)

@@ -42,14 +42,14 @@ class HadsBudget:
                 f"the profile of {p.model!r} is for (layers, query heads, KV heads, head_dim)="
                 f"{(p.layers, p.q_heads, p.kv_heads, p.head_dim)}; this model has {wanted}: calibrate this model"
             )
-        if p.window == config.window and not config.window_from:
+        if p.window == config.window and config.same_window:
             return
         if min(config.window or length, p.window or length) >= length:
             return
-        if config.window is not None and config.window_from:
+        if not config.same_window:
             raise NotImplementedError(
-                f"only the layers from {config.window_from} on have a window of {config.window} tokens, which HADS "
-                f"does not model: use at most {config.window} tokens, not {length}, or read densely"
+                f"only some layers have a window of {config.window} tokens, which HADS does not model: use at most "
+                f"{config.window} tokens, not {length}, or read densely"
             )
         ours, its = ("no window" if x is None else f"a window of {x} tokens" for x in (config.window, p.window))
         raise ValueError(

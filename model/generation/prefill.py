@@ -26,7 +26,7 @@ from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.model.generation.hads_budget import HadsBudget
 from xsake.model.network.cache import KVCache, check_size
 from xsake.model.network.config import ModelConfig
-from xsake.model.network.rope import Rotation
+from xsake.model.network.rope import Rotations, rotations
 from xsake.model.network.transformer import Transformer
 
 Answers = Sequence[Sequence[int]]  # of each prompt, the tokens where earlier answers begin
@@ -126,16 +126,19 @@ class _Reader:
     """Between two programs the host does as little as it can: the chip waits for it, most of all with short chunks.
 
     Weights are lists of arrays, which jit takes apart faster than modules. They are found by the names that they have
-    in the first block: to flatten every block takes four times as long.
+    in the first block: to flatten every block takes four times as long. Blocks differ only in their rotary positions.
     """
 
     def __init__(self, model: Transformer, hads: HadsBudget | None, mesh: Mesh | None, capacity: int):
         self.config, self.hads, self.mesh = model.config, hads, mesh
         self.embed, self.embed_tree = jax.tree.flatten(model.embed)
-        named, tree = jax.tree_util.tree_flatten_with_path(model.blocks[0])
+        named, _ = jax.tree_util.tree_flatten_with_path(model.blocks[0])
         variables = [attrgetter(".".join(key.name for key in path[:-1])) for path, _ in named]  # the last key: "value"
         self.blocks = [jax.tree.leaves([variable(block) for variable in variables]) for block in model.blocks]
-        self.static = _Static(tree, model.attention_fn, capacity, mesh)
+        rotary = [model.config.rotary_of(layer) for layer in range(model.config.layers)]
+        trees = {kind: jax.tree.structure(model.blocks[rotary.index(kind)]) for kind in rotary}
+        self.trees = [trees[kind] for kind in rotary]
+        self.static = _Static(None, model.attention_fn, capacity, mesh)
         if hads is not None:
             profile = hads.profile
             blocks: dict[str, Any] = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
@@ -165,13 +168,13 @@ class _Reader:
         for number in range(chunks):
             start = number * chunk
             part = _split(tokens[:, start : start + chunk], self.mesh)
-            x, rotation, kept_here = _start(config, self.embed_tree, self.embed, part, np.int32(start), counts[number])
+            x, turned, kept_here = _start(config, self.embed_tree, self.embed, part, np.int32(start), counts[number])
             for layer, weights in enumerate(self.blocks):
                 x, layers[layer] = _read_block(
-                    self.static._replace(start=start, window=config.window_of(layer)),
+                    self.static._replace(tree=self.trees[layer], start=start, window=config.window_of(layer)),
                     weights,
                     x,
-                    rotation,
+                    turned,
                     layers[layer],
                     learned[layer],
                     kept_here[layer],
@@ -209,11 +212,11 @@ class _Static(NamedTuple):
 @partial(jax.jit, static_argnums=(0, 1))
 def _start(
     config: ModelConfig, tree: Any, embed: list[Array], tokens: Array, start: Array, counts: Array | None
-) -> tuple[Array, Rotation, Any]:
-    """(the first block's input, the rotation of its positions, the counts of each layer)."""
+) -> tuple[Array, Rotations, Any]:
+    """(the first block's input, the rotations of its positions, the counts of each layer)."""
     positions = (start + jnp.arange(tokens.shape[1], dtype=jnp.int32))[None]
     by_layer = (None,) * config.layers if counts is None else tuple(counts)
-    return jax.tree.unflatten(tree, embed)(tokens), Rotation.of(positions, config), by_layer
+    return jax.tree.unflatten(tree, embed)(tokens), rotations(positions, config), by_layer
 
 
 @jax.jit
@@ -230,7 +233,7 @@ def _read_block(
     static: _Static,
     weights: list[Array],
     x: Array,
-    rotation: Rotation,
+    turned: Rotations,
     before: tuple[Array, Array, PooledKeys | None] | None,
     learned: LayerWeights | None,
     counts: Array | None,
@@ -282,7 +285,7 @@ def _read_block(
                 options |= _dense(start, static.window, query.shape[:2])
         return static.attention_fn(query, *seen, **options), (k, v, new)
 
-    return jax.tree.unflatten(static.tree, weights)(x, rotation, attend)
+    return jax.tree.unflatten(static.tree, weights)(x, turned, attend)
 
 
 def _dense(start: int, window: int | None, shape: tuple[int, ...]) -> dict[str, Any]:

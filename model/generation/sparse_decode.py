@@ -86,7 +86,7 @@ def forward(
     if count > 1 and count > step.tokens:
         raise ValueError(f"{count} new tokens at once, but the step's rule is for {step.tokens}: make it for {count}")
     places = cache.slots(count)
-    x, rotation = model.start(tokens, places)
+    x, turned = model.start(tokens, places)
     lengths, slot_positions = cache.length + count, cache.positions()
     now = []
     for layer, block in enumerate(model.blocks):
@@ -108,7 +108,7 @@ def forward(
                 out = attend_blocks(*given, *chosen, lengths, block_size=step.block, window=step.window)
             return out, (cache, own)
 
-        x, (cache, own) = block(x, rotation, attend)
+        x, (cache, own) = block(x, turned, attend)
         now.append(own)
     logits = model.logits(model.norm(x))
     fits = (places < cache.capacity)[..., None]

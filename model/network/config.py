@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 from xsake._ground.fields import check_fields, field
-from xsake._ground.kinds import FLAG, maybe, number, whole
+from xsake._ground.kinds import FLAG, maybe, number, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,21 @@ class ModelConfig:
       window: a token sees itself and the `window - 1` tokens before it, in layers from `window_from` on (Mistral); None
         for no limit.
       window_from: the first layer with a window.
-      rope_factor: slow rotary frequencies are divided by this, and fast ones are not (Llama 3); 1 scales nothing.
+      full_every: every layer of this number, such as 5, 11, ... for 6, has no window (Gemma 3); None for no such layer.
+      window_rope_base: base of the rotary positions in layers with a window, which are never scaled (Gemma 3); None if
+        all layers have the same positions.
+      unturned_every: every layer of this number knows no positions (SmolLM3); None for no such layer.
+      rope_scaling: how `rope_factor` scales rotary positions, below.
+      rope_factor: slow rotary frequencies are divided by this, and fast ones are not ("llama3", "yarn"), or all are
+        ("linear"); 1 scales nothing.
       rope_low, rope_high, rope_context: a frequency is slow if it turns less than `rope_low` times in `rope_context`
-        tokens, and fast if it turns more than `rope_high` times. Frequencies between are divided in part.
+        tokens, and fast if it turns more than `rope_high` times. Frequencies between are divided in part. YaRN's
+        `rope_high` is usually 32.
+      rope_gain: turned queries and keys are multiplied by this (YaRN).
+      post_norms: whether the outputs of attention and MLP are normalised before they are added (Gemma).
+      activation: of the MLP's gate: "silu", or "gelu" by its formula with tanh (Gemma).
+      scaled_embedding: whether embedded tokens are multiplied by the root of `width` (Gemma).
+      scale_dim: products of queries and keys are divided by the root of this (Gemma); None for `head_dim`.
 
     >>> config = PRESETS["tiny"]
     >>> dataclasses.replace(config, layers=4).param_count() > config.param_count()
@@ -56,10 +68,19 @@ class ModelConfig:
     qk_norm: bool = field(FLAG, default=False)
     window: int | None = field(maybe(whole()), default=None)
     window_from: int = field(whole(0), default=0)
+    full_every: int | None = field(maybe(whole()), default=None)
+    window_rope_base: float | None = field(maybe(number(above=0)), default=None)
+    unturned_every: int | None = field(maybe(whole()), default=None)
+    rope_scaling: str = field(one_of("llama3", "yarn", "linear"), default="llama3")
     rope_factor: float = field(number(least=1), default=1.0)
     rope_low: float = field(number(above=0), default=1.0)
     rope_high: float = field(number(above=0), default=4.0)
     rope_context: int = field(whole(), default=8192)
+    rope_gain: float = field(number(above=0), default=1.0)
+    post_norms: bool = field(FLAG, default=False)
+    activation: str = field(one_of("silu", "gelu"), default="silu")
+    scaled_embedding: bool = field(FLAG, default=False)
+    scale_dim: float | None = field(maybe(number(above=0)), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,12 +93,25 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """The window of one layer, None for no limit."""
-        return self.window if layer >= self.window_from else None
+        full = layer < self.window_from or _is_every(self.full_every, layer)
+        return None if full else self.window
+
+    @property
+    def same_window(self) -> bool:
+        """Whether all layers have the same window, or none has one."""
+        return len({self.window_of(layer) for layer in range(self.layers)}) == 1
+
+    def rotary_of(self, layer: int) -> str | None:
+        """Which rotary positions one layer has, "full" or "window"; None for no positions."""
+        if _is_every(self.unturned_every, layer):
+            return None
+        windowed = self.window_rope_base is not None and self.window_of(layer) is not None
+        return "window" if windowed else "full"
 
     def param_count(self) -> int:
         """Every parameter, a tied embedding counted once."""
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.width
-        norms = (2 * self.layers + 1) * self.width
+        norms = ((4 if self.post_norms else 2) * self.layers + 1) * self.width
         biases = (self.q_heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         return embeddings + self.layers * (self._block_weights + biases + head_norms) + norms
@@ -101,6 +135,11 @@ class ModelConfig:
     def _block_weights(self) -> int:
         attention = 2 * self.width * self.head_dim * (self.q_heads + self.kv_heads)
         return attention + 3 * self.width * self.mlp_width
+
+
+def _is_every(step: int | None, layer: int) -> bool:
+    """Whether a layer is one of the layers step - 1, 2 step - 1, 3 step - 1, ..."""
+    return step is not None and (layer + 1) % step == 0
 
 
 _long = partial(ModelConfig, head_dim=64, context=8192)

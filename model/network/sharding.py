@@ -24,7 +24,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/\d+/attention/output/kernel", P("model", None)),
     (r"blocks/\d+/mlp/(gate|up)/kernel", P(None, "model")),
     (r"blocks/\d+/mlp/down/kernel", P("model", None)),
-    (r"(blocks/\d+/(attention|mlp)_)?norm/scale", P()),
+    (r"(blocks/\d+/(attention|mlp)_(post_)?)?norm/scale", P()),
 )
 AXES = ("data", "model", "sequence")
 BATCH = P(None, "data", None)  # microbatches, sequences, tokens

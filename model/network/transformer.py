@@ -21,7 +21,7 @@ from xsake.model.network.attend import Attend, MaskFn
 from xsake.model.network.cache import KVCache
 from xsake.model.network.config import ModelConfig
 from xsake.model.network.linear import Linear
-from xsake.model.network.rope import Rotation
+from xsake.model.network.rope import Rotations, rotations
 from xsake.model.network.sequence_cut import SequenceCut
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
+    def __init__(self, config: ModelConfig, layer: int, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
         self.head_dim = config.head_dim
+        self.rotary = config.rotary_of(layer)
+        self.query_factor = 1.0 if config.scale_dim is None else math.sqrt(config.head_dim / config.scale_dim)
         self.has_norms = config.qk_norm
         biased = partial(linear, config.width, use_bias=config.qkv_bias)
         self.query = biased(config.q_heads * config.head_dim)
@@ -57,11 +59,16 @@ class Attention(nnx.Module):
             self.query_norm, self.key_norm = norm(config.head_dim), norm(config.head_dim)
         self.output = linear(config.q_heads * config.head_dim, config.width, kernel_init=_residual_init(config))
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
+    def __call__(self, x: States, rotations: Rotations, attend: AttendLayer) -> tuple[States, Any]:
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
         if self.has_norms:
             query, key = self.query_norm(query), self.key_norm(key)
-        out, kept = attend(rotation.turn(query), rotation.turn(key), value)
+        if self.query_factor != 1:
+            query = query * self.query_factor
+        if self.rotary is not None:
+            turn = rotations[self.rotary].turn
+            query, key = turn(query), turn(key)
+        out, kept = attend(query, key, value)
         return self.output(out.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: States) -> Float[Array, "B T heads D"]:
@@ -69,28 +76,46 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU or GeGLU."""
 
     def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
+        self.activation = config.activation
         self.gate = linear(config.width, config.mlp_width)
         self.up = linear(config.width, config.mlp_width)
         self.down = linear(config.mlp_width, config.width, kernel_init=_residual_init(config))
 
     def __call__(self, x: States) -> States:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.activation]
+        return self.down(activation(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
+    def __init__(self, config: ModelConfig, layer: int, linear: Callable[..., Linear], norm: Callable[[int], RMSNorm]):
         self.attention_norm = norm(config.width)
-        self.attention = Attention(config, linear, norm)
+        self.attention = Attention(config, layer, linear, norm)
         self.mlp_norm = norm(config.width)
         self.mlp = MLP(config, linear)
+        self.has_post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(config.width), norm(config.width)
 
-    def __call__(self, x: States, rotation: Rotation, attend: AttendLayer) -> tuple[States, Any]:
-        attended, kept = self.attention(self.attention_norm(x), rotation, attend)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kept
+    def __call__(self, x: States, rotations: Rotations, attend: AttendLayer) -> tuple[States, Any]:
+        attended, kept = self.attention(self.attention_norm(x), rotations, attend)
+        x = x + (self.attention_post_norm(attended) if self.has_post_norms else attended)
+        out = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(out) if self.has_post_norms else out), kept
+
+
+class Embed(nnx.Embed):
+    """Embedded tokens; with `scaled`, times the root of their width, which is rounded to their type (Gemma)."""
+
+    def __init__(self, vocab_size: int, width: int, *, scaled: bool, **options: Any):
+        super().__init__(vocab_size, width, **options)
+        self.scaled = scaled
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        x = super().__call__(inputs, out_sharding=out_sharding)
+        return x * math.sqrt(x.shape[-1]) if self.scaled else x
 
 
 class Transformer(nnx.Module):
@@ -126,8 +151,9 @@ class Transformer(nnx.Module):
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         linear: Callable[..., Linear] = partial(Linear, use_bias=False, kernel_init=_init(), rngs=rngs, **types)
         norm: Callable[[int], RMSNorm] = partial(RMSNorm, eps=config.norm_eps, **types)
-        self.embed = nnx.Embed(config.vocab_size, config.width, embedding_init=_init(), rngs=rngs, **types)
-        self.blocks = nnx.List([Block(config, linear, norm) for _ in range(config.layers)])
+        options: dict[str, Any] = dict(scaled=config.scaled_embedding, embedding_init=_init(), rngs=rngs)
+        self.embed = Embed(config.vocab_size, config.width, **options, **types)
+        self.blocks = nnx.List([Block(config, layer, linear, norm) for layer in range(config.layers)])
         self.norm = norm(config.width)
         if not config.tied:
             self.head = linear(config.width, config.vocab_size)
@@ -194,7 +220,7 @@ class Transformer(nnx.Module):
             positions = cache.slots(length)
         if positions is None and cut is not None:
             positions = cut.positions(length)
-        x, rotation = self.start(tokens, positions)
+        x, turned = self.start(tokens, positions)
         attend = Attend(
             attention_fn=self.attention_fn,
             attention=attention,
@@ -207,22 +233,23 @@ class Transformer(nnx.Module):
         )
         for layer, block in enumerate(self.blocks):
             x = x if cut is None else cut.hold(x)
-            x, cache = _run(block, x, rotation, partial(attend, layer, cache), remat)
+            x, cache = _run(block, x, turned, partial(attend, layer, cache), remat)
         states = self.norm(x)
         if cache is None:
             return states
         fits = cache.slots(length) < cache.capacity
         return jnp.where(fits[..., None], states, jnp.nan), cache.advance(length)
 
-    def start(self, tokens: Tokens, positions: Int[Array | np.ndarray, "b T"] | None = None) -> tuple[States, Rotation]:
-        """The input of the first block: embedded tokens and the rotation of their positions, by default 0, 1, 2, ..."""
+    def start(
+        self, tokens: Tokens, positions: Int[Array | np.ndarray, "b T"] | None = None
+    ) -> tuple[States, Rotations]:
+        """The input of the first block: embedded tokens and rotations of their positions, by default 0, 1, 2, ..."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"tokens have length {length}, beyond the model's context of {self.config.context}")
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        rotation = Rotation.of(jnp.asarray(positions), self.config)
-        return self.embed(jnp.asarray(tokens)), rotation
+        return self.embed(jnp.asarray(tokens)), rotations(jnp.asarray(positions), self.config)
 
     def layered(self) -> Layered:
         """The forward in layers, for `xsake.hads.calibrate`. ValueError if the blocks are not alike."""
@@ -232,14 +259,14 @@ class Transformer(nnx.Module):
         if any(other != graph for other, _ in others):
             raise ValueError("the model's blocks are not alike: they cannot share a program")
         ends, rest = nnx.split(self)
-        config = self.config
+        window = self.config.window if self.config.same_window else None
         return Layered(
             rest=rest,
             start=_Start(ends),
             layers=[weights for _, weights in split],
-            layer=_Layer(graph, None if config.window_from else config.window),
+            layer=_Layer(graph, window),
             logits=_Logits(ends),
-            window=None if config.window_from else config.window,
+            window=window,
             attention_fn=self.attention_fn,
         )
 
@@ -257,7 +284,7 @@ class Transformer(nnx.Module):
 class _Start:
     graph: nnx.GraphDef
 
-    def __call__(self, weights: Any, tokens: Tokens) -> tuple[States, Rotation]:
+    def __call__(self, weights: Any, tokens: Tokens) -> tuple[States, Rotations]:
         return nnx.merge(self.graph, weights).start(tokens)
 
 
@@ -266,10 +293,10 @@ class _Layer:
     graph: nnx.GraphDef
     window: int | None
 
-    def __call__(self, weights: Any, x: States, rotation: Rotation, attention: Callable[..., Array]) -> States:
+    def __call__(self, weights: Any, x: States, rotations: Rotations, attention: Callable[..., Array]) -> States:
         window = None if self.window is None else (self.window - 1, 0)
         attend = partial(attention, is_causal=True, local_window_size=window)
-        return nnx.merge(self.graph, weights)(x, rotation, lambda q, k, v: (attend(q, k, v), None))[0]
+        return nnx.merge(self.graph, weights)(x, rotations, lambda q, k, v: (attend(q, k, v), None))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,9 +308,9 @@ class _Logits:
         return model.logits(model.norm(x))
 
 
-def _run(block: Block, x: States, rotation: Rotation, attend: AttendLayer, remat: bool) -> Any:
+def _run(block: Block, x: States, rotations: Rotations, attend: AttendLayer, remat: bool) -> Any:
     def run(block: Block, x: States) -> Any:
-        return block(x, rotation, attend)
+        return block(x, rotations, attend)
 
     return (nnx.remat(run) if remat else run)(block, x)
 

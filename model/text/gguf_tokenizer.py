@@ -9,7 +9,7 @@ from typing import Any
 from xsake.model.text.sentencepiece import by_scores
 from xsake.model.text.tokenizer import Tokenizer, byte_level_bpe
 
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split; the latter are text, such as Gemma's empty lines
 
 
 def read_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
@@ -23,7 +23,9 @@ def read_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
     tokens, kinds = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
     if len(kinds) != len(tokens):
         raise ValueError(f"{path} has {len(tokens)} tokens, but {len(kinds)} types of tokens")
-    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    special, whole = (
+        [t for t, k in zip(tokens, kinds, strict=True) if k == kind] for kind in (_CONTROL, _USER_DEFINED)
+    )
     bos = _token(get, "tokenizer.ggml.bos_token_id", tokens, None)
     eos = _token(get, "tokenizer.ggml.eos_token_id", tokens)
     template = get("tokenizer.chat_template", None)
@@ -35,9 +37,9 @@ def read_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
             raise ValueError(f"{path} has {len(tokens)} tokens, but {len(scores)} scores")
         unknown = _token(get, "tokenizer.ggml.unknown_token_id", tokens, None)
         add_space = get("tokenizer.ggml.add_space_prefix", True)
-        core = by_scores(tokens, scores, special=special, unknown=unknown, add_space=add_space)
+        core = by_scores(tokens, scores, never=[*special, *whole], unknown=unknown, add_space=add_space)
     add_bos = get("tokenizer.ggml.add_bos_token", kind == "llama")
-    return Tokenizer.of(core, special=special, bos=bos, eos=eos, add_bos=add_bos, template=template)
+    return Tokenizer.of(core, special=special, whole=whole, bos=bos, eos=eos, add_bos=add_bos, template=template)
 
 
 def _token(get: Callable[..., Any], name: str, tokens: list[str], *default: Any) -> Any:

@@ -15,17 +15,17 @@ _LONGEST = 512  # characters of a token that is merged from others
 
 
 def by_scores(
-    tokens: list[str], scores: list[float], *, special: list[str], unknown: str | None, add_space: bool
+    tokens: list[str], scores: list[float], *, never: list[str], unknown: str | None, add_space: bool
 ) -> tokenizers.Tokenizer:
     """A tokenizer that merges, in every text, the two neighbours whose joint token has the highest score.
 
-    `add_space` puts a space before a text, as Llama 2 and Mistral expect.
+    Tokens of `never` are not made by merging. `add_space` puts a space before a text, as Llama 2 and Mistral expect.
     """
     vocabulary = {token: number for number, token in enumerate(tokens)}
     with plain_tokenizer_errors("no tokenizer can be made of its tokens and scores"):
         model = models.BPE(
             vocabulary,
-            _merges(vocabulary, scores, never=frozenset(special)),
+            _merges(vocabulary, scores, never=frozenset(never)),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=all(token in vocabulary for token in _BYTES),

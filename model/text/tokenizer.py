@@ -53,11 +53,23 @@ class Tokenizer:
     template: str | None = None
 
     @classmethod
-    def of(cls, core: tokenizers.Tokenizer, *, special: list[str], add_bos: bool = False, **named: Any) -> Tokenizer:
-        """The tokenizer of a new `core`, which is told its special tokens and, with `add_bos`, to begin with `bos`."""
+    def of(
+        cls,
+        core: tokenizers.Tokenizer,
+        *,
+        special: list[str],
+        whole: list[str] | None = None,
+        add_bos: bool = False,
+        **named: Any,
+    ) -> Tokenizer:
+        """The tokenizer of a new `core`, which is told its special tokens and, with `add_bos`, to begin with `bos`.
+
+        Tokens of `whole` are taken before any other, as special ones are, but they are text.
+        """
         made = cls(core=core, **named)
         with plain_tokenizer_errors("no tokenizer can be made of its special tokens"):
             core.add_special_tokens([token for token in special if token])
+            core.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in whole or () if token])
             if add_bos and made.bos is not None:
                 core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
                     single=[made.bos, "$A"], special_tokens=[(made.bos, core.token_to_id(made.bos))]

@@ -13,6 +13,7 @@ from xsake._ground.fields import check
 from xsake._ground.kinds import FLAG, TEXT, Kind, list_of, number, whole
 from xsake.model.network import families
 from xsake.model.network.config import ModelConfig
+from xsake.model.network.rope import yarn_gain
 
 if TYPE_CHECKING:
     from xsake.model.text.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # how llama.cpp names the parts of one model
 _DIVISORS = "rope_freqs.weight"  # of the rotary frequencies: llama.cpp's form of Llama 3's scaling
+_GEMMA3_27B_LAYERS = 62  # llama.cpp knows by this number that it scales its queries otherwise than the smaller ones
 
 # The fields that are read, except for those of the model's shape, which `families` has. After "*" comes what follows
 # the architecture.
@@ -27,7 +29,17 @@ _FIELDS: dict[str, Kind] = {
     "general.architecture": TEXT,
     "split.count": whole(),
     "*.rope.scaling.type": TEXT,
+    "*.rope.scaling.factor": number(least=1),
+    "*.rope.scaling.original_context_length": whole(),
+    "*.rope.scaling.finetuned": FLAG,
+    "*.rope.scaling.yarn_beta_fast": number(above=0),
+    "*.rope.scaling.yarn_beta_slow": number(above=0),
     "*.rope.dimension_count": whole(),
+    "*.attention.sliding_window_pattern": Kind(
+        lambda value: whole().allows(value) or list_of(FLAG).allows(value), "an int of at least 1, or a list of flags"
+    ),
+    "*.attn_logit_softcapping": number(),
+    "*.final_logit_softcapping": number(),
     "tokenizer.ggml.model": TEXT,
     "tokenizer.ggml.tokens": list_of(TEXT),
     "tokenizer.ggml.token_type": list_of(whole(0)),
@@ -63,7 +75,7 @@ class GGUFFile:
         self.architecture = self.get("general.architecture")
         self.family = families.find(path, "architecture", self.architecture)
         self.config = self._read_config()
-        self.names = families.gguf_names(self.config)
+        self.names = families.gguf_names(self.config, self.family)
 
     @property
     def tensor_names(self) -> set[str]:
@@ -78,14 +90,14 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in float32; matrices are [out, in], and rotary pairs are i and i + D/2."""
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor, or some of its rows, in float32; matrices are [out, in], and rotary pairs are i and i + D/2."""
         import gguf
 
         data, tensor = self._tensors[name]
-        stored = data[tensor.start : tensor.start + tensor.size]
+        stored = data[tensor.start : tensor.start + tensor.size].reshape(*tensor.shape[:-1], -1)
         try:
-            weight = gguf.dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.kind)
+            weight = gguf.dequantize(stored[rows] if len(tensor.shape) > 1 else stored, tensor.kind)
         except NotImplementedError as error:
             raise ValueError(f"{self.path}: {name} is stored as {tensor.kind.name}, which cannot be read") from error
         if self.family.gguf_pairs and (".attn_q." in name or ".attn_k." in name):
@@ -103,9 +115,8 @@ class GGUFFile:
             raise ValueError(said if said.startswith(str(self.path)) else f"{self.path}: {said}") from error
 
     def _read_config(self) -> ModelConfig:
-        scaling = self.get("*.rope.scaling.type", "none")
-        if scaling != "none":
-            raise NotImplementedError(f"{self.path} scales its rotary positions ({scaling!r}), which is not supported")
+        if caps := [name for name in ("attn", "final") if self.get(f"*.{name}_logit_softcapping", 0)]:
+            raise NotImplementedError(f"{self.path}: not supported: {caps[0]}_logit_softcapping")
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None or len(embedding[1].shape) != 2:
             raise ValueError(f"{self.path} lacks the tensor token_embd.weight, a matrix")
@@ -114,7 +125,7 @@ class GGUFFile:
             raise ValueError(
                 f"{self.path} has {len(tokens)} tokens, but an embedding of {vocab_size}: vocabulary mismatch"
             )
-        found = {"vocab_size": vocab_size, "tied": "output.weight" not in self._tensors}
+        found = {"vocab_size": vocab_size, "tied": "output.weight" not in self._tensors} | self._scaling()
         names = families.gguf_fields(self.architecture)
         config = families.read_config(self.path, self._fields, names, found, self.family, tensors=len(self._tensors))
         turned = self.get("*.rope.dimension_count", config.head_dim)
@@ -123,9 +134,43 @@ class GGUFFile:
                 f"{self.path} turns {turned} of {config.head_dim} features of a head by position; it must turn all"
             )
         config = dataclasses.replace(config, rope_base=_decimal(config.rope_base), norm_eps=_decimal(config.norm_eps))
-        return self._scaled(config) if _DIVISORS in self._tensors else config
+        if self.architecture == "gemma3":
+            if config.layers == _GEMMA3_27B_LAYERS:
+                config = dataclasses.replace(config, scale_dim=config.width / config.q_heads)
+            self._check_windows(config)
+        return self._divided(config) if _DIVISORS in self._tensors else config
 
-    def _scaled(self, config: ModelConfig) -> ModelConfig:
+    def _check_windows(self, config: ModelConfig) -> None:
+        """The layers with a window are Gemma 3's, if the file names them."""
+        pattern = self.get("*.attention.sliding_window_pattern", config.full_every)
+        windowed = [config.window_of(layer) is not None for layer in range(config.layers)]
+        if pattern != (config.full_every if isinstance(pattern, int) else windowed):
+            raise NotImplementedError(
+                f"{self.path}: not supported: attention.sliding_window_pattern other than {config.full_every}"
+            )
+
+    def _scaling(self) -> dict[str, Any]:
+        """The fields of scaled rotary positions."""
+        kind, start = self.get("*.rope.scaling.type", "none"), "*.rope.scaling."
+        if kind == "none":
+            return {}
+        known = [name for name in _FIELDS if name.startswith(start)]
+        given = [f"*{name.removeprefix(self.architecture)}" for name in self._fields]
+        unknown = [name for name in given if name.startswith(start) and name not in known]
+        if kind not in ("linear", "yarn") or unknown:
+            what = ", ".join([repr(kind), *(name.removeprefix(start) for name in unknown)])
+            raise NotImplementedError(f"{self.path} scales its rotary positions ({what}), which is not supported")
+        found = {"rope_scaling": kind, "rope_factor": self.get("*.rope.scaling.factor")}
+        if kind == "yarn":
+            found |= {
+                "rope_context": self.get("*.rope.scaling.original_context_length"),
+                "rope_low": self.get("*.rope.scaling.yarn_beta_slow", 1),
+                "rope_high": self.get("*.rope.scaling.yarn_beta_fast", 32),
+                "rope_gain": yarn_gain(found["rope_factor"]),
+            }
+        return found
+
+    def _divided(self, config: ModelConfig) -> ModelConfig:
         """The configuration with Llama 3's scaling, of which GGUF files hold only the result."""
         from xsake.model.network import rope
 

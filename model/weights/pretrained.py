@@ -51,11 +51,11 @@ def load_pretrained(
             f"{file.path} is not a plain {file.family.hugging_face_class}: no use for {len(unused)} of its tensors: "
             f"{_some(unused)}"
         )
-    _check_shapes(file)
+    rows = _rows(file)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(file.config, rngs=nnx.Rngs(0), **types)))
 
     def read(path: tuple[Any, ...]) -> np.ndarray:
-        weight = file.read(file.names[path])
+        weight = file.read(file.names[path], rows[path])
         return weight.T if path[-1] == "kernel" else weight
 
     weights, variables = [], list(nnx.to_flat_state(state))
@@ -67,18 +67,28 @@ def load_pretrained(
     return nnx.merge(graph, nnx.from_flat_state(weights))
 
 
-def _check_shapes(file: WeightsFile) -> None:
-    """Check every tensor's shape before any tensor is read. All layers have the shapes of the first."""
+def _rows(file: WeightsFile) -> dict[tuple[Any, ...], slice]:
+    """The rows of its tensor that each parameter takes: all, or those after other parameters' rows.
+
+    Every tensor's shape is checked before any tensor is read. All layers have the shapes of the first.
+    """
     one_layer = dataclasses.replace(file.config, layers=1)
     state = nnx.state(nnx.eval_shape(lambda: Transformer(one_layer, rngs=nnx.Rngs(0))))
     expected = {path: variable.shape for path, variable in nnx.to_flat_state(state)}
+    rows: dict[tuple[Any, ...], slice] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path, name in file.names.items():
-        wanted = expected[("blocks", 0, *path[2:]) if path[0] == "blocks" else path]
-        wanted = wanted[::-1] if path[-1] == "kernel" else wanted
+        shape = expected[("blocks", 0, *path[2:]) if path[0] == "blocks" else path]
+        shape = shape[::-1] if path[-1] == "kernel" else shape
+        first = shapes[name][0] if name in shapes else 0
+        rows[path] = slice(first, first + shape[0])
+        shapes[name] = (first + shape[0], *shape[1:])
+    for name, wanted in shapes.items():
         if file.shape(name) != wanted:
             raise ValueError(
                 f"{file.path}: {name} has shape {file.shape(name)}, but by the file's configuration it has {wanted}"
             )
+    return rows
 
 
 def load_tokenizer(path_or_name: str | os.PathLike | ModelFile) -> Tokenizer:

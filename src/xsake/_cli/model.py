@@ -14,7 +14,7 @@ app = typer.Typer(help="Fetch published models, and describe any model.", no_arg
 
 
 # A copy of the names, so that --help needs no import of the model; a test compares them.
-_NAMES = ("smollm2", "qwen2.5-coder-1.5b")
+_NAMES = ("smollm2", "qwen2.5-coder-1.5b", "gemma3-270m")
 
 
 @app.command()
@@ -78,5 +78,6 @@ def info(
                 "tokenizer": f"{tokenizer.vocab_size} tokens, {'a' if tokenizer.template else 'no'} chat template",
             }
         shape = {name: str(value) for name, value in dataclasses.asdict(config).items()}
-        for name, value in ({"parameters": f"{config.param_count():,}"} | shape | more).items():
-            typer.echo(f"{name:<12} {value}")
+        rows = {"parameters": f"{config.param_count():,}"} | shape | more
+        for name, value in rows.items():
+            typer.echo(f"{name:<{max(map(len, rows))}} {value}")

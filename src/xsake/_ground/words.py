@@ -81,6 +81,7 @@ KERNELS = {
     "xsake, blocks of 64": "XSAKE, blocks of 64",
 }
 MODELS = {
+    "gemma3-270m": "Gemma 3 270M",
     "gpt2-124m": "GPT-2 (124M)",
     "llama3-8b": "Llama 3 8B",
     "qwen2.5-1.5b": "Qwen2.5-1.5B",
