@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xsake import autotune, backend, compat, hads, model, tuning_db
+    from xsake import autotune, backend, compat, hads, model, testing, tuning_db
     from xsake._ground.trace import interpret
     from xsake._op.attention import attention
     from xsake._op.registry import implementations, register_backend
@@ -26,6 +26,7 @@ _MODULES = {
     "hads": "xsake.hads",
     "model": "xsake.model",
     "patterns": "xsake.hads.mask.patterns",
+    "testing": "xsake.testing",
     "tuning_db": "xsake.tuning_db",
 }
 _NAMES = {
@@ -58,6 +59,7 @@ __all__ = [
     "register_backend",
     "selected_attention",
     "sharded_attention",
+    "testing",
     "tuning_db",
     "unzigzag",
     "zigzag",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import xsake
-from xsake._cli import autotune, dashboard, data, generate, hads, model, plan, train, tuning
+from xsake._cli import autotune, check, dashboard, data, generate, hads, model, plan, train, tuning
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_folder_out
 
@@ -67,6 +67,7 @@ def _demo(
 
 
 app.command()(autotune.autotune)
+app.command()(check.check)
 app.add_typer(tuning.app, name="tuning")
 app.command()(generate.generate)
 app.add_typer(model.app, name="model")

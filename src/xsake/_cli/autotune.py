@@ -15,9 +15,9 @@ _LONGEST = 1000 * 3600
 _DENSITIES = "1,0.5,0.43,0.25,0.1"
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
     """
-    >>> _duration("3m")
+    >>> duration("3m")
     180.0
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
@@ -103,7 +103,7 @@ def autotune(
             blocks=_blocks(blocks) if blocks else None,
             dtype=dtype or None,
             implementation=implementation or None,
-            settings=Settings(budget=_duration(budget), trials=trials, limit=_duration(limit), seed=seed),
+            settings=Settings(budget=duration(budget), trials=trials, limit=duration(limit), seed=seed),
             out=out,
             storage=storage or None,
             report_folder=report,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["model", "dashboard", "tune"]
+Extra = Literal["model", "dashboard", "tune", "test"]
 _WHO: dict[Extra, str] = {
     "model": "models need it",
     "dashboard": "the dashboard needs it",
     "tune": "the tuner needs it",
+    "test": "checks need it",
 }
 
 

@@ -53,7 +53,7 @@ class Check:
     def problems(self, target: Target, *, forward_only: bool = False) -> dict[str, str]:
         """What is wrong with each result."""
         case = self.case(target)
-        how = run_forward if forward_only else self.how
+        how = run_forward if forward_only and self.how is run else self.how
         results = how(target, self.given(target, case))
         found = problems(case, results)
         if not found and not forward_only:
@@ -262,7 +262,7 @@ def _halves() -> list[Check]:
     for dtype, spread in HALVES:
         case = partial(cases.half_precision, dtype=dtype, spread=spread)
         name = f"{dtype}, logits times {spread**2:g}"
-        made.append(Check(group="dtypes", name=name, case=case, dtype=dtype, quick=spread == 1))
+        made.append(Check(group="dtypes", name=name, case=case, dtype=dtype, quick=(dtype, spread) == ("bfloat16", 1)))
     for dtype in ("float32", "bfloat16", "float16"):
         case = partial(cases.everything, dtype=dtype)
         name = f"everything at once in {dtype}"
@@ -329,6 +329,6 @@ CHECKS: dict[str, Check] = {check.title: check for check in _checks()}
 GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS.values()))
 
 
-def checks(target: Target, *, quick: bool = False) -> list[Check]:
+def checks_of(target: Target, *, quick: bool = False) -> list[Check]:
     """The checks that apply to a target's precisions."""
     return [c for c in CHECKS.values() if (c.quick or not quick) and c.dtype in (None, *target.dtypes)]

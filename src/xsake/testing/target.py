@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 
 import xsake
+from xsake._op import registry
+from xsake._op.arguments import build_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +35,54 @@ class Target:
 
     def context(self) -> contextlib.AbstractContextManager:
         return xsake.interpret() if self.interpret else contextlib.nullcontext()
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SIZES = ((24, 16), (64, 64), (128, 128))  # (head_dim, value_dim), the first to be tried first
+
+
+def name_of(backend: str) -> str:
+    """The name of a backend that is given by its name, or as the path of its file, which is registered."""
+    path = Path(backend)
+    if path.suffix != ".py" and "/" not in backend:
+        return backend
+    if not path.exists():
+        raise ValueError(f"there is no file {backend}")
+    inner = path.stem in ("__init__", "backend", "kernel") and path.resolve().parent.name.isidentifier()
+    name = path.resolve().parent.name if inner else path.stem
+    xsake.register_backend(name, path)
+    return name
+
+
+def target_of(name: str) -> Target:
+    """The sizes and precisions of the smallest calls that a backend supports.
+
+    The backend is interpreted where its kernels cannot run here otherwise. NotImplementedError where it is not
+    available, or supports none of the calls that are tried.
+    """
+    registry.check_name(name)
+    reason, interpret = registry.unavailable(name, jax.default_backend()), False
+    if reason is not None:
+        with xsake.interpret():
+            interpret = registry.unavailable(name, jax.default_backend()) is None
+        if not interpret:
+            raise NotImplementedError(f"implementation={name!r} is not available here: {reason}")
+    for unit in (1, 2, 4, 8):
+        for head_dim, value_dim in _SIZES:
+            found = Target(name, interpret, (), unit, head_dim, value_dim)
+            reasons = {dtype: _refusal(found, dtype) for dtype in _DTYPES}
+            if dtypes := tuple(dtype for dtype in _DTYPES if reasons[dtype] is None):
+                return dataclasses.replace(found, dtypes=dtypes)
+    raise NotImplementedError(f"{name!r} supports no call that was tried; the last: {reasons[_DTYPES[-1]]}")
+
+
+def _refusal(target: Target, dtype: str) -> str | None:
+    """Why the backend does not support a call of the target's sizes, a mask per head and several blocks, or None."""
+    length, block = target.size(75), target.size(16)
+    query, key, value = (
+        jnp.zeros((1, length, heads, dim), dtype)
+        for heads, dim in ((4, target.head_dim), (2, target.head_dim), (2, target.value_dim))
+    )
+    mask = xsake.patterns.causal(length, length, block_q=block, block_kv=2 * block)
+    with target.context():
+        return registry.unsupported(target.name, build_call(query, key, value, mask, default_blocks=(block, block)))

@@ -1,0 +1,104 @@
+"""`xsake check`: hold a backend to the contract."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xsake._cli.autotune import duration
+from xsake._cli.errors import plain_errors
+
+if TYPE_CHECKING:
+    from xsake.testing.checks import Check
+    from xsake.testing.runner import Plan
+    from xsake.testing.verdict import Verdict
+
+
+def check(
+    backend: Annotated[
+        str, typer.Argument(help="An implementation's name, or the path of a module, such as kernel.py.")
+    ],
+    quick: Annotated[bool, typer.Option(help="A check of each kind, in about a minute.")] = False,
+    only: Annotated[
+        str, typer.Option(help="Parts or groups, separated by commas: forward, gradients, masks, rules, padding, ...")
+    ] = "",
+    limit: Annotated[str, typer.Option(help="Time after which a check counts as hanging.")] = "60s",
+) -> None:
+    """Hold a backend to the contract: values and gradients beside float64, for every argument that it claims."""
+    console = Console()
+    with plain_errors("test"):
+        from xsake._op import registry
+        from xsake.autotune.measure.isolation import Failed
+        from xsake.testing.runner import Checkers, plan
+        from xsake.testing.target import name_of
+
+        name = name_of(backend)
+        registry.check_name(name)
+        if not registry.loads(name):
+            registry.get(name)  # says why not
+        checkers = Checkers(name, quick=quick, limit=duration(limit))
+        try:
+            planned = plan(checkers.target(), quick=quick, only=only.split(",") if only else [])
+            console.print(_heading(planned))
+            with console.status("") as status:
+                verdicts = {}
+                for done, verdict in checkers.run(planned):
+                    verdicts[done] = verdict
+                    status.update(f"{len(verdicts)} of {len(planned.checks)} checks")
+        except Failed as failed:
+            raise ValueError(str(failed)) from failed
+        finally:
+            checkers.close()
+    console.print(_table(planned, verdicts))
+    _tell_findings(console, verdicts)
+    wrong = sum(not verdict.holds for verdict in verdicts.values())
+    refused = sum(verdict.refused is not None for verdict in verdicts.values())
+    holds = len(verdicts) - wrong - refused
+    console.print(f"{name}: {holds} of {len(verdicts)} checks hold, {wrong} fail, {refused} were refused by name")
+    raise typer.Exit(int(wrong > 0 or holds == 0))
+
+
+def _heading(planned: Plan) -> str:
+    target = planned.target
+    how = ", interpreted" if target.interpret else ""
+    return (
+        f"[bold]{target.name}[/bold]{how}: {', '.join(target.dtypes)}; blocks of {target.size(16)} and "
+        f"{target.size(32)} tokens, head_dim {target.head_dim}, values of {target.value_dim}"
+    )
+
+
+def _table(planned: Plan, verdicts: dict[Check, Verdict]) -> Table:
+    parts = [part for part in ("forward", "gradients") if part in planned.parts]
+    table = Table("check", *parts, "")
+    for check, verdict in verdicts.items():
+        if verdict.refused is not None:
+            table.add_row(escape(check.title), *("–" for _ in parts), escape(verdict.refused))
+            continue
+        found = [getattr(verdict, part) for part in parts]
+        marks = ["[green]holds[/green]" if problem is None else "[red]FAILS[/red]" for problem in found]
+        table.add_row(escape(check.title), *marks, escape(_short(next(filter(None, found), ""))))
+    return table
+
+
+def _short(problem: str) -> str:
+    return problem.partition(", RMS")[0]
+
+
+def _tell_findings(console: Console, verdicts: dict[Check, Verdict]) -> None:
+    """Each call that shows a fault, once, with what the first of the checks that it explains found."""
+    by_code: dict[str, list[Check]] = {}
+    for check, verdict in verdicts.items():
+        if not verdict.holds:
+            by_code.setdefault(verdict.code, []).append(check)
+    for code, found in by_code.items():
+        first, others = verdicts[found[0]], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        console.print(f"\n[red]{escape(found[0].title)}[/red]{others}")
+        for part in filter(None, (first.forward, first.gradients)):
+            console.print(escape(part), soft_wrap=True)
+        console.print(f"\n{code}", markup=False, highlight=False, soft_wrap=True)
+    if by_code:
+        console.print()

@@ -1,0 +1,85 @@
+"""Checks one after the other in processes of their own, which a kernel may hang or end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+
+from xsake.autotune.measure.isolation import Caller, Failed, Worker
+from xsake.testing.checks import GROUPS, Check, checks_of
+from xsake.testing.smallest import by_title
+from xsake.testing.target import Target
+from xsake.testing.verdict import Checker, Verdict
+
+PARTS = ("forward", "gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The checks to run, and which parts of each are judged."""
+
+    target: Target
+    checks: tuple[Check, ...]
+    parts: frozenset[str]
+
+    @property
+    def on_cpu(self) -> bool:
+        return jax.default_backend() == "cpu"
+
+
+def plan(target: Target, *, quick: bool, only: list[str]) -> Plan:
+    """`only` names parts or groups; none is all."""
+    unknown = [name for name in only if name not in (*PARTS, *GROUPS)]
+    if unknown:
+        raise ValueError(f"--only {unknown} is unknown; there are {', '.join((*PARTS, *GROUPS))}")
+    groups = [name for name in only if name in GROUPS]
+    parts = frozenset(name for name in only if name in PARTS) or frozenset(PARTS)
+    found = [c for c in checks_of(target, quick=quick) if not groups or c.group in groups]
+    return Plan(target, tuple(found), parts)
+
+
+class Checkers:
+    """Processes that run checks. On a CPU there are two, since most of the time one core compiles."""
+
+    def __init__(self, name: str, *, quick: bool, limit: float, start: Callable[..., Caller] = Worker) -> None:
+        self._limit, self._factory = limit, partial(Checker, name, quick)
+        self._start, self._idle = start, queue.SimpleQueue[Caller]()
+        self._all: list[Caller] = []
+        self._add()
+
+    def _add(self) -> None:
+        self._all.append(self._start(self._factory))
+        self._idle.put(self._all[-1])
+
+    def target(self) -> Target:
+        """The sizes that suit the backend. `Failed` where it supports none, or cannot be imported."""
+        (first,) = self._all
+        return first.call("sizes", limit=self._limit)
+
+    def run(self, plan: Plan) -> Iterator[tuple[Check, Verdict]]:
+        """Every check with its verdict, in the order of the plan."""
+        if plan.on_cpu and self._start is Worker and len(plan.checks) > 3 and (os.cpu_count() or 1) > 1:
+            self._add()
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            yield from zip(plan.checks, pool.map(partial(self._judge, plan), plan.checks), strict=True)
+
+    def _judge(self, plan: Plan, check: Check) -> Verdict:
+        worker = self._idle.get()
+        try:
+            return worker.call("judge", check.title, plan.parts, limit=self._limit)
+        except Failed as failed:
+            wrong: dict[str, Any] = dict.fromkeys(sorted(plan.parts), str(failed))
+            return Verdict(**wrong, code=by_title(plan.target, check))
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.close()

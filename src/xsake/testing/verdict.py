@@ -1,0 +1,98 @@
+"""A check's verdict, and the process in which checks are run: one that a kernel may hang or end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from functools import cached_property
+
+import jax
+
+from xsake.autotune.measure.isolation import Hands
+from xsake.testing import smallest
+from xsake.testing.case import run
+from xsake.testing.checks import CHECKS, FORWARD, Check, NotHere
+from xsake.testing.target import Target, target_of
+
+_REFUSED = "no implementation supports this call: "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run.
+
+    `code` is the smallest call that shows it.
+    """
+
+    forward: str | None = None
+    gradients: str | None = None
+    refused: str | None = None
+    code: str = ""
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return self.forward is None and self.gradients is None
+
+
+def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
+    """Run a check; `parts` of "forward" and "gradients" are judged."""
+    began = time.perf_counter()
+    found, refused = _found(target, check, forward_only="gradients" not in parts)
+    told: dict[str, str | None] = {"forward": None, "gradients": None}
+    for name, problem in found.items():
+        part = "forward" if name in FORWARD else "gradients"
+        if part in parts:
+            told[part] = told[part] or problem
+    results = [name for name in found if ("forward" if name in FORWARD else "gradients") in parts]
+    code = smallest.code(target, check, results) if results else ""
+    return Verdict(**told, refused=refused, code=code, seconds=time.perf_counter() - began)
+
+
+def _found(target: Target, check: Check, *, forward_only: bool) -> tuple[dict[str, str], str | None]:
+    """What is wrong with each result, and why the check was not run."""
+    try:
+        return check.problems(target, forward_only=forward_only), None
+    except NotHere as reason:
+        return {}, str(reason)
+    except AssertionError as problem:
+        said = _one_line(str(problem))
+        return {"d_query" if said.startswith("d_") else "out": said}, None
+    except Exception as error:
+        said = _one_line(str(error))
+        if isinstance(error, NotImplementedError) and _REFUSED in said:
+            return {}, said.partition(_REFUSED)[2].removeprefix(f"{target.name!r}: ")
+        raised = f"raises {type(error).__name__}: {said}"
+    if forward_only or check.how is not run:
+        return {"out": raised}, None
+    forward, refused = _found(target, check, forward_only=True)
+    return (forward if forward else {"d_query": raised}), refused
+
+
+def _one_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+class Checker(Hands):
+    """The hands of the process that runs checks on a backend."""
+
+    def __init__(self, name: str, quick: bool) -> None:
+        flags = ["--xla_force_host_platform_device_count=2"]  # for meshes
+        flags += ["--xla_backend_optimization_level=0"] if quick else []  # most of the time goes into compiling
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+        self._name, self._judged = name, 0
+
+    @cached_property
+    def target(self) -> Target:
+        return target_of(self._name)
+
+    def sizes(self) -> Target:
+        return self.target
+
+    def judge(self, title: str, parts: frozenset[str]) -> Verdict:
+        self._judged += 1
+        if self._judged % 30 == 0:
+            jax.clear_caches()  # programs of hundreds of checks would fill the memory
+        return judge(self.target, CHECKS[title], parts)

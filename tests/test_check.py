@@ -1,0 +1,177 @@
+"""`xsake check`: what it finds in kernels that are wrong in one way or another, and the calls that it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from functools import partial
+
+import pytest
+from test_plugins import NAMES, WHOLE
+from typer.testing import CliRunner
+
+import xsake
+from xsake._cli import app
+from xsake._op import registry
+from xsake.autotune.measure.isolation import Died, Hung
+from xsake.testing import smallest, target_of
+from xsake.testing.case import make
+from xsake.testing.checks import CHECKS, Check
+from xsake.testing.runner import PARTS, Checkers, plan
+from xsake.testing.target import Target, name_of
+from xsake.testing.verdict import judge
+
+RENAMED = f"from xsake.kernels_xla_ref import backward as backward_, forward as forward_, {NAMES}\nimport dataclasses\n"
+FORWARD = "def forward(call, config):\n    out, lse = forward_(call, config)\n    "
+BACKWARD = (
+    "def backward(call, config, lse, delta, d_out, *, with_bias):\n"
+    "    d_query, d_key, d_value, d_bias = backward_(call, config, lse, delta, d_out, with_bias=with_bias)\n    "
+)
+BOTH = frozenset(PARTS)
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Write the XLA backend with a fault, and give its target."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(fault):
+        path = tmp_path / f"planted_{tmp_path.name.strip('_').replace('-', '_')}.py"
+        path.write_text(RENAMED + fault)
+        return target_of(name_of(str(path)))
+
+    yield write
+    smallest._difference.cache_clear()
+
+
+def small(**options) -> Check:
+    sizes = dict(q_len=16, batch=1, q_heads=1, kv_heads=1, mask=None)
+    return Check(group="a", name="small call", case=partial(make, **sizes | options))
+
+
+def printed(code: str) -> float:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, {})
+    return float(out.getvalue())
+
+
+def assert_shown(verdict):
+    lines = verdict.code.splitlines()
+    assert len(lines) <= 5 and lines[1].startswith("xsake.register_backend"), verdict.code
+    assert printed(verdict.code) > 1e-3, verdict.code
+
+
+def test_a_wrong_scale_in_the_gradient_of_keys(planted):
+    verdict = judge(planted(f"{BACKWARD}return d_query, d_key * 1.4427, d_value, d_bias"), small(), BOTH)
+    assert verdict.forward is None and verdict.gradients.startswith("d_key: max error")
+    assert_shown(verdict)
+    assert "mask" not in verdict.code and "(3, 1, 16, 1, 24)" in verdict.code
+
+
+def test_a_window_that_is_off_by_one(planted):
+    fault = "".join(
+        f"def {name}:\n"
+        "    left, right = call.band\n"
+        "    call = dataclasses.replace(call, band=call.band._replace(left=None if left is None else left + 1))\n"
+        f"    return {run}\n"
+        for name, run in (
+            ("forward(call, config)", "forward_(call, config)"),
+            (
+                "backward(call, config, lse, delta, d_out, *, with_bias)",
+                "backward_(call, config, lse, delta, d_out, with_bias=with_bias)",
+            ),
+        )
+    )
+    target = planted(fault)
+    assert judge(target, small(), BOTH).holds
+    verdict = judge(target, small(local_window_size=(3, 0)), BOTH)
+    assert verdict.forward.startswith("out: max error") and verdict.gradients.startswith("d_")
+    assert_shown(verdict)
+    assert "local_window_size=(3, 0)" in verdict.code
+
+
+FAULTS = {
+    "NaN": (f"{FORWARD}return out.at[0, 3].set(float('nan')), lse", "out: 16 of 256 elements are not finite"),
+    "a wrong shape": (f"{FORWARD}return out[..., :1], lse", "raises TypeError: implementation"),
+    "an error": (f"{FORWARD}raise IndexError('tile 3\\nof 2')", "raises IndexError: tile 3"),
+    "zeros": (f"{FORWARD}return out, lse * 0", "lse: max error"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_forward_are_plain_findings(planted, fault):
+    body, says = FAULTS[fault]
+    verdict = judge(planted(body), small(), frozenset({"forward"}))
+    assert verdict.forward.startswith(says) and "\n" not in verdict.forward and verdict.gradients is None
+
+
+def test_gradients_that_raise_leave_the_forward_s_verdict(planted):
+    verdict = judge(planted(f"{BACKWARD}raise ValueError('no')"), small(), BOTH)
+    assert verdict.forward is None and verdict.gradients == "raises ValueError: no"
+
+
+def test_what_is_not_claimed_is_refused_by_name(planted):
+    target = planted("HONOURS = frozenset({'band'})")
+    assert judge(target, small(logits_soft_cap=2.0), BOTH).refused == "it does not honour logits_soft_cap"
+
+
+class Broken:
+    """A process that never answers well."""
+
+    restarts = 0
+
+    def __init__(self, factory):
+        self._answers = iter((Hung("judge did not end within 5 s"), Died("the process ended with exit code -11")))
+
+    def call(self, method, *arguments, limit):
+        raise next(self._answers)
+
+    def close(self):
+        pass
+
+
+def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs():
+    checkers = Checkers("xla", quick=True, limit=5.0, start=Broken)
+    planned = plan(Target("xla"), quick=True, only=["vmap", "meshes"])
+    (_, hung), (check, died) = checkers.run(planned)
+    assert hung.forward == hung.gradients == "judge did not end within 5 s"
+    assert "exit code -11" in died.forward
+    assert died.code.splitlines()[-1] == f'CHECKS["{check.title}"].run(target_of("xla"))'
+
+
+def test_sizes_that_suit_a_backend():
+    assert target_of("xla") == Target("xla")
+    hopper = target_of("mosaic_gpu")
+    assert hopper.interpret and hopper.unit > 1 and hopper.dtypes == ("bfloat16", "float16")
+
+
+def test_the_command(planted, tmp_path):
+    """In processes of their own: one check of a file that is right."""
+    path = tmp_path / "right_kernel.py"
+    path.write_text(WHOLE)
+    said = CliRunner().invoke(app, ["check", str(path), "--quick", "--only", "forward,vmap"], env={"COLUMNS": "150"})
+    assert said.exit_code == 0, said.output
+    assert "right_kernel: 1 of 1 checks hold" in said.output and "vmap: a mask per example" in said.output
+
+
+def test_wrong_words(planted, tmp_path):
+    path = tmp_path / "no_backend.py"
+    path.write_text("forward = 1\n")
+    for words, says in (
+        (["nothing"], "implementation='nothing' is unknown"),
+        (["no/such.py"], "there is no file no/such.py"),
+        ([str(path)], "is no backend: it has no Config, HONOURS, backward"),
+    ):
+        said = CliRunner().invoke(app, ["check", *words])
+        assert said.exit_code == 1 and says in said.output, said.output
+    with pytest.raises(ValueError, match=r"\['heights'\] is unknown; there are forward, gradients, masks"):
+        plan(Target("xla"), quick=True, only=["heights"])
+
+
+def test_every_kind_of_check_is_quick_once():
+    assert {c.group for c in CHECKS.values()} == {c.group for c in CHECKS.values() if c.quick}
+    few = xsake.testing.checks_of(Target("xla", dtypes=("bfloat16",)), quick=True)
+    assert 20 < len(few) < len(CHECKS) / 2 and all(c.dtype in (None, "bfloat16") for c in few)
