@@ -9,6 +9,8 @@ from xsake._ground.buckets import density_bucket
 from xsake.hads.mask.block_mask import BlockMask
 
 if TYPE_CHECKING:
+    from xsake.hads.attention.attention import Attention, explain
+    from xsake.hads.attention.policy import Policy
     from xsake.hads.calibration.calibrate import calibrate
     from xsake.hads.calibration.layerwise import Layered
     from xsake.hads.calibration.recalibration import recalibration
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
     from xsake.hads.selection.select import select
 
 _PUBLIC = {
+    "Attention": "xsake.hads.attention.attention",
     "HadsMask": "xsake.hads.selection.mask_function",
     "HadsProfile": "xsake.hads.profile.profile",
     "LayerWeights": "xsake.hads.selection.chunk",
     "Layered": "xsake.hads.calibration.layerwise",
+    "Policy": "xsake.hads.attention.policy",
     "PooledKeys": "xsake.hads.selection.pooled_keys",
     "calibrate": "xsake.hads.calibration.calibrate",
     "chunk_counts": "xsake.hads.profile.budgets",
+    "explain": "xsake.hads.attention.attention",
     "head_counts": "xsake.hads.profile.budgets",
     "layer_counts": "xsake.hads.profile.budgets",
     "recalibration": "xsake.hads.calibration.recalibration",
@@ -35,15 +40,18 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Attention",
     "BlockMask",
     "HadsMask",
     "HadsProfile",
     "LayerWeights",
     "Layered",
+    "Policy",
     "PooledKeys",
     "calibrate",
     "chunk_counts",
     "density_bucket",
+    "explain",
     "head_counts",
     "layer_counts",
     "recalibration",

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake",),  # the door to the operation and to masks
     ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),
-    ("xsake.hads.calibration",),
+    ("xsake.hads.attention", "xsake.hads.calibration"),
     ("xsake.hads",),  # the door to HADS
     ("xsake.hads.study", "xsake.autotune"),
     ("xsake.model", "xsake.testing"),

@@ -59,8 +59,8 @@ def test_every_block_is_run_or_says_that_it_is_not(page):
         )
 
 
-# This page calibrates as test_hads_calibration does: one after the other, the second finds the first one's programs.
-GROUPS = {"docs/hads.md": pytest.mark.xdist_group("calibration")}
+# These pages calibrate as test_hads_calibration does: one after the other, the second finds the first one's programs.
+GROUPS = dict.fromkeys(("docs/hads.md", "docs/hads_any_model.md"), pytest.mark.xdist_group("calibration"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
                 Path(file).write_text(block.text)
             elif block.language == "python":
                 code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's own line
-                exec(compile(code, str(page), "exec"), names)
+                exec(compile(code, str(page), "exec", dont_inherit=True), names)
             elif block.language == "pycon":
                 runner, report = doctest.DocTestRunner(optionflags=flags), []
                 test = doctest.DocTestParser().get_doctest(block.text, names, pages.name_of(page), None, block.line)

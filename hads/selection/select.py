@@ -155,6 +155,17 @@ def check_inputs(
 
     Over `heads_axes` the query heads are sharded, and the KV heads too unless key has all of them.
     """
+    check_heads(query, key, profile, layer, heads_axes)
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
+            "keys (for a chunk of a prompt, use hads.select_chunk)"
+        )
+    return profile.grid(query.shape[1])
+
+
+def check_heads(query: Any, key: Any, profile: HadsProfile, layer: Any, heads_axes: tuple[str, ...] = ()) -> None:
+    """Raise ValueError if the heads are not the profile's, or the model has no such layer."""
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [B, T, heads, D]; got shapes {query.shape} and {key.shape}")
     shards = Cut(heads_axes=heads_axes).axis_size
@@ -167,14 +178,8 @@ def check_inputs(
             f"shapes {query.shape} and {key.shape}{f' on each of {shards} shards' if heads_axes else ''} have {given}: "
             "calibrate this model"
         )
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"HADS chooses for queries and keys of the same tokens; got {query.shape[1]} queries and {key.shape[1]} "
-            "keys (for a chunk of a prompt, use hads.select_chunk)"
-        )
     if isinstance(layer, int | np.integer):
         profile.check_layer(layer)
-    return profile.grid(query.shape[1])
 
 
 def _kept(profile: HadsProfile, budget: Any, mode: Mode, heads: int, length: int, layer: int) -> dict[str, Any]:

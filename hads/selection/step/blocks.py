@@ -101,16 +101,21 @@ def step_count(
     >>> step_count(100, 2, 0.1, Rule())
     20
     """
-    reach = blocks if reach is None else reach
-    column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
-    seen = (column <= rows) & (rows - column <= reach)
-    forced, inside = int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + 1)
+    forced, inside = forced_blocks(blocks, rule, tokens=tokens, reach=reach)
     if budget * inside < forced and budget < 1:
         raise ValueError(
             f"a budget of {budget} for new tokens is below {forced / inside:.4f}, the share of the blocks that are "
             f"always on with {inside} blocks in the cache: allow more, or write densely"
         )
     return int(counts(inside, kv_heads, budget)[inside])
+
+
+def forced_blocks(blocks: int, rule: Rule, *, tokens: int = 1, reach: int | None = None) -> tuple[int, int]:
+    """Of a cache of so many blocks, how many are always on for the last tokens, and how many they see."""
+    reach = blocks if reach is None else reach
+    column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
+    seen = (column <= rows) & (rows - column <= reach)
+    return int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + 1)
 
 
 def counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:

@@ -1,0 +1,220 @@
+"""hads.Attention in a model that is not ours: prompts, chunks, new tokens, packed and padded sequences, gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import Any
+
+import hads_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake import hads
+from xsake.hads.selection.pooled_keys import PooledKeys
+
+LENGTH, BLOCK = 200, 16
+PROFILE = case.random_profile(layers=2, block=BLOCK)
+CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+def qkv(seed: int = 0, length: int = LENGTH, batch: int = 2) -> tuple[jax.Array, ...]:
+    query, key = case.random_inputs(seed, length, PROFILE, batch)
+    value = np.random.default_rng(seed + 1).standard_normal(key.shape).astype(np.float32)
+    return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+
+
+def always(budget: float, **options: Any) -> hads.Attention:
+    return hads.Attention(PROFILE, budget, policy="always", **options)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    return jax.jit(lambda q, k, v: xsake.attention(q, k, v, is_causal=True))(*qkv())
+
+
+def traced(attention: hads.Attention, **rules: Any) -> Any:
+    """With a traced layer."""
+    return jax.jit(lambda q, k, v, layer: attention(q, k, v, layer=layer, **rules))
+
+
+def test_all_blocks_are_dense_attention(dense: Any):
+    CLOSE(traced(always(1.0))(*qkv(), 1), dense)
+
+
+def test_a_layer_has_the_blocks_of_select_whether_its_number_is_traced_or_not():
+    query, key, value = qkv()
+    mask = jax.jit(lambda q, k: hads.select(q, k, PROFILE, 0.6, layer=1, transpose=False))(query, key)
+    wanted = xsake.attention(query, key, value, mask)
+    attention = always(0.6)
+    CLOSE(jax.jit(partial(attention, layer=1))(query, key, value), wanted)
+    CLOSE(traced(attention)(query, key, value, 1), wanted)
+    one_by_one = jax.vmap(lambda q, k, v: attention(q[None], k[None], v[None], layer=1)[0])
+    CLOSE(jax.jit(one_by_one)(query, key, value), wanted)
+
+
+def test_gradients_are_those_of_the_mask():
+    query, key, value = qkv()
+    mask = jax.jit(lambda q, k: hads.select(q, k, PROFILE, 0.6, layer=0))(query, key)
+
+    def loss(attend: Any, q: Any, k: Any, v: Any) -> Any:
+        return jnp.square(attend(q, k, v)).sum()
+
+    def gradients(attend: Any) -> Any:
+        return jax.jit(jax.grad(partial(loss, attend), (0, 1, 2)))(query, key, value)
+
+    wanted = gradients(lambda q, k, v: xsake.attention(q, k, v, mask))
+    found = gradients(jax.checkpoint(lambda q, k, v: always(0.6)(q, k, v, layer=0)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("budget", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_chunks_of_a_prompt(budget: float, dense: Any):
+    """At 100% they are dense attention; else the counts of the chunks sum to those of the prompt."""
+    query, key, value = qkv()
+    room = ((0, 0), (0, 20), (0, 0), (0, 0))  # slots that are left hold anything
+    cache = [jnp.pad(x, room, constant_values=9.0) for x in (key, value)]
+    attention = always(budget)
+    ends = [0, 96, 176, 200]
+    parts = [
+        jax.jit(partial(attention, layer=1, start=start))(query[:, start:end], *cache)
+        for start, end in itertools.pairwise(ends)
+    ]
+    found = jnp.concatenate(parts, 1)
+    assert np.isfinite(found).all() and found.shape == query.shape
+    if budget == 1.0:
+        CLOSE(found, dense)
+
+
+def test_counts_of_chunks_sum_to_those_of_the_prompt():
+    kept, there = hads_counts(0.6)
+    np.testing.assert_array_equal(kept[-1], hads.layer_counts(PROFILE, 0.6, LENGTH))
+    assert (np.diff(kept, axis=0) >= 0).all() and (kept <= there[:, None]).all()
+
+
+def hads_counts(budget: float) -> tuple[np.ndarray, np.ndarray]:
+    from xsake.hads.attention.budget import kept_by_length
+
+    return kept_by_length(PROFILE, budget, 1.0, LENGTH)
+
+
+@pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
+def test_padding_on_either_side_changes_no_text(budget: float):
+    """Texts of 200 and 150 tokens: padded behind, padded before and alone, each has the same result."""
+    lengths, pads = np.array([200, 150], np.int32), np.array([0, 50], np.int32)
+    arrays = qkv()
+    attention = always(budget)
+    behind = jax.jit(lambda *x: attention(*x, layer=0, lengths=lengths))(*arrays)
+    moved = [jnp.stack([x[0], jnp.roll(x[1], 50, 0)]) for x in arrays]
+    before = jax.jit(lambda *x, pads: attention(*x, layer=0, left_padding=pads))(*moved, pads=pads)
+    CLOSE(behind[0], before[0])
+    CLOSE(behind[1, :150], before[1, 50:])
+    assert not np.asarray(before[1, :50]).any()
+    alone = [x[1:, :150] for x in arrays]
+    CLOSE(behind[1:, :150], jax.jit(partial(attention, layer=0))(*alone))
+
+
+def test_packed_documents_do_not_see_one_another():
+    arrays = qkv(batch=1)
+    segments = jnp.asarray((np.arange(LENGTH) >= 90)[None].astype(np.int32))
+    found = jax.jit(lambda *x: always(1.0)(*x, layer=0, segment_ids=segments))(*arrays)
+    for part in (slice(0, 90), slice(90, 200)):
+        CLOSE(found[:, part], xsake.attention(*(x[:, part] for x in arrays), is_causal=True))
+
+
+@pytest.mark.parametrize("decode, shortest", [pytest.param(1.0, 150, marks=pytest.mark.slow), (0.4, 150), (0.4, 20)])
+def test_new_tokens(decode: float | None, shortest: int, dense: Any):
+    """Sparsely at 40%; densely where a sequence is too short for it."""
+    query, key, value = qkv()
+    lengths = jnp.array([200, shortest], jnp.int32)
+    last = jnp.take_along_axis(query, (lengths - 1)[:, None, None, None], 1)
+    step = jax.jit(lambda *x, lengths: always(0.5, decode=decode)(*x, layer=1, lengths=lengths))
+    found = step(last, key, value, lengths=lengths)
+    wanted = jnp.stack([dense[0, 199:], dense[1, shortest - 1 : shortest]])
+    if decode == 0.4 and shortest == 150:
+        pooled = PooledKeys.empty(batch=2, kv_heads=2, blocks=13, head_dim=8).write(key, lengths, start=0, block=BLOCK)
+        given = always(0.5, decode=decode)(last, key, value, layer=1, lengths=lengths, pooled=pooled)
+        CLOSE(found, given)
+        assert 1e-3 < np.abs(np.asarray(found - wanted)).max() < 1
+    else:
+        CLOSE(found, wanted)
+
+
+def test_padding_before_the_texts_of_a_cache_is_not_seen():
+    query, key, value = qkv(batch=1)
+    moved = [jnp.roll(x, 30, 1).at[:, :30].set(7.0) for x in (key[:, :150], value[:, :150])]
+    wanted = xsake.attention(query[:, :120], key[:, :120], value[:, :120], is_causal=True)
+    rules: dict[str, Any] = dict(layer=0, left_padding=np.array([30], np.int32))
+    CLOSE(always(0.5)(query[:, 110:120], *moved, start=140, **rules), wanted[:, 110:])
+    one = always(0.5, decode=0.5)(query[:, 119:120], *moved, lengths=np.array([150], np.int32), **rules)
+    CLOSE(one, wanted[:, 119:])
+
+
+def test_scale_and_sinks_are_honoured():
+    query, key, value = qkv()
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+    wanted = xsake.attention(query, key, value, is_causal=True, scale=0.1, sinks=sinks)
+    attention = always(1.0, decode=1.0)
+    CLOSE(attention(query, key, value, layer=0, scale=0.1, sinks=sinks), wanted)
+    last = attention(query[:, -2:], key, value, layer=0, scale=0.1, sinks=sinks, lengths=np.array([200, 200], np.int32))
+    CLOSE(last, wanted[:, -2:])
+    gradient = jax.jit(jax.grad(lambda s: attention(query, key, value, layer=0, sinks=s).sum()))(sinks)
+    assert np.abs(gradient).min() > 0
+
+
+def test_the_policy_says_what_runs():
+    attention = hads.Attention(HUGE, 0.1, decode=0.1)
+
+    def said(**call: Any) -> str:
+        return str(hads.explain(attention, platform="gpu", **call))
+
+    assert said(queries=2048) == "dense: 2048 tokens are fewer than the 4096 from which on a sparse prompt is faster"
+    assert said(queries=4096).startswith("18.3% of the blocks: 9.1% are always on, and with fewer than 2 times as many")
+    assert said(queries=32768) == "10.0% of the blocks: sparse from 4096 tokens on"
+    assert said(queries=4096, training=True).startswith(
+        "dense: 4096 tokens are fewer than the 8192 from which on sparse t"
+    )
+    assert said(queries=512, keys=32768) == said(queries=32768)
+    assert said(queries=1, keys=32768).startswith(
+        "dense: 32768 cached tokens of all sequences are fewer than the 524288"
+    )
+    assert said(queries=1, keys=32768, batch=32).startswith("10.0% of the blocks")
+    assert "there is no budget" in str(hads.explain(hads.Attention(HUGE, 0.1), queries=1, keys=32768))
+    everywhere = dataclasses.replace(attention, policy="always")
+    assert str(hads.explain(everywhere, queries=2048)) == "17.8% of the blocks: 17.8% are always on"
+
+
+HUGE = dataclasses.replace(PROFILE, block=64, block_q=64)
+
+
+def test_auto_runs_short_sequences_densely(dense: Any):
+    CLOSE(hads.Attention(PROFILE, 0.5)(*qkv(), layer=0), dense)
+
+
+WINDOWED = dataclasses.replace(PROFILE, window=70)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda q, k, v: always(0.5)(q, k, v, layer=2), ValueError, "layer=2 must be an int from 0 to 1"),
+        (lambda q, k, v: always(0.5)(q, q, q, layer=0), ValueError, r"is for .*=\(4, 2, 8\).* have \(4, 4, 8\)"),
+        (lambda q, k, v: always(0.5)(q[:, 9:], k, v, layer=0), ValueError, "191 queries and 200 keys: say where"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, dropout_rate=0.1), NotImplementedError, "dropout_rate=0.1"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, is_causal=False), NotImplementedError, "is_causal=False"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, local_window_size=(9, 0)), ValueError, "a window of 10 tokens"),
+        (lambda q, k, v: hads.Attention(WINDOWED, 0.5)(q, k, v, layer=0), ValueError, "has no window, and the profile"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, start=8), ValueError, "200 queries from token 8 on need 208"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, start=jnp.int32(0)), TypeError, "must be an int that is known"),
+        (lambda q, k, v: always(0), ValueError, "budget=0 must be a share"),
+        (lambda q, k, v: hads.Attention(PROFILE, 0.5, policy="never"), ValueError, "policy='never' must be"),
+    ],
+)
+def test_wrong_calls(call: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        call(*qkv())
