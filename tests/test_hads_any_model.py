@@ -104,7 +104,7 @@ def numbered(numbers: list[int]) -> Any:
 
 def windowed(attention, tokens):
     def in_some(*qkv, layer, **rules):
-        return attention(*qkv, layer=layer, local_window_size=(20, 0) if layer else None, **rules)
+        return attention(*qkv, layer=layer, local_window_size=(20 + layer, 0), **rules)
 
     return model.loop(WEIGHTS, in_some, tokens)
 

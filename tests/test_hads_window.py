@@ -67,11 +67,47 @@ def test_profiles_of_other_windows_are_refused(model, tmp_path):
     short = [PROMPTS[0][:68]]
     with pytest.raises(ValueError, match="which matters at 72 tokens"):
         generate(model, short, max_new_tokens=4, hads=HadsBudget(other, 1.0, decode=1.0))
-    some = build(config=dataclasses.replace(TINY, window=WINDOW, window_from=1))
-    with pytest.raises(NotImplementedError, match="only some layers have a window of 70 tokens"):
-        generate(some, PROMPTS, max_new_tokens=1, hads=HadsBudget(case.random_profile(head_dim=16), 1.0))
-    with pytest.raises(NotImplementedError, match="a window of 70 tokens in some layers, which is not modelled here"):
-        hads.calibrate(some, np.zeros((1, 160), np.int32), name="tiny", block=16)
+    two, message = (
+        case.random_profile(head_dim=16),
+        r"in this model layers \[0\], and the profile of 'random' leaves out no",
+    )
+    with pytest.raises(ValueError, match=message):
+        generate(build(config=SOME), PROMPTS, max_new_tokens=1, hads=HadsBudget(two, 1.0))
+
+
+# One layer with a window and positions of its own, then one without, as in Gemma 3.
+SOME = dataclasses.replace(TINY, window=WINDOW, full_every=2, window_rope_base=1e3)
+
+
+@pytest.mark.parametrize("chunk", [None, pytest.param(128, marks=pytest.mark.slow)])
+def test_layers_with_a_window_are_left_alone_where_others_have_none(tmp_path, chunk):
+    """In a prompt and in the tokens that follow it: with all blocks, as densely; budgets are of the other layers."""
+    dataclasses.replace(case.ONE_LAYER, windowed=(0,)).save(tmp_path / "profile.json")
+    profile, model = hads.HadsProfile.load(tmp_path / "profile.json"), build(config=SOME)
+    assert (profile.layers, profile.model_layers, profile.row(0), profile.row(1)) == (1, 2, None, 0)
+    options = dict(max_new_tokens=3, chunk=chunk)
+    dense = generate(model, PROMPTS, **options)
+    assert generate(model, PROMPTS, **options, hads=HadsBudget(profile, 1.0, decode=1.0)) == dense
+    query, key = case.random_inputs(2, LENGTH, profile)
+    mask_fn = hads.HadsMask.of(profile, 0.7, LENGTH)
+    assert mask_fn(0, query, key) is None
+    assert np.asarray(mask_fn(1, query, key).to_blocks()).sum() == round(0.7 * 4 * profile.grid(LENGTH).blocks)
+    with pytest.raises(ValueError, match="layer=0 has a window, and other layers have none: HADS leaves it alone"):
+        hads.select(query, key, profile, 0.7, layer=0)
+
+
+@pytest.mark.parametrize("as_function", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_without_a_window_are_calibrated(as_function):
+    """By layers and as a function: the same profile."""
+    model, tokens = build(config=SOME), np.random.default_rng(0).integers(512, size=(1, 144))
+    options = dict(name="tiny", block=BLOCK, steps=2)
+    profile = hads.calibrate(model, tokens, **options)
+    assert (profile.layers, profile.windowed, profile.window) == (1, (0,), None)
+    if as_function:
+        other = hads.calibrate(lambda attention, tokens: model(tokens, attention=attention), tokens, **options)
+        assert (other.layers, other.windowed, other.window) == (1, (0,), None)
+        np.testing.assert_allclose(other.features, profile.features, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(other.sensitivity, profile.sensitivity, rtol=1e-3)
 
 
 @pytest.mark.slow

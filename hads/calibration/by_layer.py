@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from xsake.hads.calibration.layerwise import Layers, run_asking, wait_on_device
-from xsake.hads.calibration.observe import Observation, observe_block, touch
+from xsake.hads.calibration.observe import Observation, forward_block, observe_block, once, touch
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.steps import Steps
 from xsake.hads.profile.causal_grid import CausalGrid
@@ -26,22 +26,12 @@ class ByLayer:
 
     def __init__(self, model: Any, length: int):
         self._layers = layers = Layers(model)
-        self.number, self.window = len(layers.weights), layers.window
-        x, shared = layers.shapes(length)
-        asked: list[Rules] = []
-
-        def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
-            asked.append(rules)
-            return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-
-        jax.eval_shape(
-            lambda weights, x, shared: run_asking(layers.graph, weights, x, shared, attend),
-            layers.weights[0],
-            x,
-            shared,
-        )
-        if any(rules.window != self.window for rules in asked):
-            raise ValueError(f"layers ask for a window of {asked[0].window}, and the model says window={self.window}")
+        self.number, self.window, self.windowed = len(layers.chosen), layers.window, layers.windowed
+        shapes = layers.shapes(length)
+        kinds = zip(layers.graphs, layers.weights, layers.cut.windows, strict=True)
+        for graph, weights, window in {(graph, window): (graph, w, window) for graph, w, window in kinds}.values():
+            if (asked := _window(graph, weights, *shapes)) != window:
+                raise ValueError(f"layers ask for a window of {asked}, and the model says window={window}")
 
     def checksums(self) -> list[str]:
         """A sum of each of the model's arrays: another model's, or those after more training, differ."""
@@ -67,10 +57,14 @@ class ByLayer:
             states = [jnp.asarray(x) if stay else x for x in saved]
 
         def observed(number: int) -> list[Observation]:
+            at = layers.chosen[number]
+            alone = range(layers.chosen[number - 1] + 1 if number else 0, at)
             seen = []
             for n, before in enumerate(states):
-                given = layers.weights[number], jnp.asarray(before), shared
-                x, one = observe_block(layers.graph, layers.cut.attention_fn, *given, grid)
+                x, attention = jnp.asarray(before), layers.cut.attention_fn
+                for other in alone:
+                    x = forward_block(layers.graphs[other], attention, layers.weights[other], x, shared)
+                x, one = observe_block(layers.graphs[at], attention, layers.weights[at], x, shared, grid)
                 states[n] = x if stay else np.asarray(x)
                 seen.append(one)
             steps.put(f"states-{number + 1}", {str(n): np.asarray(x).view(np.uint8) for n, x in enumerate(states)})
@@ -82,6 +76,19 @@ class ByLayer:
 
     def costs(self, tokens: Array, kept: KeptBlocks, grid: CausalGrid, key: Array) -> np.ndarray:
         """f64[L, 2, H]: `cost_of_dropping` in each layer for one sequence."""
+        rows = {at: row for row, at in enumerate(self._layers.chosen)}
         touched = touch(self._layers.model, tokens, key)
-        found = {at: np.asarray(cost_of_dropping(one, kept(at), grid)) for at, one in touched}
-        return np.stack([found[at] for at in range(self.number)]).astype(np.float64)
+        found = {at: np.asarray(cost_of_dropping(one, kept(rows[at]), grid)) for at, one in touched if at in rows}
+        return np.stack([found[at] for at in rows]).astype(np.float64)
+
+
+def _window(graph: Any, weights: Any, x: Any, shared: Any) -> int | None:
+    """The window for which a layer asks."""
+    asked: list[Rules] = []
+
+    def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+        asked.append(rules)
+        return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+
+    jax.eval_shape(lambda weights, x, shared: run_asking(graph, weights, x, shared, attend), weights, x, shared)
+    return once(asked).window

@@ -71,6 +71,8 @@ def calibrate(
 ) -> HadsProfile:
     """Learn what `select` needs to know of a model's heads.
 
+    Where some layers have a window and others none, HADS learns the others and leaves those alone.
+
     Runs the model densely over N sequences, layer by layer, and fits each layer's estimator of block mass; then runs it
     backwards over the first `sensitivity_sequences`. Use text like that which the model will read; 8 to 16 sequences
     suffice. The memory that it needs is told at the head of this module.
@@ -137,6 +139,7 @@ def calibrate(
         digests=tuple(fingerprint(sequence) for sequence in np.asarray(tokens)),
         rule=grid.rule,
         window=watched.window,
+        windowed=watched.windowed,
     )
     profile.check()
     return profile

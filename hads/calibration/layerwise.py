@@ -30,53 +30,85 @@ class Layered:
         beside it: a pytree of arrays, such as rotary positions.
       layers: each layer's weights, pytrees of arrays that are alike.
       layer: `layer(weights, x, shared, attention) -> x`. It calls `attention(query, key, value, **rules)` once, and is
-        compiled once for all layers: a function that can be hashed, and that equals itself in the next call.
+        compiled once for all layers: a function that can be hashed, and that equals itself in the next call. Or one
+        such function per layer: those that are equal are compiled once.
       logits: `logits(rest, x)`: [B, t, vocab] of some tokens' last states [B, t, width].
-      window: tokens that a token sees in every layer, itself among them; None for all.
+      window: tokens that a token sees in every layer, itself among them; None for all. Or one such number per layer.
       attention_fn: dense attention, by the names of `xsake.attention`.
     """
 
     rest: Any
     start: Callable[[Any, Any], tuple[Array, Any]]
     layers: Sequence[Any]
-    layer: Callable[[Any, Array, Any, Attend], Array]
+    layer: Callable[[Any, Array, Any, Attend], Array] | Sequence[Callable[[Any, Array, Any, Attend], Array]]
     logits: Callable[[Any, Array], Array]
-    window: int | None = None
+    window: int | Sequence[int | None] | None = None
     attention_fn: Callable[..., Any] = xsake.attention
 
     def __call__(self, attention: Attend, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
         """The whole forward, with `attention(query, key, value, layer=number, **rules)`."""
         x, shared = self.start(self.rest, tokens)
-        for number, weights in enumerate(self.layers):
-            x = self.layer(weights, x, shared, partial(attention, layer=number))
+        for number, (weights, layer) in enumerate(zip(self.layers, self.functions, strict=True)):
+            x = layer(weights, x, shared, partial(attention, layer=number))
         return self.logits(self.rest, x)
+
+    @property
+    def functions(self) -> list[Callable[[Any, Array, Any, Attend], Array]]:
+        return [self.layer] * len(self.layers) if callable(self.layer) else list(self.layer)
+
+    @property
+    def windows(self) -> list[int | None]:
+        one = self.window is None or isinstance(self.window, int)
+        return [self.window] * len(self.layers) if one else list(self.window)  # type: ignore[arg-type,list-item]
 
 
 class Layers:
-    """A model's layers for compiled programs: `graph`, the function that all share, and each layer's `weights`."""
+    """A model's layers for compiled programs: each layer's function (`graphs`) and its `weights`.
+
+    `window` is that of all layers; where some have one and others none, `windowed` has the numbers of the former and
+    `chosen` of the latter, for which HADS chooses. Otherwise it chooses for all.
+    """
 
     def __init__(self, model: Any):
         self.model = model
         self.cut: Layered = model if isinstance(model, Layered) else model.layered()
-        self.graph, self.weights, self.window = self.cut.layer, self.cut.layers, self.cut.window
+        self.graphs, self.weights, windows = self.cut.functions, self.cut.layers, self.cut.windows
+        self.window, self.windowed = split_windows(windows)
+        self.chosen = [number for number in range(len(windows)) if number not in self.windowed]
+        self._least = min((window for window in windows if window is not None), default=None)
+
+    @property
+    def graph(self) -> Any:
+        """The function that all layers share. ValueError if they do not."""
+        if any(other != self.graphs[0] for other in self.graphs):
+            raise ValueError("the model's layers are not alike: they cannot share a program")
+        return self.graphs[0]
 
     def start(self, tokens: Int[Array, "B T"], *, windowed: bool = False) -> tuple[Float[Array, "B T width"], Any]:
         """The first layer's input, and what every layer is given.
 
-        NotImplementedError if the model has a window within the tokens, unless the caller honours `window`.
+        NotImplementedError if the model has a window within the tokens, unless the caller honours windows.
         """
-        limit = getattr(getattr(self.model, "config", None), "window", self.window)
-        if limit is not None and limit < tokens.shape[1] and not (windowed and self.window is not None):
+        if self._least is not None and self._least < tokens.shape[1] and not windowed:
             raise NotImplementedError(
-                f"this model's attention has a window of {limit} tokens"
+                f"this model's attention has a window of {self._least} tokens"
                 f"{'' if self.window else ' in some layers'}, which is not modelled here: use sequences of at most "
-                f"{limit} tokens, not {tokens.shape[1]}"
+                f"{self._least} tokens, not {tokens.shape[1]}"
             )
         return self.cut.start(self.cut.rest, tokens)
 
     def shapes(self, length: int) -> tuple[Any, Any]:
         """The shapes of `start` for a sequence; the model may hold shapes in place of arrays."""
         return jax.eval_shape(self.cut.start, self.cut.rest, jax.ShapeDtypeStruct((1, length), jnp.int32))
+
+
+def split_windows(windows: Sequence[int | None]) -> tuple[int | None, tuple[int, ...]]:
+    """(the window of the layers for which HADS chooses, the numbers of those with a window that it leaves alone)."""
+    if len(set(windows)) == 1:
+        return windows[0], ()
+    if None not in windows:
+        raise NotImplementedError(f"layers differ in their windows, {sorted(set(map(str, windows)))}: HADS knows one")
+    return None, tuple(number for number, window in enumerate(windows) if window is not None)
 
 
 def wait_on_device(count: int, x: Array) -> bool:

@@ -37,7 +37,8 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
     """Of `calibrate` with `sequences` of `length` tokens. The model may hold shapes in place of arrays."""
     layers = Layers(model)
     grid = CausalGrid.of(length, block, block_q, layers.window)
-    graph, weights, attention = layers.graph, layers.weights[0], layers.cut.attention_fn
+    first = layers.chosen[0]
+    graph, weights, attention = layers.graphs[first], layers.weights[first], layers.cut.attention_fn
     x, rotation = layers.shapes(length)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -73,8 +74,8 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
         "cost of dropping blocks": cost,
     }
     free = 4 * share.shape[1] * (grid.blocks - grid.forced_blocks)
-    depth = len(layers.weights)
-    host = free * sequences * depth + 3 * min(AT_ONCE, sequences) * free * depth + size(x) * (sequences + depth)
+    chosen, depth = len(layers.chosen), len(layers.weights)
+    host = free * sequences * chosen + 3 * min(AT_ONCE, sequences) * free * chosen + size(x) * (sequences + depth)
     return Memory(size(jax.tree.leaves(model)), stages, host)
 
 

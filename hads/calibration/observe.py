@@ -52,8 +52,8 @@ def observe(model: Any, tokens: Int[Array, "B T"], grid: CausalGrid) -> list[Obs
     layers = Layers(model)
     x, rotation = layers.start(tokens, windowed=True)
     seen = []
-    for weights in layers.weights:
-        x, one = observe_block(layers.graph, layers.cut.attention_fn, weights, x, rotation, grid)
+    for graph, weights in zip(layers.graphs, layers.weights, strict=True):
+        x, one = observe_block(graph, layers.cut.attention_fn, weights, x, rotation, grid)
         seen.append(one)
     return seen
 
@@ -96,13 +96,13 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     x, rotation = layers.start(tokens, windowed=True)
     inputs: list[Array | np.ndarray] = []
     stay = wait_on_device(len(layers.weights), x)
-    for weights in layers.weights:
+    for graph, weights in zip(layers.graphs, layers.weights, strict=True):
         inputs.append(x if stay else np.asarray(x))
-        x = forward_block(layers.graph, layers.cut.attention_fn, weights, x, rotation)
+        x = forward_block(graph, layers.cut.attention_fn, weights, x, rotation)
     gradient = likelihood_gradient(layers.cut.logits, layers.cut.rest, x, key, chunk)
     for number in reversed(range(len(inputs))):
         given = layers.weights[number], jnp.asarray(inputs.pop()), rotation, gradient
-        gradient, one = touch_block(layers.graph, layers.cut.attention_fn, *given)
+        gradient, one = touch_block(layers.graphs[number], layers.cut.attention_fn, *given)
         yield number, one
 
 

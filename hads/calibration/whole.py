@@ -20,6 +20,7 @@ from jaxtyping import Float
 
 import xsake
 from xsake.hads.calibration.by_layer import KeptBlocks
+from xsake.hads.calibration.layerwise import split_windows
 from xsake.hads.calibration.observe import CHUNK, Observation, Touched, observation, signed_likelihood
 from xsake.hads.calibration.sensitivity import cost_of_dropping
 from xsake.hads.calibration.steps import Steps
@@ -32,10 +33,12 @@ AT_ONCE = 1 << 32  # bytes of observations, of some layers and all sequences
 
 @runtime_checkable
 class Watched(Protocol):
-    """A model during calibration: its number of layers, their window, and what its layers do and feel."""
+    """A model during calibration: the layers for which HADS chooses, their number and window, what they do and feel;
+    and the numbers of the other layers, which have a window."""
 
     number: int
     window: int | None
+    windowed: tuple[int, ...]
 
     def checksums(self) -> list[str]:
         """Numbers that differ for another model, or after more training."""
@@ -63,7 +66,10 @@ class Whole:
                 f"apply(attention, tokens) must give logits [1, {length}, vocab] for tokens [1, {length}]; "
                 f"got {shape or type(logits)}"
             )
-        self.number, self.window = self._check(layers)
+        count, windows = self._check(layers)
+        self.window, self.windowed = split_windows(windows)
+        self._count, self._chosen = count, [number for number in range(count) if number not in self.windowed]
+        self.number = len(self._chosen)
 
     def _note(self, query: Any, key: Any, value: Any, *, layer: Any, **rules: Any) -> Array:
         if query.ndim != 4 or len(query) != 1:
@@ -72,8 +78,8 @@ class Whole:
         self._calls.append(_Call(number, query.shape, key.shape, query.dtype, Rules.of(rules)))
         return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
 
-    def _check(self, layers: int | None) -> tuple[int, int | None]:
-        """(layers, their window). ValueError if the calls of attention are not those of one model's layers."""
+    def _check(self, layers: int | None) -> tuple[int, list[int | None]]:
+        """(layers, their windows). ValueError if the calls of attention are not those of one model's layers."""
         if not self._calls:
             raise ValueError("apply(attention, tokens) never called attention")
         first = self._calls[0]
@@ -82,8 +88,6 @@ class Whole:
                 f"layers differ in heads or tokens: queries and keys are {first.query} and {first.key} in the first, "
                 f"{other.query} and {other.key} in layer {other.layer}"
             )
-        if len({call.rules.window for call in self._calls}) > 1:
-            raise NotImplementedError("layers differ in their windows, which is not modelled here")
         numbers = [call.layer for call in self._calls]
         self._stacked = None in numbers
         if self._stacked and layers is None:
@@ -94,7 +98,13 @@ class Whole:
         wrong = any(number is not None and not 0 <= number < found for number in numbers)
         if wrong or (not self._stacked and len(set(numbers)) != found):
             raise ValueError(f"attention was called for layers {numbers}: number {found} layers 0 to {found - 1}")
-        return found, first.rules.window
+        windows = {call.rules.window for call in self._calls}
+        if len(windows) == 1:
+            return found, [first.rules.window] * found
+        if self._stacked:
+            raise NotImplementedError("layers of a scan differ in their windows: it cannot be seen which has which")
+        of_layer = {call.layer: call.rules.window for call in self._calls}
+        return found, [of_layer[number] for number in range(found)]
 
     def checksums(self) -> list[str]:
         """A sum of the logits of a sequence."""
@@ -112,7 +122,7 @@ class Whole:
         together = max(AT_ONCE // (size * len(tokens)), 1)
         rows = [jnp.asarray(row[None], jnp.int32) for row in tokens]
         for begin in range(first, self.number, together):
-            group = range(begin, min(begin + together, self.number))
+            group = self._chosen[begin : begin + together]
             run = _hoisted(partial(self._told, group, shape, partial(_observed, grid), jnp.sum), rows[0])
             told = [self._checked(group, jax.device_get(run(row))) for row in rows]
             for at in range(len(group)):
@@ -124,14 +134,15 @@ class Whole:
 
         def costs(tokens: Array, kept: Array, key: Array) -> list[_Told]:
             likelihood = partial(signed_likelihood, lambda logits: logits, key=key, chunk=CHUNK)
-            return self._told(range(self.number), shape, partial(_felt, grid, kept), likelihood, tokens)
+            rows = None if self._stacked else {layer: row for row, layer in enumerate(self._chosen)}
+            return self._told(self._chosen, shape, partial(_felt, grid, kept, rows), likelihood, tokens)
 
         given = tokens, every, key
         self._back = self._back or _hoisted(costs, *given)  # one program for all sequences
         return np.stack([np.asarray(one.seen, np.float64) for one in self._back(*given)])
 
     def _told(
-        self, group: range, shape: Any, attend: Callable[..., Array], of_logits: Callable, tokens: Array
+        self, group: list[int], shape: Any, attend: Callable[..., Array], of_logits: Callable, tokens: Array
     ) -> list[_Told]:
         """What each layer of the group told in `attend`, in arrays of this shape."""
 
@@ -147,12 +158,12 @@ class Whole:
         told = jax.grad(run)(slot(len(group)))
         return [jax.tree.map(partial(_entry, at), told) for at in range(len(group))]
 
-    def _checked(self, group: range, told: list[_Told]) -> list[Any]:
+    def _checked(self, group: list[int], told: list[_Told]) -> list[Any]:
         for number, one in zip(group, told, strict=True):
             if one.calls != 1:
                 raise ValueError(
                     f"attention was called {one.calls:.0f} times for layer {number}: the layers' numbers must be 0 to "
-                    f"{self.number - 1}, each once in a forward"
+                    f"{self._count - 1}, each once in a forward"
                 )
         return [one.seen for one in told]
 
@@ -201,12 +212,12 @@ _tell_cost.defvjp(lambda grid, out, slot, qkv, kept: (out, (qkv, kept)), _cost)
 # `take(layer) -> (slot, wanted)` finds a slot; a layer outside the group is not wanted.
 
 
-def _slot_of_layer(slots: dict[int, _Told], group: range, layer: Any) -> tuple[_Told | None, bool]:
+def _slot_of_layer(slots: dict[int, _Told], group: list[int], layer: Any) -> tuple[_Told | None, bool]:
     return slots.get(int(layer)), int(layer) in group
 
 
-def _slot_of_number(slots: _Told, group: range, layer: Any) -> tuple[_Told, Array]:
-    place = jnp.asarray(layer, jnp.int32) - group.start
+def _slot_of_number(slots: _Told, group: list[int], layer: Any) -> tuple[_Told, Array]:
+    place = jnp.asarray(layer, jnp.int32) - group[0]
     wanted = (place >= 0) & (place < len(group))
     return jax.tree.map(partial(_entry, jnp.clip(place, 0, len(group) - 1)), slots), wanted
 
@@ -231,12 +242,25 @@ def _observed(
 
 
 def _felt(
-    grid: CausalGrid, kept: Array, take: Callable, query: Array, key: Array, value: Array, *, layer: Any, **given: Any
+    grid: CausalGrid,
+    kept: Array,
+    rows: dict[int, int] | None,
+    take: Callable,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    layer: Any,
+    **given: Any,
 ) -> Array:
+    """`rows` has the place of each layer in `kept`; None where a layer's number, maybe traced, is its place."""
     rules = Rules.of(given)
     out = xsake.attention(query, key, value, **rules.arguments())
     slot, _ = take(layer)
-    return _tell_cost(grid, out, slot, (rules.scaled(query), key, value), kept[layer])
+    if slot is None:
+        return out
+    row = layer if rows is None else rows[int(layer)]
+    return _tell_cost(grid, out, slot, (rules.scaled(query), key, value), kept[row])
 
 
 def _dense(query: Array, key: Array, value: Array, *, layer: Any, **given: Any) -> Array:

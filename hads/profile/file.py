@@ -11,7 +11,7 @@ import numpy as np
 
 from xsake._ground import atomic, read
 from xsake._ground.fields import Kind, check, from_stored
-from xsake._ground.kinds import TABLE, TEXT, list_of
+from xsake._ground.kinds import TABLE, TEXT, list_of, whole
 from xsake.hads.profile.estimator import BUCKETS, KINDS
 from xsake.hads.profile.rule import VERSION_3, Rule
 
@@ -68,7 +68,7 @@ def load[Profile](kind: type[Profile], path: str | os.PathLike) -> Profile:
 
 
 def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]:
-    data = data | _of_earlier(data, version)
+    data = {"windowed": []} | data | _of_earlier(data, version)
     if missing := [
         n for n in ("feature_kinds", "distance_buckets", "heads", *names.tables, *names.static) if n not in data
     ]:
@@ -88,8 +88,10 @@ def _fields(names: _Names, data: dict[str, Any], version: int) -> dict[str, Any]
         arrays[name] = flat.reshape(layers, heads, *flat.shape[1:])
     static = {name: data[name] for name in names.static}
     check("digests", static["digests"], list_of(TEXT))
+    check("windowed", static["windowed"], list_of(whole(0)))
     rule = from_stored(Rule, read.check_table("rule", static["rule"]))
-    return arrays | static | {"digests": tuple(static["digests"]), "rule": rule}
+    tuples = {name: tuple(static[name]) for name in ("digests", "windowed")}
+    return arrays | static | tuples | {"rule": rule}
 
 
 def _of_earlier(data: dict[str, Any], version: int) -> dict[str, Any]:

@@ -26,6 +26,10 @@ _FINGERPRINTS = fields.Kind(
     lambda value: isinstance(value, tuple) and all(map(TEXT.allows, value)), "a tuple of fingerprints"
 )
 
+_LAYERS = fields.Kind(
+    lambda value: isinstance(value, tuple) and all(map(whole(0).allows, value)), "a tuple of numbers of layers"
+)
+
 
 def _array(*axes: str, above: float | None = None, least: float | None = None) -> Any:
     """Declare a float32 array of a profile: its axes, and a bound that its values must exceed or (`least`) reach."""
@@ -61,6 +65,8 @@ class HadsProfile:
     - `rule`: the constants that the profile was made with and is used with.
     - `window`: tokens that a token of this model sees, itself among them; None for all. Blocks outside the window are
       never chosen, and budgets are shares of the blocks inside.
+    - `windowed`: the model's layers with a window, where other layers have none. HADS leaves them alone: arrays and
+      budgets are of the other layers, and L counts these.
 
     The fields below are the only list of a profile's contents: shapes, files and checks are derived from them.
     """
@@ -83,10 +89,26 @@ class HadsProfile:
     digests: tuple[str, ...] = fields.field(_FINGERPRINTS)
     rule: Rule = fields.field(fields.Kind(lambda value: isinstance(value, Rule), "a Rule"))
     window: int | None = fields.field(maybe(whole()), default=None)
+    windowed: tuple[int, ...] = fields.field(_LAYERS, default=())
 
     @property
     def layers(self) -> int:
         return self.sink.shape[0]
+
+    @property
+    def model_layers(self) -> int:
+        """All layers of the model, with those that HADS leaves alone."""
+        return self.layers + len(self.windowed)
+
+    def row(self, layer: Any) -> Any:
+        """The place of a model's layer in the profile's arrays; None if HADS leaves it alone.
+
+        A traced number can only be that of a model without such layers.
+        """
+        if not self.windowed:
+            return layer
+        number = int(layer)
+        return None if number in self.windowed else number - sum(other < number for other in self.windowed)
 
     @property
     def q_heads(self) -> int:
@@ -106,22 +128,28 @@ class HadsProfile:
 
     def estimator(self, layer: Any) -> Estimator:
         """One layer's weights."""
+        layer = self.row(layer)
         return Estimator(self.features[layer], self.tokens[layer], self.distance[layer], self.sink[layer])
 
     def weights(self, layer: Any) -> tuple[Estimator, Any, Any]:
         """One layer's estimator, sensitivity and burstiness."""
-        return self.estimator(layer), self.sensitivity[layer], self.burstiness[layer]
+        row = self.row(layer)
+        return self.estimator(layer), self.sensitivity[row], self.burstiness[row]
 
     def check_layer(self, layer: int | np.integer) -> None:
-        """Raise ValueError if the model has no such layer."""
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"{layer=} must be an int from 0 to {self.layers - 1}, the profile's layers")
+        """Raise ValueError if the model has no such layer, or if HADS leaves it alone."""
+        if not 0 <= layer < self.model_layers:
+            raise ValueError(f"{layer=} must be an int from 0 to {self.model_layers - 1}, the profile's layers")
+        if self.row(layer) is None:
+            raise ValueError(f"{layer=} has a window, and other layers have none: HADS leaves it alone")
 
     def check(self) -> None:
         """Raise ValueError if shapes or values cannot be a profile's."""
         for name, kind in _KINDS.items():
             fields.check(name, getattr(self, name), kind)
         fingerprint.check(self.digests)
+        if list(self.windowed) != sorted({n for n in self.windowed if n < self.model_layers}):
+            raise ValueError(f"windowed={self.windowed} must be layers of the model, in order")
         if self.block_q % self.block:
             raise ValueError(f"block_q={self.block_q} must be a multiple of block={self.block}")
         for name, axes in (("sink", 2), ("features", 4), ("free_shares", 1)):
@@ -178,9 +206,10 @@ class HadsProfile:
 
     def __repr__(self) -> str:
         blocks = f"{self.block}" if self.block_q == self.block else f"{self.block_q} x {self.block}"
+        layers = f"{self.layers} layers" + (f" of {self.model_layers}" if self.windowed else "")
         lacks = "" if self.rule.exact_queries else ", no exact rows"
         return (
-            f"HadsProfile({self.model!r}, {self.layers} layers, {self.q_heads} query heads on {self.kv_heads}, "
+            f"HadsProfile({self.model!r}, {layers}, {self.q_heads} query heads on {self.kv_heads}, "
             f"head_dim {self.head_dim}, blocks of {blocks}, calibrated on {len(self.digests)} x {self.length} "
             f"tokens{lacks})"
         )

@@ -58,7 +58,10 @@ class HadsMask:
         counts = jnp.asarray(layer_counts(profile, budget, length), jnp.int32)
         return cls(profile, counts, transpose, density_bucket(budget), shards, order, heads_axis)
 
-    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask:
+    def __call__(self, layer: int, query: Array, key: Array) -> BlockMask | None:
+        """None for a layer that HADS leaves alone."""
+        if self.profile.row(layer) is None:
+            return None
         options = {name: getattr(self, name) for name in _STATIC}
         return select(query, key, self.profile, self.counts, layer=layer, **options)
 

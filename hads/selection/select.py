@@ -93,7 +93,7 @@ def select(
             f"{heads_axis=} has {cut.axis_size} shards, which cut KV heads or masks in parts: there are "
             f"{profile.q_heads} query heads, {profile.kv_heads} KV heads and {heads} masks"
         )
-    kept = _kept(profile, budget, mode, heads, grid.length, layer)
+    kept = _kept(profile, budget, mode, heads, grid.length, profile.row(layer))
 
     given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(layer), kept)))
     options: dict[str, Any] = dict(
@@ -182,19 +182,19 @@ def check_heads(query: Any, key: Any, profile: HadsProfile, layer: Any, heads_ax
         profile.check_layer(layer)
 
 
-def _kept(profile: HadsProfile, budget: Any, mode: Mode, heads: int, length: int, layer: int) -> dict[str, Any]:
-    """The `count` or `threshold` of `choose`."""
+def _kept(profile: HadsProfile, budget: Any, mode: Mode, heads: int, length: int, row: Any) -> dict[str, Any]:
+    """The `count` or `threshold` of `choose`, for the layer in this row of the profile."""
     if mode != "exact" and heads != profile.q_heads:
         raise ValueError(f'{mode=} is calibrated for query heads; use mode="exact" with per="kv_head"')
     if isinstance(budget, int | float):
         if mode == "elastic":
             return {"threshold": threshold(profile, budget, length)}
         if mode == "static":
-            return {"count": head_counts(profile, budget, length)[layer].astype(np.int32)}
-        return {"count": int(layer_counts(profile, budget, length, heads=heads)[layer])}
+            return {"count": head_counts(profile, budget, length)[row].astype(np.int32)}
+        return {"count": int(layer_counts(profile, budget, length, heads=heads)[row])}
     wanted = {"exact": (profile.layers,), "static": (profile.layers, profile.q_heads)}.get(mode)
     if wanted is None:
         raise ValueError("the elastic mode takes its budget as a float")
     if np.shape(budget) != wanted or not jnp.issubdtype(budget.dtype, jnp.integer):
         raise ValueError(f"budget counts must be integers of shape {wanted}; got {budget.dtype}{np.shape(budget)}")
-    return {"count": jnp.asarray(budget, jnp.int32)[layer]}
+    return {"count": jnp.asarray(budget, jnp.int32)[row]}

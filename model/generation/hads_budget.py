@@ -29,27 +29,29 @@ class HadsBudget:
         check_fields(self)
 
     @cached_property
-    def learned(self) -> tuple[LayerWeights, ...]:
+    def learned(self) -> tuple[LayerWeights | None, ...]:
         """The profile's knowledge of each layer, moved to the device once, not with every prompt."""
-        return tuple(LayerWeights.of(self.profile, layer) for layer in range(self.profile.layers))
+        p = self.profile
+        return tuple(None if p.row(n) is None else LayerWeights.of(p, n) for n in range(p.model_layers))
 
     def check(self, config: ModelConfig, length: int) -> None:
         """Raise ValueError if the profile cannot be this model's, or if it does not know the window within `length`."""
         p = self.profile
         wanted = (config.layers, config.q_heads, config.kv_heads, config.head_dim)
-        if (p.layers, p.q_heads, p.kv_heads, p.head_dim) != wanted:
+        if (p.model_layers, p.q_heads, p.kv_heads, p.head_dim) != wanted:
             raise ValueError(
                 f"the profile of {p.model!r} is for (layers, query heads, KV heads, head_dim)="
-                f"{(p.layers, p.q_heads, p.kv_heads, p.head_dim)}; this model has {wanted}: calibrate this model"
+                f"{(p.model_layers, p.q_heads, p.kv_heads, p.head_dim)}; this model has {wanted}: calibrate this model"
             )
-        if p.window == config.window and config.same_window:
+        if (p.window, p.windowed) == (config.window if config.same_window else None, config.windowed):
             return
-        if min(config.window or length, p.window or length) >= length:
+        if not p.windowed and min(config.window or length, p.window or length) >= length:
             return
-        if not config.same_window:
-            raise NotImplementedError(
-                f"only some layers have a window of {config.window} tokens, which HADS does not model: use at most "
-                f"{config.window} tokens, not {length}, or read densely"
+        if p.windowed != config.windowed:
+            ours, its = (f"layers {list(x)}" if x else "no layers" for x in (config.windowed, p.windowed))
+            raise ValueError(
+                f"HADS leaves layers with a window alone where others have none, in this model {ours}, and the profile "
+                f"of {p.model!r} leaves out {its}: calibrate this model again"
             )
         ours, its = ("no window" if x is None else f"a window of {x} tokens" for x in (config.window, p.window))
         raise ValueError(

@@ -34,11 +34,12 @@ UNIT = 64  # prompts without HADS are cut and padded to multiples of this many t
 
 
 class Prompt(NamedTuple):
-    """The results of reading prompts: the last states [B, 1, width], the cache and, with HADS, pooled keys."""
+    """The results of reading prompts: the last states [B, 1, width], the cache and, with HADS, pooled keys; those of a
+    layer that HADS leaves alone are None."""
 
     last: Float[Array, "B 1 width"]
     cache: KVCache
-    pooled: tuple[PooledKeys, ...] | None
+    pooled: tuple[PooledKeys | None, ...] | None
 
 
 def read_prompts(
@@ -155,9 +156,11 @@ class _Reader:
         config, chunks = self.config, -(-tokens.shape[1] // chunk)
         layers: list[Any] = [None] * config.layers  # keys, values and pooled keys, once the first chunk is read
         learned: Any = [None] * config.layers
+        rows: Any = range(config.layers)  # of the layers, in the counts
         counts: Any = [None] * chunks
         if self.hads is not None:
             learned = self.hads.learned
+            rows = [self.hads.profile.row(layer) for layer in rows]
             kept = chunk_counts(self.hads.profile, self.hads.prompt, lengths.tolist(), chunk, answers)
             counts = np.zeros((chunks, *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
             counts[: len(kept)] = kept
@@ -177,7 +180,7 @@ class _Reader:
                     turned,
                     layers[layer],
                     learned[layer],
-                    kept_here[layer],
+                    None if rows[layer] is None else kept_here[rows[layer]],
                     on_device,
                     begin,
                 )

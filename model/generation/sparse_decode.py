@@ -56,10 +56,10 @@ def decode(
     weights: list[Array],
     tokens: Int[Array, "B"],
     cache: KVCache,
-    pooled: tuple[PooledKeys, ...],
-    learned: tuple[LayerWeights, ...],
+    pooled: tuple[PooledKeys | None, ...],
+    learned: tuple[LayerWeights | None, ...],
     key: Array,
-) -> tuple[Array, KVCache, tuple[PooledKeys, ...]]:
+) -> tuple[Array, KVCache, tuple[PooledKeys | None, ...]]:
     """(the next token of every sequence, the cache and its pooled keys with the given tokens).
 
     Tree and weights are of `jax.tree.flatten(model)`.
@@ -74,9 +74,9 @@ def forward(
     step: StepRule,
     tokens: Int[Array, "B T"],
     cache: KVCache,
-    pooled: tuple[PooledKeys, ...],
-    learned: tuple[LayerWeights, ...],
-) -> tuple[Float[Array, "B T vocab"], KVCache, tuple[PooledKeys, ...]]:
+    pooled: tuple[PooledKeys | None, ...],
+    learned: tuple[LayerWeights | None, ...],
+) -> tuple[Float[Array, "B T vocab"], KVCache, tuple[PooledKeys | None, ...]]:
     """(logits after each of a few new tokens, the cache and its pooled keys with these tokens).
 
     The tokens share the blocks that a layer chooses, and each attends to those of their keys that are not after it.
@@ -95,16 +95,22 @@ def forward(
             query: Array, key: Array, value: Array, layer: int = layer, cache: KVCache = cache
         ) -> tuple[Array, Any]:
             cache = cache.write(layer, key, value)
-            keys = cache.keys[layer]
-            own = pooled[layer].write_last(keys, lengths, block=step.block, tokens=count)
+            keys, before, weights = cache.keys[layer], pooled[layer], learned[layer]
             given = query, keys, cache.values[layer]
+            if before is None or weights is None:
+                reach = model.config.window_of(layer)
+                window = None if reach is None else (reach - 1, 0)
+                positions = places, slot_positions
+                out = model.attention_fn(*given, is_causal=True, positions=positions, local_window_size=window)
+                return out, (cache, None)
+            own = before.write_last(keys, lengths, block=step.block, tokens=count)
             # XLA alone would cut the whole cache into tiles before it takes the blocks that a mask lists.
             if platform_of(query) == "gpu":
-                mask = step_mask(query, own, learned[layer], lengths, step, slots=cache.capacity)
+                mask = step_mask(query, own, weights, lengths, step, slots=cache.capacity)
                 positions = places, slot_positions
                 out = attend_listed(*given, mask, positions, window=step.window)
             else:
-                chosen = select_step(query, own, learned[layer], lengths, step)
+                chosen = select_step(query, own, weights, lengths, step)
                 out = attend_blocks(*given, *chosen, lengths, block_size=step.block, window=step.window)
             return out, (cache, own)
 

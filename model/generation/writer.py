@@ -31,8 +31,8 @@ class Writer:
         sampler: Sampler,
         *,
         step: sparse_decode.StepRule | None = None,
-        pooled: tuple[PooledKeys, ...] = (),
-        learned: tuple[LayerWeights, ...] = (),
+        pooled: tuple[PooledKeys | None, ...] = (),
+        learned: tuple[LayerWeights | None, ...] = (),
     ):
         self.weights, self.tree = jax.tree.flatten(model)
         self.cache, self.sampler = cache, sampler

@@ -101,6 +101,13 @@ class ModelConfig:
         """Whether all layers have the same window, or none has one."""
         return len({self.window_of(layer) for layer in range(self.layers)}) == 1
 
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """The layers with a window, where other layers have none."""
+        if self.same_window:
+            return ()
+        return tuple(layer for layer in range(self.layers) if self.window_of(layer) is not None)
+
     def rotary_of(self, layer: int) -> str | None:
         """Which rotary positions one layer has, "full" or "window"; None for no positions."""
         if _is_every(self.unturned_every, layer):

@@ -252,21 +252,19 @@ class Transformer(nnx.Module):
         return self.embed(jnp.asarray(tokens)), rotations(jnp.asarray(positions), self.config)
 
     def layered(self) -> Layered:
-        """The forward in layers, for `xsake.hads.calibrate`. ValueError if the blocks are not alike."""
+        """The forward in layers, for `xsake.hads.calibrate`."""
         from xsake.hads import Layered
 
-        (graph, _), *others = split = [nnx.split(block) for block in self.blocks]
-        if any(other != graph for other, _ in others):
-            raise ValueError("the model's blocks are not alike: they cannot share a program")
+        split = [nnx.split(block) for block in self.blocks]
         ends, rest = nnx.split(self)
-        window = self.config.window if self.config.same_window else None
+        windows = [self.config.window_of(layer) for layer in range(self.config.layers)]
         return Layered(
             rest=rest,
             start=_Start(ends),
             layers=[weights for _, weights in split],
-            layer=_Layer(graph, window),
+            layer=[_Layer(graph, window) for (graph, _), window in zip(split, windows, strict=True)],
             logits=_Logits(ends),
-            window=window,
+            window=windows,
             attention_fn=self.attention_fn,
         )
 
