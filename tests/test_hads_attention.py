@@ -195,6 +195,19 @@ def test_auto_runs_short_sequences_densely(dense: Any):
     CLOSE(hads.Attention(PROFILE, 0.5)(*qkv(), layer=0), dense)
 
 
+def test_a_layer_with_a_window_is_left_alone_where_others_have_none():
+    """A model of three layers; the profile has the first and the last."""
+    attention = hads.Attention(dataclasses.replace(PROFILE, windowed=(1,)), 0.6, policy="always")
+    query, key, value = qkv()
+    rules = dict(is_causal=True, local_window_size=(29, 0))
+    wanted = xsake.attention(query, key, value, **rules)
+    CLOSE(jax.jit(partial(attention, layer=1, **rules))(query, key, value), wanted)
+    CLOSE(jax.jit(partial(attention, layer=1, start=192, **rules))(query[:, 192:], key, value), wanted[:, 192:])
+    CLOSE(jax.jit(partial(attention, layer=2))(query, key, value), always(0.6)(query, key, value, layer=1))
+    with pytest.raises(TypeError, match="layer must be an int for a model in which only some layers have a window"):
+        traced(attention)(query, key, value, 1)
+
+
 WINDOWED = dataclasses.replace(PROFILE, window=70)
 
 

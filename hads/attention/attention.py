@@ -93,9 +93,11 @@ class Attention:
     ) -> Any:
         passed = {name: rules.pop(name) for name in _PASSED if rules.get(name) is not None}
         known = Rules.of({name: x for name, x in rules.items() if name not in _PASSED})
-        check_heads(query, key, self.profile, layer)
-        self._check_window(known, key.shape[1])
-        call = _Call(self, layer, known, passed, left_padding)
+        alone = self.profile.row(layer) is None
+        check_heads(query, key, self.profile, None if alone else layer)
+        if not alone:
+            self._check_window(known, key.shape[1])
+        call = _Call(self, layer, alone, known, passed, left_padding)
         tokens, slots = query.shape[1], key.shape[1]
         if positions is not None:
             if not isinstance(positions, tuple):
@@ -141,10 +143,12 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """One call: its layer, its rules, and the arguments that are passed on to `xsake.attention`."""
+    """One call: its layer, which HADS may leave alone, its rules, and the arguments that are passed on to
+    `xsake.attention`."""
 
     own: Attention
     layer: Any
+    alone: bool
     rules: Rules
     passed: dict[str, Any]
     left_padding: Any
@@ -153,6 +157,8 @@ class _Call:
         padded = lengths is not None or self.left_padding is not None
         if padded:
             return self._padded(query, key, value, lengths, segment_ids)
+        if self.alone:
+            return self._attend(query, key, value, segment_ids=segment_ids, **self.rules.arguments())
         arrays = {"query": query, "key": key, "value": value, "layer": self.layer, "segment_ids": segment_ids}
         static = {name: x for name, x in self.passed.items() if name not in ("bias", "sinks")}
         arrays |= {name: x for name, x in self.passed.items() if name in ("bias", "sinks")}
@@ -217,6 +223,8 @@ class _Call:
 
     def _decide(self, kind: Kind, query: Array, keys: int) -> Decision:
         batch, queries = query.shape[:2]
+        if self.alone:
+            return Decision(None, "this layer has a window, and others have none")
         return self.own.decide(kind, batch=batch, queries=queries, keys=keys, platform=platform_of(query))
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Any = None, **options: Any) -> Any:
@@ -251,7 +259,8 @@ class _Call:
             pooled = pooled.write(key[:, :end], ends, start=0, block=profile.block)
         kept, there = (jnp.asarray(x) for x in kept_by_length(profile, budget, self.own.rules_of_policy.spare, end))
         first, last = (-(-jnp.minimum(ends, at) // profile.block) for at in (start, end))
-        counts = jnp.minimum(kept[last, self.layer] - kept[first, self.layer], there[last] - there[first])
+        row = profile.row(self.layer)
+        counts = jnp.minimum(kept[last, row] - kept[first, row], there[last] - there[first])
         return select_chunk(
             self.rules.scaled(query),
             key,

@@ -107,6 +107,8 @@ class HadsProfile:
         """
         if not self.windowed:
             return layer
+        if isinstance(layer, jax.Array):
+            raise TypeError("layer must be an int for a model in which only some layers have a window")
         number = int(layer)
         return None if number in self.windowed else number - sum(other < number for other in self.windowed)
 
