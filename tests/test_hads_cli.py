@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli import hads as cli
+from xsake._cli.progress import shown_progress
 from xsake.hads import HadsProfile
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.result import table
@@ -130,7 +131,7 @@ def test_progress_in_a_log_is_lines(capsys, monkeypatch):
     """At the start and at the end of each work, and every few seconds between them."""
     seconds = iter(range(0, 100, 4))
     monkeypatch.setattr("time.monotonic", lambda: next(seconds))
-    with cli._progress() as progress:
+    with shown_progress() as progress:
         for done in range(6):
             progress("heads of each layer", done, 5)
         progress("sensitivity of heads", 0, 2)

@@ -124,6 +124,32 @@ def test_a_model_of_nan_writes_nothing(model, folder, tmp_path):
         assert sampler(logits, jax.random.key(0)).tolist() == [-1, -1, 2]
 
 
+def test_a_model_without_a_profile_is_calibrated_once(folder, monkeypatch, tmp_path):
+    asked = []
+
+    def calibrate(model, tokens, *, name, block, **options):
+        asked.append((tokens.shape, name, block))
+        return dataclasses.replace(hads_case.ONE_LAYER, block=block, block_q=block, digests=("0" * 16,) * len(tokens))
+
+    monkeypatch.setattr("xsake.hads.calibration.calibrate.calibrate", calibrate)
+    words = ["generate", "-", "--model", folder, "--max-new-tokens", 2, "--hads", 0.9]
+    first = xsake(*words, input="hello " * 150)
+    assert "has no HADS profile yet: calibrating on 4 texts of 512 tokens, once" in first.stderr
+    (kept,) = (tmp_path / "profiles").glob("*-32x32-256.json")
+    assert f"in blocks of 32; kept in {kept}" in first.stderr
+    again = xsake(*words, input="hello " * 150)
+    assert again.stdout == first.stdout and "calibrat" not in again.stderr and len(asked) == 1
+    assert "a profile from 4 texts of 256 tokens; what is farther than that in the prompt's 450 tokens" in again.stderr
+    kept.write_text("{")
+    with pytest.warns(RuntimeWarning, match="is not a HADS profile, or is damaged.*left out"):
+        xsake(*words, input="hello " * 150)
+    assert len(asked) == 2
+    shutil.rmtree(tmp_path / "profiles")
+    short = xsake("generate", "hello", "--model", folder, "--hads", 0.6, code=1)
+    assert "budget=0.6 is below 1.0000, the share of the blocks that are always on at 2 tokens" in short.stderr
+    assert len(asked) == 2
+
+
 AT_LONG = ["generate", LONG, "--model", "FOLDER", "--max-new-tokens", 4]
 HELLO = ["generate", "hello", "--model", "FOLDER"]
 
@@ -147,10 +173,6 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
         ([*HELLO, "--max-new-tokens", 10**20], "exceed the model's context of 512"),
         ([*HELLO, "--window", 8, "--block", 10**20], "Invalid value for '--block'"),
         ([*HELLO, "--system", "Be kind."], "--system needs a model with a chat template"),
-        (
-            [*AT_LONG, "--hads", 0.6],
-            "no profile of 'model0' comes with xsake, only of qwen2.5-coder-1.5b, smollm2: make one, xsake calibrate",
-        ),
         ([*AT_LONG, "--profile", "PROFILE"], "--profile and --decode-budget are for --hads: give a budget"),
         (
             [*AT_LONG, "--hads", 0.6, "--profile", "OTHER"],

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 
 from xsake._cli import model as cli
+from xsake._ground.cache import cache_folder
 from xsake.model import load_pretrained
 from xsake.model.weights import fetch
 from xsake.model.weights.published import PUBLISHED, Part, Published
@@ -99,7 +100,7 @@ def test_a_model_that_is_not_here_yet_says_how_to_get_it(cache):
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.delenv("XSAKE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fetch.cache_folder() == tmp_path / "xsake"
+    assert cache_folder() == tmp_path / "xsake"
 
 
 @pytest.fixture

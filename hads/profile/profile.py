@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from xsake._ground import fields
 from xsake._ground.kinds import TEXT, maybe, whole
 from xsake.hads.mask.band import NO_LIMIT
-from xsake.hads.profile import file, fingerprint
+from xsake.hads.profile import file, find, fingerprint
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator
 from xsake.hads.profile.rule import RULE, Rule
@@ -205,6 +206,19 @@ class HadsProfile:
         by_length = found[model]
         with resources.as_file(by_length[min(by_length, key=lambda one: abs(math.log(one / max(length, 1))))]) as path:
             return cls.load(path)
+
+    @classmethod
+    def find(cls, model: Any, length: int = 0) -> HadsProfile | None:
+        """A model's profile from sequences about as long as `length` tokens, or None: the one that `keep` wrote, or the
+        one that comes with xsake. `model` is a pytree of its weights, as whole as they were when it was kept."""
+        return find.find(cls, find.key_of(model), length)
+
+    def keep(self, model: Any) -> Path:
+        """Keep the profile in the user's cache, where `find` finds it by the model's weights; the file."""
+        path = find.kept(find.key_of(model), self.length, f"{self.block_q}x{self.block}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.save(path)
+        return path
 
     def __repr__(self) -> str:
         blocks = f"{self.block}" if self.block_q == self.block else f"{self.block_q} x {self.block}"

@@ -13,16 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xsake._ground import atomic
+from xsake._ground.cache import cache_folder
 from xsake.model.weights.published import PUBLISHED, Part, Published
 
 Progress = Callable[[int], None]  # called with the megabytes that are here
-
-
-def cache_folder() -> Path:
-    """$XSAKE_CACHE, or `xsake` in the user's cache directory."""
-    if given := os.environ.get("XSAKE_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xsake"
 
 
 def place(name: str) -> Path:

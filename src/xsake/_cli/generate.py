@@ -6,16 +6,13 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import load_profile
 from xsake._ground.read import decode, read_bytes
-
-if TYPE_CHECKING:
-    from xsake.model import HadsBudget
 
 
 def generate(
@@ -58,7 +55,7 @@ def generate(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="With --hads: what `xsake calibrate` wrote; those of smollm2 and qwen2.5-coder-1.5b come with xsake.",
+            help="With --hads: what `xsake calibrate` wrote. By default the model's own, which is made once and kept.",
             exists=True,
         ),
     ] = None,
@@ -79,6 +76,7 @@ def generate(
         text = _text(prompt, file)
 
         from xsake.model.weights.model_file import open_model
+        from xsake.model.weights.published import name_of
 
         opened = open_model(model)
 
@@ -86,10 +84,13 @@ def generate(
         import jax.numpy as jnp
 
         import xsake
-        from xsake.model import load_pretrained, load_tokenizer, stream
+        from xsake._cli.own_profile import own_profile
+        from xsake._ground.cache import cache_folder
+        from xsake._ground.fields import check
+        from xsake._ground.kinds import maybe, number
+        from xsake.model import HadsBudget, load_pretrained, load_tokenizer, stream
         from xsake.model.generation.generation import check_request
         from xsake.model.generation.sampling import Sampler
-        from xsake.model.weights.fetch import cache_folder
 
         # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -102,12 +103,24 @@ def generate(
         else:
             messages = [] if system is None else [{"role": "system", "content": system}]
             tokens = tokenizer.chat([*messages, {"role": "user", "content": text}])
-        budget = None if hads is None else _budget(hads, decode_budget, profile, model, len(tokens))
+        budget = None
+        if hads is not None:
+            share = number(above=0, most=1)
+            check("prompt", hads, share)
+            check("decode", decode_budget, maybe(share))
+            if profile is not None:
+                budget = HadsBudget(load_profile(profile, name_of(model)), hads, decode_budget)
         request: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, hads=budget, chunk=chunk)
-        check_request(opened.config, [tokens], **request)
+        known = hads is None or budget is not None  # a chunk is a multiple of the profile's rows
+        check_request(opened.config, [tokens], **request if known else request | {"chunk": None})
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
         transformer = load_pretrained(opened, dtype=dtype, param_dtype=dtype)
+        if hads is not None and budget is None:
+            about: dict[str, Any] = dict(name=name_of(model), length=len(tokens), budget=hads)
+            found = own_profile(transformer, tokenizer.encode, **about)
+            request["hads"] = HadsBudget(found, hads, decode_budget)
+            check_request(opened.config, [tokens], **request)
 
         def sparse(layer, query, key):
             lengths = query.shape[1], key.shape[1]
@@ -132,17 +145,6 @@ def _text(prompt: str | None, file: Path | None) -> str:
     if "-" in (prompt, str(file)):
         return decode("the standard input", typer.get_binary_stream("stdin").read()).rstrip("\n")
     return decode(str(file), read_bytes(str(file))).rstrip("\n")
-
-
-def _budget(share: float, decode: float | None, profile: Path | None, model: str, length: int) -> HadsBudget:
-    from xsake.hads.profile.profile import HadsProfile
-    from xsake.model import HadsBudget
-    from xsake.model.weights.published import name_of
-
-    name = name_of(model)
-    return HadsBudget(
-        HadsProfile.shipped(name, length) if profile is None else load_profile(profile, name), share, decode
-    )
 
 
 class _Clock:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +11,8 @@ import typer
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_file_out, check_folder_out, load_profile
+from xsake._cli.progress import shown_progress
 from xsake.model.weights.published import name_of
-
-_LINE_SECONDS = 10
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), a GGUF or safetensors file, or a training run.")]
 Texts = Annotated[list[Path], typer.Argument(help="Plain text, or .npz files of tokens [N, T] by domain.", exists=True)]
@@ -75,7 +72,7 @@ def calibrate(
             f"{len(found)} sequences of {length} tokens from {', '.join(dict.fromkeys(t.domain for t in found))}"
         )
         unfinished = part_of(out)
-        with _progress() as progress:
+        with shown_progress() as progress:
             profile = calibrate(
                 loaded,
                 np.stack([t.tokens for t in found]),
@@ -134,7 +131,7 @@ def evaluate(
         about = {"model": name, "length": length, "dtype": jnp.dtype(loaded.dtype).name}
         about |= learned.grid(length).shape
         records = Records(out / "records.jsonl", about)
-        with _progress() as progress:
+        with shown_progress() as progress:
             evaluate(
                 loaded,
                 learned,
@@ -214,33 +211,3 @@ def _dtype(name: str | None) -> Any:
 
 def _split(names: str | None) -> list[str] | None:
     return None if names is None else names.split(",")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that says what is being done; in a log a line where work begins or ends, and every few seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not Console().is_terminal:
-        yield _Lines().say
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("")
-        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
-
-
-class _Lines:
-    """Progress for a log."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._begun: set[str] = set()
-
-    def say(self, what: str, done: int, of: int) -> None:
-        now = time.monotonic()
-        if done == of or what not in self._begun or now - self._last >= _LINE_SECONDS:
-            self._last = now
-            self._begun.add(what)
-            typer.echo(f"{what}: {done} of {of}, after {now - self._start:.0f} s")

@@ -72,13 +72,13 @@ def train(
     with plain_errors():
         import jax
 
+        from xsake._ground.cache import cache_folder
         from xsake.model.data.shards import open_shards
         from xsake.model.network.config import PRESETS
         from xsake.model.training.attention import BLOCKS, with_block
         from xsake.model.training.config import TrainConfig
         from xsake.model.training.distributed import initialize
         from xsake.model.training.loop import train
-        from xsake.model.weights.fetch import cache_folder
 
         if preset not in PRESETS:
             raise ValueError(f"{preset=} must be one of {', '.join(PRESETS)}")

@@ -1,0 +1,73 @@
+"""The HADS profile of a model that no profile was named for: found by the model's weights, or made once and kept."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from xsake._cli.progress import shown_progress
+
+if TYPE_CHECKING:
+    from xsake.hads import HadsProfile
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)  # tokens of a text, where the device is fast
+BLOCKS = (64, 32, 16)
+MOST_SLOWLY = 2048, 4  # tokens of a text, and texts, on a CPU
+TEXTS = 8
+
+
+def own_profile(model: Any, encode: Any, *, name: str, length: int, budget: float) -> HadsProfile:
+    """Of the model with these weights, for prompts of `length` tokens: from the user's cache, or shipped with xsake, or
+    calibrated on texts that come with xsake. The standard error says which."""
+    import jax
+
+    from xsake.hads.profile.profile import HadsProfile
+
+    found = HadsProfile.find(model, length)
+    if found is None:
+        slow = jax.default_backend() == "cpu"
+        most = min(model.config.context, MOST_SLOWLY[0] if slow else LENGTHS[-1])
+        tokens = next((one for one in LENGTHS if one >= min(length, most)), most)
+        found = _calibrated(
+            model,
+            encode,
+            name=name,
+            length=min(tokens, most),
+            texts=MOST_SLOWLY[1] if slow else TEXTS,
+            prompt=length,
+            budget=budget,
+        )
+    said = f"HADS chooses by a profile from {len(found.digests)} texts of {found.length} tokens"
+    if found.length < length:
+        said += f"; what is farther than that in the prompt's {length} tokens counts as the farthest seen"
+    typer.echo(said, err=True)
+    return found
+
+
+def _calibrated(
+    model: Any, encode: Any, *, name: str, length: int, texts: int, prompt: int, budget: float
+) -> HadsProfile:
+    from xsake.hads import calibrate
+    from xsake.hads.calibration.own_texts import own_texts
+    from xsake.hads.profile.budgets import uniform_counts
+    from xsake.hads.profile.causal_grid import CausalGrid
+
+    block = next((one for one in BLOCKS if _fits(CausalGrid(length, one))), BLOCKS[-1])
+    uniform_counts(
+        model.config.layers, model.config.q_heads, budget, CausalGrid(prompt, block)
+    )  # refuse a budget before minutes are spent on it
+    start = time.perf_counter()
+    typer.echo(f"{name} has no HADS profile yet: calibrating on {texts} texts of {length} tokens, once", err=True)
+    tokens = own_texts(encode, length=length, count=texts)
+    with shown_progress(err=True) as progress:
+        profile = calibrate(model, tokens, name=name, block=block, sensitivity_sequences=texts // 2, progress=progress)
+    path = profile.keep(model)
+    typer.echo(f"calibrated in {time.perf_counter() - start:.0f} s, in blocks of {block}; kept in {path}", err=True)
+    return profile
+
+
+def _fits(grid: Any) -> bool:
+    """Whether there are blocks enough to choose from."""
+    return bool(grid.rows > 2 * grid.rule.dense_rows)
