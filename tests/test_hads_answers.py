@@ -41,11 +41,21 @@ def test_masses_are_exact_before_answers(inputs):
 
 
 def test_errors_in_the_rows_before_answers_count_more():
-    rule = Rule(last_rows=2, last_weight=4.0)
+    rule = Rule(last_rows=2, last_weight=4.0, exact_queries=0)
     grid = dataclasses.replace(PROFILE, rule=rule).grid(LENGTHS[0])
     assert grid.row_weights(ANSWERS[0]).tolist() == [1, 4, 4, 4, 4, 1, 4, 4]
     rows = Rows(grid, 2, jnp.array(LENGTHS, jnp.int32), jnp.asarray(PADDED))
     assert rows.weights()[:, 0, :, 0].tolist() == [[4, 4, 4, 1, 4, 4], [4, 4, 4, 4, 1, 1]]
+
+
+def test_errors_in_exact_rows_count_more():
+    rule = Rule(last_rows=0, last_weight=4.0, exact_queries=20)
+    rows = Rows(dataclasses.replace(PROFILE, rule=rule).grid(LENGTHS[0]), 0, jnp.int32(LENGTHS), jnp.asarray(PADDED))
+    ends = [(length, *answers) for length, answers in zip(LENGTHS, ANSWERS, strict=True)]
+    row = 16 * np.arange(rows.number)
+    last = [np.any([(row < end) & (row + 16 > end - 20) for end in some], 0).tolist() for some in ends]
+    assert rows.last()[:, 0, :, 0].tolist() == last
+    assert rows.grid.last_rows(ANSWERS[0]).tolist() == last[0]
 
 
 def test_budgets_are_exact_with_answers(inputs):

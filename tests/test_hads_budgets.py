@@ -76,7 +76,7 @@ def test_forced_blocks_are_sink_previous_diagonal_and_the_first_rows():
 @pytest.mark.parametrize("length", [29, 96, 121])
 def test_rows_may_be_taller_than_blocks(length: int, window: int | None):
     """Block by block from the tokens that see each other."""
-    rule = Rule(sink_blocks=1, near_blocks=2, dense_rows=1, last_rows=2)
+    rule = Rule(sink_blocks=1, near_blocks=2, dense_rows=1, exact_queries=33)
     grid = CausalGrid(length, 8, rule, window, block_q=32)
     padded = np.zeros((grid.rows * 32, grid.columns * 8), bool)
     padded[:length, :length] = case.visible(length, window)
@@ -87,7 +87,8 @@ def test_rows_may_be_taller_than_blocks(length: int, window: int | None):
     row, column = np.indices(seen.shape)
     forced = seen & ((column == 0) | (column >= 4 * row - 2) | (row == 0))
     assert (grid.forced() == forced).all() and grid.forced_blocks == forced.sum()
-    assert grid.row_weights().tolist() == [1.0] * (grid.rows - 2) + [4.0] * min(grid.rows, 2)
+    last = [32 * (i + 1) > length - 33 for i in range(grid.rows)]
+    assert grid.row_weights().tolist() == np.where(last, rule.last_weight, 1).tolist()
 
 
 def test_rows_are_whole_blocks_high():

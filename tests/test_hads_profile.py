@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks import record
-from xsake.hads import HadsProfile
+from xsake.hads import HadsProfile, layer_counts
+from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 
@@ -60,6 +61,16 @@ def test_a_profile_keeps_the_rule_that_it_was_made_with(tmp_path: Path):
     forced = (i < 2) | (i[:, None] - i <= 3) | (i[:, None] < 1)
     assert np.array_equal(again.grid(256).forced(), forced & (i[:, None] >= i))
     assert again.grid(256).row_weights().tolist() == [1.0] * 11 + [2.5] * 5
+
+
+def test_a_profile_in_other_blocks_forces_what_is_forced_in_such_blocks():
+    profile = dataclasses.replace(case.random_profile(block=64), rule=Rule(last_weight=2.5, exact_queries=64))
+    tall = profile.in_blocks(32, block_q=128)
+    assert tall.grid(1024).forced_blocks == CausalGrid.of(1024, 32, block_q=128).forced_blocks
+    assert (tall.rule.last_weight, tall.rule.exact_queries, tall.in_blocks(64).rule) == (2.5, 64, profile.rule)
+    assert layer_counts(tall, 0.5, 1024).sum() == round(0.5 * tall.layers * tall.q_heads * tall.grid(1024).blocks)
+    with pytest.raises(ValueError, match="block_q=48 must be a multiple of block=32"):
+        profile.in_blocks(32, block_q=48)
 
 
 def test_a_profile_of_version_3_has_the_constants_of_that_version(tmp_path: Path):

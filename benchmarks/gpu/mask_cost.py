@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.mask_cost                      32k tokens, 32 query heads on 8, head_dim 128, blocks of 64
     python -m benchmarks.gpu.mask_cost --lengths 4096,8192,16384,32768 --record
+    python -m benchmarks.gpu.mask_cost --block 32 --block-q 128    rows of 128 queries, blocks of 32 keys
     python -m benchmarks.gpu.mask_cost --out DIR            write the run to DIR
 
 Contestants take turns. Times of stages are of separate programs, so that their sum is a little above the whole.
@@ -29,7 +30,6 @@ from xsake.hads import BlockMask, HadsProfile, layer_counts, select
 from xsake.hads.mask.lists.compact import compact
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.estimator import BUCKETS
-from xsake.hads.profile.rule import RULE
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.estimate import block_mass
 from xsake.hads.selection.gpu import choose as gpu_choose
@@ -47,7 +47,7 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> HadsProfile:
+def random_profile(q_heads: int, kv_heads: int, head_dim: int, grid: CausalGrid) -> HadsProfile:
     """One layer with weights of a usual size; a mask's cost does not depend on them."""
     rng = np.random.default_rng(0)
 
@@ -67,11 +67,12 @@ def random_profile(q_heads: int, kv_heads: int, head_dim: int, block: int) -> Ha
         head_shares=np.broadcast_to(even[:, None, None], (9, 1, q_heads)).copy(),
         log_thresholds=-np.arange(9, dtype=np.float32),
         model="random",
-        block=block,
+        block=grid.block,
+        block_q=grid.block_q,
         length=4096,
         kv_heads=kv_heads,
         digests=(),
-        rule=RULE,
+        rule=grid.rule,
     )
 
 
@@ -82,13 +83,14 @@ class Bench:
     kv_heads: int
     head_dim: int
     block: int
+    block_q: int
 
     def run(self, rounds: int) -> list[Row]:
         sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, length=self.length, head_dim=self.head_dim)
         workload = Workload(name="mask", batch=1, is_causal=True, **sizes)
         query, key, value = workload.inputs(jnp.bfloat16 if on_gpu() else jnp.float32)
-        profile = random_profile(self.q_heads, self.kv_heads, self.head_dim, self.block)
-        grid = CausalGrid(self.length, self.block)
+        grid = CausalGrid.of(self.length, self.block, self.block_q)
+        profile = random_profile(self.q_heads, self.kv_heads, self.head_dim, grid)
         device = jax.tree.map(jnp.asarray, profile)
         calls = self._stages(query, key, device, grid)
         calls["dense"] = dense("cudnn" if on_gpu() else "xla"), (query, key, value)
@@ -164,10 +166,11 @@ def main() -> None:
     options.add_argument("--kv-heads", type=int, default=8)
     options.add_argument("--head-dim", type=int, default=128)
     options.add_argument("--block", type=int, default=64)
+    options.add_argument("--block-q", type=int, help="tokens of a row of blocks; by default the block")
     args = options.parse_args()
     rows = Record("hads_mask_cost", args.out)
     for length in args.lengths:
-        bench = Bench(length, args.q_heads, args.kv_heads, args.head_dim, args.block)
+        bench = Bench(length, args.q_heads, args.kv_heads, args.head_dim, args.block, args.block_q or args.block)
         rows.add(*(found := bench.run(args.rounds)))
         seconds = {row["what"]: row["seconds"]["median"] for row in found}
         lines = [[what, f"{x * 1e3:.3f}", f"{x / seconds['dense']:.1%}"] for what, x in seconds.items()]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xsake.hads.profile.rule import RULE, Rule
 
@@ -120,9 +124,26 @@ class CausalGrid:
         """bool[rows]: the last rows, in which an error counts more, and those before the tokens where answers begin."""
         row, last = np.arange(self.rows), np.zeros(self.rows, bool)
         for end in (self.length, *answers):
-            rows = -(-end // self.block_q)
-            last |= (row < rows) & (row >= rows - self.rule.last_rows)
+            last |= (row < self.rows_of(end)) & (row >= self.first_last(end))
         return last
+
+    # These three take an int or a traced array, in XLA's programs and in kernels.
+
+    def rows_of(self, end: Any) -> Any:
+        """How many rows the tokens before `end` have."""
+        return _div(end + (self.block_q - 1), self.block_q)
+
+    def first_exact(self, end: Any) -> Any:
+        """The first row that holds one of the last `Rule.exact_queries` before `end`."""
+        back = end - self.rule.exact_queries
+        return _div(_larger(back, 0), self.block_q)
+
+    def first_last(self, end: Any) -> Any:
+        """The first of the last rows before `end`, in which an error counts more (`Rule.last_weight`)."""
+        first = self.rows_of(end) - self.rule.last_rows
+        if not self.rule.exact_queries:
+            return first
+        return -_larger(-first, -self.first_exact(end))
 
     @property
     def forced_blocks(self) -> int:
@@ -140,6 +161,14 @@ class CausalGrid:
                 f"{what} of {self.length} tokens have {self.rows} blocks of {self.block_q}, most of them always on: "
                 f"use at least {least * self.block_q} tokens, or smaller blocks"
             )
+
+
+def _div(a: Any, b: int) -> Any:
+    return lax.div(a, jnp.int32(b)) if isinstance(a, jax.Array) else a // b
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return jnp.maximum(a, b) if isinstance(a, jax.Array) else max(a, b)
 
 
 @lru_cache(maxsize=64)  # a prompt's budget asks for these counts again and again

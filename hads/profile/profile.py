@@ -125,6 +125,19 @@ class HadsProfile:
         """The blocks of a sequence, chosen from by this profile's rule."""
         return CausalGrid(length, self.block, self.rule, self.window, self.block_q)
 
+    def in_blocks(self, block: int, block_q: int | None = None) -> HadsProfile:
+        """The profile for other blocks, by the rule of such blocks: what it knows of the heads is of tokens.
+
+        >>> HadsProfile.shipped("smollm2").in_blocks(32, block_q=128)
+        HadsProfile('smollm2', 30 layers, 9 query heads on 3, head_dim 64, blocks of 128 x 32, ...)
+        """
+        block_q = block_q or block
+        found = dataclasses.replace(self, block=block, block_q=block_q)
+        found.check()
+        forced = Rule.of_blocks(block_q // block)
+        rule = dataclasses.replace(self.rule, near_blocks=forced.near_blocks, dense_rows=forced.dense_rows)
+        return dataclasses.replace(found, rule=rule)
+
     def on_device(self) -> HadsProfile:
         """The profile as JAX arrays, without digests: digests are static, and would compile a program per profile."""
         return jax.tree.map(jnp.asarray, dataclasses.replace(self, digests=()))

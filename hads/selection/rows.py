@@ -50,7 +50,7 @@ class Rows(NamedTuple):
             return causal
         end = self.lengths[:, None]
         column = jnp.arange(self.grid.columns, dtype=jnp.int32)[None] * self.grid.block < end
-        return self._between(jnp.zeros_like(end), self._row_of(end)) & column[:, None, None] & causal
+        return self._between(jnp.zeros_like(end), self.grid.rows_of(end)) & column[:, None, None] & causal
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
         """How much an error in each row counts (`Rule.last_weight`)."""
@@ -59,11 +59,11 @@ class Rows(NamedTuple):
         return jnp.where(self.last(), jnp.float32(self.grid.rule.last_weight), 1.0)
 
     def last(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
-        """The last rows of a sequence and before each answer (`Rule.last_rows`)."""
+        """The last rows of a sequence and before each answer (`CausalGrid.first_last`)."""
         if self.lengths is None:
             return self.grid.last_rows()[None, None, self.first :, None]
-        ends = self._row_of(self.ends())
-        return self._between(ends - self.grid.rule.last_rows, ends)
+        ends = self.ends()
+        return self._between(self.grid.first_last(ends), self.grid.rows_of(ends))
 
     def exact_mask(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
         """The rows whose masses are exact."""
@@ -71,19 +71,15 @@ class Rows(NamedTuple):
             return np.zeros((1, 1, self.number, 1), bool)
         if self.lengths is None:
             row = np.arange(self.first, self.grid.rows, dtype=np.int32)[None, None, :, None]
-            return row >= self.first_exact(self.grid.length)
+            return row >= self.grid.first_exact(self.grid.length)
         ends = self.ends()
-        return self._between(self.first_exact(ends), self._row_of(ends))
+        return self._between(self.grid.first_exact(ends), self.grid.rows_of(ends))
 
     def ends(self) -> Int[Array, "B A_and_one"]:
         """Where each sequence ends, and where the questions before its answers do, 0 for none."""
         if self.lengths is None:
             raise ValueError("answers are of sequences whose lengths are given")
         return self.lengths[:, None] if self.answers is None else jnp.column_stack([self.lengths, self.answers])
-
-    def _row_of(self, end: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """The row after the one of a last token; how many rows a sequence has."""
-        return (end + self.grid.block_q - 1) // self.grid.block_q
 
     def _between(self, first: Int[Array, "B E"], end: Int[Array, "B E"]) -> Bool[Array, "B 1 rows 1"]:
         """The rows from the first one to the end of any of these."""
@@ -118,18 +114,13 @@ class Rows(NamedTuple):
         """How many rows, at most, hold one of the last `Rule.exact_queries` before an end: their masses are exact."""
         queries, block_q = self.grid.rule.exact_queries, self.grid.block_q
         if self.lengths is None:
-            return self.grid.rows - max(self.first_exact(self.grid.length), self.first) if queries else 0
+            return self.grid.rows - max(self.grid.first_exact(self.grid.length), self.first) if queries else 0
         return min(-(-queries // block_q) + 1, self.number) if queries else 0
-
-    def first_exact(self, end: Any) -> Any:
-        """The first row that holds one of the last `Rule.exact_queries` before an end."""
-        back, block_q = end - self.grid.rule.exact_queries, self.grid.block_q
-        return max(back, 0) // block_q if isinstance(back, int) else lax.div(jnp.maximum(back, 0), jnp.int32(block_q))
 
     def begin_of_exact(self, end: Any) -> Any:
         """The first of `exact` rows, one after the other, that hold those from `first_exact` on."""
         most = self.grid.rows - self.exact
-        begin = self.first_exact(end)
+        begin = self.grid.first_exact(end)
         return min(max(begin, self.first), most) if isinstance(begin, int) else jnp.clip(begin, self.first, most)
 
     # -- for kernels
@@ -141,23 +132,17 @@ class Rows(NamedTuple):
         ends = jnp.full((batch, 1), self.grid.length, jnp.int32) if self.lengths is None else self.ends()
         return ends, whole(None, ends.shape[1])
 
-    def rows_of(self, length_ref: Any, number: int = 0) -> Any:
-        """How many rows of blocks the sequence has, or has up to another of its `ends`."""
-        if self.lengths is None:
-            return self.grid.rows
-        return lax.div(length_ref[number] + (self.grid.block_q - 1), jnp.int32(self.grid.block_q))
-
     def end(self, length_ref: Any, number: Any = 0) -> Any:
         """How many tokens the sequence has, beyond the grid too; or another of its `ends`."""
         return self.grid.length if self.lengths is None else length_ref[number]
 
     def weight(self, row: Array, length_ref: Any) -> Array:
         """How much an error in a row counts (`weights`)."""
-        rule, weight = self.grid.rule, jnp.ones(row.shape, jnp.float32)
+        weight = jnp.ones(row.shape, jnp.float32)
         for number in range(self.number_of_ends):
-            end = self.rows_of(length_ref, number)
-            is_last = (row < end) & (row >= end - rule.last_rows)
-            weight = jnp.where(is_last, jnp.float32(rule.last_weight), weight)
+            end = self.end(length_ref, number)
+            is_last = (row < self.grid.rows_of(end)) & (row >= self.grid.first_last(end))
+            weight = jnp.where(is_last, jnp.float32(self.grid.rule.last_weight), weight)
         return weight
 
     def blocks_of(self, row: Any, length_ref: Any) -> Any:

@@ -475,7 +475,8 @@ def _search(
     row = pl.program_id(0) * _SEARCHED_ROWS + iota(_SEARCHED_ROWS)
     i = rows.first + lax.rem(row, jnp.int32(m))
     # Rows after the chunk's last one are padding, though the sequence may go on.
-    own = jnp.where((i < rows.grid.rows) & (i < rows.rows_of(length_ref)), rows.blocks_of(i, length_ref), 0)
+    exists = (i < rows.grid.rows) & (i < rows.grid.rows_of(rows.end(length_ref)))
+    own = jnp.where(exists, rows.blocks_of(i, length_ref), 0)
     shape = (_SEARCHED_ROWS, cuts.shape[0])
     row, cuts = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(cuts[None, :], shape)
     low = jnp.broadcast_to((width - own)[:, None], shape)

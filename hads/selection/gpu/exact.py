@@ -104,7 +104,7 @@ def _masses(
         counts = (row * block_q + iota(block_q) < rows.end(length_ref))[None, :]
         blocks = rows.blocks_of(row, length_ref)
 
-        @pl.when((row >= rows.first_exact(end)) & (row * block_q < end))
+        @pl.when((row >= rows.grid.first_exact(end)) & (row * block_q < end))
         def _() -> None:
             tiles = lax.div(blocks - 1, TILE) + 1
 
