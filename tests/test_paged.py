@@ -132,7 +132,7 @@ def test_there_is_no_derivative(arrays, of):
             derivative(given[of])
 
 
-def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays):
+def test_kernels_refuse_pages_that_they_cannot_read_in_place(arrays, any_jax):
     query, _, _, *pages, table = (x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in arrays)
     wide = [jnp.pad(x, ((0, 0),) * 3 + ((0, 64 - D),)) for x in (query, *pages)]
     short = query, *(jnp.tile(x, (1, 4, 1, 1)) for x in pages)

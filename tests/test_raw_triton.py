@@ -49,7 +49,7 @@ def test_versions_that_do_not_fit_are_refused_with_those_that_do(installed, said
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(any_jax, monkeypatch):
     """Pretend that calls run on a GPU of the given compute capability, with jax-triton or without."""
 
     def pretend(capability: str, installed: bool = True) -> list[str]:
@@ -103,7 +103,7 @@ def test_the_default_is_in_the_search_space_and_fits(dtype):
     assert "dq: a tile of 128 keys" in raw.misfit(call, wide)
 
 
-def test_it_is_interpreted_only_where_triton_is_told_to_beforehand(monkeypatch):
+def test_it_is_interpreted_only_where_triton_is_told_to_beforehand(any_jax, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with xsake.interpret(), pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1"):
         registry.candidates("raw_triton", "cpu")

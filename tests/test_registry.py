@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 import xsake
 from xsake import kernels_raw_triton
+from xsake._cli import app
+from xsake._ground import versions as ground_versions
 from xsake._op import attention as attention_op
 from xsake._op import plugins, registry
 from xsake._op.arguments import build_call
@@ -21,9 +26,11 @@ from xsake.kernels_pallas_gpu.hopper import backend as mosaic
 from xsake.kernels_pallas_gpu.triton import backend as triton
 from xsake.kernels_raw_triton import versions
 
+lacking = ground_versions.lacking
+
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(any_jax, monkeypatch):
     """Pretend that calls run on a GPU of the given compute capability."""
 
     def pretend(capability: str) -> None:
@@ -51,6 +58,29 @@ def test_best_first():
 def test_a_gpu_gets_the_best_that_it_can_run(gpu, capability, expected):
     gpu(capability)
     assert registry.candidates(None, "gpu")[: len(expected)] == expected
+
+
+def test_an_old_jax_leaves_out_what_it_cannot_run(gpu, monkeypatch):
+    """Hopper then gets the Triton backend; `xsake info` says why."""
+    gpu("9.0")
+    monkeypatch.setattr(ground_versions, "lacking", lacking)
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert registry.candidates(None, "gpu")[:2] == ["triton", "xla"]
+    with pytest.raises(NotImplementedError, match=r"it needs jax 0\.11\.2 or newer, and jax 0\.10\.2 is installed"):
+        registry.candidates("mosaic_gpu", "gpu")
+    said = CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"}).output
+    assert "mosaic_gpu cannot run here: it needs jax 0.11.2 or newer" in said
+
+
+def test_the_oldest_jax_is_the_same_everywhere():
+    root = Path(__file__).parents[1]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = {text.split(">=")[1].split(",")[0] for text in wanted if text.startswith("jax") and "typing" not in text}
+    (version,) = oldest
+    assert f"JAX {version} or newer" in (root / "docs" / "getting_started.md").read_text()
+    assert f"JAX {version} or newer" in (root / "README.md").read_text()
+    assert f"make test JAX={version}`" in (root / "CONTRIBUTING.md").read_text()
 
 
 def test_an_old_gpu_gets_xla_and_is_told_so_once(gpu, caplog):

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, UInt
 
 from xsake._ground.device import on_gpu
-from xsake._ground.trace import jit_may_partition, name_of_mesh
+from xsake._ground.trace import interpret, interpreting, jit_may_partition, name_of_mesh
 
 _MAX_COLUMNS = 8192  # of the kernel
 
@@ -54,14 +54,15 @@ def _kernel(full: Any, capacity: int, active: Array) -> tuple[Array, Array, Arra
 
 def _partitioned_kernel(full: Any, capacity: int) -> Callable[[Array], tuple[Array, Array, Array]]:
     """`_kernel`, which jit partitions over batch and heads. `vmap` takes XLA's program."""
-    kernel, named = partial(_kernel, full, capacity), name_of_mesh()
+    kernel, named, interpreted = partial(_kernel, full, capacity), name_of_mesh(), interpreting()
 
     def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, Callable, Any, Any]:
         lead = NamedSharding(mesh, PartitionSpec(*(*arguments[0].sharding.spec, None, None)[:2]))
         return mesh, run, (lead,) * 3, (lead, *(NamedSharding(mesh, PartitionSpec()) for _ in named))
 
     def run(active: Array, *_: Array) -> tuple[Array, Array, Array]:
-        return kernel(active)
+        with interpret(interpreted):  # JAX may trace this again on a thread of its own
+            return kernel(active)
 
     # A partitioned function may have no constants: those of the kernel inside jit are not its own.
     split = custom_partitioning(jax.jit(run))

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import xsake
 from xsake import tuning_db
+from xsake._ground import versions
 from xsake._op import registry, tuned
 from xsake._op.arguments import build_call
 
@@ -36,7 +37,8 @@ def show(console: Console | None = None) -> None:
         here = "[green]available[/green]" if reason is None else f"no: {escape(reason)}"
         table.add_row(name if whose is None else f"{name} ({escape(whose)})", here)
     console.print(table)
-
+    for name, reason in versions.lacking().items():
+        console.print(f"{name} cannot run here: {reason}")
     for dtype, head_dim in ((jnp.bfloat16, 128), (jnp.float32, 64)):
         name, choice = _serving(dtype, head_dim)
         console.print(f"A call in {jnp.dtype(dtype).name} with head_dim {head_dim} would be served by {name}:")

@@ -146,7 +146,9 @@ def unavailable(name: str, platform: str) -> str | None:
         return (
             f"it needs a {needs.upper()}, and this call runs on {platform} (xsake.interpret() runs it slowly anywhere)"
         )
-    return get(name).unavailable()
+    from xsake._ground import versions
+
+    return versions.lacking().get(name) or get(name).unavailable()
 
 
 def implementations() -> dict[str, str | None]:
