@@ -109,6 +109,7 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], families.Family]:
     family = families.FAMILIES[name]
     of_gemma = family.scale_less_one
     written: dict[str, Any] = {"architectures": [family.hugging_face_class], "model_type": name}
+    written["pad_token_id"] = None  # the default of some families lies beyond a small vocabulary
     written |= {"hidden_activation": "gelu_pytorch_tanh"} if of_gemma else {"hidden_act": "silu"}
     written |= {theirs: getattr(config, ours) for ours, theirs in families.HUGGING_FACE_FIELDS.items()}
     if config.rope_factor != 1 or config.rope_gain != 1:
