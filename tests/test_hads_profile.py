@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 from benchmarks import record
 from xsake.hads import HadsProfile, layer_counts
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.profile.profile import shipped_file
 from xsake.hads.profile.rule import VERSION_3, Rule
 
 
@@ -114,20 +115,22 @@ def test_recorded_and_shipped_profiles_load():
         HadsProfile.shipped("gpt-9")
     with pytest.raises(FileNotFoundError, match=r"smollm2 does not exist; HadsProfile\.shipped\(model, length\) gives"):
         HadsProfile.load("smollm2")
-    for name in ("smollm2-2048.json", "smollm2-8192.json", "qwen2.5-coder-1.5b-32768.json"):
+    for name in ("smollm2-2048.json", "smollm2-8192.json"):
         text = (resources.files("xsake.hads.profile") / "shipped" / name).read_text()
         assert '"version": 4' in text and "entropy" not in text and "distance_mass" not in text
 
 
-def test_the_shipped_profile_of_qwen_is_the_one_of_its_records():
-    """It is kept once: RULER's record names it by its SHA-256."""
-    file = resources.files("xsake.hads.profile") / "shipped" / "qwen2.5-coder-1.5b-32768.json"
-    about = record.load("ruler_qwen2.5-coder-1.5b")["about"]
-    assert hashlib.sha256(file.read_bytes()).hexdigest().startswith(about["profile"])
-    profile = HadsProfile.shipped("qwen2.5-coder-1.5b")
-    summary = json.loads((record.RESULTS / "hads" / "summary-qwen2.5-coder-1.5b-32768-64.json").read_text())
-    assert (profile.model, profile.length, profile.block) == tuple(
-        summary["about"][name] for name in ("model", "length", "block")
+def test_the_shipped_profiles_of_qwen_are_those_of_its_records():
+    name = "qwen2.5-coder-1.5b"
+    made_with = record.load(f"ruler_{name}")["about"]["profile"]
+    of_the_study = HadsProfile.load(record.RESULTS / "hads" / f"profile-{name}-32768-64.json")
+    shipped = {length: sha256(shipped_file(name, int(length)).read_bytes()).hexdigest()[:16] for length in made_with}
+    assert {length: made_with[length] for length in ("4096", "8192", "32768")} == {
+        length: shipped[length] for length in ("4096", "8192", "32768")
+    }
+    summary = json.loads((record.RESULTS / "hads" / f"summary-{name}-32768-64.json").read_text())
+    assert (of_the_study.model, of_the_study.length, of_the_study.block) == tuple(
+        summary["about"][key] for key in ("model", "length", "block")
     )
 
 

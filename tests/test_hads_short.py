@@ -34,7 +34,7 @@ def test_the_shipped_profile_is_smollm2s():
 
 
 def test_shipped_profiles_are_what_their_names_say():
-    for path in (Path(profile_module.__file__).parent / "shipped").iterdir():
+    for path in (Path(profile_module.__file__).parent / "shipped").glob("*.json"):
         name, tokens = path.stem.rsplit("-", 1)
         profile = HadsProfile.shipped(name, int(tokens))
         assert name in PUBLISHED and (profile.model, profile.length) == (name, int(tokens))

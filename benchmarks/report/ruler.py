@@ -17,6 +17,7 @@ from xsake.hads.study.bootstrap import Difference
 Way = tuple[str, float]  # method and budget
 Answers = Callable[[int, Way], dict[str, float]]  # scores by prompt, in percent
 DENSE: Way = ("dense", 1.0)
+OURS = ("dense", "hads", "hads_before", "oracle_gain")
 
 
 def _run() -> tuple[Run, dict[tuple[int, Way], Row], list[Way]]:
@@ -32,25 +33,41 @@ def by_length() -> str:
     lengths = {n: f"{n} tokens" for n in unique(n for n, _ in found)}
 
     def cell(way: Way, length: int) -> str:
-        average = f"{found[length, way]['average']:.1f}"
+        if (length, way) not in found:
+            return ""
+        row, dense = found[length, way], found[length, DENSE]
+        average = f"{row['average']:.1f}"
         if way == DENSE:
             return average
-        return f"{average}, {_written(difference(answers(length, way), answers(length, DENSE)))}"
+        distance = _written(difference(answers(length, way), answers(length, DENSE)))
+        return f"{average}, {distance}" if row["samples"] == dense["samples"] else distance
 
     beside = [
         difference(answers(length, ("hads", way[1])), answers(length, way))
         for length, way in found
-        if way[0] not in ("dense", "hads", "oracle_gain")
+        if way[0] not in OURS and (length, ("hads", way[1])) in found
     ]
     won = [d for d in beside if d.mean > 0]
     return section(
         grid("read with", {way: _way(way) for way in ways}, lengths, cell),
         facts(
+            "Prompts per task: "
+            + "; ".join(f"{words}, {_prompts(found, n)}" for n, words in lengths.items())
+            + ". Distances are on the prompts that both have read; an average of fewer prompts is left out.",
             f"HADS scores higher than a rival at the same length and budget in {len(won)} of {len(beside)} cases; in "
-            f"{sum((d.low or 0) > 0 for d in won)} of them the 95% interval of the difference is above 0."
+            f"{sum((d.low or 0) > 0 for d in won)} of them the 95% interval of the difference is above 0.",
         ),
         run.source("jax"),
     )
+
+
+def _prompts(found: dict[tuple[int, Way], Row], length: int) -> str:
+    by: dict[int, list[str]] = {}
+    for (n, (method, _)), row in found.items():
+        if n == length:
+            by.setdefault(row["samples"], []).append("dense" if method == "dense" else in_words(method))
+    said = (f"{count} ({', '.join(unique(names))})" for count, names in sorted(by.items(), reverse=True))
+    return " and ".join(said).replace(" + forced blocks", "")
 
 
 def by_task() -> str:

@@ -25,7 +25,7 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from benchmarks.ruler.summary import as_json, beyond, summarise, tables
 from benchmarks.ruler.tasks import BEYOND, NEEDLE, TASKS
 from benchmarks.ruler.way import Way, ways_of
 from xsake._ground import atomic
-from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.profile import HadsProfile, shipped_file
 from xsake.hads.study.records import Records
 from xsake.model.weights.published import name_of
 
@@ -105,7 +105,7 @@ def _main(args: argparse.Namespace) -> None:
     lengths = args.lengths
     name = args.name or name_of(args.model)
     prepared = None if args.prompts is None else _prepared(args, name)
-    profiles = {length: _profile(name, length, args.profile, ways) for length in lengths}
+    profiles = {str(length): _profile(name, length, args.profile, ways) for length in lengths}
     summary = args.out.with_suffix(".json")
     if summary == args.out:
         raise ValueError(f"--out {args.out} is for records, one JSON line each: name a .jsonl file")
@@ -123,7 +123,7 @@ def _main(args: argparse.Namespace) -> None:
         "benchmark": "ruler",
         "model": name,
         "dtype": str(np.dtype(model.dtype)),
-        "profile": _profile_of_run(args, profiles),
+        "profile": {n: one and _digest(args.profile or shipped_file(name, int(n))) for n, one in profiles.items()},
         "essay": digest,
         "seed": seed,
         "chunk": args.chunk,
@@ -150,7 +150,7 @@ def _main(args: argparse.Namespace) -> None:
             lengths=lengths,
             ways=ways,
             samples=args.samples,
-            profile_for=profiles.__getitem__,
+            profile_for=lambda length: profiles[str(length)],
             batch=args.batch,
             chunk=args.chunk,
             progress=report,
@@ -176,10 +176,8 @@ def _profile(name: str, length: int, path: Path | None, ways: Sequence[Way]) -> 
         raise
 
 
-def _profile_of_run(args: argparse.Namespace, profiles: Mapping[int, HadsProfile | None]) -> str | None:
-    if args.profile is not None:
-        return hashlib.sha256(args.profile.read_bytes()).hexdigest()[:16]
-    return None if None in profiles.values() else "shipped"
+def _digest(file: Any) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _prepared(args: argparse.Namespace, name: str) -> Prepared:

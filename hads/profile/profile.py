@@ -210,14 +210,7 @@ class HadsProfile:
         >>> HadsProfile.shipped("smollm2", 6000).length
         8192
         """
-        found = _shipped()
-        if model not in found:
-            names = ", ".join(found)
-            raise FileNotFoundError(
-                f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate"
-            )
-        by_length = found[model]
-        with resources.as_file(by_length[min(by_length, key=lambda one: abs(math.log(one / max(length, 1))))]) as path:
+        with resources.as_file(shipped_file(model, length)) as path:
             return cls.load(path)
 
     @classmethod
@@ -242,6 +235,16 @@ class HadsProfile:
             f"head_dim {self.head_dim}, blocks of {blocks}, calibrated on {len(self.digests)} x {self.length} "
             f"tokens{lacks})"
         )
+
+
+def shipped_file(model: str, length: int = 0) -> Any:
+    """The file of `HadsProfile.shipped`."""
+    found = _shipped()
+    if model not in found:
+        names = ", ".join(found)
+        raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
+    by_length = found[model]
+    return by_length[min(by_length, key=lambda one: abs(math.log(one / max(length, 1))))]
 
 
 def _shipped() -> dict[str, dict[int, Any]]:

@@ -15,6 +15,7 @@ METHODS = {
     "flash_prefill": "FlashPrefill",
     "flex_prefill": "FlexPrefill",
     "hads": "HADS",
+    "hads_before": "HADS before",
     "hads_equal_heads": "HADS, all heads equally sensitive",
     "hads_estimate_top_k": "HADS's estimate, as many blocks in every row",
     "hads_estimate_top_p": "HADS's estimate, the same share of the attention in every row",
