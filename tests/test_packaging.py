@@ -75,6 +75,8 @@ def test_wheel_installs_only_xsake_and_imports(wheel: Path, tmp_path: Path) -> N
     assert {f"xsake/tuning_db/{path.name}" for path in (ROOT / "tuning_db").glob("*.json")} <= set(names)
     pages = [path for path in (ROOT / "dashboard" / "static").rglob("*") if path.is_file()]
     assert {f"xsake/dashboard/{path.relative_to(ROOT / 'dashboard')}" for path in pages} <= set(names) and pages
+    templates = (ROOT / "src" / "xsake" / "_cli" / "kernel_template").iterdir()
+    assert {f"xsake/_cli/kernel_template/{path.name}" for path in templates} <= set(names)
     assert "xsake/dashboard/API.md" in names and not any("node_modules" in name for name in names)
     for package in PACKAGES["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names

@@ -120,6 +120,7 @@ def test_contributing_can_be_followed(tmp_path):
     ignored = shutil.ignore_patterns(".*", "results", "__pycache__", "build", "dist", "out", "vendor")
     copy = shutil.copytree(pages.ROOT, tmp_path / "xsake", symlinks=True, ignore=ignored)
     files = {pages.file_of(block): block.text for block in pages.blocks_of(page) if pages.file_of(block)}
+    files["kernels_simple/__init__.py"] = (copy / "examples/simple_kernel/simple_kernel/backend.py").read_text()
     for path, text in (files | pages.edited(page)).items():
         (copy / path).parent.mkdir(exist_ok=True)
         (copy / path).write_text(text)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import xsake
-from xsake._cli import autotune, check, dashboard, data, generate, hads, model, plan, train, tuning
+from xsake._cli import autotune, check, dashboard, data, generate, hads, model, new_kernel, plan, train, tuning
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_folder_out
 
@@ -68,6 +68,7 @@ def _demo(
 
 app.command()(autotune.autotune)
 app.command()(check.check)
+app.command()(new_kernel.new_kernel)
 app.add_typer(tuning.app, name="tuning")
 app.command()(generate.generate)
 app.add_typer(model.app, name="model")

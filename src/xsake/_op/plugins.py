@@ -24,7 +24,7 @@ class Plugin:
 
     name: str
     origin: str
-    source: str  # in words, such as "xsake-simple 0.1"
+    source: str | None  # the package and its version, or None: the program itself registered it
     refused: str | None = None  # why it is not even imported
 
     @cached_property
@@ -35,9 +35,13 @@ class Plugin:
         try:
             module = load(self.origin)
         except (Exception, SystemExit) as error:
-            return f"{self.origin} of {self.source} does not import: {_one_line(error)}"
+            return f"{self._told} does not import: {_one_line(error)}"
         missing = problem(module)
-        return f"{self.origin} of {self.source} is no backend: {missing}" if missing else module
+        return f"{self._told} is no backend: {missing}" if missing else module
+
+    @property
+    def _told(self) -> str:
+        return self.origin if self.source is None else f"{self.origin} of {self.source}"
 
     @property
     def module(self) -> ModuleType | None:
@@ -86,7 +90,7 @@ def of_module(name: str, module: ModuleType | str | Path) -> Plugin:
         origin = str(path)
     else:
         origin = module
-    return Plugin(name, origin, "this program")
+    return Plugin(name, origin, None)
 
 
 def load(origin: str) -> ModuleType:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xsake._ground.fields import check_fields, flag, one_of, whole
-    from xsake._ground.trace import interpreting
+    from xsake._ground.trace import interpreting, vary, varying_axes
     from xsake.backend.contract import CONTRACT, Backend, Call
     from xsake.backend.delta import DeltaParts
     from xsake.hads.mask.band import Band
@@ -29,6 +29,8 @@ _NAMES = {
     "flag": "xsake._ground.fields",
     "interpreting": "xsake._ground.trace",
     "one_of": "xsake._ground.fields",
+    "vary": "xsake._ground.trace",
+    "varying_axes": "xsake._ground.trace",
     "whole": "xsake._ground.fields",
 }
 
@@ -43,6 +45,8 @@ __all__ = [
     "flag",
     "interpreting",
     "one_of",
+    "vary",
+    "varying_axes",
     "whole",
 ]
 

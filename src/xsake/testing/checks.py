@@ -25,7 +25,7 @@ from xsake.testing.target import Target
 FORWARD, GRADIENTS = ("out", "lse"), ("d_query", "d_key", "d_value", "d_bias", "d_sinks")
 
 
-class NotHere(Exception):
+class NotHere(NotImplementedError):
     """The check cannot run on this machine."""
 
 

@@ -1,0 +1,1 @@
+"""simple_kernel: dense attention as a backend of XSAKE, in a package of its own."""
