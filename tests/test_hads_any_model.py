@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xsake import hads
-from xsake.hads.calibration import whole
+from xsake.hads.calibration import rematerialise, whole
 from xsake.hads.calibration.by_layer import ByLayer
 from xsake.hads.calibration.steps import Steps
 from xsake.hads.calibration.whole import Whole
@@ -61,6 +61,31 @@ def test_a_function_has_the_profile_of_its_layers():
     found, wanted = calibrated(partial(model.loop, WEIGHTS)), calibrated(model.cut(WEIGHTS))
     assert (found.layers, found.kv_heads, found.window) == (model.LAYERS, model.KV_HEADS, None)
     jax.tree.map(CLOSE, found, wanted)
+
+
+def wide(x: jax.Array, *_: Any) -> tuple[jax.Array, None]:
+    """A layer that computes much more than it gives."""
+    return rematerialise.mark(x + jnp.tanh(x[:, None] * jnp.linspace(0, 1, 4096)[None]).sum(1)), None
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda x: [x := wide(x)[0] for _ in range(8)][-1],
+        jax.jit(lambda x: [x := wide(x)[0] for _ in range(8)][-1]),
+        lambda x: jax.lax.scan(wide, x, None, 8)[0],
+    ],
+    ids=["loop", "jit", "scan"],
+)
+def test_what_lies_between_marks_is_computed_again(layers: Any):
+    def again(x: jax.Array) -> jax.Array:
+        program = jax.make_jaxpr(layers)(x)
+        return rematerialise.run(program.jaxpr, program.consts, x)[0]
+
+    x = jnp.linspace(0, 1, 64)
+    plain, less = (jax.jit(jax.grad(lambda x, run=run: run(x).sum())).lower(x).compile() for run in (layers, again))
+    CLOSE(less(x), plain(x))
+    assert less.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes / 2
 
 
 @pytest.mark.slow  # the other tests have every part

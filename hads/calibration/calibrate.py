@@ -2,9 +2,10 @@
 
 Layers are learned one after the other, so that memory does not grow with layers times sequences, where the model can be
 cut in layers (`Layered`). A whole function is run for as many layers as have `whole.AT_ONCE` bytes of observations, and
-its backward pass keeps what the function keeps: `jax.checkpoint` around its layers bounds that. With N sequences of
-T tokens, n = T / block (with tall rows fewer), L layers, H query heads of D dimensions, and activations of `width`
-2-byte numbers:
+its backward pass keeps what crosses a call of attention, and all logits.
+
+With N sequences of T tokens, n = T / block (with tall rows fewer), L layers, H query heads of D dimensions, and
+activations of `width` 2-byte numbers:
 
     on the device, beside the weights
       4 H n (3 n + 5 D) N           one layer's statistics and pooled vectors, of all sequences

@@ -19,6 +19,7 @@ from jax import Array
 from jaxtyping import Float
 
 import xsake
+from xsake.hads.calibration import rematerialise
 from xsake.hads.calibration.by_layer import KeptBlocks
 from xsake.hads.calibration.layerwise import split_windows
 from xsake.hads.calibration.observe import CHUNK, Observation, Touched, observation, signed_likelihood
@@ -151,7 +152,10 @@ class Whole:
 
         def run(slots: Any) -> Array:
             take = partial(_slot_of_number if self._stacked else _slot_of_layer, slots, group)
-            return of_logits(self._apply(partial(attend, take), tokens).astype(jnp.float32))
+            function = partial(self._apply, partial(attend, take))
+            program = jax.make_jaxpr(function)(tokens)
+            (logits,) = rematerialise.run(program.jaxpr, program.consts, tokens)
+            return of_logits(logits.astype(jnp.float32))
 
         if not self._stacked:
             return list(jax.grad(run)({number: slot() for number in group}).values())
@@ -260,7 +264,8 @@ def _felt(
     if slot is None:
         return out
     row = layer if rows is None else rows[int(layer)]
-    return _tell_cost(grid, out, slot, (rules.scaled(query), key, value), kept[row])
+    out = _tell_cost(grid, out, slot, (rules.scaled(query), key, value), kept[row])
+    return rematerialise.mark(out)
 
 
 def _dense(query: Array, key: Array, value: Array, *, layer: Any, **given: Any) -> Array:
