@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from benchmarks.harness.case import BOTH, DIRECTIONS, Case
-from benchmarks.harness.contestant import dense, sparse
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, parser, show
+from xsake._race.case import BOTH, DIRECTIONS, Case
+from xsake._race.contestant import dense, sparse
 from xsake.autotune.measure.interference import contention, disturbance
 from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload

@@ -12,10 +12,11 @@ import pytest
 
 import xsake
 from benchmarks import record
-from benchmarks.harness import contestant, masks, race, sanitizer, script
-from benchmarks.harness.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
-from benchmarks.harness.contestant import dense, largest_difference, sparse
-from benchmarks.harness.nvidia_smi import Monitor
+from benchmarks.harness import masks, race, sanitizer, script
+from xsake._race import contestant, sustained
+from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
+from xsake._race.contestant import dense, largest_difference, sparse
+from xsake._race.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 
 SMALL = Workload(name="small", batch=1, q_heads=2, kv_heads=1, length=64, head_dim=8, is_causal=True, block=16)
@@ -78,13 +79,13 @@ def test_a_command_is_recorded_without_the_folders_of_the_machine(monkeypatch, t
 
 
 def test_turns_have_a_burst_and_go_on(monkeypatch):
-    monkeypatch.setattr(race, "PAUSE", 0.0)
-    monkeypatch.setattr(race, "BURST", 1e-4)
-    monkeypatch.setattr(race, "SUSTAINED", 2e-4)
+    monkeypatch.setattr(sustained, "PAUSE", 0.0)
+    monkeypatch.setattr(sustained, "BURST", 1e-4)
+    monkeypatch.setattr(sustained, "SUSTAINED", 2e-4)
     waited: list[np.ndarray] = []
-    found = race.sustained_race({"a": lambda: np.zeros(1), "b": lambda: np.ones(1)}, 3, waited.append, Monitor())
+    found = sustained.sustained_race({"a": lambda: np.zeros(1), "b": lambda: np.ones(1)}, 3, waited.append, Monitor())
     assert list(found) == ["a", "b"] and waited
-    row = race.sustained_row(found["a"], calls=8, flops=1e12)
+    row = sustained.sustained_row(found["a"], calls=8, flops=1e12)
     assert row["burst"]["rounds"] == row["sustained"]["rounds"] == 3 and row["chip"] == {}
     assert row["tflops"] == pytest.approx(1 / row["sustained"]["median"])
 

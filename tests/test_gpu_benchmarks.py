@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.gpu import first_call, packing, prompt
 from benchmarks.gpu import selection as gpu_selection
-from benchmarks.harness.case import DIRECTIONS
 from benchmarks.report import selection
+from xsake._race.case import DIRECTIONS
 
 UNSUPPORTED = "their kernel takes no such call"
 

@@ -200,6 +200,9 @@ def test_every_module_imports(told):
         "prometheus_client",
         "pydantic_core",
         "starlette",
+        "torch",  # and other projects' packages, in xsake._race.peers
+        "cutlass",
+        "fastvideo_kernel",
     )
     wrong = {name: missing for name, missing in told["missing"].items() if missing.split(".")[0] not in extras}
     assert not wrong, wrong

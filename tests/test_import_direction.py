@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake.hads.attention", "xsake.hads.calibration"),
     ("xsake.hads",),  # the door to HADS
     ("xsake.hads.study", "xsake.autotune"),
-    ("xsake.model", "xsake.testing"),
+    ("xsake.model", "xsake.testing", "xsake._race"),
     ("xsake._plan", "xsake.dashboard"),
     ("xsake._cli",),
     ("xsake.__main__", "xsake.autotune.__main__"),

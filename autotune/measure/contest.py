@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +23,7 @@ from xsake.autotune.measure import verify
 from xsake.autotune.measure.interference import Contention, contention
 from xsake.autotune.measure.lowering import Lowering
 from xsake.autotune.measure.program import RESULTS, Program
-from xsake.autotune.measure.timing import default_pause, seconds_per_call
+from xsake.autotune.measure.timing import default_pause, seconds_per_call, turns
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.backend.contract import Call
 from xsake.hads.mask.block_mask import BlockMask
@@ -193,8 +192,7 @@ class Contest:
         runs = [self._runner(direction, density, part) for part in parts]
         calls, seconds = self._repeats_of(direction, density), [0.0] * len(runs)
         with contention() as contended:
-            for i in self._order.sample(range(len(runs)), len(runs)):
-                time.sleep(self._pause)
+            for i in turns(range(len(runs)), 1, self._pause, self._order):
                 seconds[i] = seconds_per_call(runs[i], calls) / self._chained
         return Round(seconds, contended)
 

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -66,19 +66,24 @@ def race_rounds(
     `wait` blocks until a result is ready; contestants of another framework need that framework's function. `pause`:
     seconds before each turn; None means `default_pause()`.
     """
-    pause, order = default_pause() if pause is None else pause, random.Random(0)
     calls = {}
     for name, run in contestants.items():
         wait(run())
         calls[name] = max(1, round(min_seconds / seconds_per_call(run, 1, wait)))
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name in order.sample(list(contestants), len(contestants)):
-            run = contestants[name]
-            time.sleep(pause)
-            wait(run())
-            seconds[name].append(seconds_per_call(run, calls[name], wait))
+    for name in turns(contestants, rounds, default_pause() if pause is None else pause):
+        wait(contestants[name]())
+        seconds[name].append(seconds_per_call(contestants[name], calls[name], wait))
     return seconds
+
+
+def turns[T](contestants: Collection[T], rounds: int, pause: float, order: random.Random | None = None) -> Iterator[T]:
+    """The turns of a race: in every round each contestant once, in a new random order, after the same pause."""
+    order = order or random.Random(0)
+    for _ in range(rounds):
+        for contestant in order.sample(list(contestants), len(contestants)):
+            time.sleep(pause)
+            yield contestant
 
 
 def default_pause() -> float:

@@ -24,11 +24,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 
 import jax.numpy as jnp
 
-from benchmarks.harness.case import DIRECTIONS, FORWARD, Case, compile_all
-from benchmarks.harness.contestant import WORST, of_torch, relative_difference, sparse, told
-from benchmarks.harness.nvidia_smi import Monitor
-from benchmarks.harness.race import run_all, sustained_race, sustained_row
+from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
+from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
+from xsake._race.contestant import WORST, of_torch, relative_difference, sparse, told
+from xsake._race.nvidia_smi import Monitor
+from xsake._race.sustained import sustained_race, sustained_row
 from xsake.autotune.workloads import WORKLOADS
 
 DENSITY = 0.1

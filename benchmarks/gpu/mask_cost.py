@@ -22,9 +22,9 @@ import numpy as np
 from jax import Array
 
 import xsake
-from benchmarks.harness.contestant import dense, sparse
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show
+from xsake._race.contestant import dense, sparse
 from xsake.autotune.workloads import Workload
 from xsake.hads import BlockMask, HadsProfile, layer_counts, select
 from xsake.hads.mask.lists.compact import compact

@@ -26,12 +26,13 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
 import xsake
-from benchmarks.harness.case import DIRECTIONS, FORWARD, Case, compile_all
-from benchmarks.harness.contestant import check_agreement, dense, of_torch
 from benchmarks.harness.masks import CALLS, MLA, masks_of, with_small_blocks
-from benchmarks.harness.nvidia_smi import Monitor
-from benchmarks.harness.race import run_all, sustained_race, sustained_row
+from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
+from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
+from xsake._race.contestant import check_agreement, dense, of_torch
+from xsake._race.nvidia_smi import Monitor
+from xsake._race.sustained import sustained_race, sustained_row
 
 OURS, ANY_ORDER, SMALL_BLOCKS = "xsake", "xsake, any order", "xsake, blocks of 64"
 

@@ -51,8 +51,8 @@ METRICS = {
 
 def run_all(who: str) -> None:
     """Runs each call once, for the profiler."""
-    from benchmarks.harness.case import BOTH, Case
-    from benchmarks.harness.contestant import sparse
+    from xsake._race.case import BOTH, Case
+    from xsake._race.contestant import sparse
 
     for name, density, block in profiled(who):
         workload = dataclasses.replace(WORKLOADS[name], block=block)
@@ -60,7 +60,7 @@ def run_all(who: str) -> None:
         if who == "xsake":
             jax.block_until_ready(case.contestant(sparse, mask)())
         else:
-            from benchmarks.contestants import by_torch, fa4
+            from xsake._race.peers import by_torch, fa4
 
             by_torch.wait(fa4.contestant(case, mask)())
 

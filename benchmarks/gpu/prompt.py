@@ -28,11 +28,11 @@ import numpy as np
 from jax import Array
 
 from benchmarks.harness import turns
-from benchmarks.harness.case import compile_all
 from benchmarks.harness.kernel_times import kernel_times
 from benchmarks.harness.models import MODELS, make, profile_of
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
+from xsake._race.case import compile_all
 from xsake.hads import HadsProfile
 from xsake.hads.study.texts import load_texts
 from xsake.model import HadsBudget, Transformer, load_pretrained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import subprocess
@@ -10,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.record import ROOT
 
@@ -35,3 +37,12 @@ def environment(root: Path) -> dict[str, str]:
     """Environment of a process that imports `xsake` from `root`, and `benchmarks` and `tests` from this checkout."""
     path = [str(root / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def of_this_checkout(path: str) -> ModuleType:
+    """The module in a file of this checkout, in a process whose `xsake` may be the other checkout's."""
+    spec = importlib.util.spec_from_file_location(f"of_this_checkout_{Path(path).stem}", ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

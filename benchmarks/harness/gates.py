@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from benchmarks import record
-from benchmarks.harness.case import DIRECTIONS, Case
-from benchmarks.harness.contestant import dense, sparse
 from benchmarks.harness.verdict import Busy, Slower, judge
 from xsake import tuning_db
+from xsake._race.case import DIRECTIONS, Case
+from xsake._race.contestant import dense, sparse
 from xsake.autotune.measure.interference import contention, disturbance
 from xsake.autotune.measure.timing import Timing, race_rounds
 from xsake.autotune.workloads import WORKLOADS, Workload

@@ -8,15 +8,14 @@ import math
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
 from benchmarks.harness import checkouts
-from benchmarks.harness.race import PAUSE
-from xsake.autotune.measure.timing import Timing
+from xsake._race.sustained import PAUSE
+from xsake.autotune.measure.timing import Timing, turns
 
 THIS, OTHER = "this", "other"
 
@@ -66,11 +65,9 @@ def runners(roots: dict[str, Path], asked: dict[str, Any]) -> Iterator[dict[str,
 def race(found: dict[str, Runner], call: int, once: float, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Seconds per call of each checkout in every round. `once`: about what one call takes."""
     times: dict[str, list[float]] = {name: [] for name in found}
-    order, repeats = random.Random(call), max(2, round(seconds / once))
-    for _ in range(rounds):
-        for name in order.sample(list(found), len(found)):
-            time.sleep(PAUSE)
-            times[name].append(found[name].seconds_per_call(call, repeats))
+    repeats = max(2, round(seconds / once))
+    for name in turns(found, rounds, PAUSE, random.Random(call)):
+        times[name].append(found[name].seconds_per_call(call, repeats))
     return times
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import xsake
-from benchmarks.harness.case import FORWARD, Case
+from xsake._race.case import FORWARD, Case
 
 
 def wait(result: Any) -> None:

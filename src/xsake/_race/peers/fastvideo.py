@@ -10,8 +10,8 @@ import torch
 from fastvideo_kernel.block_sparse_attn import block_sparse_attn_sm90
 
 import xsake
-from benchmarks.contestants import by_torch
-from benchmarks.harness.case import Case
+from xsake._race.case import Case
+from xsake._race.peers import by_torch
 
 BLOCK = 64
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import xsake
-from benchmarks.contestants import by_torch
-from benchmarks.harness.case import Case
+from xsake._race.case import Case
+from xsake._race.peers import by_torch
 
 _attend = torch.compile(flex_attention, dynamic=False)
 

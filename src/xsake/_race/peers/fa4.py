@@ -11,8 +11,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import flash_attn_func
 
 import xsake
-from benchmarks.contestants import by_torch
-from benchmarks.harness.case import Case
+from xsake._race.case import Case
+from xsake._race.peers import by_torch
 
 
 @cute.jit

@@ -29,18 +29,18 @@ def dense(by: str = "cudnn", *, is_causal: bool = True) -> Callable[..., Array]:
 
 
 def of_torch(*names: str) -> tuple[dict[str, ModuleType], Callable[[Any], Any]]:
-    """The modules of `benchmarks.contestants` that are installed here, and the function that waits for a contestant's
+    """The modules of `xsake._race.peers` that are installed here, and the function that waits for a contestant's
     result.
     """
     found = {}
     for name in names:
         try:
-            found[name] = importlib.import_module(f"benchmarks.contestants.{name}")
+            found[name] = importlib.import_module(f"xsake._race.peers.{name}")
         except ImportError as error:
             print(f"{name} is left out: {error}", flush=True)
     if not found:
         return found, jax.block_until_ready
-    return found, importlib.import_module("benchmarks.contestants.by_torch").wait
+    return found, importlib.import_module("xsake._race.peers.by_torch").wait
 
 
 @dataclasses.dataclass(frozen=True)
