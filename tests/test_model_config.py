@@ -45,6 +45,8 @@ def test_flops_are_those_of_the_matrix_products():
         (dict(q_heads=3), "q_heads=3 must be divisible by kv_heads=2"),
         (dict(head_dim=15), "head_dim=15 must be even"),
         (dict(rope_base=float("inf")), "rope_base=inf must be a finite number"),
+        (dict(rope_scaling="yarn", rope_base=1.0), "rope_base=1.0 must be above 1 with YaRN"),
+        (dict(activation="relu"), "activation='relu' must be one of silu, gelu"),
         (dict(norm_eps=0), "norm_eps=0 must be a finite number, above 0"),
         (dict(tied="yes"), "tied='yes' must be True or False"),
     ],

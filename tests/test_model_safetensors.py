@@ -127,7 +127,7 @@ def test_defaults_of_old_configurations(folder):
         (
             dict(model_type="gemma3_text", hidden_activation="relu", final_logit_softcapping=30.0),
             NotImplementedError,
-            "not supported: final_logit_softcapping, hidden_act",
+            "not supported: final_logit_softcapping, hidden_activation",
         ),
         (
             dict(rope_parameters={"rope_type": "llama3"}),

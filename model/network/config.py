@@ -88,6 +88,8 @@ class ModelConfig:
             raise ValueError(f"q_heads={self.q_heads} must be divisible by kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of features")
+        if self.rope_scaling == "yarn" and self.rope_base <= 1:
+            raise ValueError(f"rope_base={self.rope_base} must be above 1 with YaRN, which takes its logarithm")
         if self.rope_low >= self.rope_high:
             raise ValueError(f"rope_low={self.rope_low} must be below rope_high={self.rope_high}")
 

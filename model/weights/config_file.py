@@ -56,6 +56,8 @@ _SCALINGS: dict[str, dict[str, tuple[str, Kind]]] = {
         **_CONTEXT,
     },
 }
+# The field that names the activation, and the name, by ours.
+_ACTIVATIONS = {"silu": ("hidden_act", "silu"), "gelu": ("hidden_activation", "gelu_pytorch_tanh")}
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # kinds of layers
 
 
@@ -75,11 +77,8 @@ def read_config(path: Path, given: dict[str, Any], family: families.Family, *, t
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     rope, window_rope = _by_kind_of_layer(path, rope)
     kinds = [each.get("rope_type", each.get("type", "default")) for each in (rope, window_rope)]
-    known = ("default",) if family.joined else ("default", *_SCALINGS)  # Phi-3 calls another scaling YaRN
-    of_gemma = family.scale_less_one
-    activation = given.get(
-        "hidden_activation" if of_gemma else "hidden_act", "gelu_pytorch_tanh" if of_gemma else "silu"
-    )
+    known = ("default",) if given["model_type"] == "phi3" else ("default", *_SCALINGS)  # it calls another scaling YaRN
+    field, activation = _ACTIVATIONS[family.fixed.get("activation", "silu")]
     turned = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1))
     unsupported = {
         f"rope scaling {kinds[0]!r}": kinds[0] not in known,
@@ -90,7 +89,7 @@ def read_config(path: Path, given: dict[str, Any], family: families.Family, *, t
         "attn_logit_softcapping": given.get("attn_logit_softcapping", False),
         "final_logit_softcapping": given.get("final_logit_softcapping", False),
         "use_bidirectional_attention": given.get("use_bidirectional_attention", False),
-        "hidden_act": activation != ("gelu_pytorch_tanh" if of_gemma else "silu"),
+        field: given.get(field, activation) != activation,
     }
     if any(unsupported.values()):
         raise NotImplementedError(f"{path}: not supported: {', '.join(k for k, v in unsupported.items() if v)}")
@@ -107,10 +106,13 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], families.Family]:
     """(the fields of config.json, the family of which the model is)."""
     name = families.of_config(config)
     family = families.FAMILIES[name]
-    of_gemma = family.scale_less_one
-    written: dict[str, Any] = {"architectures": [family.hugging_face_class], "model_type": name}
+    activation, name_of_activation = _ACTIVATIONS[config.activation]
+    written: dict[str, Any] = {
+        "architectures": [family.hugging_face_class],
+        "model_type": name,
+        activation: name_of_activation,
+    }
     written["pad_token_id"] = None  # the default of some families lies beyond a small vocabulary
-    written |= {"hidden_activation": "gelu_pytorch_tanh"} if of_gemma else {"hidden_act": "silu"}
     written |= {theirs: getattr(config, ours) for ours, theirs in families.HUGGING_FACE_FIELDS.items()}
     if config.rope_factor != 1 or config.rope_gain != 1:
         scaling = {theirs: getattr(config, ours) for ours, (theirs, _) in _SCALINGS[config.rope_scaling].items()}
@@ -123,12 +125,13 @@ def write_config(config: ModelConfig) -> tuple[dict[str, Any], families.Family]:
         every = config.unturned_every
         written["no_rope_layers"] = [int(config.rotary_of(layer) is not None) for layer in range(config.layers)]
         written |= {} if every is None else {"no_rope_layer_interval": every}
-    if of_gemma:
-        written |= {
-            "layer_types": _kinds(config),
-            "query_pre_attn_scalar": config.head_dim if config.scale_dim is None else config.scale_dim,
-            "rope_local_base_freq": config.rope_base if config.window_rope_base is None else config.window_rope_base,
-        }
+    if "full_every" in family.free:
+        written["layer_types"] = _kinds(config)
+    if "scale_dim" in family.free:
+        written["query_pre_attn_scalar"] = config.head_dim if config.scale_dim is None else config.scale_dim
+    if "window_rope_base" in family.free:
+        base = config.window_rope_base
+        written["rope_local_base_freq"] = config.rope_base if base is None else base
     return written, family
 
 
