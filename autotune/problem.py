@@ -88,7 +88,7 @@ def named(
     ]
 
 
-CALL = "BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"
+CALL = "BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"
 
 
 def from_call(text: str, dtype: str, densities: list[float], implementation: str | None) -> Problem:
@@ -112,7 +112,8 @@ def from_call(text: str, dtype: str, densities: list[float], implementation: str
         return [int(n) for n in value.split("x")]
 
     batch, length, q_heads, head_dim = sizes("the query's shape", shape, (4,))
-    kv_length, kv_heads = sizes("kv", given["kv"], (2,)) if "kv" in given else (length, q_heads)
+    *kv_lengths, kv_heads = sizes("kv", given["kv"], (1, 2)) if "kv" in given else [q_heads]
+    kv_length = kv_lengths[0] if kv_lengths else length
     block = sizes("block", given.get("block", "128"), (1, 2))
     workload = Workload(
         name=shape,

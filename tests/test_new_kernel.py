@@ -20,8 +20,9 @@ import xsake
 from xsake._cli import app, new_kernel
 from xsake._op import plugins, registry
 from xsake._op.arguments import build_call
-from xsake.autotune.measure import contest
+from xsake.autotune.measure import contest, isolation
 from xsake.autotune.measure.interference import Contention
+from xsake.autotune.search import last_race
 from xsake.testing import CHECKS, target_of
 
 _number = itertools.count()
@@ -110,15 +111,19 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_the_example_is_checked_and_tuned_by_the_commands(installed, tmp_path, monkeypatch):
+def test_the_example_is_checked_tuned_and_raced_by_the_commands(installed, tmp_path, monkeypatch):
     """As its README says, with little time, and on a machine that others use."""
     assert xsake.implementations()["simple_kernel"] is None
     assert registry.source("simple_kernel") == "simple-kernel 0.1.0"
     monkeypatch.setattr(contest, "contention", lambda: contextlib.nullcontext(Contention()))
+    monkeypatch.setattr(last_race, "disturbance", lambda *race: None)
     check = ["check", "simple_kernel", "--quick", "--only", "vmap"]
     tune = ["autotune", "--implementation", "simple_kernel", "--from-call", "1x96x2x16,block=16,causal,density=0.5"]
-    tune += ["--no-isolate", "--budget", "8s", "--out", str(tmp_path / "db")]
-    for words, says in ((check, "1 of 1 checks hold"), (tune, "1 workload-density pairs")):
+    tune += ["--no-isolate", "--budget", "10s", "--out", str(tmp_path / "db")]
+    monkeypatch.setattr(isolation, "Worker", isolation.Here)  # for the race: checks have processes of their own
+    race = ["race", "--shape", "1x96x2x16,block=16,causal", "--against", "simple_kernel", "--rounds", "2"]
+    told = "1 of 1 checks hold", "1 workload-density pairs", "simple_kernel"
+    for words, says in zip((check, tune, race), told, strict=True):
         said = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
         assert said.exit_code == 0 and says in said.output, said.output
 

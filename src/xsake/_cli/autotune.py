@@ -65,7 +65,7 @@ def autotune(
     from_call: Annotated[
         list[str] | None,
         typer.Option(
-            help="Shapes instead: BxTxHxD[,kv=SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
+            help="Shapes instead: BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
             "such as 1x4096x32x128,kv=4096x8,causal,density=0.25. May be given several times."
         ),
     ] = None,

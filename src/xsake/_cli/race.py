@@ -1,0 +1,132 @@
+"""`xsake race`: which implementation of attention is fastest, for given shapes, on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xsake._cli.autotune import duration
+from xsake._cli.errors import plain_errors
+from xsake._cli.options import check_file_out
+
+if TYPE_CHECKING:
+    from xsake._race.one import Finished
+
+
+def race(
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,dtype=NAME], "
+            "such as 1x32768x32x128,kv=8,causal."
+        ),
+    ],
+    density: Annotated[float, typer.Option(help="Share of the blocks that attend.", min=0.0, max=1.0)] = 1.0,
+    against: Annotated[
+        str, typer.Option(help="Contestants: implementations, dense, cudnn, tokamax, flex, fa4.")
+    ] = "dense",
+    gradients: Annotated[bool, typer.Option(help="Race forward and backward together, too.")] = False,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=2)] = 5,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw the times into this file (.png, .svg).")] = None,
+    limit: Annotated[str, typer.Option(help="Time after which compiling a contestant counts as hanging.")] = "120s",
+) -> None:
+    """Race implementations in random order with equal pauses, each checked beside the oracle."""
+    console = Console()
+    with plain_errors("tune"):
+        from xsake._race import entrants, one
+        from xsake._race.case import BOTH, FORWARD
+        from xsake.autotune import problem
+        from xsake.autotune.measure.isolation import Failed, Worker
+
+        for path in filter(None, (out, chart)):
+            check_file_out(path)
+        names = list(dict.fromkeys([entrants.OURS, *filter(None, against.split(","))]))
+        entrants.check_names(names)
+        given = problem.from_call(shape, _dtype(), [density], None)
+        hands = Worker(one.hands(given))
+        try:
+            with console.status("compiling and racing"):
+                peak = hands.call("peak", limit=duration(limit))
+                directions = [FORWARD, BOTH] if gradients else [FORWARD]
+                found = [one.run(hands, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
+        except Failed as failed:
+            raise ValueError(str(failed)) from failed
+        finally:
+            hands.close()
+        for finished in found:
+            _show(console, shape, finished, peak)
+        if out is not None:
+            _write(out, shape, found, peak)
+        if chart is not None:
+            _draw(chart, shape, found)
+
+
+def _dtype() -> str:
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _show(console: Console, shape: str, finished: Finished, peak: float) -> None:
+    ours = next((r["sustained"]["median"] for r in finished.rows if r["contestant"] == "xsake"), None)
+    title = f"{shape}, {finished.density:.0%} of the blocks, {finished.direction}"
+    columns = ("contestant", "ms per call", "quartiles", "TFLOP/s", "of peak", "xsake is", "error (allowed)")
+    table = Table(*columns, title=title, title_justify="left")
+    for row in sorted(finished.rows, key=lambda row: row["sustained"]["median"]):
+        time = row["sustained"]
+        table.add_row(
+            row["contestant"],
+            f"{time['median'] * 1e3:.3f}",
+            f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
+            f"{row['tflops']:.3g}",
+            f"{row['tflops'] * 1e12 / peak:.0%}",
+            f"{time['median'] / ours:.2f}x" if ours and row["contestant"] != "xsake" else "",
+            _error(row["errors"]),
+        )
+    console.print(table)
+    for name, words in finished.words.items():
+        console.print(f"[bold]{name}[/bold] does not race: {escape(words)}", soft_wrap=True)
+    if finished.disturbed:
+        console.print(f"[yellow]The race was disturbed[/yellow]: {escape(finished.disturbed)}", soft_wrap=True)
+
+
+def _error(errors: dict[str, dict[str, float]]) -> str:
+    """The worst of a contestant's results, beside what is allowed."""
+    if not errors:
+        return ""
+    worst = max(errors, key=lambda name: errors[name]["max"] / errors[name]["allowed_max"])
+    return f"{errors[worst]['max']:.1e} ({errors[worst]['allowed_max']:.1e})"
+
+
+def _write(path: Path, shape: str, found: list[Finished], peak: float) -> None:
+    import jax
+
+    import xsake
+    from xsake._ground import atomic
+
+    about: dict[str, Any] = {"xsake": xsake.__version__, "jax": jax.__version__, "shape": shape}
+    about |= {"device": jax.devices()[0].device_kind, "peak": peak, "races": [dataclasses.asdict(f) for f in found]}
+    atomic.write_text(path, json.dumps(about, indent=1) + "\n")
+
+
+def _draw(path: Path, shape: str, found: list[Finished]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 1 + 0.4 * sum(len(f.rows) for f in found)), layout="constrained")
+    for axis, finished in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
+        times = [row["sustained"] for row in finished.rows]
+        spread = [[t["median"] - t["low"] for t in times], [t["high"] - t["median"] for t in times]]
+        names = [row["contestant"] for row in finished.rows]
+        axis.barh(names, [t["median"] * 1e3 for t in times], xerr=[[1e3 * x for x in side] for side in spread])
+        axis.set_title(f"{shape}, {finished.density:.0%}, {finished.direction}", fontsize=8)
+        axis.set_xlabel("ms per call")
+        axis.invert_yaxis()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,92 @@
+"""`xsake race`: contestants by name, which may be missing, fail or be wrong; tables, numbers and charts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from test_plugins import NAMES
+from typer.testing import CliRunner
+
+import xsake
+from xsake._cli import app
+from xsake._op import registry
+from xsake._race import entrants, one, sustained
+from xsake._race.case import FORWARD
+from xsake.autotune.measure import isolation
+from xsake.autotune.measure.isolation import Died, Here
+from xsake.autotune.problem import from_call
+
+SHAPE = "1x96x4x16,kv=2,causal,block=16"
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("PAUSE", "BURST", "SUSTAINED"):
+        monkeypatch.setattr(sustained, name, 1e-4)
+
+
+def finished(names, density=0.5, hands=None):
+    hands = hands or Here(one.hands(from_call(SHAPE, "float32", [density], None)))
+    return one.run(hands, names, FORWARD, rounds=2, limit=60.0)
+
+
+def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
+    wrong = f"from xsake.kernels_xla_ref import forward as forward_, {NAMES}\n"
+    wrong += "def forward(call, config):\n    out, lse = forward_(call, config)\n    return out * 1.01, lse\n"
+    (tmp_path / "wrong_in_a_race.py").write_text(wrong)
+    xsake.register_backend("wrong", tmp_path / "wrong_in_a_race.py")
+    found = finished(["xsake", "dense", "wrong", "fa4", "mosaic_tpu"])
+    assert [row["contestant"] for row in found.rows] == ["xsake", "dense"]
+    ours, dense = found.rows
+    assert ours["errors"]["out"]["max"] <= ours["errors"]["out"]["allowed_max"] and not dense["errors"]
+    assert ours["tflops"] * ours["sustained"]["median"] < dense["tflops"] * dense["sustained"]["median"]
+    assert 0.5 < found.density < 1
+    assert found.words["wrong"].startswith("wrong: beside the oracle out by")
+    assert "pip install flash-attn-4" in found.words["fa4"] and "needs a TPU" in found.words["mosaic_tpu"]
+
+
+class Killed(Here):
+    """A process that one contestant ends: what was prepared before is lost with it."""
+
+    def call(self, method, *arguments, limit):
+        if method == "prepare" and arguments[0] == "dense":
+            self.restarts += 1
+            self._hands._runs.clear()
+            raise Died("the process ended during prepare with exit code -11")
+        return super().call(method, *arguments, limit=limit)
+
+
+def test_a_contestant_that_ends_the_process_leaves_the_others():
+    found = finished(["xsake", "dense"], hands=Killed(one.hands(from_call(SHAPE, "float32", [1.0], None))))
+    assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.words["dense"]
+
+
+def test_the_command(tmp_path, monkeypatch):
+    """Without a process of its own, which other tests have."""
+    monkeypatch.setattr(isolation, "Worker", Here)
+    files = ["--json", str(tmp_path / "race.json"), "--chart", str(tmp_path / "race.png")]
+    words = ["race", "--shape", SHAPE, "--density", "0.5", "--against", "dense", "--rounds", "2", "--gradients"]
+    said = CliRunner().invoke(app, [*words, *files], env={"COLUMNS": "150"})
+    assert said.exit_code == 0, said.output
+    assert said.output.count("dense") == 2 and "forward+backward" in said.output
+    kept = json.loads((tmp_path / "race.json").read_text())
+    assert [len(r["rows"]) for r in kept["races"]] == [2, 2] and kept["peak"] > 0
+    assert set(kept["races"][1]["rows"][0]["errors"]) == {"d_query", "d_key", "d_value"}
+    assert (tmp_path / "race.png").stat().st_size > 1000
+
+
+def test_wrong_words():
+    for words, says in (
+        (["--shape", SHAPE, "--against", "flash"], "contestants ['flash'] are unknown; there are cudnn, dense, fa4"),
+        (["--shape", "4096"], "the query's shape '4096' is not right"),
+        (["--shape", SHAPE, "--density", "0"], "density=0.0 must be above 0 and at most 1"),
+        (["--shape", SHAPE, "--json", "no/such/folder/x.json"], "there is no folder"),
+    ):
+        said = CliRunner().invoke(app, ["race", *words])
+        assert said.exit_code == 1 and says in " ".join(said.output.split()), said.output
+    with pytest.raises(ModuleNotFoundError, match="pip install tokamax"):
+        entrants._dense("tokamax", is_causal=True)
