@@ -142,7 +142,7 @@ def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs(
     assert died.code.splitlines()[-1] == f'CHECKS["{check.title}"].run(target_of("xla"))'
 
 
-def test_sizes_that_suit_a_backend():
+def test_sizes_that_suit_a_backend(any_jax):
     assert target_of("xla") == Target("xla")
     hopper = target_of("mosaic_gpu")
     assert hopper.interpret and hopper.unit > 1 and hopper.dtypes == ("bfloat16", "float16")

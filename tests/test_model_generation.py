@@ -50,6 +50,22 @@ def test_sparse_prefill_of_every_block_changes_nothing(model, greedy):
     assert generate(model, PROMPTS, max_new_tokens=NEW, mask_fn=everything) == greedy
 
 
+def test_a_window_reads_no_more_of_the_cache_than_it_sees():
+    """In the third chunk, and in a cache of many windows: the states are those of the tokens without a cache."""
+    model = build(config=dataclasses.replace(TINY, layers=1, window=20))
+    sequence = np.random.default_rng(0).integers(TINY.vocab_size, size=(2, 200)).astype(np.int32)
+    expected = run(model, sequence)
+    prompts = [row[:length].tolist() for row, length in zip(sequence, (150, 197), strict=True)]
+    read = prefill.read_prompts(model, prompts, capacity=256, chunk=64)
+    last = model.logits(model.norm(read.last))[:, 0]
+    np.testing.assert_allclose(last, [expected[0, 149], expected[1, 196]], atol=1e-4)
+    seen, _, places = read.cache.window(0, 1, 20)
+    assert seen.shape[1] == 64 and places[:, 0].tolist() == [131, 178]
+    following = np.stack([sequence[0, 150:153], sequence[1, 197:200]])
+    logits, _ = run(model, following, cache=read.cache)
+    np.testing.assert_allclose(logits, [expected[0, 150:153], expected[1, 197:200]], atol=1e-4)
+
+
 @pytest.mark.slow  # test_model_transformer has masks of layers
 def test_masks_are_those_of_the_prompt_and_may_be_trees(model, greedy):
     """A callable pytree is an argument of the compiled function: changed arrays in it compile nothing."""

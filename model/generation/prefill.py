@@ -258,7 +258,9 @@ def _read_block(
         as_it_is = static.attention_fn is xsake.attention and static.window is None
         seen = (key, value) if start == 0 else (k, v) if as_it_is else (k[:, :end], v[:, :end])
         if learned is None or counts is None:
-            options = _dense(start, static.window, query.shape[:2])
+            first = 0 if static.window is None else max(start - static.window + 1, 0) // UNIT * UNIT
+            seen = (seen[0][:, first:], seen[1][:, first:])  # the chunk's windows reach no key before it
+            options = _dense(start - first, static.window, query.shape[:2])
         else:
             assert static.block is not None and static.rule is not None
             pooled = before[2] if before is not None else None

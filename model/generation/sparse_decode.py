@@ -98,11 +98,11 @@ def forward(
             keys, before, weights = cache.keys[layer], pooled[layer], learned[layer]
             given = query, keys, cache.values[layer]
             if before is None or weights is None:
-                reach = model.config.window_of(layer)
-                window = None if reach is None else (reach - 1, 0)
-                positions = places, slot_positions
-                out = model.attention_fn(*given, is_causal=True, positions=positions, local_window_size=window)
-                return out, (cache, None)
+                window = model.config.window_of(layer)
+                assert window is not None  # HADS leaves no other layer alone
+                *seen, there = cache.window(layer, count, window)
+                rules: dict[str, Any] = dict(is_causal=True, local_window_size=(window - 1, 0))
+                return model.attention_fn(query, *seen, positions=(places, there), **rules), (cache, None)
             own = before.write_last(keys, lengths, block=step.block, tokens=count)
             # XLA alone would cut the whole cache into tiles before it takes the blocks that a mask lists.
             if platform_of(query) == "gpu":

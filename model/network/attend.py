@@ -49,13 +49,16 @@ class Attend:
         self, layer: int, cache: KVCache | None, query: Array, key: Array, value: Array
     ) -> tuple[Array, KVCache | None]:
         options: dict[str, Any] = {}
+        window = self.window_of(layer)
         if cache is not None:
             cache = cache.write(layer, key, value)
             if cache.filled:
-                key, value = cache.keys[layer], cache.values[layer]
-                options["positions"] = (cache.slots(query.shape[1]), self.slot_positions)
+                key, value, places = cache.keys[layer], cache.values[layer], self.slot_positions
+                if window is not None and self.mask_fn is None and self.mesh is None:
+                    key, value, places = cache.window(layer, query.shape[1], window)
+                options["positions"] = (cache.slots(query.shape[1]), places)
         static: dict[str, Any] = dict(is_causal=True)
-        if (window := self.window_of(layer)) is not None:
+        if window is not None:
             static["local_window_size"] = (window - 1, 0)
         if self.segment_ids is not None:
             options["segment_ids"] = self.segment_ids

@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 
 from xsake.model.network.config import ModelConfig
 
+_UNIT = 64  # slots that are taken together
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "length"), meta_fields=("filled",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,17 @@ class KVCache:
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
         # Without the barrier XLA computes them again in every layer.
         return jax.lax.optimization_barrier(jnp.broadcast_to(positions, (len(self.length), self.capacity)))
+
+    def window(self, layer: int, tokens: int, size: int) -> tuple[Array, Array, Array]:
+        """Keys and values [B, S, K, D] that the next `tokens` tokens see of a layer with a window, and their positions.
+
+        The tokens are written already. A few slots more than the tokens see are among them.
+        """
+        count = min(-(-(size - 1 + tokens) // _UNIT) * _UNIT, self.capacity)
+        first = jnp.clip(self.length - size + 1, 0, self.capacity - count)
+        cut = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, count))
+        places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        return cut(self.keys[layer], first), cut(self.values[layer], first), places
 
     def write(self, layer: int, key: Array, value: Array) -> KVCache:
         """The cache with one layer's keys and values [B, T, K, D] of the next tokens written."""
