@@ -17,6 +17,7 @@ from xsake.hads.study.bootstrap import Difference
 Way = tuple[str, float]  # method and budget
 Answers = Callable[[int, Way], dict[str, float]]  # scores by prompt, in percent
 DENSE: Way = ("dense", 1.0)
+LAST_ROWS = "hads/last-rows-qwen2.5-coder-1.5b"
 OURS = ("dense", "hads", "hads_before", "oracle_gain")
 
 
@@ -88,6 +89,37 @@ def by_task() -> str:
             f"Dense attention solves nothing of: {', '.join(hopeless)}." if hopeless else None,
         ),
     )
+
+
+def steps() -> str:
+    """What each part of choosing the last rows is worth, on the same prompts."""
+    run = Run.load(LAST_ROWS)
+    return section(_lost(run, "step", ("step",), "HADS"), _prompts_of(run, "step"), run.source("jax"))
+
+
+def weights() -> str:
+    """How much an error in the last rows should count, in several shapes of blocks."""
+    run = Run.load(LAST_ROWS)
+    return section(_lost(run, "weight", ("blocks", "weight"), ("blocks", "weight")), _prompts_of(run, "weight"))
+
+
+def _lost(run: Run, kind: str, names: tuple[str, ...], corner: str | tuple[str, ...]) -> str:
+    """The distance from dense of rows of one kind, by length and budget."""
+    by = {(*(r[name] for name in names), r["length"], r["budget"]): r for r in run.results if r["kind"] == kind}
+    rows = {key: tuple(map(str, key)) for key in sorted({key[:-2] for key in by}) if kind == "weight"}
+    rows = rows or {key: key for key in unique(key[:-2] for key in by)}
+    columns = {key: f"{key[0]} tokens, {key[1]:.0%}" for key in sorted({key[-2:] for key in by})}
+
+    def cell(row: tuple, column: tuple) -> str:
+        found = by.get((*row, *column))
+        return "" if found is None else _written(Difference(**found["against_dense"]))
+
+    return grid(corner, rows, columns, cell)
+
+
+def _prompts_of(run: Run, kind: str) -> str:
+    row = next(r for r in run.results if r["kind"] == kind)
+    return facts(f"Points from dense attention, {row['samples']} prompts of each of {row['tasks']} tasks.")
 
 
 def answers_of(run: Run) -> Answers:

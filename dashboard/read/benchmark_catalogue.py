@@ -37,6 +37,7 @@ TITLES = {
     "hads": "HADS and other methods",
     "hads-seed": "HADS beside an earlier version",
     "hads-chunks": "HADS, reading in chunks",
+    "hads-last-rows": "HADS, the rows of a question",
     "hads-shards": "HADS with equal counts for the shards of a sequence",
     "hads-union": "Keys and values that a shard of a sequence needs",
     "hads_mask_cost": "What choosing blocks costs",

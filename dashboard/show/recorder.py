@@ -33,6 +33,7 @@ BUDGETS = (0.1, 0.2, 0.3, 0.43, 0.6)  # of these, the smallest three that cover 
 METHOD_TITLES = {
     "hads": "HADS",
     "hads_group": "HADS, one mask per KV head",
+    "hads_no_exact_rows": "HADS, without exact rows",
     "sink_window": "sink and window",
     "mean_top_k": "mean-pooled top-k",
     "x_attention_8": "XAttention, stride 8",
@@ -70,14 +71,15 @@ class Recorder:
         self._on_device = profile.on_device()
 
     @classmethod
-    def load(cls, model: str, profile: Path | None = None) -> Recorder:
+    def load(cls, model: str, profile: HadsProfile | Path | None = None) -> Recorder:
         """A published model or a model file; by default the shipped profile."""
         from xsake.model import load_pretrained, load_tokenizer, open_model
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         weights = open_model(model)
         tokenizer = load_tokenizer(weights)
-        learned = HadsProfile.shipped(model) if profile is None else HadsProfile.load(profile)
+        profile = HadsProfile.shipped(model) if profile is None else profile
+        learned = HadsProfile.load(profile) if isinstance(profile, Path) else profile
         loaded = load_pretrained(weights, dtype=dtype, param_dtype=dtype)
         return cls(loaded, learned, encode=tokenizer.encode, decode=tokenizer.decode)
 

@@ -5,10 +5,14 @@ These versions are ours: written from the papers' formulas, at HADS's block size
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from xsake.hads.calibration.block_statistics import BlockStatistics, block_statistics
+from xsake.hads.profile.profile import HadsProfile
+from xsake.hads.profile.rule import VERSION_3
 from xsake.hads.selection.choice import choose
 from xsake.hads.selection.program import Given, chosen, share_by_group
 from xsake.hads.study.methods import ranking, scores
@@ -35,6 +39,12 @@ def hads_group(x: Layer) -> Blocks:
     mass, omega, phi = share_by_group(estimated_mass(x), omega, phi, kv_heads)
     kept = choose(mass, x.rows, sensitivity=omega, burstiness=phi, count=count_of_each(x) // group)
     return jnp.repeat(kept, group, 1)
+
+
+def without_exact_rows(profile: HadsProfile) -> HadsProfile:
+    """The last two rows count more, as in older profiles, and are chosen by the estimate as all others."""
+    alone = dataclasses.replace(VERSION_3, near_blocks=profile.rule.near_blocks, dense_rows=profile.rule.dense_rows)
+    return dataclasses.replace(profile, rule=alone)
 
 
 # -- rivals: each gives the priorities of a layer's blocks -------------------------------------------------------------
@@ -96,6 +106,7 @@ def _true_statistics(x: Layer) -> BlockStatistics:
 RIVALS = (sink_window, mean_top_k, x_attention_8, x_attention_16, flash_prefill)
 GROUPS["short"] = ["hads", "sink_window+forced", "mean_top_k+forced", "x_attention_8+forced"]
 register("hads", Method(hads), group="ours")
+register("hads_no_exact_rows", Method(hads, adapt=without_exact_rows), group="ours")
 register("hads_group", Method(hads_group), group="ours")
 for _rival in RIVALS:
     register_rival(_rival.__name__, _rival)

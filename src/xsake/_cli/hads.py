@@ -23,10 +23,10 @@ DType = Annotated[str | None, typer.Option(help="float32 or bfloat16; by default
 
 # The names that `xsake.hads.study.methods.shipped` registers, written out: --help must not import that module.
 METHODS = (
-    "Groups: short, ours, rivals, forced, exact, oracles. Methods: hads, hads_group, sink_window, mean_top_k, "
-    "x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced (with HADS's forced "
-    "blocks) and NAME+exact (with HADS's last rows, too), oracle_top_k, oracle_top_k+forced, oracle_top_p+forced, "
-    "oracle_gain."
+    "Groups: short, ours, rivals, forced, exact, oracles. Methods: hads, hads_no_exact_rows, hads_group, sink_window, "
+    "mean_top_k, x_attention_8, x_attention_16, flash_prefill, each of the last five also as NAME+forced "
+    "(with HADS's forced blocks) and NAME+exact (with HADS's last rows, too), oracle_top_k, oracle_top_k+forced, "
+    "oracle_top_p+forced, oracle_gain."
 )
 
 

@@ -21,6 +21,7 @@ METHODS = {
     "hads_estimate_top_p": "HADS's estimate, the same share of the attention in every row",
     "hads_group": "HADS, one mask per K/V head",
     "hads_no_burstiness": "HADS, without burstiness",
+    "hads_no_exact_rows": "HADS, without exact rows",
     "hads_rule_antidiagonal": "HADS's rule on XAttention's scores",
     "hads_rule_mean_pool": "HADS's rule on mean-pooled scores",
     "hads_shares_top_k": "mean-pooled top-k with HADS's head shares",
