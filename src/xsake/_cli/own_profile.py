@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +52,23 @@ def _calibrated(
 ) -> HadsProfile:
     from xsake.hads import calibrate
     from xsake.hads.calibration.own_texts import own_texts
+    from xsake.hads.profile import find
     from xsake.hads.profile.budgets import uniform_counts
     from xsake.hads.profile.causal_grid import CausalGrid
+    from xsake.hads.profile.fingerprint import digest
 
     block = next((one for one in BLOCKS if _fits(CausalGrid(length, one))), BLOCKS[-1])
-    uniform_counts(
-        model.config.layers, model.config.q_heads, budget, CausalGrid(prompt, block)
-    )  # refuse a budget before minutes are spent on it
+    grid = CausalGrid(prompt, block)
+    uniform_counts(model.config.layers, model.config.q_heads, budget, grid)  # refuse a budget before minutes go into it
     start = time.perf_counter()
     typer.echo(f"{name} has no HADS profile yet: calibrating on {texts} texts of {length} tokens, once", err=True)
     tokens = own_texts(encode, length=length, count=texts)
+    unfinished = find.folder() / f"{find.key_of(model)}-{block}-{digest(tokens)}.part"  # a stopped one goes on
     with shown_progress(err=True) as progress:
-        profile = calibrate(model, tokens, name=name, block=block, sensitivity_sequences=texts // 2, progress=progress)
+        options: dict[str, Any] = dict(block=block, sensitivity_sequences=texts // 2, progress=progress)
+        profile = calibrate(model, tokens, name=name, steps_folder=unfinished, **options)
     path = profile.keep(model)
+    shutil.rmtree(unfinished, ignore_errors=True)
     typer.echo(f"calibrated in {time.perf_counter() - start:.0f} s, in blocks of {block}; kept in {path}", err=True)
     return profile
 
