@@ -119,7 +119,7 @@ def test_the_example_is_checked_tuned_and_raced_by_the_commands(installed, tmp_p
     monkeypatch.setattr(last_race, "disturbance", lambda *race: None)
     check = ["check", "simple_kernel", "--quick", "--only", "vmap"]
     tune = ["autotune", "--implementation", "simple_kernel", "--from-call", "1x96x2x16,block=16,causal,density=0.5"]
-    tune += ["--no-isolate", "--budget", "10s", "--out", str(tmp_path / "db")]
+    tune += ["--no-isolate", "--budget", "30s", "--out", str(tmp_path / "db")]
     monkeypatch.setattr(isolation, "Worker", isolation.Here)  # for the race: checks have processes of their own
     race = ["race", "--shape", "1x96x2x16,block=16,causal", "--against", "simple_kernel", "--rounds", "2"]
     told = "1 of 1 checks hold", "1 workload-density pairs", "simple_kernel"

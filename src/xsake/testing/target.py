@@ -61,11 +61,11 @@ def target_of(name: str) -> Target:
     available, or supports none of the calls that are tried.
     """
     registry.check_name(name)
-    reason, interpret = registry.unavailable(name, jax.default_backend()), False
-    if reason is not None:
+    interpret = registry.unavailable(name, jax.default_backend()) is not None
+    if interpret:
         with xsake.interpret():
-            interpret = registry.unavailable(name, jax.default_backend()) is None
-        if not interpret:
+            reason = registry.unavailable(name, jax.default_backend())
+        if reason is not None:
             raise NotImplementedError(f"implementation={name!r} is not available here: {reason}")
     for unit in (1, 2, 4, 8):
         for head_dim, value_dim in _SIZES:
