@@ -26,9 +26,10 @@ slow: $(STAMP)
 interpret: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto -m "interpret and not slow and not gpu and not tpu" $$(grep -l 'implementation[,):]' tests/test_*.py)
 
-# Fetches 93 MB once, into the user's cache.
+# Fetches 330 MB once, into the user's cache.
 pretrained: $(STAMP)
 	$(BIN)/xsake model fetch smollm2
+	$(BIN)/xsake model fetch gemma3-270m
 	$(BIN)/python -m pytest -q -m pretrained
 
 # Compilers of chips that are not here. Theirs are large wheels of their own: each has an environment of its own.

@@ -1,12 +1,15 @@
-"""Small models of every family, as transformers configures them; and the record of what transformers makes of them.
+"""Small models of every family, as transformers configures them; and records of what transformers makes of them and of
+Gemma 3 270M.
 
-`python tests/transformers_models.py` writes the record, with torch and transformers and without JAX. A test then needs
-neither: the weights follow from their names.
+`python tests/transformers_models.py GGUF_FILE` writes the records, with torch and transformers and without JAX; the
+file is what `xsake model fetch gemma3-270m` fetches. A test then needs neither: the small models' weights follow from
+their names.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 
 RECORD = Path(__file__).with_name("transformers_logits.json")
+GEMMA_RECORD = Path(__file__).with_name("transformers_gemma3.json")
 SHAPE: dict[str, Any] = dict(
     vocab_size=320,
     hidden_size=64,
@@ -112,5 +116,42 @@ def record() -> None:
     RECORD.write_text(json.dumps({"versions": versions, "cases": cases}) + "\n")
 
 
+TEXTS = (
+    "The capital of France is",
+    "  two spaces, a tab\tand a\nnew line \n\n",
+    "Zwölf Boxkämpfer jagen Viktor; 東京 🙂 x²",
+    "def f(x):\n    return x ** 2  # 12345\n",
+    "<table><tr>don't I'LL we've</tr>\n\n\n   three",
+    "",
+)
+
+
+def gemma_tokens(numbers: int) -> np.ndarray:
+    """More tokens than a window has, with repeats that distant attention finds."""
+    return np.tile(np.random.default_rng(0).integers(1000, numbers, size=250), 3)[None]
+
+
+def record_gemma(path: Path) -> None:
+    """Write what transformers says of Gemma 3 270M."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = dict(gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, **where, dtype=torch.float32, attn_implementation="eager")
+    first = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor(gemma_tokens(model.config.vocab_size))).logits[0].numpy()
+        written = model.generate(first, max_new_tokens=NEW, do_sample=False)[0, first.shape[1] :]
+    found = {
+        "texts": {text: tokenizer(text)["input_ids"] for text in TEXTS},
+        "continued": written.tolist(),
+        "likeliest": logits.argmax(-1)[::50].tolist(),
+        "logits": [[round(float(x), 4) for x in row[::8192]] for row in logits[::50]],
+    }
+    GEMMA_RECORD.write_text(json.dumps(found) + "\n")
+
+
 if __name__ == "__main__":
     record()
+    record_gemma(Path(sys.argv[1]))
