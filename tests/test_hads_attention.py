@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from tiny_model import TINY
 
 import xsake
 from xsake import hads
 from xsake.hads.selection.pooled_keys import PooledKeys
+from xsake.model.network.cache import KVCache
 
 LENGTH, BLOCK = 200, 16
 PROFILE = case.random_profile(layers=2, block=BLOCK)
@@ -164,6 +167,22 @@ def test_scale_and_sinks_are_honoured():
     CLOSE(last, wanted[:, -2:])
     gradient = jax.jit(jax.grad(lambda s: attention(query, key, value, layer=0, sinks=s).sum()))(sinks)
     assert np.abs(gradient).min() > 0
+
+
+def test_our_own_model_reads_and_writes_with_it():
+    """A prompt into an empty cache, and the token after it from the filled one, with all blocks as densely."""
+    model = case.one_layer()
+    tokens = jnp.asarray(np.stack([prompt[:150] for prompt in case.PROMPTS]), jnp.int32)
+    attention = hads.Attention(case.ONE_LAYER, 1.0, decode=1.0, policy="always")
+
+    @nnx.jit
+    def run(model: Any, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, jax.Array]:
+        first, filled = model(tokens[:, :-1], cache=cache, attention=attention)
+        return first, model(tokens[:, -1:], cache=filled, attention=attention)[0]
+
+    found = jnp.concatenate(run(model, tokens, KVCache.empty(TINY, batch=2, capacity=160, dtype=jnp.float32)), 1)
+    wanted = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_the_policy_says_what_runs():

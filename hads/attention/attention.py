@@ -38,16 +38,6 @@ class Attention:
     pays (`policy`). Query, key and value are those of `xsake.attention`, rotary positions applied, and so are the rules
     `is_causal` (True, if it is left out), `local_window_size`, `scale`, `sinks`, `bias` and `logits_soft_cap`.
 
-    What a call does follows from its arguments:
-
-    - As many queries as keys: a whole sequence, which gradients may be taken of. `segment_ids` are those of documents
-      that are packed into it; `lengths` [B] and `left_padding` [B] say how much of it is text: from `left_padding`
-      on, up to `lengths`.
-    - `start`, an int: a chunk of a prompt; the queries are tokens from `start` on, the keys a cache of all tokens up to
-      the chunk's end, or of more slots. The counts of the chunks sum to those of the whole prompt.
-    - Fewer queries than keys, and `lengths`: new tokens; the queries are the last of each sequence's `lengths` tokens,
-      the keys a cache in whose slot n token n lies. Up to 8 of them are written sparsely if there is a budget for it.
-
     Args:
       profile: of this model, from `hads.calibrate`.
       budget: the share of the causal blocks that prompts and training keep.
@@ -91,6 +81,26 @@ class Attention:
         pooled: PooledKeys | None = None,
         **rules: Any,
     ) -> Any:
+        """Attention [B, T, H, Dv] of one layer.
+
+        What a call does follows from its arguments:
+
+        - As many queries as keys: a whole sequence, which gradients may be taken of. `segment_ids` are those of
+          documents that are packed into it; `lengths` [B] and `left_padding` [B] say how much of it is text: from
+          `left_padding` on, up to `lengths`.
+        - `start`, an int: a chunk of a prompt; the queries are tokens from `start` on, the keys a cache of all tokens
+          up to the chunk's end, or of more slots. The counts of the chunks sum to those of the whole prompt.
+        - Fewer queries than keys, and `lengths`: new tokens; the queries are the last of each sequence's `lengths`
+          tokens, the keys a cache in whose slot n token n lies. Up to 8 of them are written sparsely if there is a
+          budget for it. A pair of `positions`, of queries and keys, says the same.
+
+        Args:
+          layer: its number, which may be traced where the model scans over its layers.
+          pooled: the cache's keys pooled (`PooledKeys`), where the model keeps them; else they are pooled here.
+
+        Raises ValueError for other heads or another window than the profile's, and NotImplementedError for rules that
+        HADS does not know, such as dropout of attention weights.
+        """
         passed = {name: rules.pop(name) for name in _PASSED if rules.get(name) is not None}
         known = Rules.of({name: x for name, x in rules.items() if name not in _PASSED})
         alone = self.profile.row(layer) is None

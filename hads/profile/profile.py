@@ -128,7 +128,7 @@ class HadsProfile:
     def in_blocks(self, block: int, block_q: int | None = None) -> HadsProfile:
         """The profile for other blocks, by the rule of such blocks: what it knows of the heads is of tokens.
 
-        >>> HadsProfile.shipped("smollm2").in_blocks(32, block_q=128)
+        >>> HadsProfile.shipped("smollm2").in_blocks(32, block_q=128)  # doctest: +ELLIPSIS
         HadsProfile('smollm2', 30 layers, 9 query heads on 3, head_dim 64, blocks of 128 x 32, ...)
         """
         block_q = block_q or block
