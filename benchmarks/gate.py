@@ -6,7 +6,7 @@
 A machine's own speed is in both times, and cancels. `make bench` runs the same gates under pytest.
 
 A case ends in one of three ways: it is as fast as recorded, it is slower, or the machine is busy and there is no
-verdict (benchmarks/harness/verdict.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
+verdict (src/xsake/_race/verdict.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
 """
 
 import sys

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.cpu_attention import comparison
-from benchmarks.harness.verdict import Busy, judge
 from xsake._race.case import DIRECTIONS, Case
 from xsake._race.contestant import sparse
+from xsake._race.verdict import Busy, judge
 from xsake.autotune.workloads import WORKLOADS
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine gives no verdict, and takes its time

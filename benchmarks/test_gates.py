@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness import gates
-from benchmarks.harness.verdict import Busy, Slower
+from xsake._race.verdict import Busy, Slower
 
 KNOWN = gates.recorded()
 pytestmark = [

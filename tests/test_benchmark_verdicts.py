@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import checkouts, gates, tree_runner, two_trees
-from benchmarks.harness.verdict import Busy, Slower, judge
 from benchmarks.record import ROOT
 from tests import machine_code as code
+from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune.measure import interference
 from xsake.autotune.measure.interference import Contention, contention, disturbance
 from xsake.autotune.measure.timing import Timing

@@ -20,6 +20,7 @@ import xsake
 from xsake._cli import app, new_kernel
 from xsake._op import plugins, registry
 from xsake._op.arguments import build_call
+from xsake._race import paired
 from xsake.autotune.measure import contest, isolation
 from xsake.autotune.measure.interference import Contention
 from xsake.autotune.search import last_race
@@ -111,7 +112,7 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_the_example_is_checked_tuned_and_raced_by_the_commands(installed, tmp_path, monkeypatch):
+def test_the_example_is_checked_tuned_raced_and_gated_by_the_commands(installed, tmp_path, monkeypatch):
     """As its README says, with little time, and on a machine that others use."""
     assert xsake.implementations()["simple_kernel"] is None
     assert registry.source("simple_kernel") == "simple-kernel 0.1.0"
@@ -122,8 +123,11 @@ def test_the_example_is_checked_tuned_and_raced_by_the_commands(installed, tmp_p
     tune += ["--no-isolate", "--budget", "30s", "--out", str(tmp_path / "db")]
     monkeypatch.setattr(isolation, "Worker", isolation.Here)  # for the race: checks have processes of their own
     race = ["race", "--shape", "1x96x2x16,block=16,causal", "--against", "simple_kernel", "--rounds", "2"]
-    told = "1 of 1 checks hold", "1 workload-density pairs", "simple_kernel"
-    for words, says in zip((check, tune, race), told, strict=True):
+    monkeypatch.setattr(paired, "disturbance", lambda *race: None)
+    quickly = ["--storage", str(tmp_path / "kept"), "--rounds", "3", "--round-seconds", "0.001"]
+    gate = ["gate", "--record", "--shape", "1x96x2x16,block=16,causal", "--implementation", "simple_kernel", *quickly]
+    told = "1 of 1 checks hold", "1 workload-density pairs", "simple_kernel", "recorded in"
+    for words, says in zip((check, tune, race, gate), told, strict=True):
         said = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
         assert said.exit_code == 0 and says in said.output, said.output
 

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 
 from benchmarks import record
-from benchmarks.harness.verdict import Busy, Slower, judge
 from xsake import tuning_db
 from xsake._race.case import DIRECTIONS, Case
 from xsake._race.contestant import dense, sparse
-from xsake.autotune.measure.interference import contention, disturbance
-from xsake.autotune.measure.timing import Timing, race_rounds
+from xsake._race.paired import Paired
+from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 MARGIN = 1.25  # the ratio to dense attention may be so many times the recorded ratio
@@ -57,19 +56,13 @@ def measure(name: str, programs: dict[str, Callable], *, rounds: int = 5, round_
 
     A ratio is the median of the rounds' ratios; within a round, contestants run right after one another.
     """
-    with contention() as contended:
-        seconds = race_rounds(programs, rounds=rounds, min_seconds=round_seconds)
-
-    def over(who: str) -> float:
-        return Timing.of([ours / theirs for ours, theirs in zip(seconds["xsake"], seconds[who], strict=True)]).median
-
-    times = {who: Timing.of(rounds_of) for who, rounds_of in seconds.items()}
+    found = Paired.race(programs, rounds, round_seconds)
     return {
         "name": name,
-        "over_dense": over("dense"),
-        "over_heuristic": over("heuristic"),
-        "seconds": {who: dataclasses.asdict(t) for who, t in times.items()},
-        "disturbed": disturbance(times, contended),
+        "over_dense": found.over("dense").median,
+        "over_heuristic": found.over("heuristic").median,
+        "seconds": {who: dataclasses.asdict(t) for who, t in found.times.items()},
+        "disturbed": found.disturbed,
     }
 
 

@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 import xsake
-from xsake._cli import autotune, check, dashboard, data, generate, hads, model, new_kernel, plan, race, train, tuning
+from xsake._cli import (
+    autotune,
+    check,
+    dashboard,
+    data,
+    gate,
+    generate,
+    hads,
+    model,
+    new_kernel,
+    plan,
+    race,
+    train,
+    tuning,
+)
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_folder_out
 
@@ -70,6 +84,7 @@ app.command()(autotune.autotune)
 app.command()(check.check)
 app.command()(new_kernel.new_kernel)
 app.command()(race.race)
+app.command()(gate.gate)
 app.add_typer(tuning.app, name="tuning")
 app.command()(generate.generate)
 app.add_typer(model.app, name="model")

@@ -50,7 +50,7 @@ def race(
             check_file_out(path)
         names = list(dict.fromkeys([entrants.OURS, *filter(None, against.split(","))]))
         entrants.check_names(names)
-        given = problem.from_call(shape, _dtype(), [density], None)
+        given = problem.from_call(shape, usual_dtype(), [density], None)
         hands = Worker(one.hands(given))
         try:
             with console.status("compiling and racing"):
@@ -69,7 +69,7 @@ def race(
             _draw(chart, shape, found)
 
 
-def _dtype() -> str:
+def usual_dtype() -> str:
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

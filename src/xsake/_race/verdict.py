@@ -26,7 +26,8 @@ def judge(measure: Callable[[], dict[str, Any]], slowness: Callable[[dict[str, A
     slower than allowed, or None. After a slower result, `measure` is called again, ATTEMPTS times at most and not after
     PATIENCE seconds on a busy machine. Raises `Slower` if one of the slower results was calm, and `Busy` otherwise.
     """
-    calm, busy = [], []
+    calm: list[str] = []
+    busy: list[str] = []
     end = time.monotonic() + PATIENCE
     while len(calm) + len(busy) < ATTEMPTS and not (busy and time.monotonic() > end):
         result = measure()
