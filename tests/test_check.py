@@ -21,7 +21,7 @@ from xsake.testing.case import make
 from xsake.testing.checks import CHECKS, Check
 from xsake.testing.runner import PARTS, Checkers, plan
 from xsake.testing.target import Target, name_of
-from xsake.testing.verdict import judge
+from xsake.testing.verdict import Verdict, judge
 
 RENAMED = f"from xsake.kernels_xla_ref import backward as backward_, forward as forward_, {NAMES}\nimport dataclasses\n"
 FORWARD = "def forward(call, config):\n    out, lse = forward_(call, config)\n    "
@@ -59,17 +59,20 @@ def printed(code: str) -> float:
     return float(out.getvalue())
 
 
-def assert_shown(verdict):
-    lines = verdict.code.splitlines()
-    assert len(lines) <= 5 and lines[1].startswith("xsake.register_backend"), verdict.code
-    assert printed(verdict.code) > 1e-3, verdict.code
+def shown(target, check, verdict):
+    code = smallest.code(target, check, verdict.results)
+    lines = code.splitlines()
+    assert len(lines) <= 5 and lines[1].startswith("xsake.register_backend"), code
+    assert printed(code) > 1e-3, code
+    return code
 
 
 def test_a_wrong_scale_in_the_gradient_of_keys(planted):
-    verdict = judge(planted(f"{BACKWARD}return d_query, d_key * 1.4427, d_value, d_bias"), small(), BOTH)
+    target = planted(f"{BACKWARD}return d_query, d_key * 1.4427, d_value, d_bias")
+    verdict = judge(target, small(), BOTH)
     assert verdict.forward is None and verdict.gradients.startswith("d_key: max error")
-    assert_shown(verdict)
-    assert "mask" not in verdict.code and "(3, 1, 16, 1, 24)" in verdict.code
+    code = shown(target, small(), verdict)
+    assert "mask" not in code and "(3, 1, 16, 1, 24)" in code
 
 
 def test_a_window_that_is_off_by_one(planted):
@@ -88,10 +91,10 @@ def test_a_window_that_is_off_by_one(planted):
     )
     target = planted(fault)
     assert judge(target, small(), BOTH).holds
-    verdict = judge(target, small(local_window_size=(3, 0)), BOTH)
+    check = small(local_window_size=(3, 0))
+    verdict = judge(target, check, BOTH)
     assert verdict.forward.startswith("out: max error") and verdict.gradients.startswith("d_")
-    assert_shown(verdict)
-    assert "local_window_size=(3, 0)" in verdict.code
+    assert "local_window_size=(3, 0)" in shown(target, check, verdict)
 
 
 FAULTS = {
@@ -120,15 +123,20 @@ def test_what_is_not_claimed_is_refused_by_name(planted):
 
 
 class Broken:
-    """A process that never answers well."""
+    """A process that never answers well; a third check is wrong, and hangs in smaller calls."""
 
     restarts = 0
 
     def __init__(self, factory):
-        self._answers = iter((Hung("judge did not end within 5 s"), Died("the process ended with exit code -11")))
+        wrong = Verdict(forward="out: wrong", results=("out",))
+        hung, died = Hung("check did not end within 5 s"), Died("the process ended with exit code -11")
+        self._answers = iter((hung, died, wrong, hung))
 
     def call(self, method, *arguments, limit):
-        raise next(self._answers)
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self):
         pass
@@ -136,10 +144,11 @@ class Broken:
 
 def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs():
     checkers = Checkers("xla", quick=True, limit=5.0, start=Broken)
-    planned = plan(Target("xla"), quick=True, only=["vmap", "meshes"])
-    (_, hung), (check, died) = checkers.run(planned)
-    assert hung.forward == hung.gradients == "judge did not end within 5 s"
+    planned = plan(Target("xla"), quick=True, only=["vmap", "meshes", "bias"])
+    (_, hung), (check, died), (_, wrong) = checkers.run(planned)
+    assert hung.forward == hung.gradients == "check did not end within 5 s"
     assert "exit code -11" in died.forward
+    assert wrong.forward == "out: wrong" and "run(target_of" in wrong.code
     assert died.code.splitlines()[-1] == f'CHECKS["{check.title}"].run(target_of("xla"))'
 
 

@@ -14,7 +14,7 @@ import jax
 
 from xsake.autotune.measure.isolation import Caller, Failed, Worker
 from xsake.testing.checks import GROUPS, Check, checks_of
-from xsake.testing.smallest import by_title
+from xsake.testing.smallest import SECONDS, by_title
 from xsake.testing.target import Target
 from xsake.testing.verdict import Checker, Verdict
 
@@ -73,12 +73,23 @@ class Checkers:
     def _judge(self, plan: Plan, check: Check) -> Verdict:
         worker = self._idle.get()
         try:
-            return worker.call("judge", check.title, plan.parts, limit=self._limit)
+            limit = self._limit * max(1, check.programs / 4)
+            verdict: Verdict = worker.call("check", check.title, plan.parts, limit=limit)
+            if verdict.holds:
+                return verdict
+            return dataclasses.replace(verdict, code=self._smallest(worker, plan, check, verdict.results))
         except Failed as failed:
             wrong: dict[str, Any] = dict.fromkeys(sorted(plan.parts), str(failed))
             return Verdict(**wrong, code=by_title(plan.target, check))
         finally:
             self._idle.put(worker)
+
+    def _smallest(self, worker: Caller, plan: Plan, check: Check, results: tuple[str, ...]) -> str:
+        """A small call that shows it; the check itself where the kernel hangs or dies in smaller calls."""
+        try:
+            return worker.call("smallest", check.title, results, limit=SECONDS + self._limit)
+        except Failed:
+            return by_title(plan.target, check)
 
     def close(self) -> None:
         for worker in self._all:

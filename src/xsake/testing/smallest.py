@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from xsake.testing.case import Case
 from xsake.testing.checks import Check
 from xsake.testing.target import Target
 
-_SECONDS = 10.0  # to look for a call
+SECONDS = 10.0  # to look for a call
 _GRADIENT_OF = {"d_query": 0, "d_key": 1, "d_value": 2}
 
 
@@ -50,9 +50,9 @@ class Sizes:
         return f"jax.random.normal(jax.random.key({key}), {shape}{of})"
 
 
-def code(target: Target, check: Check, results: list[str]) -> str:
+def code(target: Target, check: Check, results: Sequence[str]) -> str:
     """The first of a few calls, small ones first, that differs from the XLA backend's result; else the check itself."""
-    case, deadline = check.case(target), time.monotonic() + _SECONDS
+    case, deadline = check.case(target), time.monotonic() + SECONDS
     for result in results if target.name != "xla" else ():
         for lines in _calls(target, case, result):
             if time.monotonic() > deadline:

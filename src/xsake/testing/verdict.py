@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from functools import cached_property
 
 import jax
@@ -22,14 +21,14 @@ _REFUSED = "no implementation supports this call: "
 class Verdict:
     """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run.
 
-    `code` is the smallest call that shows it.
+    `results` are those that are wrong, `code` the smallest call that shows it.
     """
 
     forward: str | None = None
     gradients: str | None = None
     refused: str | None = None
+    results: tuple[str, ...] = ()
     code: str = ""
-    seconds: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -38,16 +37,14 @@ class Verdict:
 
 def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
     """Run a check; `parts` of "forward" and "gradients" are judged."""
-    began = time.perf_counter()
     found, refused = _found(target, check, forward_only="gradients" not in parts)
     told: dict[str, str | None] = {"forward": None, "gradients": None}
     for name, problem in found.items():
         part = "forward" if name in FORWARD else "gradients"
         if part in parts:
             told[part] = told[part] or problem
-    results = [name for name in found if ("forward" if name in FORWARD else "gradients") in parts]
-    code = smallest.code(target, check, results) if results else ""
-    return Verdict(**told, refused=refused, code=code, seconds=time.perf_counter() - began)
+    results = tuple(name for name in found if ("forward" if name in FORWARD else "gradients") in parts)
+    return Verdict(forward=told["forward"], gradients=told["gradients"], refused=refused, results=results)
 
 
 def _found(target: Target, check: Check, *, forward_only: bool) -> tuple[dict[str, str], str | None]:
@@ -91,8 +88,12 @@ class Checker(Hands):
     def sizes(self) -> Target:
         return self.target
 
-    def judge(self, title: str, parts: frozenset[str]) -> Verdict:
+    def check(self, title: str, parts: frozenset[str]) -> Verdict:
         self._judged += 1
         if self._judged % 30 == 0:
             jax.clear_caches()  # programs of hundreds of checks would fill the memory
         return judge(self.target, CHECKS[title], parts)
+
+    def smallest(self, title: str, results: tuple[str, ...]) -> str:
+        """A small call that shows what is wrong with these results of a check."""
+        return smallest.code(self.target, CHECKS[title], results)
