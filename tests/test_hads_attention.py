@@ -17,6 +17,7 @@ from tiny_model import TINY
 
 import xsake
 from xsake import hads
+from xsake.hads.attention.budget import forced_share, kept_by_length
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.model.network.cache import KVCache
 
@@ -93,16 +94,17 @@ def test_chunks_of_a_prompt(budget: float, dense: Any):
         CLOSE(found, dense)
 
 
-def test_counts_of_chunks_sum_to_those_of_the_prompt():
-    kept, there = hads_counts(0.6)
-    np.testing.assert_array_equal(kept[-1], hads.layer_counts(PROFILE, 0.6, LENGTH))
-    assert (np.diff(kept, axis=0) >= 0).all() and (kept <= there[:, None]).all()
-
-
-def hads_counts(budget: float) -> tuple[np.ndarray, np.ndarray]:
-    from xsake.hads.attention.budget import kept_by_length
-
-    return kept_by_length(PROFILE, budget, 1.0, LENGTH)
+@pytest.mark.parametrize("profile", [PROFILE, dataclasses.replace(PROFILE, block_q=3 * BLOCK)], ids=["square", "tall"])
+@pytest.mark.parametrize("window", [None, 70])
+def test_counts_of_chunks_sum_to_those_of_the_prompt(profile: hads.HadsProfile, window: int | None):
+    profile = dataclasses.replace(profile, window=window)
+    kept, there = kept_by_length(profile, 0.85, 1.0, LENGTH)
+    assert (np.diff(kept, axis=0) >= 0).all() and (kept <= there[:, None]).all() and not kept[0].any()
+    for number in (1, 4, 7, len(kept) - 1):
+        grid = profile.grid(number * BLOCK)
+        share = max(0.85, forced_share(grid))
+        assert (there[number], kept[number].sum()) == (4 * grid.blocks, round(share * 2 * 4 * grid.blocks))
+    np.testing.assert_array_equal(kept[-1], hads.layer_counts(profile, share, grid.length))
 
 
 @pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])

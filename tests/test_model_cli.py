@@ -136,10 +136,11 @@ def test_a_model_without_a_profile_is_calibrated_once(folder, monkeypatch, tmp_p
     first = xsake(*words, input="hello " * 150)
     assert "has no HADS profile yet: calibrating on 4 texts of 512 tokens, once" in first.stderr
     (kept,) = (tmp_path / "profiles").glob("*-32x32-256.json")
-    assert f"in blocks of 32; kept in {kept}" in first.stderr
+    assert f"s; kept in {kept}" in first.stderr
     again = xsake(*words, input="hello " * 150)
     assert again.stdout == first.stdout and "calibrat" not in again.stderr and len(asked) == 1
-    assert "a profile from 4 texts of 256 tokens; what is farther than that in the prompt's 450 tokens" in again.stderr
+    assert "HADS chooses blocks of 32 by a profile from 4 texts of 256 tokens; what is farther" in again.stderr
+    assert "in the prompt's 450 tokens" in again.stderr
     kept.write_text("{")
     with pytest.warns(RuntimeWarning, match="is not a HADS profile, or is damaged.*left out"):
         xsake(*words, input="hello " * 150)

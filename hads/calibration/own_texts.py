@@ -15,16 +15,21 @@ import numpy as np
 from jaxtyping import Int
 
 _THINGS = ("lighthouse", "violin", "harbour", "orchard", "compass", "kettle", "viaduct", "meadow", "lantern", "archive")
-_CODE = ("selection", "calibration", "profile", "mask", "study")  # folders of xsake.hads
+_CODE = (*(f"hads/{name}" for name in ("selection", "calibration", "profile", "mask", "study")), "model/network", "_op")
 _NEEDLES = 4
 
 
 def own_texts(
     encode: Callable[[str], list[int]], *, length: int, count: int = 8, seed: int = 0
 ) -> Int[np.ndarray, "count length"]:
-    """`count` sequences of `length` tokens, no two of which have the same text where there is enough of it."""
+    """`count` sequences of `length` tokens, no two of which have the same text where there is enough of it.
+
+    Prose and verse are followed by code where a sequence is longer than they are: a text that was repeated inside a
+    sequence would be read off from its first copy.
+    """
     rng = np.random.default_rng(seed)
-    sources = itertools.cycle([_tokens(encode, text) for text in (_prose("chronicle"), _code(), _prose("play"))])
+    written = _prose("chronicle"), "", _prose("play")
+    sources = itertools.cycle([_tokens(encode, text + _code(n, len(written))) for n, text in enumerate(written)])
     found = []
     for number, source in zip(range(count), sources, strict=False):
         text = np.fromiter(itertools.islice(source, length), np.int32, length)
@@ -36,10 +41,11 @@ def _prose(name: str) -> str:
     return (resources.files(__package__) / "shipped" / f"{name}.txt").read_text()
 
 
-def _code() -> str:
-    root = resources.files("xsake.hads")
+def _code(part: int, parts: int) -> str:
+    """Every `parts`-th file of the package's code, from number `part` on."""
+    root = resources.files("xsake")
     files = [file for folder in _CODE for file in root.joinpath(folder).iterdir() if file.name.endswith(".py")]
-    return "\n\n".join(file.read_text() for file in sorted(files, key=lambda file: file.name))
+    return "\n\n".join(file.read_text() for file in sorted(files, key=lambda file: file.name)[part::parts])
 
 
 def _tokens(encode: Callable[[str], list[int]], text: str) -> Iterator[int]:

@@ -40,7 +40,7 @@ def own_profile(model: Any, encode: Any, *, name: str, length: int, budget: floa
             prompt=length,
             budget=budget,
         )
-    said = f"HADS chooses by a profile from {len(found.digests)} texts of {found.length} tokens"
+    said = f"HADS chooses blocks of {found.block} by a profile from {len(found.digests)} texts of {found.length} tokens"
     if found.length < length:
         said += f"; what is farther than that in the prompt's {length} tokens counts as the farthest seen"
     typer.echo(said, err=True)
@@ -69,7 +69,7 @@ def _calibrated(
         profile = calibrate(model, tokens, name=name, steps_folder=unfinished, **options)
     path = profile.keep(model)
     shutil.rmtree(unfinished, ignore_errors=True)
-    typer.echo(f"calibrated in {time.perf_counter() - start:.0f} s, in blocks of {block}; kept in {path}", err=True)
+    typer.echo(f"calibrated in {time.perf_counter() - start:.0f} s; kept in {path}", err=True)
     return profile
 
 
