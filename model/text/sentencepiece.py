@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
@@ -43,12 +41,13 @@ def _merges(vocabulary: dict[str, int], scores: list[float], *, never: frozenset
 
     A token's ways come in the order of their parts' numbers, as in Hugging Face's conversion.
     """
+    number_of = vocabulary.get
     ways = []
     for token, number in vocabulary.items():
         if not 2 <= len(token) <= _LONGEST or token in never:
             continue
-        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [(a, b) for a, b in halves if a in vocabulary and b in vocabulary]
-        ways.append((scores[number], sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))))
-    ways.sort(key=lambda way: way[0], reverse=True)
-    return list(itertools.chain.from_iterable(pairs for _, pairs in ways))
+        for cut in range(1, len(token)):
+            if (a := number_of(token[:cut])) is not None and (b := number_of(token[cut:])) is not None:
+                ways.append((-scores[number], number, a, b))
+    tokens = {number: token for token, number in vocabulary.items()}
+    return [(tokens[a], tokens[b]) for _, _, a, b in sorted(ways)]
