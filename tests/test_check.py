@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import pytest
@@ -23,12 +24,13 @@ from xsake.testing.runner import PARTS, Checkers, plan
 from xsake.testing.target import Target, name_of
 from xsake.testing.verdict import Verdict, judge
 
-RENAMED = f"from xsake.kernels_xla_ref import backward as backward_, forward as forward_, {NAMES}\nimport dataclasses\n"
+RENAMED = f"from xsake.kernels_xla_ref import backward as backward_, forward as forward_, {NAMES}\n"
 FORWARD = "def forward(call, config):\n    out, lse = forward_(call, config)\n    "
 BACKWARD = (
     "def backward(call, config, lse, delta, d_out, *, with_bias):\n"
     "    d_query, d_key, d_value, d_bias = backward_(call, config, lse, delta, d_out, with_bias=with_bias)\n    "
 )
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/simple_kernel/simple_kernel/backend.py"
 BOTH = frozenset(PARTS)
 
 
@@ -38,9 +40,9 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def write(fault):
+    def write(fault, whole=RENAMED):
         path = tmp_path / f"planted_{tmp_path.name.strip('_').replace('-', '_')}.py"
-        path.write_text(RENAMED + fault)
+        path.write_text(whole + fault)
         return target_of(name_of(str(path)))
 
     yield write
@@ -67,29 +69,30 @@ def shown(target, check, verdict):
     return code
 
 
-def test_a_wrong_scale_in_the_gradient_of_keys(planted):
-    target = planted(f"{BACKWARD}return d_query, d_key * 1.4427, d_value, d_bias")
+@pytest.fixture
+def edited(planted):
+    """Write a copy of the example with one line changed, and give its target."""
+
+    def write(old, new):
+        text = EXAMPLE.read_text()
+        assert text.count(old) == 1
+        return planted("", whole=text.replace(old, new))
+
+    return write
+
+
+def test_a_wrong_scale_in_the_gradient_of_keys(edited):
+    right = '"bhts,bthd->bshd", d_logits, query)) * call.scale'
+    target = edited(right, f"{right} * 1.4427")
     verdict = judge(target, small(), BOTH)
     assert verdict.forward is None and verdict.gradients.startswith("d_key: max error")
     code = shown(target, small(), verdict)
     assert "mask" not in code and "(3, 1, 16, 1, 24)" in code
 
 
-def test_a_window_that_is_off_by_one(planted):
-    fault = "".join(
-        f"def {name}:\n"
-        "    left, right = call.band\n"
-        "    call = dataclasses.replace(call, band=call.band._replace(left=None if left is None else left + 1))\n"
-        f"    return {run}\n"
-        for name, run in (
-            ("forward(call, config)", "forward_(call, config)"),
-            (
-                "backward(call, config, lse, delta, d_out, *, with_bias)",
-                "backward_(call, config, lse, delta, d_out, with_bias=with_bias)",
-            ),
-        )
-    )
-    target = planted(fault)
+def test_a_window_that_is_off_by_one(edited):
+    right = "call.band.allows((kv_position - q_position[:, None])[:, None])"
+    target = edited(right, right.replace("kv_position -", "kv_position + 1 -"))
     assert judge(target, small(), BOTH).holds
     check = small(local_window_size=(3, 0))
     verdict = judge(target, check, BOTH)
