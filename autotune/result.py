@@ -68,22 +68,7 @@ class Result:
             "source": "measured",
             "kernel": self.plan.kernel,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "speedup": round(self.gain.median, 4),
-            "gain": {
-                "low": round(self.gain.low, 4),
-                "high": round(self.gain.high, 4),
-                "rounds": self.gain.rounds,
-                "waited": round(self.waited, 4),
-            },
-            "measured": [
-                {
-                    "workload": m.workload,
-                    "density": round(m.density, 4),
-                    "default": _us(m.default),
-                    "tuned": _us(m.tuned),
-                }
-                for m in self.measured
-            ],
+            **of_race(self.gain, self.measured, self.waited),
             "trials": self.counts,
             "values": sorted(round(t.value, 4) for t in self.tried if t.value is not None),
             "seed": seed,
@@ -92,6 +77,28 @@ class Result:
             "conditions": conditions,
         }
         return Entry(self.plan.key, self.config, about)
+
+
+def of_race(gain: Gain, measured: Sequence[Measured], waited: float) -> dict[str, Any]:
+    """What an entry says of the race that decided it."""
+    return {
+        "speedup": round(gain.median, 4),
+        "gain": {
+            "low": round(gain.low, 4),
+            "high": round(gain.high, 4),
+            "rounds": gain.rounds,
+            "waited": round(waited, 4),
+        },
+        "measured": [
+            {
+                "workload": m.workload,
+                "density": round(m.density, 4),
+                "default": _us(m.default),
+                "tuned": _us(m.tuned),
+            }
+            for m in measured
+        ],
+    }
 
 
 def _us(timing: Timing) -> dict[str, float]:

@@ -269,3 +269,20 @@ def test_validate_races_what_is_written(home, monkeypatch):
     assert (len(Database.read(good)), len(Database.read(bad))) == (1, 0)
     result = CliRunner().invoke(app, ["tuning", "validate", "--drop", str(good)])
     assert result.exit_code == 2 and "--drop drops what --race does not confirm: give both" in result.output
+
+
+def test_refresh_races_the_entries_of_another_environment(home, monkeypatch):
+    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Hands))
+    monkeypatch.setattr(command, "Worker", lambda factory: Here(Hands))
+    path = home / tuning_db.file_name("Fake 9000")
+    for tile, says in ((2, "1 renewed, 0 dropped, 0 left as they were"), (8, "0 renewed, 1 dropped, 0 left")):
+        old = entry(config=part(tile))
+        path.write_text(Database("Fake 9000", [old]).dump())
+        said = xsake_("autotune", "--refresh")
+        assert "1 of 1 entries are of another driver, JAX or kernel" in said and says in said
+        for kept in Database.read(path).entries:
+            assert kept.config == part(2) and kept.about["speedup"] == 2.0
+            assert kept.about["environment"] != old.about["environment"]
+    assert len(Database.read(path)) == 0
+    result = CliRunner().invoke(app, ["autotune", "--refresh", "--dtype", "float32"])
+    assert result.exit_code == 2 and "leave out --dtype" in " ".join(result.output.split())

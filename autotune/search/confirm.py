@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.interference import ATTEMPTS
 from xsake.autotune.measure.isolation import Caller, Failed
 from xsake.autotune.problem import Problem
+from xsake.autotune.result import of_race
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.last_race import Race
 from xsake.autotune.search.referee import Referee
@@ -25,6 +27,7 @@ class Finding:
     entry: Entry
     state: str  # CONFIRMED, REFUTED, BUSY or ABSENT
     why: str
+    renewed: Entry | None = None  # where the race shows a gain: the entry as this race and these kernels make it
 
 
 def confirm(database: Database, worker: Caller) -> Iterator[Finding]:
@@ -39,13 +42,14 @@ def confirm(database: Database, worker: Caller) -> Iterator[Finding]:
         alike.setdefault(dataclasses.replace(entry.key, direction="", density=None), []).append(entry)
     for entries in alike.values():
         try:
-            referee = Referee(worker, _problem(entries), Settings.limit)
+            problem = _problem(entries)
+            referee = Referee(worker, problem, Settings.limit)
         except (Failed, ValueError) as failure:
             yield from (Finding(entry, ABSENT, str(failure)) for entry in entries)
             continue
         for entry in entries:
             try:
-                yield Finding(entry, *_race(entry, referee))
+                yield Finding(entry, *_race(entry, referee, problem.workload.name, facts))
             except Failed as failure:
                 yield Finding(entry, ABSENT, str(failure))
 
@@ -77,14 +81,14 @@ def _density(entry: Entry) -> float | None:
     return entry.key.density if entry.key.density is None or not measured else float(measured[0]["density"])
 
 
-def _race(entry: Entry, referee: Referee) -> tuple[str, str]:
-    """The state of an entry, and why. Raises `Failed`."""
+def _race(entry: Entry, referee: Referee, workload: str, facts: Facts) -> tuple[str, str, Entry | None]:
+    """The state of an entry, why, and the entry renewed. Raises `Failed`."""
     plan = next((plan for plan in referee.plans if plan.key == entry.key), None)
     if plan is None:
-        return ABSENT, "here such calls leave no choice, or belong to another entry"
+        return ABSENT, "here such calls leave no choice, or belong to another entry", None
     config = dict(entry.config)
     if config == plan.default:
-        return CONFIRMED, "it is the heuristic's configuration"
+        return CONFIRMED, "it is the heuristic's configuration", None
     for _ in range(ATTEMPTS):
         race = Race(referee, plan, [plan.default, config], Settings.final_rounds)
         disturbed = race.disturbance(1)
@@ -93,7 +97,13 @@ def _race(entry: Entry, referee: Referee) -> tuple[str, str]:
     promised, gain = float(entry.about.get("speedup", 1.0)), race.gains[1]
     told = f"{promised:.2f}x is written, the race shows {gain}"
     if disturbed is not None:
-        return BUSY, f"the machine is busy ({disturbed}); {told}"
+        return BUSY, f"the machine is busy ({disturbed}); {told}", None
     if (problem := referee.verify(plan, config).problem) is not None:
-        return REFUTED, f"its result is wrong: {problem}"
-    return CONFIRMED if gain.is_shown and promised <= MARGIN * gain.high else REFUTED, told
+        return REFUTED, f"its result is wrong: {problem}", None
+    if not gain.is_shown:
+        return REFUTED, told, None
+    raced = of_race(gain, race.measured(1, workload), race.contended.share)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    made = {"source": "measured", "kernel": plan.kernel, "date": date, "environment": facts.environment_id}
+    renewed = dataclasses.replace(entry, about=dict(entry.about) | raced | made)
+    return CONFIRMED if promised <= MARGIN * gain.high else REFUTED, told, renewed

@@ -12,6 +12,16 @@ from xsake._ground.extras import missing
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _LONGEST = 1000 * 3600
+_OF_TUNING = (
+    "--workloads",
+    "--from-call",
+    "--calls",
+    "--densities",
+    "--blocks",
+    "--dtype",
+    "--implementation",
+    "--report",
+)
 _DENSITIES = "1,0.5,0.43,0.25,0.1"
 
 
@@ -53,6 +63,8 @@ def _check_together(given: dict[str, object]) -> None:
     sources = [option for option in ("--workloads", "--from-call", "--calls") if option in told]
     if len(sources) > 1:
         raise typer.BadParameter(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
+    if given.get("refresh") and (other := [o for o in told if o in _OF_TUNING]):
+        raise typer.BadParameter(f"--refresh races what is in the database: leave out {' and '.join(other)}")
     own = {"--from-call": ("--blocks",), "--calls": ("--blocks", "--densities", "--dtype", "--implementation")}
     for source in sources:
         if twice := [option for option in own.get(source, ()) if option in told]:
@@ -87,6 +99,10 @@ def autotune(
     limit: Annotated[str, typer.Option(help="Time after which a configuration counts as hanging.")] = "60s",
     seed: Annotated[int, typer.Option(help="Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     isolate: Annotated[bool, typer.Option(help="Measure in a separate process, which may hang or crash.")] = True,
+    refresh: Annotated[
+        bool,
+        typer.Option("--refresh", help="Race the entries of an earlier driver, JAX or kernel again, and tune nothing."),
+    ] = False,
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
     _check_together(context.params)
@@ -95,6 +111,8 @@ def autotune(
         from xsake.autotune.measure.isolation import Failed
         from xsake.autotune.search.direction import Settings
 
+        if refresh:
+            raise typer.Exit(command.refresh(out=out, isolate=isolate))
         exit_code = command.run(
             workloads=workloads.split(",") if workloads else None,
             from_call=from_call or [],
