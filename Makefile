@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-trackers wheel clean web check-web test-web browser
+.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-torch test-trackers wheel clean web check-web test-web browser
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -64,6 +64,12 @@ parity-transformers:
 	$(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -e '.[model]' torch transformers sentencepiece
 	.venv-transformers/bin/python tests/parity_transformers.py
+
+# Models of transformers that attend by xsake, in the same environment.
+test-torch:
+	$(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet -e '.[dev,torch]'
+	.venv-transformers/bin/python -m pytest -q -rs tests/test_torch.py
 
 # Weights & Biases, Trackio and TensorBoard are 200 MB: they have an environment of their own.
 test-trackers: $(STAMP)

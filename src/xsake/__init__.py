@@ -27,6 +27,7 @@ _MODULES = {
     "model": "xsake.model",
     "patterns": "xsake.hads.mask.patterns",
     "testing": "xsake.testing",
+    "torch": "xsake.torch",
     "tuning_db": "xsake.tuning_db",
 }
 _NAMES = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["model", "dashboard", "tune", "test"]
+Extra = Literal["model", "dashboard", "tune", "test", "torch"]
 _WHO: dict[Extra, str] = {
     "model": "models need it",
     "dashboard": "the dashboard needs it",
     "tune": "the tuner needs it",
     "test": "checks need it",
+    "torch": "torch's models need it",
 }
 
 

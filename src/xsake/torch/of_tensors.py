@@ -1,0 +1,195 @@
+"""`xsake.attention` for torch tensors, with gradients, in few compiled programs.
+
+A program is compiled for every shape. So tokens are padded to `bucket` lengths, and what differs between calls of one
+shape (an offset into a cache, which tokens are padding) is data: positions and segments of a `Where`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+from torch.nn import functional
+
+import xsake
+from xsake.torch.crossing import DTYPES, to_jax, to_torch
+
+_UNIT = 64  # tokens
+PADDING = -1  # the segment of a token that is not there
+
+
+class Where(NamedTuple):
+    """What the tokens of a call are: int32 tensors of queries [B, T] and of keys [B, S].
+
+    Only equal segments attend, and a query attends keys whose position is not after its own.
+    """
+
+    q_positions: torch.Tensor
+    k_positions: torch.Tensor
+    q_segments: torch.Tensor
+    k_segments: torch.Tensor
+
+
+class _Static(NamedTuple):
+    """What a program is compiled for, beside shapes."""
+
+    is_causal: bool
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    tokens_first: tuple[bool, bool, bool]  # of query, key and value: [B, T, H, D], else [B, H, T, D]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    where: Where | None = None,
+    bias: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """[B, T, H, Dv] from query [B, H, T, D], key [B, K, S, D] and value [B, K, S, Dv], as models of transformers have
+    them; H must be a multiple of K.
+
+    Args:
+      where: the tokens' positions and segments. Without it, they are numbered from the first one.
+      bias: added to the scaled logits; broadcasts from [B|1, H|1, T, S].
+      is_causal: a query attends keys that are not after it.
+      scale: of the logits; D ** -0.5 by default.
+      window: with `is_causal`, a query attends itself and the `window - 1` tokens before it.
+      sinks: [H] logits that take part in every row's softmax with a value of 0.
+      soft_cap: c * tanh(logits / c).
+    """
+    tensors = [query, key, value, *(x for x in (bias, sinks) if x is not None)]
+    _check(query, tensors)
+    q_len, k_len = query.shape[2], key.shape[2]
+    # Keys after the last query are never seen; elsewhere segments tell which keys are padding.
+    if where is None and not (is_causal and q_len == k_len) and bucket(k_len) != k_len and bias is None:
+        where = _numbered(query, k_len, is_causal)
+        is_causal = True
+    q_more, k_more = (bucket(n) - n if bias is None else 0 for n in (q_len, k_len))
+    query, key, value = (_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more)))
+    layouts = tuple(_tokens_first(x) for x in (query, key, value))
+    static = _Static(is_causal, scale, window, soft_cap, layouts)  # type: ignore[arg-type]
+    if where is not None:
+        where = Where(
+            *(functional.pad(x, (0, more)) for x, more in zip(where[:2], (q_more, k_more), strict=True)),
+            *(functional.pad(x, (0, more), value=PADDING) for x, more in zip(where[2:], (q_more, k_more), strict=True)),
+        )
+    out = _Attention.apply(static, where, bias, query, key, value, sinks)
+    return out[:, :q_len]
+
+
+def bucket(tokens: int) -> int:
+    """The padded length: one token, or in steps of 64 tokens and at most an eighth."""
+    if tokens == 1:
+        return 1
+    step = max(_UNIT, 1 << max((tokens - 1).bit_length() - 4, 0))
+    return -(-tokens // step) * step
+
+
+def _check(query: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"xsake computes in float32, bfloat16 and float16, and the query is {query.dtype}: convert it")
+    if len({x.device for x in tensors}) > 1:
+        raise ValueError(f"all tensors must be on one device, and are on {sorted({str(x.device) for x in tensors})}")
+
+
+def _numbered(query: torch.Tensor, k_len: int, is_causal: bool) -> Where:
+    b, q_len = query.shape[0], query.shape[2]
+    k = torch.arange(k_len, dtype=torch.int32, device=query.device).expand(b, -1)
+    q = k.new_full((b, q_len), k_len) if not is_causal else torch.arange(q_len, dtype=torch.int32, device=k.device)
+    q = q.expand(b, -1)
+    return Where(q, k, torch.zeros_like(q), torch.zeros_like(k))
+
+
+def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
+    x = functional.pad(x, (0, 0, 0, more)) if more else x
+    return x if x.is_contiguous() or _tokens_first(x) else x.contiguous()
+
+
+def _tokens_first(x: torch.Tensor) -> bool:
+    """Whether the memory of [B, H, T, D] is that of [B, T, H, D]."""
+    return not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    """One call of JAX forward and one backward. The backward's residuals stay in JAX."""
+
+    @staticmethod
+    def forward(ctx: Any, static: _Static, where: Where | None, bias: Any, *tensors: Any) -> torch.Tensor:
+        known = {
+            "where": None if where is None else tuple(to_jax(x.contiguous()) for x in where),
+            "bias": None if bias is None else to_jax(bias.contiguous()),
+        }
+        given = tuple(
+            None if x is None else to_jax(x.transpose(1, 2) if first else x)
+            for x, first in zip(tensors, (*static.tokens_first, False), strict=True)
+        )
+        ctx.static = static
+        if any(ctx.needs_input_grad):
+            out, ctx.backward_of = _forward_and_backward(static, known, given)
+        else:
+            out = _forward(static, known, given)
+        return to_torch(out)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("xsake.torch has no second derivatives: leave out create_graph=True")
+        (cotangent,) = cotangents
+        found = _backward(ctx.backward_of, to_jax(cotangent.contiguous()))
+        gradients = [None if x is None else to_torch(x) for x in found]
+        first = (*ctx.static.tokens_first, False)
+        return (
+            None,
+            None,
+            None,
+            *(x.transpose(1, 2) if x is not None and at else x for x, at in zip(gradients, first, strict=True)),
+        )
+
+
+def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> Array:
+    *qkv, sinks = given
+    query, key, value = (x if at else x.swapaxes(1, 2) for x, at in zip(qkv, static.tokens_first, strict=True))
+    options: dict[str, Any] = {}
+    if known["where"] is not None:
+        q_positions, k_positions, q_segments, k_segments = known["where"]
+        options = {"positions": (q_positions, k_positions), "segment_ids": (q_segments, k_segments)}
+    return xsake.attention(
+        query,
+        key,
+        value,
+        bias=known["bias"],
+        scale=static.scale,
+        is_causal=static.is_causal,
+        local_window_size=None if static.window is None else (static.window - 1, 0),
+        sinks=None if sinks is None else sinks.astype(jnp.float32),
+        logits_soft_cap=static.soft_cap,
+        **options,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> Array:
+    return _attend(static, known, given)
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward_and_backward(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> tuple[Array, Any]:
+    return jax.vjp(partial(_attend, static, known), given)
+
+
+@jax.jit
+def _backward(backward_of: Any, cotangent: Array) -> tuple[Array | None, ...]:
+    (found,) = backward_of(cotangent)
+    return found
