@@ -19,6 +19,7 @@ from xsake.model.generation.sampling import Sampler
 from xsake.model.network.cache import KVCache
 
 _AT_ONCE = 8
+_TOKENS = 1 << 18  # of all prompts that are read at once: each holds its cache and a layer's activations
 
 
 def warm_up(
@@ -31,7 +32,8 @@ def warm_up(
     chunk: int | None,
 ) -> None:
     """Read one batch of prompts in every way, and write two tokens, at every length. The results are thrown away."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    at_once = max(1, min(_AT_ONCE, _TOKENS // (batch * max(lengths))))
+    with ThreadPoolExecutor(at_once) as pool:
         jobs: list[Callable[[], None]] = [partial(_write, model, length, batch) for length in lengths]
         jobs += [
             partial(_read, model, way, length, profile_for(length), batch, chunk) for length in lengths for way in ways
