@@ -23,6 +23,7 @@ from xsake.model.network.cache import KVCache
 
 LENGTH, BLOCK = 200, 16
 PROFILE = case.random_profile(layers=2, block=BLOCK)
+WINDOWED = dataclasses.replace(PROFILE, window=70)
 CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
@@ -149,6 +150,18 @@ def test_new_tokens(decode: float | None, shortest: int, dense: Any):
         CLOSE(found, wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_new_tokens_of_a_model_with_a_window(tokens: int):
+    query, key, value = qkv()
+    lengths = jnp.array([200, 130], jnp.int32)
+    wanted = xsake.attention(query, key, value, is_causal=True, local_window_size=(69, 0))
+    last = [jnp.stack([x[0, 200 - tokens : 200], x[1, 130 - tokens : 130]]) for x in (query, wanted)]
+    attention = hads.Attention(WINDOWED, 1.0, decode=1.0, policy="always")
+    found = attention(last[0], key, value, layer=0, lengths=lengths, local_window_size=(69, 0))
+    CLOSE(found, last[1])
+
+
 def test_padding_before_the_texts_of_a_cache_is_not_seen():
     query, key, value = qkv(batch=1)
     moved = [jnp.roll(x, 30, 1).at[:, :30].set(7.0) for x in (key[:, :150], value[:, :150])]
@@ -227,9 +240,6 @@ def test_a_layer_with_a_window_is_left_alone_where_others_have_none():
     CLOSE(jax.jit(partial(attention, layer=2))(query, key, value), always(0.6)(query, key, value, layer=1))
     with pytest.raises(TypeError, match="layer must be an int for a model in which only some layers have a window"):
         traced(attention)(query, key, value, 1)
-
-
-WINDOWED = dataclasses.replace(PROFILE, window=70)
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
