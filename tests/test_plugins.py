@@ -131,6 +131,16 @@ def test_a_broken_backend_is_named_in_one_line_and_harms_nothing_else(write, say
     assert call(None).shape == (1, 32, 2, 16)
 
 
+def test_questions_that_raise_are_reasons(write, caplog):
+    """Where another program lists backends, or tries this one before another."""
+    xsake.register_backend("asked", write("def unavailable():\n    raise OSError('no\\nlibrary')\n"))
+    assert xsake.implementations()["asked"] == "its unavailable() raised OSError: no"
+    xsake.register_backend("first", write("def unsupported(call):\n    return call.nothing\n"), before="xla")
+    with caplog.at_level("INFO", logger="xsake"):
+        call(None)
+    assert "runs on 'xla'; not 'first': its unsupported() raised AttributeError" in caplog.text
+
+
 def test_a_platform_is_needed_as_of_our_own(write):
     xsake.register_backend("far", write("PLATFORM = 'tpu'\n"))
     if jax.default_backend() != "tpu":

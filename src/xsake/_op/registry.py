@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -148,7 +149,7 @@ def unavailable(name: str, platform: str) -> str | None:
         )
     from xsake._ground import versions
 
-    return versions.lacking().get(name) or get(name).unavailable()
+    return versions.lacking().get(name) or _reason(plugin, get(name).unavailable)
 
 
 def implementations() -> dict[str, str | None]:
@@ -194,7 +195,17 @@ def unsupported(name: str, call: Call) -> str | None:
     unknown = {argument: None for field, argument in call.uses().items() if field not in backend.HONOURS}
     if unknown:
         return f"it does not honour {', '.join(unknown)}"
-    return backend.unsupported(call)
+    return _reason(_plugin(name), backend.unsupported, call)
+
+
+def _reason(plugin: Plugin | None, question: Callable[..., str | None], *given: Call) -> str | None:
+    """A backend's answer. What another package's backend raises is a reason too: it must not end other calls."""
+    if plugin is None:
+        return question(*given)
+    try:
+        return question(*given)
+    except Exception as error:
+        return f"its {question.__name__}() raised {type(error).__name__}: {error}".partition("\n")[0]
 
 
 def choose(names: list[str], call: Call) -> str:
