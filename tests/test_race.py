@@ -16,7 +16,6 @@ from xsake._race import entrants, one, sustained
 from xsake._race.case import FORWARD
 from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Here
-from xsake.autotune.problem import from_call
 
 SHAPE = "1x96x4x16,kv=2,causal,block=16"
 
@@ -30,7 +29,7 @@ def _quickly(monkeypatch):
 
 
 def finished(names, density=0.5, hands=None):
-    hands = hands or Here(one.hands(from_call(SHAPE, "float32", [density], None)))
+    hands = hands or Here(one.hands(SHAPE, density))
     return one.run(hands, names, FORWARD, rounds=2, limit=60.0)
 
 
@@ -61,7 +60,7 @@ class Killed(Here):
 
 
 def test_a_contestant_that_ends_the_process_leaves_the_others():
-    found = finished(["xsake", "dense"], hands=Killed(one.hands(from_call(SHAPE, "float32", [1.0], None))))
+    found = finished(["xsake", "dense"], hands=Killed(one.hands(SHAPE, 1.0)))
     assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.words["dense"]
 
 

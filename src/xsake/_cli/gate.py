@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from xsake._cli.errors import plain_errors
-from xsake._cli.race import usual_dtype
 
 if TYPE_CHECKING:
     from xsake._race.gate import Gate, Outcome
@@ -69,11 +68,11 @@ def gate(
 def _gates(shapes: list[str], implementation: str, gradients: bool) -> list[Gate]:
     from xsake._race.case import BOTH, FORWARD
     from xsake._race.gate import Gate
-    from xsake.autotune import problem
+    from xsake._race.one import parsed, usual_dtype
 
     directions = [FORWARD, BOTH] if gradients else [FORWARD]
     for shape in shapes:
-        problem.from_call(shape, usual_dtype(), [1.0], None)  # says what is wrong with it, before anything is measured
+        parsed(shape, 1.0, usual_dtype())  # says what is wrong with it, before anything is measured
     return [
         Gate(shape=shape, implementation=implementation, direction=direction, dtype=usual_dtype())
         for shape in shapes

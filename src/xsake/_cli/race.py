@@ -43,18 +43,17 @@ def race(
     with plain_errors("tune"):
         from xsake._race import entrants, one
         from xsake._race.case import BOTH, FORWARD
-        from xsake.autotune import problem
         from xsake.autotune.measure.isolation import Failed, Worker
 
         for path in filter(None, (out, chart)):
             check_file_out(path)
         names = list(dict.fromkeys([entrants.OURS, *filter(None, against.split(","))]))
         entrants.check_names(names)
-        given = problem.from_call(shape, usual_dtype(), [density], None)
-        hands = Worker(one.hands(given))
+        one.parsed(shape, density, "float32")  # says what is wrong with it
+        hands = Worker(one.hands(shape, density))
         try:
             with console.status("compiling and racing"):
-                peak = hands.call("peak", limit=duration(limit))
+                device, peak = hands.call("device", limit=duration(limit)), hands.call("peak", limit=duration(limit))
                 directions = [FORWARD, BOTH] if gradients else [FORWARD]
                 found = [one.run(hands, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
         except Failed as failed:
@@ -64,15 +63,9 @@ def race(
         for finished in found:
             _show(console, shape, finished, peak)
         if out is not None:
-            _write(out, shape, found, peak)
+            _write(out, shape, found, peak, device)
         if chart is not None:
             _draw(chart, shape, found)
-
-
-def usual_dtype() -> str:
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _show(console: Console, shape: str, finished: Finished, peak: float) -> None:
@@ -106,14 +99,14 @@ def _error(errors: dict[str, dict[str, float]]) -> str:
     return f"{errors[worst]['max']:.1e} ({errors[worst]['allowed_max']:.1e})"
 
 
-def _write(path: Path, shape: str, found: list[Finished], peak: float) -> None:
+def _write(path: Path, shape: str, found: list[Finished], peak: float, device: str) -> None:
     import jax
 
     import xsake
     from xsake._ground import atomic
 
     about: dict[str, Any] = {"xsake": xsake.__version__, "jax": jax.__version__, "shape": shape}
-    about |= {"device": jax.devices()[0].device_kind, "peak": peak, "races": [dataclasses.asdict(f) for f in found]}
+    about |= {"device": device, "peak": peak, "races": [dataclasses.asdict(f) for f in found]}
     atomic.write_text(path, json.dumps(about, indent=1) + "\n")
 
 

@@ -19,7 +19,7 @@ from xsake.autotune.measure import verify
 from xsake.autotune.measure.interference import contention, disturbance
 from xsake.autotune.measure.isolation import Caller, Failed, Hands
 from xsake.autotune.measure.timing import race
-from xsake.autotune.problem import Problem
+from xsake.autotune.problem import Problem, from_call
 
 MOST_CHECKED = {"gpu": 2**34}  # elements of one group's logits that the oracle computes, by platform
 _FEWER = 2**28
@@ -38,17 +38,21 @@ class Finished:
 
 
 class RaceHands(Hands):
-    """The hands of the process that races, for one workload at one density."""
+    """The hands of the process that races a shape at one density. Its parent must not open the device."""
 
-    def __init__(self, problem: Problem) -> None:
-        (density,) = problem.densities
-        assert density is not None
-        self._workload, self._on_cpu = problem.workload, jax.default_backend() == "cpu"
+    def __init__(self, shape: str, density: float) -> None:
+        self._on_cpu = jax.default_backend() == "cpu"
+        problem = parsed(shape, density, usual_dtype())
+        (density,) = problem.densities  # type: ignore[assignment]
+        self._workload = problem.workload
         self._mask = problem.workload.mask(density)
         calls = 1 if self._on_cpu else None
         self._cases = {d: Case(problem.workload, d, problem.dtype, calls=calls) for d in (FORWARD, BOTH)}
         self._runs: dict[tuple[str, str], Callable[[], Any]] = {}
         self._yardsticks: dict[str, verify.Yardstick] | None = None
+
+    def device(self) -> str:
+        return jax.devices()[0].device_kind
 
     def prepare(self, name: str, direction: str) -> dict[str, dict[str, float]]:
         """Compile a contestant and run it. Returns the errors of its results, {} where they are not comparable."""
@@ -92,9 +96,19 @@ class RaceHands(Hands):
         return 2.0 * size**3 / race({"product": lambda: product(x)}, rounds=5)["product"].low
 
 
-def hands(problem: Problem) -> Callable[[], RaceHands]:
+def hands(shape: str, density: float) -> Callable[[], RaceHands]:
     """What makes the hands of the process."""
-    return partial(RaceHands, problem)
+    return partial(RaceHands, shape, density)
+
+
+def parsed(shape: str, density: float, dtype: str) -> Problem:
+    """ValueError for a shape that is none, before anything starts."""
+    return from_call(shape, dtype, [density], None)
+
+
+def usual_dtype() -> str:
+    """The precision of this process's device where the shape names none."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _tokens_first(x: Any, length: int) -> jax.Array:

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import jax
-
 from xsake.autotune.measure.isolation import Caller, Failed, Worker
 from xsake.testing.checks import GROUPS, Check, checks_of
 from xsake.testing.smallest import SECONDS, by_title
@@ -28,10 +26,6 @@ class Plan:
     target: Target
     checks: tuple[Check, ...]
     parts: frozenset[str]
-
-    @property
-    def on_cpu(self) -> bool:
-        return jax.default_backend() == "cpu"
 
 
 def plan(target: Target, *, quick: bool, only: list[str]) -> Plan:
@@ -52,6 +46,7 @@ class Checkers:
         self._limit, self._factory = limit, partial(Checker, name, quick)
         self._start, self._idle = start, queue.SimpleQueue[Caller]()
         self._all: list[Caller] = []
+        self._on_cpu = False
         self._add()
 
     def _add(self) -> None:
@@ -61,11 +56,13 @@ class Checkers:
     def target(self) -> Target:
         """The sizes that suit the backend. `Failed` where it supports none, or cannot be imported."""
         (first,) = self._all
-        return first.call("sizes", limit=self._limit)
+        target, platform = first.call("sizes", limit=self._limit)
+        self._on_cpu = platform == "cpu"
+        return target
 
     def run(self, plan: Plan) -> Iterator[tuple[Check, Verdict]]:
         """Every check with its verdict, in the order of the plan."""
-        if plan.on_cpu and self._start is Worker and len(plan.checks) > 3 and (os.cpu_count() or 1) > 1:
+        if self._on_cpu and self._start is Worker and len(plan.checks) > 3 and (os.cpu_count() or 1) > 1:
             self._add()
         with ThreadPoolExecutor(len(self._all)) as pool:
             yield from zip(plan.checks, pool.map(partial(self._judge, plan), plan.checks), strict=True)

@@ -85,8 +85,9 @@ class Checker(Hands):
     def target(self) -> Target:
         return target_of(self._name)
 
-    def sizes(self) -> Target:
-        return self.target
+    def sizes(self) -> tuple[Target, str]:
+        """The backend's target, and the platform of this process: the parent must not open the device."""
+        return self.target, jax.default_backend()
 
     def check(self, title: str, parts: frozenset[str]) -> Verdict:
         self._judged += 1
