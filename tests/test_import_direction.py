@@ -29,11 +29,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake._op",),
     ("xsake._selection", "xsake._sequence"),
     ("xsake",),  # the door to the operation and to masks
-    ("xsake.compat", "xsake.torch", "xsake.hads.profile"),
+    ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),
     ("xsake.hads.attention", "xsake.hads.calibration"),
     ("xsake.hads",),  # the door to HADS
-    ("xsake.hads.study", "xsake.autotune"),
+    ("xsake.hads.study", "xsake.autotune", "xsake.torch"),
     ("xsake.model", "xsake.testing", "xsake._race"),
     ("xsake._plan", "xsake.dashboard"),
     ("xsake._cli",),

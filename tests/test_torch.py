@@ -9,7 +9,12 @@ import runpy
 import warnings
 from pathlib import Path
 
+import hads_case as case
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from xsake import hads
 
 torch = pytest.importorskip("torch", reason="torch and transformers have an environment of their own: make test-torch")
 transformers = pytest.importorskip("transformers", reason="make test-torch")
@@ -206,6 +211,64 @@ def test_a_model_compiled_by_torch_is_right():
     with torch.no_grad():
         got = torch.compile(model, backend="eager")(prompts(), attention_mask=padding("left")).logits
     torch.testing.assert_close(got * padding("left")[..., None], wanted, rtol=0, atol=2e-5)
+
+
+PROFILE = case.random_profile(q_heads=4, kv_heads=2, head_dim=16, block=16)
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_hads_with_all_blocks_is_dense(side: str | None):
+    model = model_of("llama")
+    xsake_torch.hads(model, PROFILE, 1.0, policy="always")
+    check_same(model, "sdpa", attention_mask=padding(side))
+
+
+def prompt_of(tokens: int = 250):
+    return torch.randint(3, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
+
+
+def test_hads_reads_a_prompt_as_hads_attention_does():
+    q, k, v = (x.detach() for x in tensors(250))
+    attention = hads.Attention(PROFILE, 0.6, policy="always")
+    ends = torch.full((2,), 250, dtype=torch.int32)
+    for layer in range(2):
+        sparse = call.Sparse(attention, layer, (torch.zeros_like(ends), ends))
+        got = xsake_torch.attention(q, k, v, is_causal=True, sparse=sparse)
+        wanted = attention(*(jnp.asarray(x.transpose(1, 2).numpy()) for x in (q, k, v)), layer=layer)
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-6)
+    dense = xsake_torch.attention(q, k, v, is_causal=True)
+    assert (got - dense).abs().max() > 1e-3
+
+
+def test_hads_in_a_model_with_and_without_padding():
+    model, prompt = model_of("llama"), prompt_of()
+    model.set_attn_implementation("xsake")
+    dense = model(prompt).logits
+    xsake_torch.hads(model, PROFILE, 0.6, policy="always")
+    with torch.no_grad():
+        sparse = model(prompt).logits
+    assert (sparse - dense).abs().max() > 1e-4
+    padded = torch.cat([torch.zeros(1, 30, dtype=torch.int64), prompt], 1)
+    mask = (padded != 0).long()
+    with torch.no_grad():
+        got = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0)).logits[:, 30:]
+    torch.testing.assert_close(got, sparse, rtol=0, atol=2e-5)
+    trained = model(prompt).logits
+    torch.testing.assert_close(trained, sparse, rtol=0, atol=2e-5)
+    trained[:, -1].sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    assert tokens[0, 250] == sparse[0, -1].argmax()
+    xsake_torch.hads(model, None)
+    torch.testing.assert_close(model(prompt).logits, dense, rtol=0, atol=0)
+
+
+def test_hads_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="the profile of 'random' has 2 layers, and the model 3: calibrate this model"):
+        config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3})
+        xsake_torch.hads(transformers.AutoModelForCausalLM.from_config(config), PROFILE)
+    with pytest.raises(ValueError, match="Linear has no layers with a layer_idx"):
+        xsake_torch.hads(torch.nn.Linear(2, 2), PROFILE)
 
 
 def test_padded_lengths():

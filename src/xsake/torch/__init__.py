@@ -10,14 +10,19 @@ from xsake._ground.extras import missing
 
 if TYPE_CHECKING:
     from xsake.torch.of_tensors import attention
+    from xsake.torch.sparse import hads
     from xsake.torch.transformers import register
 
 # JAX would take most of a GPU's memory at its first use, and leave torch none.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-_PUBLIC = {"attention": "xsake.torch.of_tensors", "register": "xsake.torch.transformers"}
+_PUBLIC = {
+    "attention": "xsake.torch.of_tensors",
+    "hads": "xsake.torch.sparse",
+    "register": "xsake.torch.transformers",
+}
 
-__all__ = ["attention", "register"]
+__all__ = ["attention", "hads", "register"]
 
 
 def __getattr__(name: str) -> Any:

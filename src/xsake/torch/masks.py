@@ -2,8 +2,9 @@
 
 transformers asks for a mask once per forward, and gives every layer's attention what it gets. A mask of T x S elements
 would be most of the work, and a new length a new program. So the mask is int32 [B, 1, rows, T + S]: the positions of
-queries and keys, and their segments, with a third row where the mask has a window. It is data: no offset compiles
-anything. What is neither causality, a window, packed sequences nor padding stays a mask of elements.
+queries and keys, and their segments; one row more says that the mask has a window, two that sequences are packed. It
+is data: no offset compiles anything. What is neither causality, a window, packed sequences nor padding stays a mask of
+elements.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers.masking_utils import (
 from xsake.torch.of_tensors import PADDING, Where
 
 _POSITIONS, _SEGMENTS = 0, 1
-_PLAIN, _WITH_WINDOW = 2, 3  # rows
+_ROWS, _WINDOW, _PACKED = 2, 1, 2  # rows; and more of them that say something
 _AFTER_ALL = 1 << 30  # the position of a query that sees every key
 
 
@@ -72,22 +73,30 @@ def tokens_mask(
     if not rule.is_causal:
         q = torch.full_like(q, _AFTER_ALL)
     tokens = torch.stack([torch.cat([q, k], -1), torch.cat([q_segments, segments], -1)], 1)
-    if rule.has_window:
-        tokens = torch.cat([tokens, tokens[:, :1]], 1)
+    said = rule.has_window * _WINDOW + (rule.segments is not None) * _PACKED
+    tokens = torch.cat([tokens, *[tokens[:, :1]] * said], 1)
     return tokens[:, None].to(torch.int32)
 
 
-def where_of(mask: torch.Tensor, q_length: int, kv_length: int) -> tuple[Where, bool]:
-    """(what a mask of tokens says, whether it has a window)."""
+class Said(NamedTuple):
+    """What a mask of tokens says."""
+
+    where: Where
+    has_window: bool
+    is_packed: bool
+
+
+def said_by(mask: torch.Tensor, q_length: int, kv_length: int) -> Said:
     rows, tokens = mask.shape[-2:]
-    if mask.shape[1] != 1 or rows not in (_PLAIN, _WITH_WINDOW) or tokens != q_length + kv_length:
+    if mask.shape[1] != 1 or not 0 <= rows - _ROWS <= _WINDOW + _PACKED or tokens != q_length + kv_length:
         raise ValueError(
             f"the model handed on a mask {tuple(mask.shape)} that is not the one of its {q_length} queries and "
             f"{kv_length} keys: it cuts masks to a shape of its own; use another attn_implementation"
         )
     positions, segments = mask[:, 0, _POSITIONS], mask[:, 0, _SEGMENTS]
     q, k = slice(q_length), slice(q_length, None)
-    return Where(positions[:, q], positions[:, k], segments[:, q], segments[:, k]), rows == _WITH_WINDOW
+    where = Where(positions[:, q], positions[:, k], segments[:, q], segments[:, k])
+    return Said(where, bool((rows - _ROWS) & _WINDOW), bool((rows - _ROWS) & _PACKED))
 
 
 def elements(where: Where, window: int | None) -> torch.Tensor:

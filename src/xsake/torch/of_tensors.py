@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array
 from torch.nn import functional
 
 import xsake
+from xsake.hads.attention.attention import Attention
 from xsake.torch.crossing import DTYPES, to_jax, to_torch
 
 _UNIT = 64  # tokens
@@ -34,8 +36,23 @@ class Where(NamedTuple):
     k_segments: torch.Tensor
 
 
+class Sparse(NamedTuple):
+    """A prompt that HADS reads: the function and the layer's number.
+
+    `text` is where each sequence's text begins and ends, int32 [B]; None where all is text and keeps its length, which
+    gradients need.
+    """
+
+    attention: Attention
+    layer: int
+    text: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 class _Static(NamedTuple):
     """What a program is compiled for, beside shapes."""
+
+    hads: Attention | None
+    layer: int | None  # of a model whose layers are not alike; else its number is data
 
     is_causal: bool
     scale: float | None
@@ -56,6 +73,7 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    sparse: Sparse | None = None,
 ) -> torch.Tensor:
     """[B, T, H, Dv] from query [B, H, T, D], key [B, K, S, D] and value [B, K, S, Dv], as models of transformers have
     them; H must be a multiple of K.
@@ -68,6 +86,7 @@ def attention(
       window: with `is_causal`, a query attends itself and the `window - 1` tokens before it.
       sinks: [H] logits that take part in every row's softmax with a value of 0.
       soft_cap: c * tanh(logits / c).
+      sparse: of a whole prompt that HADS reads, in place of `where`.
     """
     tensors = [query, key, value, *(x for x in (bias, sinks) if x is not None)]
     _check(query, tensors)
@@ -76,16 +95,28 @@ def attention(
     if where is None and not (is_causal and q_len == k_len) and bucket(k_len) != k_len and bias is None:
         where = _numbered(query, k_len, is_causal)
         is_causal = True
-    q_more, k_more = (bucket(n) - n if bias is None else 0 for n in (q_len, k_len))
+    if sparse is not None:
+        where = None
+    keeps_length = bias is not None or (sparse is not None and sparse.text is None)
+    q_more, k_more = (0 if keeps_length else bucket(n) - n for n in (q_len, k_len))
     query, key, value = (_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more)))
     layouts = tuple(_tokens_first(x) for x in (query, key, value))
-    static = _Static(is_causal, scale, window, soft_cap, layouts)  # type: ignore[arg-type]
+    layer = sparse.layer if sparse is not None and sparse.attention.profile.windowed else None
+    static = _Static(
+        sparse and sparse.attention,
+        layer,
+        is_causal,
+        scale,
+        window,
+        soft_cap,
+        layouts,  # type: ignore[arg-type]
+    )
     if where is not None:
         where = Where(
             *(functional.pad(x, (0, more)) for x, more in zip(where[:2], (q_more, k_more), strict=True)),
             *(functional.pad(x, (0, more), value=PADDING) for x, more in zip(where[2:], (q_more, k_more), strict=True)),
         )
-    out = _Attention.apply(static, where, bias, query, key, value, sinks)
+    out = _Attention.apply(static, where, bias, sparse, query, key, value, sinks)
     return out[:, :q_len]
 
 
@@ -126,11 +157,15 @@ class _Attention(torch.autograd.Function):
     """One call of JAX forward and one backward. The backward's residuals stay in JAX."""
 
     @staticmethod
-    def forward(ctx: Any, static: _Static, where: Where | None, bias: Any, *tensors: Any) -> torch.Tensor:
-        known = {
+    def forward(
+        ctx: Any, static: _Static, where: Where | None, bias: Any, sparse: Sparse | None, *tensors: Any
+    ) -> torch.Tensor:
+        known: dict[str, Any] = {
             "where": None if where is None else tuple(to_jax(x.contiguous()) for x in where),
             "bias": None if bias is None else to_jax(bias.contiguous()),
         }
+        if sparse is not None:
+            known["sparse"] = np.int32(sparse.layer), sparse.text and tuple(to_jax(x) for x in sparse.text)
         given = tuple(
             None if x is None else to_jax(x.transpose(1, 2) if first else x)
             for x, first in zip(tensors, (*static.tokens_first, False), strict=True)
@@ -154,6 +189,7 @@ class _Attention(torch.autograd.Function):
             None,
             None,
             None,
+            None,
             *(x.transpose(1, 2) if x is not None and at else x for x, at in zip(gradients, first, strict=True)),
         )
 
@@ -161,20 +197,23 @@ class _Attention(torch.autograd.Function):
 def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> Array:
     *qkv, sinks = given
     query, key, value = (x if at else x.swapaxes(1, 2) for x, at in zip(qkv, static.tokens_first, strict=True))
-    options: dict[str, Any] = {}
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    options: dict[str, Any] = {"scale": static.scale, "sinks": sinks, "logits_soft_cap": static.soft_cap}
+    if static.hads is not None:
+        layer, text = known["sparse"]
+        options |= {} if text is None else {"left_padding": text[0], "lengths": text[1]}
+        layer = layer if static.layer is None else static.layer
+        return static.hads(query, key, value, layer=layer, is_causal=True, **options)  # type: ignore[no-any-return]
     if known["where"] is not None:
         q_positions, k_positions, q_segments, k_segments = known["where"]
-        options = {"positions": (q_positions, k_positions), "segment_ids": (q_segments, k_segments)}
+        options |= {"positions": (q_positions, k_positions), "segment_ids": (q_segments, k_segments)}
     return xsake.attention(
         query,
         key,
         value,
         bias=known["bias"],
-        scale=static.scale,
         is_causal=static.is_causal,
         local_window_size=None if static.window is None else (static.window - 1, 0),
-        sinks=None if sinks is None else sinks.astype(jnp.float32),
-        logits_soft_cap=static.soft_cap,
         **options,
     )
 

@@ -10,8 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from xsake.torch.crossing import DTYPES
-from xsake.torch.masks import elements, tokens_mask, where_of
+from xsake.torch.masks import elements, said_by, tokens_mask
 from xsake.torch.of_tensors import attention
+from xsake.torch.sparse import sparse_prompt
 
 
 def register(name: str = "xsake") -> None:
@@ -42,21 +43,26 @@ def forward(
     """An attention of transformers: query [B, H, T, D], keys and values [B, K, S, D]; gives ([B, T, H, D], None)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q_length, kv_length = query.shape[2], key.shape[2]
-    where, window, bias = None, None, None
+    where, window, bias, sparse = None, None, None, None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
-        where, has_window = where_of(attention_mask, q_length, kv_length)
-        if has_window and sliding_window is None:
+        said = said_by(attention_mask, q_length, kv_length)
+        where = said.where
+        if said.has_window and sliding_window is None:
             raise ValueError(
                 f"{type(module).__name__} has a mask with a window, and says to its attention no sliding_window: use "
                 "another attn_implementation"
             )
-        window, is_causal = sliding_window if has_window else None, True
+        window, is_causal = sliding_window if said.has_window else None, True
+        if window is None and not said.is_packed:
+            sparse = sparse_prompt(module, query, key, where)
     elif attention_mask is not None:
         bias, is_causal = _as_bias(attention_mask, kv_length), False
     elif q_length == 1:
         is_causal = False  # transformers' rule: a new token without a mask sees all
     elif is_causal and kv_length > q_length:  # and an empty static cache is one that nothing was written to
         key, value = key[:, :, :q_length], value[:, :, :q_length]
+    if attention_mask is None and is_causal:
+        sparse = sparse_prompt(module, query, key, None)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
         if where is not None:
@@ -81,6 +87,7 @@ def forward(
         window=window,
         sinks=s_aux,
         soft_cap=softcap,
+        sparse=sparse if bias is None else None,
     )
     return out, None
 
