@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_offline import lower
 from jax import export
+from sweep import sweep
 from typer.testing import CliRunner
 
 import xsake
@@ -52,7 +53,8 @@ def call():
     return build_call(query, query[:, :, :2], query[:, :, :2], mask, default_blocks=(128, 128))
 
 
-@pytest.mark.parametrize("kind", ["xla", "gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+# Its own tests, below, run the kernel in XLA.
+@pytest.mark.parametrize("kind", sweep(["xla", "gpu", "tpu"], slow=["xla", "tpu"]))
 def test_a_new_kernel_is_right(made, kind):
     """In a call of several blocks; those of a GPU are interpreted. Its own tests have more."""
     target = target_of(made(kind)[0])
