@@ -13,6 +13,7 @@ from flax import nnx
 from sweep import sweep
 from tiny_model import FOUR_PROMPTS
 
+import xsake
 from xsake import hads
 from xsake.hads.profile.estimator import bucket_of
 from xsake.hads.selection.step.blocks import StepRule, select_step, step_count
@@ -128,6 +129,31 @@ def test_a_mask_of_the_blocks_is_attended_as_gathered(inputs, pooled, window):
         return attend_listed(query, key, value, mask, positions, window=window)
 
     np.testing.assert_allclose(listed(*inputs), gathered(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_tokens_on_both_sides_of_a_blocks_edge_see_their_whole_windows(tokens: int):
+    """With all blocks, as dense attention: the first of the tokens sees a block more than the last one."""
+    window, lengths = 6 * BLOCK - tokens + 3, jnp.array([203, 130], jnp.int32)
+    rng = np.random.default_rng(1)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, t, h, 16)), jnp.float32) for t, h in ((tokens, 4), (224, 2), (224, 2))
+    )
+    empty = hads.PooledKeys.empty(batch=2, kv_heads=2, blocks=224 // BLOCK, head_dim=16)
+    pooled = write(empty, key, lengths, start=0, block=BLOCK)
+    step = StepRule(1.0, 2 * 224 // BLOCK, BLOCK, PROFILE.rule, window=window)
+
+    @jax.jit
+    def sparse_and_dense(query, key, value):
+        chosen = select_step(query, pooled, hads.LayerWeights.of(PROFILE, 1), lengths, step)
+        sparse = attend_blocks(query, key, value, *chosen, lengths, block_size=BLOCK, window=window)
+        places = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+        slots = jnp.broadcast_to(jnp.arange(224, dtype=jnp.int32), (2, 224))
+        rules = dict(positions=(places, slots), is_causal=True, local_window_size=(window - 1, 0))
+        return sparse, xsake.attention(query, key, value, **rules)
+
+    sparse, dense = sparse_and_dense(query, key, value)
+    np.testing.assert_allclose(sparse, dense, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_of_other_blocks_is_refused(inputs, pooled):

@@ -81,7 +81,7 @@ def test_blocks_are_xlas(name: str):
         assert np.array_equal(g, w)
     kept = np.asarray(got[1])[..., 1].sum(-1)
     reach = step.reach_of(given.pooled, of.rule)
-    inside = [min(-(-length // of.block), reach + 1) for length in of.lengths]
+    inside = [int(step.blocks_inside(jnp.int32(length), of.tokens, of.block, reach)) for length in of.lengths]
     assert kept.tolist() == step.counts(of.blocks, of.kv_heads, of.budget)[inside].tolist()
 
 
@@ -122,7 +122,7 @@ def test_the_largest_of_all_heads_are_listed():
 
     def listed(keys, in_order, order, lengths):
         gains = gpu_step.Gains(keys, in_order, order)
-        return gpu_step.lists(gains, table, lengths, block=block, reach=n, room=room)
+        return gpu_step.lists(gains, table, lengths, tokens=1, block=block, reach=n, room=room)
 
     with interpret():
         columns, row_ptr = jax.jit(listed)(*(jnp.asarray(x) for x in (keys, in_order, order, lengths)))

@@ -222,7 +222,6 @@ class _Call:
         options = {"positions": positions, **self.rules.arguments()}
         dense = partial(self._attend, query, key, value, **options, **self._padding(query.shape[1], key.shape[1]))
         decision = self._decide("decode", query, key.shape[1])
-        # With a window, tokens on both sides of a block's edge see one block more than the step counts.
         if decision.budget is None or decision.budget == 1 or self.left_padding is not None:
             return dense()
         step = Step.of(self.own.profile, decision.budget, query.shape[1], key.shape[1])

@@ -25,6 +25,7 @@ from xsake.hads.profile.estimator import BUCKETS, KINDS, Estimator
 from xsake.hads.selection.gain import FORCED, gains_of_sorted, key_of
 from xsake.hads.selection.gpu.sort import sort_rows
 from xsake.hads.selection.pooled import KIND_OF_PART, query_parts
+from xsake.hads.selection.step.blocks import blocks_inside
 
 _LOGITS_WARPS, _GAINS_WARPS = 8, 4
 _TOGETHER = 8192  # numbers in the registers of a program: with four warps, and much beside them, logits would spill
@@ -236,7 +237,14 @@ def _keys(mass: Array, rows: list[Array], column: Array, grid: CausalGrid, reach
 
 
 def lists(
-    gains: Gains, counts: Int[np.ndarray, "n_and_one"], lengths: Int[Array, "B"], *, block: int, reach: int, room: int
+    gains: Gains,
+    counts: Int[np.ndarray, "n_and_one"],
+    lengths: Int[Array, "B"],
+    *,
+    tokens: int,
+    block: int,
+    reach: int,
+    room: int,
 ) -> tuple[Int[Array, "B K capacity"], Int[Array, "B K 2"]]:
     """(columns of each head's blocks, rising, the last one repeated to the end; row_ptr).
 
@@ -253,8 +261,8 @@ def lists(
         keys_ref: Any, in_order_ref: Any, order_ref: Any, counts_ref: Any, length_ref: Any, out_ref: Any, ptr_ref: Any
     ) -> None:
         own = pl.program_id(0)
-        blocks = lax.div(length_ref[0] + (block - 1), jnp.int32(block))
-        wanted = jnp.minimum(counts_ref[jnp.minimum(jnp.minimum(blocks, reach + 1), n)], room)
+        inside = jnp.minimum(blocks_inside(length_ref[0], tokens, block, reach), n)
+        wanted = jnp.minimum(counts_ref[inside], room)
         head, place = lax.div(iota(every), jnp.int32(width)), lax.rem(iota(every), jnp.int32(width))
         order = plgpu.load(order_ref.at[head, place], mask=head < kv_heads, other=0)
         cut = _largest_cut(order, wanted, bits)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid, blocks_back
@@ -77,8 +77,8 @@ def select_step(
     at = groups * n - 1 - from_end
     chosen = jnp.take_along_axis(keys.reshape(b, -1), at, 1)
     low = (1 << max(n - 1, 1).bit_length()) - 1  # where `key_of` keeps the column
-    blocks = jnp.minimum((lengths + block - 1) // block, reach + 1)
-    wanted = jnp.asarray(counts(n, groups, step.budget))[jnp.minimum(blocks, n)]
+    blocks = jnp.minimum(blocks_inside(lengths, query.shape[1], block, reach), n)
+    wanted = jnp.asarray(counts(n, groups, step.budget))[blocks]
     live = (jnp.arange(at.shape[1])[None] < wanted[:, None]) & (chosen >= 0)
     return StepBlocks((at // n).astype(jnp.int32), jnp.where(live, chosen & low, 0), live)
 
@@ -88,12 +88,20 @@ def reach_of(pooled: PooledKeys, step: StepRule) -> int:
     return pooled.blocks if step.window is None else blocks_back(step.window, step.block)
 
 
+def blocks_inside(lengths: Array, tokens: int, block: int, reach: int) -> Array:
+    """How many blocks some of a sequence's last tokens see: tokens on both sides of a block's edge one more. In XLA's
+    program and in kernels."""
+    blocks = lax.div(lengths + (block - 1), jnp.int32(block))
+    first = lax.div(jnp.maximum(lengths - tokens, 0), jnp.int32(block))
+    return jnp.minimum(blocks, blocks - first + reach)
+
+
 def step_count(
     blocks: int, kv_heads: int, budget: float, rule: Rule, *, tokens: int = 1, reach: int | None = None
 ) -> int:
     """How many blocks of a layer's cache a token attends to, over all KV heads.
 
-    With a window the budget is a share of the blocks inside: the last token's own and `reach` before it.
+    With a window the budget is a share of the blocks inside: the tokens' own and `reach` before them.
 
     ValueError if more blocks are always on: with several new tokens, also the near blocks of the block before the last.
 
@@ -115,7 +123,7 @@ def forced_blocks(blocks: int, rule: Rule, *, tokens: int = 1, reach: int | None
     reach = blocks if reach is None else reach
     column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
     seen = (column <= rows) & (rows - column <= reach)
-    return int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + 1)
+    return int((rule.forces(rows, column) & seen).any(0).sum()), min(blocks, reach + min(tokens, 2))
 
 
 def counts(blocks: int, kv_heads: int, budget: float) -> Int[np.ndarray, "blocks_and_one"]:

@@ -89,7 +89,9 @@ def _by_kernels(step: StepRule, given: _Given) -> tuple[Array, Array]:
     where: dict[str, Any] = dict(block=step.block, reach=reach)
     logits = gpu_step.logits(query, pooled.features, weights.estimator, lengths, **where)
     gains = gpu_step.gains(logits, weights.sensitivity, weights.burstiness, lengths, grid=grid, reach=reach)
-    return gpu_step.lists(gains, counts(n, groups, step.budget), lengths, **where, room=step.room)
+    return gpu_step.lists(
+        gains, counts(n, groups, step.budget), lengths, **where, tokens=query.shape[1], room=step.room
+    )
 
 
 def _by_xla(step: StepRule, given: _Given) -> tuple[Array, Array]:
