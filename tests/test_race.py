@@ -13,7 +13,7 @@ import xsake
 from xsake._cli import app
 from xsake._op import registry
 from xsake._race import entrants, one, sustained
-from xsake._race.case import FORWARD
+from xsake._race.case import BOTH, FORWARD
 from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Here
 
@@ -46,6 +46,12 @@ def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
     assert 0.5 < found.density < 1
     assert found.words["wrong"].startswith("wrong: beside the oracle out by")
     assert "pip install flash-attn-4" in found.words["fa4"] and "needs a TPU" in found.words["mosaic_tpu"]
+
+
+def test_fewer_keys_than_queries_race_with_their_gradients():
+    hands = Here(one.hands("1x96x4x16,kv=64x2,causal,block=16", 0.5))
+    found = one.run(hands, ["xsake", "xla"], BOTH, rounds=2, limit=60.0)
+    assert [set(row["errors"]) for row in found.rows] == 2 * [{"d_query", "d_key", "d_value"}], found.words
 
 
 class Killed(Here):

@@ -74,8 +74,9 @@ class RaceHands(Hands):
             self._yardsticks = verify.yardsticks(*case.inputs, case.cotangent, self._mask)
         found = {}
         for name, x in zip(_RESULTS[direction], jax.tree.leaves(results), strict=True):
-            yardstick, x = self._yardsticks[name], _tokens_first(x, self._workload.length)
-            found[name] = yardstick.errors(np.asarray(x[-1:, :, -yardstick.exact.shape[2] :]))
+            yardstick = self._yardsticks[name]
+            _, tokens, heads, _ = yardstick.exact.shape
+            found[name] = yardstick.errors(np.asarray(_tokens_first(x, tokens)[-1:, :, -heads:]))
         return found
 
     def race(self, direction: str, names: list[str], rounds: int) -> tuple[list[dict[str, Any]], float, str | None]:
@@ -111,10 +112,10 @@ def usual_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def _tokens_first(x: Any, length: int) -> jax.Array:
-    """A result as a JAX array [B, T, H, D]; torch's peers may have the heads first."""
+def _tokens_first(x: Any, tokens: int) -> jax.Array:
+    """A result of so many tokens as a JAX array [B, tokens, H, D]; torch's peers may have the heads first."""
     array = x if isinstance(x, jax.Array) else jnp.from_dlpack(x.detach())
-    return array if array.shape[1] == length else array.swapaxes(1, 2)
+    return array if array.shape[1] == tokens else array.swapaxes(1, 2)
 
 
 def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:

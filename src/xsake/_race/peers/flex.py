@@ -22,9 +22,9 @@ def contestant(case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
         enable_gqa=workload.q_heads != workload.kv_heads,
         block_mask=BlockMask.from_kv_blocks(
             *lists,
-            BLOCK_SIZE=(workload.block, workload.block),
+            BLOCK_SIZE=(mask.block_q, mask.block_kv),
             mask_mod=(lambda b, h, q, k: q >= k) if workload.is_causal else None,
-            seq_lengths=(workload.length, workload.length),
+            seq_lengths=(workload.length, workload.kv_length or workload.length),
         ),
     )
     return by_torch.contestant(case, lambda q, k, v: _attend(q, k, v, **options), heads_first=True)
