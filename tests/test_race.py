@@ -44,14 +44,19 @@ def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
     assert ours["errors"]["out"]["max"] <= ours["errors"]["out"]["allowed_max"] and not dense["errors"]
     assert ours["tflops"] * ours["sustained"]["median"] < dense["tflops"] * dense["sustained"]["median"]
     assert 0.5 < found.density < 1
-    assert found.words["wrong"].startswith("wrong: beside the oracle out by")
-    assert "pip install flash-attn-4" in found.words["fa4"] and "needs a TPU" in found.words["mosaic_tpu"]
+    assert found.reasons["wrong"].startswith("wrong: beside the oracle out by")
+    assert "pip install flash-attn-4" in found.reasons["fa4"] and "needs a TPU" in found.reasons["mosaic_tpu"]
 
 
 def test_fewer_keys_than_queries_race_with_their_gradients():
     hands = Here(one.hands("1x96x4x16,kv=64x2,causal,block=16", 0.5))
     found = one.run(hands, ["xsake", "xla"], BOTH, rounds=2, limit=60.0)
-    assert [set(row["errors"]) for row in found.rows] == 2 * [{"d_query", "d_key", "d_value"}], found.words
+    assert [set(row["errors"]) for row in found.rows] == 2 * [{"d_query", "d_key", "d_value"}], found.reasons
+
+
+def test_a_race_without_contestants_says_why():
+    with pytest.raises(ValueError, match=r"no contestant can race forward: fa4: .*pip install flash-attn-4"):
+        finished(["fa4"])
 
 
 class Killed(Here):
@@ -67,7 +72,7 @@ class Killed(Here):
 
 def test_a_contestant_that_ends_the_process_leaves_the_others():
     found = finished(["xsake", "dense"], hands=Killed(one.hands(SHAPE, 1.0)))
-    assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.words["dense"]
+    assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.reasons["dense"]
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -85,8 +85,8 @@ def _show(console: Console, shape: str, finished: Finished, peak: float) -> None
             _error(row["errors"]),
         )
     console.print(table)
-    for name, words in finished.words.items():
-        console.print(f"[bold]{name}[/bold] does not race: {escape(words)}", soft_wrap=True)
+    for name, reason in finished.reasons.items():
+        console.print(f"[bold]{name}[/bold] does not race: {escape(reason)}", soft_wrap=True)
     if finished.disturbed:
         console.print(f"[yellow]The race was disturbed[/yellow]: {escape(finished.disturbed)}", soft_wrap=True)
 

@@ -33,7 +33,7 @@ class Finished:
     direction: str
     density: float
     rows: list[dict[str, Any]]
-    words: dict[str, str]
+    reasons: dict[str, str]
     disturbed: str | None
 
 
@@ -119,15 +119,18 @@ def _tokens_first(x: Any, tokens: int) -> jax.Array:
 
 
 def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:
-    """Prepare the contestants, each of which may fail, and race the others. Raises `Failed` if the race fails."""
+    """Prepare the contestants, each of which may fail, and race the others.
+
+    Raises ValueError with the reasons where all fail, and `Failed` if the race itself fails.
+    """
     errors: dict[str, Any] = {}
-    words: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in names:
         before = hands.restarts
         try:
             errors[name] = hands.call("prepare", name, direction, limit=limit)
         except Failed as failed:
-            words[name] = _words(failed)
+            reasons[name] = _reason(failed)
         if hands.restarts != before:  # what was prepared in the old process is lost
             for other in errors:
                 hands.call("prepare", other, direction, limit=limit)
@@ -135,16 +138,17 @@ def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: 
         wrong = [n for n, e in found.items() if not e["max"] <= e["allowed_max"]]
         if wrong:
             worst = ", ".join(f"{n} by {found[n]['max']:.2g} ({found[n]['allowed_max']:.2g} allowed)" for n in wrong)
-            words[name] = f"wrong: beside the oracle {worst}"
-    racing = [name for name in errors if name not in words]
+            reasons[name] = f"wrong: beside the oracle {worst}"
+    racing = [name for name in errors if name not in reasons]
     if not racing:
-        return Finished(direction, float("nan"), [], words, None)
+        every = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise ValueError(f"no contestant can race {direction}: {every}")
     rows, density, disturbed = hands.call("race", direction, racing, rounds, limit=60 * limit)
     for row in rows:
         row["errors"] = errors[row["contestant"]]
-    return Finished(direction, density, rows, words, disturbed)
+    return Finished(direction, density, rows, reasons, disturbed)
 
 
-def _words(failed: Failed) -> str:
+def _reason(failed: Failed) -> str:
     kind, _, text = " ".join(str(failed).split()).partition(": ")
     return (text if kind in ("ModuleNotFoundError", "NotImplementedError") else f"{kind}: {text}")[:300]
