@@ -94,6 +94,7 @@ def test_wrong_words():
         (["--shape", SHAPE, "--against", "flash"], "contestants ['flash'] are unknown; there are cudnn, dense, fa4"),
         (["--shape", "4096"], "the query's shape '4096' is not right"),
         (["--shape", SHAPE, "--density", "0"], "density=0.0 must be above 0 and at most 1"),
+        (["--shape", f"{SHAPE},density=0.5", "--density", "0.1"], "both give a density: leave out one of them"),
         (["--shape", SHAPE, "--json", "no/such/folder/x.json"], "there is no folder"),
     ):
         said = CliRunner().invoke(app, ["race", *words])

@@ -24,11 +24,13 @@ def race(
     shape: Annotated[
         str,
         typer.Option(
-            help="BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,dtype=NAME], "
-            "such as 1x32768x32x128,kv=8,causal."
+            help="BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
+            "such as 1x32768x32x128,kv=8,causal,density=0.1."
         ),
     ],
-    density: Annotated[float, typer.Option(help="Share of the blocks that attend.", min=0.0, max=1.0)] = 1.0,
+    density: Annotated[
+        float | None, typer.Option(help="Share of the blocks that attend, where the shape says none; by default all.")
+    ] = None,
     against: Annotated[
         str, typer.Option(help="Contestants: implementations, dense, cudnn, tokamax, flex, fa4.")
     ] = "dense",
@@ -49,8 +51,11 @@ def race(
             check_file_out(path)
         names = list(dict.fromkeys([entrants.OURS, *filter(None, against.split(","))]))
         entrants.check_names(names)
-        one.parsed(shape, density, "float32")  # says what is wrong with it
-        hands = Worker(one.hands(shape, density))
+        if density is not None and "density=" in shape:
+            raise ValueError(f"--density {density:g} and {shape!r} both give a density: leave out one of them")
+        asked = 1.0 if density is None else density
+        one.parsed(shape, asked, "float32")  # says what is wrong with it
+        hands = Worker(one.hands(shape, asked))
         try:
             with console.status("compiling and racing"):
                 device, peak = hands.call("device", limit=duration(limit)), hands.call("peak", limit=duration(limit))
