@@ -80,7 +80,9 @@ def test_wrong_words_and_baselines(measured, tmp_path):
         ([], "has no baseline: make one with --record and --shape"),
         (["--record"], "--record needs --shape"),
         (["--record", "--shape", "4096"], "the query's shape '4096' is not right"),
-        (["--record", "--shape", SHAPE, "--implementation", "flash"], "contestants ['flash'] are unknown"),
+        (["--record", "--shape", SHAPE, "--implementation", "flash"], "implementation='flash' is unknown"),
+        (["--record", "--shape", SHAPE, "--implementation", "dense"], "implementation='dense' is unknown"),
+        (["--record", "--shape", SHAPE, "--implementation", "fa4"], "implementation='fa4' is unknown"),
     ):
         said = xsake(tmp_path, *words)
         assert said.exit_code == 1 and says in said.output, said.output

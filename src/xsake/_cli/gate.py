@@ -28,7 +28,7 @@ def gate(
             help="With --record: 1x4096x8x64,causal,density=0.4, as in `xsake race`. May be given several times."
         ),
     ] = None,
-    implementation: Annotated[str, typer.Option(help="With --record: who is gated.")] = "xsake",
+    implementation: Annotated[str, typer.Option(help="With --record: a backend; xsake takes the best.")] = "xsake",
     gradients: Annotated[bool, typer.Option(help="With --record: forward and backward together, too.")] = False,
     storage: Annotated[Path, typer.Option(help="Folder of the baselines, which pytest-benchmark reads.")] = Path(
         ".benchmarks"
@@ -43,14 +43,15 @@ def gate(
     console = Console()
     how = {"rounds": rounds, "round_seconds": round_seconds}
     with plain_errors("tune"):
-        from xsake._race import entrants
+        from xsake._op import registry
         from xsake._race import gate as gates
+        from xsake._race.entrants import OURS
         from xsake._race.verdict import Busy
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")
         if record:
-            entrants.check_names([implementation])
+            registry.check_name(None if implementation == OURS else implementation)
             try:
                 path = gates.record(_gates(shape or [], implementation, gradients), storage, **how)  # type: ignore[arg-type]
             except Busy as busy:
