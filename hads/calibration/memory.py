@@ -39,7 +39,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
     grid = CausalGrid.of(length, block, block_q, layers.window)
     first = layers.chosen[0]
     graph, weights, attention = layers.graphs[first], layers.weights[first], layers.cut.attention_fn
-    x, rotation = layers.shapes(length)
+    x, shared = layers.shapes(length)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def run(program: Any, *given: Any, beside: int = 0) -> tuple[Any, int]:
@@ -49,7 +49,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
             found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + beside
         )
 
-    watched = graph, attention, weights, x, rotation, grid
+    watched = graph, attention, weights, x, shared, grid
     (_, seen), watch = run(observe.observe_block, *watched, beside=size(x))
     every = jax.tree.map(lambda one: jax.ShapeDtypeStruct((sequences, *one.shape[1:]), one.dtype), seen)
     pooled, share = every.pooled, every.statistics.mass
@@ -58,7 +58,7 @@ def needed(model: Any, *, length: int, sequences: int, block: int = 64, block_q:
     (estimator, _) = estimator
     of_head = jax.ShapeDtypeStruct((share.shape[1],), jnp.float32)
     _, gains = run(_gains, seen, estimator, of_head, of_head, grid, beside=all_seen + size((pooled, share)))
-    _, forward = run(observe.forward_block, graph, attention, weights, x, rotation, beside=size(x))
+    _, forward = run(observe.forward_block, graph, attention, weights, x, shared, beside=size(x))
     _, likelihood = run(
         observe.likelihood_gradient, layers.cut.logits, layers.cut.rest, x, key, observe.CHUNK, beside=size(x)
     )

@@ -50,17 +50,17 @@ class Touched(NamedTuple):
 def observe(model: Any, tokens: Int[Array, "B T"], grid: CausalGrid) -> list[Observation]:
     """Each layer's observation, under dense attention."""
     layers = Layers(model)
-    x, rotation = layers.start(tokens, windowed=True)
+    x, shared = layers.start(tokens, windowed=True)
     seen = []
     for graph, weights in zip(layers.graphs, layers.weights, strict=True):
-        x, one = observe_block(graph, layers.cut.attention_fn, weights, x, rotation, grid)
+        x, one = observe_block(graph, layers.cut.attention_fn, weights, x, shared, grid)
         seen.append(one)
     return seen
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn", "grid"), donate_argnames="x")
 def observe_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, grid: CausalGrid
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, shared: Any, grid: CausalGrid
 ) -> tuple[Array, Observation]:
     """A block's output, and the observation of its attention."""
     seen = []
@@ -69,7 +69,7 @@ def observe_block(
         seen.append(observation(rules.scaled(query), key, grid))
         return attention_fn(query, key, value, **rules.arguments())
 
-    return run_asking(graph, weights, x, rotation, attend), once(seen)
+    return run_asking(graph, weights, x, shared, attend), once(seen)
 
 
 def observation(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"], grid: CausalGrid) -> Observation:
@@ -93,30 +93,30 @@ def touch(model: Any, tokens: Int[Array, "B T"], key: Array, chunk: int = CHUNK)
     backward pass. Logits exist `chunk` tokens at a time. `key` seeds the draws.
     """
     layers = Layers(model)
-    x, rotation = layers.start(tokens, windowed=True)
+    x, shared = layers.start(tokens, windowed=True)
     inputs: list[Array | np.ndarray] = []
     stay = wait_on_device(len(layers.weights), x)
     for graph, weights in zip(layers.graphs, layers.weights, strict=True):
         inputs.append(x if stay else np.asarray(x))
-        x = forward_block(graph, layers.cut.attention_fn, weights, x, rotation)
+        x = forward_block(graph, layers.cut.attention_fn, weights, x, shared)
     gradient = likelihood_gradient(layers.cut.logits, layers.cut.rest, x, key, chunk)
     for number in reversed(range(len(inputs))):
-        given = layers.weights[number], jnp.asarray(inputs.pop()), rotation, gradient
+        given = layers.weights[number], jnp.asarray(inputs.pop()), shared, gradient
         gradient, one = touch_block(layers.graphs[number], layers.cut.attention_fn, *given)
         yield number, one
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn"))
-def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any) -> Array:
+def forward_block(graph: Any, attention_fn: Callable, weights: Any, x: Array, shared: Any) -> Array:
     def attend(query: Array, key: Array, value: Array, rules: Rules) -> Array:
         return attention_fn(query, key, value, **rules.arguments())
 
-    return run_asking(graph, weights, x, rotation, attend)
+    return run_asking(graph, weights, x, shared, attend)
 
 
 @partial(jax.jit, static_argnames=("graph", "attention_fn"))
 def touch_block(
-    graph: Any, attention_fn: Callable, weights: Any, x: Array, rotation: Any, gradient: Array
+    graph: Any, attention_fn: Callable, weights: Any, x: Array, shared: Any, gradient: Array
 ) -> tuple[Array, Touched]:
     """The gradient with respect to the block's input, and with respect to its heads' outputs."""
 
@@ -128,7 +128,7 @@ def touch_block(
             seen.append((out, rules.scaled(query), key, value))
             return out if nudge is None else out + nudge
 
-        return run_asking(graph, weights, x, rotation, attend), once(seen)
+        return run_asking(graph, weights, x, shared, attend), once(seen)
 
     out, *_ = jax.eval_shape(lambda x: run(x, None)[1], x)
     _, pull, (_, q, k, v) = jax.vjp(run, x, jnp.zeros(out.shape, out.dtype), has_aux=True)

@@ -35,24 +35,24 @@ def run(
     `attention_dtype` where one is given: a model in float32 can then use kernels for 16 bits. `watch` is given what
     each layer keeps, and its query and key, layer after layer.
     """
-    x, rotation = layers.start(tokens)
+    x, shared = layers.start(tokens)
     counts, memory = [], None
     for number, weights in enumerate(layers.weights):
-        inputs = project(layers.graph, weights, x, rotation, attention_dtype)
+        inputs = project(layers.graph, weights, x, shared, attention_dtype)
         if mask_fn is None:
-            x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs)
+            x = attend(layers.graph, layers.model.attention_fn, weights, x, shared, inputs)
             continue
         blocks, count, memory = choose_blocks(mask_fn, jnp.int32(number), inputs[0], inputs[1], memory)
         counts.append(count)
         if watch is not None:
             watch(blocks, *inputs[:2])
         grid = mask_fn.profile.grid(tokens.shape[1])
-        x = attend(layers.graph, layers.model.attention_fn, weights, x, rotation, inputs, blocks, grid)
+        x = attend(layers.graph, layers.model.attention_fn, weights, x, shared, inputs, blocks, grid)
     return layers.model.norm(x), None if mask_fn is None else jnp.stack(counts)
 
 
 @partial(jax.jit, static_argnames=("graph", "dtype"))
-def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tuple[Array, Array, Array]:
+def project(graph: Any, weights: Any, x: Array, shared: Any, dtype: Any) -> tuple[Array, Array, Array]:
     """A block's query, key and value; nothing after them is computed."""
     seen = []
 
@@ -61,7 +61,7 @@ def project(graph: Any, weights: Any, x: Array, rotation: Any, dtype: Any) -> tu
         seen.append((q, k, v))
         return jnp.zeros_like(query)
 
-    run_block(graph, weights, x, rotation, stop)
+    run_block(graph, weights, x, shared, stop)
     return seen[0]
 
 
@@ -80,17 +80,17 @@ def attend(
     attention_fn: Any,
     weights: Any,
     x: Array,
-    rotation: Any,
+    shared: Any,
     inputs: tuple[Array, Array, Array],
     blocks: Array | TokenMask | None = None,
     grid: CausalGrid | None = None,
 ) -> Array:
     """A block's output from its query, key and value; attention is dense, or restricted to `blocks`."""
     if isinstance(blocks, TokenMask):
-        return run_block(graph, weights, x, rotation, lambda *_: blocks.attend(*inputs).astype(x.dtype))
+        return run_block(graph, weights, x, shared, lambda *_: blocks.attend(*inputs).astype(x.dtype))
     options: dict[str, Any] = {"is_causal": True}
     if blocks is not None and grid is not None:
         options["mask"] = causal_mask(blocks, grid)
 
     # The block's own query, key and value are not used here, so they are not computed again.
-    return run_block(graph, weights, x, rotation, lambda *_: attention_fn(*inputs, **options).astype(x.dtype))
+    return run_block(graph, weights, x, shared, lambda *_: attention_fn(*inputs, **options).astype(x.dtype))
