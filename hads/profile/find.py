@@ -58,7 +58,7 @@ def find[Profile](kind: type[Profile], key: str, length: int) -> Profile | None:
     """The profile of a model with this key from texts about as long as `length`: from the user's cache, or the shipped
     one; None if there is none. A file of the cache that cannot be read is left out, with a warning."""
     for path in sorted(
-        folder().glob(f"{key}-*.json"), key=lambda path: _far(int(path.stem.rpartition("-")[2]), length)
+        folder().glob(f"{key}-*.json"), key=lambda path: apart(int(path.stem.rpartition("-")[2]), length)
     ):
         try:
             return kind.load(path)  # type: ignore[attr-defined, no-any-return]
@@ -69,5 +69,6 @@ def find[Profile](kind: type[Profile], key: str, length: int) -> Profile | None:
     return kind.shipped(names[key], length) if key in names else None  # type: ignore[attr-defined, no-any-return]
 
 
-def _far(tokens: int, length: int) -> float:
+def apart(tokens: int, length: int) -> float:
+    """How far a profile from texts of `tokens` is from serving `length` tokens: by their ratio."""
     return abs(math.log(max(tokens, 1) / max(length, 1)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from importlib import resources
 from pathlib import Path
@@ -244,7 +243,7 @@ def shipped_file(model: str, length: int = 0) -> Any:
         names = ", ".join(found)
         raise FileNotFoundError(f"no profile of {model!r} comes with xsake, only of {names}: make one, xsake calibrate")
     by_length = found[model]
-    return by_length[min(by_length, key=lambda one: abs(math.log(one / max(length, 1))))]
+    return by_length[min(by_length, key=lambda tokens: find.apart(tokens, length))]
 
 
 def _shipped() -> dict[str, dict[int, Any]]:
