@@ -153,13 +153,17 @@ class CausalGrid:
         """How many blocks of each row are forced, and how many others are allowed, i64[rows] each."""
         return _row_counts(self)
 
+    @property
+    def least_rows(self) -> int:
+        """In a grid of fewer rows most blocks are forced, which leaves next to nothing to choose."""
+        return 2 * self.rule.dense_rows + 1
+
     def check_choice(self, what: str) -> None:
-        """Raise ValueError if most blocks are forced, which leaves next to nothing to choose."""
-        least = 2 * self.rule.dense_rows + 1
-        if self.rows < least:
+        """Raise ValueError if the grid has fewer than `least_rows`."""
+        if self.rows < self.least_rows:
             raise ValueError(
                 f"{what} of {self.length} tokens have {self.rows} blocks of {self.block_q}, most of them always on: "
-                f"use at least {least * self.block_q} tokens, or smaller blocks"
+                f"use at least {self.least_rows * self.block_q} tokens, or smaller blocks"
             )
 
 

@@ -57,7 +57,8 @@ def _calibrated(
     from xsake.hads.profile.causal_grid import CausalGrid
     from xsake.hads.profile.fingerprint import digest
 
-    block = next((one for one in BLOCKS if _fits(CausalGrid(length, one))), BLOCKS[-1])
+    grids = (CausalGrid(length, one) for one in BLOCKS)
+    block = next((grid.block for grid in grids if grid.rows >= grid.least_rows), BLOCKS[-1])
     grid = CausalGrid(prompt, block)
     uniform_counts(model.config.layers, model.config.q_heads, budget, grid)  # refuse a budget before minutes go into it
     start = time.perf_counter()
@@ -71,8 +72,3 @@ def _calibrated(
     shutil.rmtree(unfinished, ignore_errors=True)
     typer.echo(f"calibrated in {time.perf_counter() - start:.0f} s; kept in {path}", err=True)
     return profile
-
-
-def _fits(grid: Any) -> bool:
-    """Whether there are blocks enough to choose from."""
-    return bool(grid.rows > 2 * grid.rule.dense_rows)
