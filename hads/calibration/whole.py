@@ -82,7 +82,10 @@ class Whole:
     def _check(self, layers: int | None) -> tuple[int, list[int | None]]:
         """(layers, their windows). ValueError if the calls of attention are not those of one model's layers."""
         if not self._calls:
-            raise ValueError("apply(attention, tokens) never called attention")
+            raise ValueError(
+                "apply(attention, tokens) never called attention: in each layer call the function that it is given, "
+                "attention(query, key, value, layer=number)"
+            )
         first = self._calls[0]
         if other := next((call for call in self._calls if call[1:3] != first[1:3]), None):
             raise NotImplementedError(
