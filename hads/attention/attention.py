@@ -63,7 +63,7 @@ class Attention:
             raise ValueError(f'policy={self.policy!r} must be "auto", "always" or a hads.Policy')
 
     @property
-    def rules_of_policy(self) -> Policy:
+    def policy_in_force(self) -> Policy:
         return self.policy if isinstance(self.policy, Policy) else {"auto": AUTO, "always": ALWAYS}[self.policy]
 
     def __call__(
@@ -139,7 +139,7 @@ class Attention:
                 return Decision(None, f"{queries} new tokens are more than the {NEW_TOKENS} that share their blocks")
             budget, forced = self.decode, forced_share_of_step(self.profile, keys, queries)
         situation = Situation(kind, batch, queries, keys, budget, forced, platform)
-        return self.rules_of_policy.decide(situation)
+        return self.policy_in_force.decide(situation)
 
     def _check_window(self, rules: Rules, length: int) -> None:
         ours, its = rules.window, self.profile.window
@@ -267,7 +267,7 @@ class _Call:
             sizes = dict(batch=len(key), kv_heads=key.shape[2], head_dim=key.shape[3])
             pooled = PooledKeys.empty(blocks=-(-end // profile.block), **sizes)
             pooled = pooled.write(key[:, :end], ends, start=0, block=profile.block)
-        kept, there = (jnp.asarray(x) for x in kept_by_length(profile, budget, self.own.rules_of_policy.spare, end))
+        kept, there = (jnp.asarray(x) for x in kept_by_length(profile, budget, self.own.policy_in_force.spare, end))
         first, last = (-(-jnp.minimum(ends, at) // profile.block) for at in (start, end))
         row = profile.row(self.layer)
         counts = jnp.minimum(kept[last, row] - kept[first, row], there[last] - there[first])
