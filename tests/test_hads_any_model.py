@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweep import sweep
 
 from xsake import hads
 from xsake.hads.calibration import rematerialise, whole
@@ -51,12 +52,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, slow=["vmap", "checkpoint"]))  # docs/hads_any_model.md has a vmap, too
 def test_every_form_of_a_function_is_seen_as_its_layers_are(form: str, wanted: tuple[list, np.ndarray]):
     run, layers = FORMS[form]
     jax.tree.map(CLOSE, watched(Whole(partial(run, WEIGHTS), model.LENGTH, layers)), wanted)
 
 
+@pytest.mark.slow  # from what the test above compares, all else is one road
 def test_a_function_has_the_profile_of_its_layers():
     found, wanted = calibrated(partial(model.loop, WEIGHTS)), calibrated(model.cut(WEIGHTS))
     assert (found.layers, found.kv_heads, found.window) == (model.LAYERS, model.KV_HEADS, None)

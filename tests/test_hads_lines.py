@@ -17,7 +17,6 @@ from benchmarks.hads.lines import Lines, first_of_last, keep_lines, pairs_of, re
 from benchmarks.hads.methods import METHODS
 from xsake.hads.calibration.layerwise import Layers
 from xsake.hads.profile.budgets import layer_counts
-from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.study.layerwise import run
 from xsake.hads.study.methods.layer import Layer
 from xsake.hads.study.methods.mask import MethodMask
@@ -25,7 +24,7 @@ from xsake.model import Transformer
 
 PROFILE = case.random_profile(block=16)
 LENGTH = 250
-GRID = CausalGrid(LENGTH, 16)
+GRID = PROFILE.grid(LENGTH)
 T = np.arange(LENGTH)
 BACK = T[:, None] - T
 BLOCKS = T // 16
