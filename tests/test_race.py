@@ -10,10 +10,11 @@ from test_plugins import NAMES
 from typer.testing import CliRunner
 
 import xsake
-from xsake._cli import app
+from xsake._cli import app, options
 from xsake._op import registry
 from xsake._race import entrants, one, sustained
 from xsake._race.case import BOTH, FORWARD
+from xsake.autotune import problem
 from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Here
 
@@ -87,6 +88,10 @@ def test_the_command(tmp_path, monkeypatch):
     assert [len(r["rows"]) for r in kept["races"]] == [2, 2] and kept["peak"] > 0
     assert set(kept["races"][1]["rows"][0]["errors"]) == {"d_query", "d_key", "d_value"}
     assert (tmp_path / "race.png").stat().st_size > 1000
+
+
+def test_help_names_every_part_of_a_shape():
+    assert options.SHAPE == problem.CALL
 
 
 def test_wrong_words():

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from xsake._cli.options import SHAPE
 from xsake._ground.extras import missing
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -77,8 +78,8 @@ def autotune(
     from_call: Annotated[
         list[str] | None,
         typer.Option(
-            help="Shapes instead: BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
-            "such as 1x4096x32x128,kv=4096x8,causal,density=0.25. May be given several times."
+            help=f"Shapes instead: {SHAPE}, such as 1x4096x32x128,kv=4096x8,causal,density=0.25. "
+            "May be given several times."
         ),
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="A recording by `xsake.autotune.record_calls` instead.")] = None,

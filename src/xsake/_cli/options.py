@@ -12,6 +12,8 @@ from xsake._ground import atomic
 if TYPE_CHECKING:
     from xsake.hads import HadsProfile
 
+SHAPE = "BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"  # `autotune.problem.CALL`
+
 
 def named_as(configuration: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are named as the fields of a dataclass, with their values."""

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from xsake._cli.autotune import duration
 from xsake._cli.errors import plain_errors
-from xsake._cli.options import check_file_out
+from xsake._cli.options import SHAPE, check_file_out
 
 if TYPE_CHECKING:
     from xsake._race.one import Finished
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 def race(
     shape: Annotated[
         str,
-        typer.Option(
-            help="BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME], "
-            "such as 1x32768x32x128,kv=8,causal,density=0.1."
-        ),
+        typer.Option(help=f"{SHAPE}, such as 1x32768x32x128,kv=8,causal,density=0.1."),
     ],
     density: Annotated[
         float | None, typer.Option(help="Share of the blocks that attend, where the shape says none; by default all.")
