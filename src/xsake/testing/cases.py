@@ -14,10 +14,10 @@ INT32_MAX = np.iinfo(np.int32).max
 MASKS: dict[str, dict[str, Any]] = {
     "one mask for all": dict(mask=(1, 1)),
     "a mask per head": dict(mask=(1, 4)),
-    "a mask a kv head": dict(mask=(1, 2)),
-    "a mask a batch": dict(mask=(2, 1)),
-    "a mask a batch and head": dict(mask=(2, 4), density=0.3),
-    "a mask a batch and kv head": dict(mask=(2, 2)),
+    "a mask per kv head": dict(mask=(1, 2)),
+    "a mask per batch entry": dict(mask=(2, 1)),
+    "a mask per batch entry and head": dict(mask=(2, 4), density=0.3),
+    "a mask per batch entry and kv head": dict(mask=(2, 2)),
     "no mask": dict(mask=None),
     "square blocks": dict(block_q=16, block_kv=16, mask=(1, 4)),
     "tall blocks": dict(block_q=32, block_kv=16, mask=(1, 4)),
@@ -66,7 +66,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "soft cap": dict(logits_soft_cap=1.5, spread=2.0),
     "soft cap after bias": dict(logits_soft_cap=0.8, bias=(1, 0, 0, 0)),
     "sinks": dict(sinks=(4,)),
-    "several sinks a head": dict(sinks=(4, 3), mask_causal=True),
+    "several sinks per head": dict(sinks=(4, 3), mask_causal=True),
     "sinks far apart, and none": dict(mask=None, sinks=(4,), spread=2.0, q_len=171, kv_len=53, is_causal=True),
 }
 TABLES = {"masks": MASKS, "heads": HEADS, "rules": RULES, "lengths": LENGTHS, "arguments": ARGUMENTS}
