@@ -90,5 +90,5 @@ def _show(console: Console, path: Path, outcomes: list[Outcome]) -> None:
         table.add_row(escape(o.gate.name), *numbers, f"[{colour}]{o.verdict}[/{colour}]")
     console.print(table)
     for o in outcomes:
-        if o.words:
-            console.print(f"{escape(o.gate.name)}: {escape(o.words)}", soft_wrap=True)
+        if o.reason:
+            console.print(f"{escape(o.gate.name)}: {escape(o.reason)}", soft_wrap=True)

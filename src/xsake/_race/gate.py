@@ -59,7 +59,7 @@ class Outcome:
     then: float
     now: float | None = None
     allowed: float | None = None
-    words: str = ""
+    reason: str = ""
 
 
 def noise(paired: Paired) -> float:
@@ -127,9 +127,9 @@ def compare(extra: dict[str, Any], *, rounds: int, round_seconds: float) -> Outc
     try:
         judge(again, slowness)
     except Slower as why:
-        return Outcome(gate, "slower", then, **last, words=str(why))
+        return Outcome(gate, "slower", then, **last, reason=str(why))
     except Busy as why:
-        return Outcome(gate, "busy", then, **last, words=str(why))
+        return Outcome(gate, "busy", then, **last, reason=str(why))
     return Outcome(gate, "ok", then, **last)
 
 
