@@ -20,7 +20,9 @@ torch = pytest.importorskip("torch", reason="torch and transformers have an envi
 transformers = pytest.importorskip("transformers", reason="make test-torch")
 
 import xsake.torch as xsake_torch  # noqa: E402
+from xsake.torch import masks  # noqa: E402
 from xsake.torch import of_tensors as call  # noqa: E402
+from xsake.torch import transformers as of_transformers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZES = dict(
@@ -79,6 +81,8 @@ def prompts():
 def padding(side: str | None):
     if side is None:
         return None
+    if side == "holes":
+        return (torch.arange(TOKENS) % 11 != 5).long().expand(2, -1) * padding("left")
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     if side != "none of it":
         mask[0, slice(PADDED) if side == "left" else slice(-PADDED, None)] = 0
@@ -216,11 +220,40 @@ def test_a_model_compiled_by_torch_is_right():
 PROFILE = case.random_profile(q_heads=4, kv_heads=2, head_dim=16, block=16)
 
 
-@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("side", [None, "left", "right", "holes"])
 def test_hads_with_all_blocks_is_dense(side: str | None):
     model = model_of("llama")
+    model.set_attn_implementation("xsake")
     xsake_torch.hads(model, PROFILE, 1.0, policy="always")
     check_same(model, "sdpa", attention_mask=padding(side))
+    with torch.no_grad():  # gradients of padded prompts are dense
+        logits = {}
+        for name in ("sdpa", "xsake"):
+            model.set_attn_implementation(name)
+            logits[name] = model(prompts(), attention_mask=padding(side)).logits
+    text = torch.ones(2, TOKENS, dtype=torch.bool) if side is None else padding(side).bool()
+    torch.testing.assert_close(logits["xsake"][text], logits["sdpa"][text], rtol=0, atol=2e-5)
+
+
+def test_hads_leaves_a_mask_alone_that_is_not_causal():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, is_causal=False, attn_implementation="xsake")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        wanted = model(prompt_of()).logits
+        xsake_torch.hads(model, PROFILE, 0.6, policy="always")
+        mask = torch.ones(1, 250, dtype=torch.int64)
+        mask[0, :9] = 0
+        module = model.model.layers[0].self_attn
+        q, k, v = (x.detach()[:1] for x in tensors(250))
+        one = masks.tokens_mask(1, 250, 250, mask_function=masks.bidirectional_mask_function, attention_mask=mask)
+        assert not masks.said_by(one, 250, 250).is_causal
+        out, _ = of_transformers.forward(module, q, k, v, one)
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.bool()[:, None, None], enable_gqa=True
+        )
+    torch.testing.assert_close(out.transpose(1, 2)[:, :, 9:], seen[:, :, 9:], rtol=0, atol=1e-5)
+    assert wanted.isfinite().all()
 
 
 def prompt_of(tokens: int = 250):
@@ -232,7 +265,8 @@ def test_hads_reads_a_prompt_as_hads_attention_does():
     attention = hads.Attention(PROFILE, 0.6, policy="always")
     ends = torch.full((2,), 250, dtype=torch.int32)
     for layer in range(2):
-        sparse = call.Sparse(attention, layer, (torch.zeros_like(ends), ends))
+        text = torch.zeros_like(ends), ends, torch.zeros((2, 250), dtype=torch.int32)
+        sparse = call.Sparse(attention, layer, text)
         got = xsake_torch.attention(q, k, v, is_causal=True, sparse=sparse)
         wanted = attention(*(jnp.asarray(x.transpose(1, 2).numpy()) for x in (q, k, v)), layer=layer)
         np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-6)
@@ -266,7 +300,10 @@ def test_hads_in_a_model_with_and_without_padding():
 def test_hads_of_another_model_is_refused():
     with pytest.raises(ValueError, match="the profile of 'random' has 2 layers, and the model 3: calibrate this model"):
         config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3})
-        xsake_torch.hads(transformers.AutoModelForCausalLM.from_config(config), PROFILE)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="xsake")
+        xsake_torch.hads(model, PROFILE)
+    with pytest.raises(ValueError, match="the model attends by 'sdpa', which knows no HADS"):
+        xsake_torch.hads(model_of("llama"), PROFILE)
     with pytest.raises(ValueError, match="Linear has no layers with a layer_idx"):
         xsake_torch.hads(torch.nn.Linear(2, 2), PROFILE)
 

@@ -2,9 +2,9 @@
 
 transformers asks for a mask once per forward, and gives every layer's attention what it gets. A mask of T x S elements
 would be most of the work, and a new length a new program. So the mask is int32 [B, 1, rows, T + S]: the positions of
-queries and keys, and their segments; one row more says that the mask has a window, two that sequences are packed. It
-is data: no offset compiles anything. What is neither causality, a window, packed sequences nor padding stays a mask of
-elements.
+queries and keys, and their segments. One row more says that the mask has a window, two that sequences are packed, four
+that it is not causal. It is data: no offset compiles anything. What is neither causality, a window, packing nor padding
+stays a mask of elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 from xsake.torch.of_tensors import PADDING, Where
 
 _POSITIONS, _SEGMENTS = 0, 1
-_ROWS, _WINDOW, _PACKED = 2, 1, 2  # rows; and more of them that say something
+_ROWS, _WINDOW, _PACKED, _BOTH_WAYS = 2, 1, 2, 4  # rows; and more of them that say something
 _AFTER_ALL = 1 << 30  # the position of a query that sees every key
 
 
@@ -73,7 +73,7 @@ def tokens_mask(
     if not rule.is_causal:
         q = torch.full_like(q, _AFTER_ALL)
     tokens = torch.stack([torch.cat([q, k], -1), torch.cat([q_segments, segments], -1)], 1)
-    said = rule.has_window * _WINDOW + (rule.segments is not None) * _PACKED
+    said = rule.has_window * _WINDOW + (rule.segments is not None) * _PACKED + (not rule.is_causal) * _BOTH_WAYS
     tokens = torch.cat([tokens, *[tokens[:, :1]] * said], 1)
     return tokens[:, None].to(torch.int32)
 
@@ -84,11 +84,12 @@ class Said(NamedTuple):
     where: Where
     has_window: bool
     is_packed: bool
+    is_causal: bool
 
 
 def said_by(mask: torch.Tensor, q_length: int, kv_length: int) -> Said:
     rows, tokens = mask.shape[-2:]
-    if mask.shape[1] != 1 or not 0 <= rows - _ROWS <= _WINDOW + _PACKED or tokens != q_length + kv_length:
+    if mask.shape[1] != 1 or not 0 <= rows - _ROWS <= _WINDOW + _PACKED + _BOTH_WAYS or tokens != q_length + kv_length:
         raise ValueError(
             f"the model handed on a mask {tuple(mask.shape)} that is not the one of its {q_length} queries and "
             f"{kv_length} keys: it cuts masks to a shape of its own; use another attn_implementation"
@@ -96,7 +97,8 @@ def said_by(mask: torch.Tensor, q_length: int, kv_length: int) -> Said:
     positions, segments = mask[:, 0, _POSITIONS], mask[:, 0, _SEGMENTS]
     q, k = slice(q_length), slice(q_length, None)
     where = Where(positions[:, q], positions[:, k], segments[:, q], segments[:, k])
-    return Said(where, bool((rows - _ROWS) & _WINDOW), bool((rows - _ROWS) & _PACKED))
+    says = rows - _ROWS
+    return Said(where, bool(says & _WINDOW), bool(says & _PACKED), not says & _BOTH_WAYS)
 
 
 def elements(where: Where, window: int | None) -> torch.Tensor:

@@ -39,13 +39,13 @@ class Where(NamedTuple):
 class Sparse(NamedTuple):
     """A prompt that HADS reads: the function and the layer's number.
 
-    `text` is where each sequence's text begins and ends, int32 [B]; None where all is text and keeps its length, which
-    gradients need.
+    `text` is where each sequence's text begins and ends, int32 [B], and its tokens' segments, int32 [B, T]; None where
+    all is text and keeps its length, which gradients need.
     """
 
     attention: Attention
     layer: int
-    text: tuple[torch.Tensor, torch.Tensor] | None = None
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 class _Static(NamedTuple):
@@ -99,6 +99,10 @@ def attention(
         where = None
     keeps_length = bias is not None or (sparse is not None and sparse.text is None)
     q_more, k_more = (0 if keeps_length else bucket(n) - n for n in (q_len, k_len))
+    if sparse is not None and sparse.text is not None:
+        begins, ends, segments = sparse.text
+        segments = functional.pad(segments, (0, q_more), value=PADDING).contiguous()
+        sparse = sparse._replace(text=(begins, ends, segments))
     query, key, value = (_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more)))
     layouts = tuple(_tokens_first(x) for x in (query, key, value))
     layer = sparse.layer if sparse is not None and sparse.attention.profile.windowed else None
@@ -201,7 +205,8 @@ def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> A
     options: dict[str, Any] = {"scale": static.scale, "sinks": sinks, "logits_soft_cap": static.soft_cap}
     if static.hads is not None:
         layer, text = known["sparse"]
-        options |= {} if text is None else {"left_padding": text[0], "lengths": text[1]}
+        if text is not None:
+            options |= dict(zip(("left_padding", "lengths", "segment_ids"), text, strict=True))
         layer = layer if static.layer is None else static.layer
         return static.hads(query, key, value, layer=layer, is_causal=True, **options)  # type: ignore[no-any-return]
     if known["where"] is not None:

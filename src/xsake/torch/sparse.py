@@ -12,6 +12,7 @@ from xsake.hads.attention.policy import Policy
 from xsake.hads.profile.profile import HadsProfile
 from xsake.torch.of_tensors import Sparse, Where
 
+NAMES: set[str] = set()  # under which xsake is registered
 _sparse: WeakKeyDictionary[torch.nn.Module, Attention] = WeakKeyDictionary()
 
 
@@ -36,6 +37,12 @@ def hads(
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layers with a layer_idx, by which HADS knows them")
+    name = getattr(model.config, "_attn_implementation", None)
+    if profile is not None and isinstance(name, str) and name not in NAMES:
+        raise ValueError(
+            f"the model attends by {name!r}, which knows no HADS: xsake.torch.register(), then "
+            'model.set_attn_implementation("xsake")'
+        )
     attention = None if profile is None else Attention(profile.on_device(), budget, policy=policy)
     numbers = {module.layer_idx for module in layers}
     if profile is not None and not numbers <= set(range(profile.model_layers)):
@@ -60,8 +67,10 @@ def sparse_prompt(module: Any, query: torch.Tensor, key: torch.Tensor, where: Wh
         return Sparse(attention, module.layer_idx) if where is None else None
     if where is None:
         begins, ends = (torch.full((b,), at, dtype=torch.int32, device=query.device) for at in (0, tokens))
+        segments = torch.zeros((b, tokens), dtype=torch.int32, device=query.device)
     else:
+        segments = where.q_segments
         there = (where.q_segments >= 0).int()
         begins = there.argmax(-1).int()
         ends = (tokens - there.flip(-1).argmax(-1)).int()
-    return Sparse(attention, module.layer_idx, (begins, ends))
+    return Sparse(attention, module.layer_idx, (begins, ends, segments))

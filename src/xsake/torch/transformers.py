@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from xsake.torch.crossing import DTYPES
 from xsake.torch.masks import elements, said_by, tokens_mask
 from xsake.torch.of_tensors import attention
-from xsake.torch.sparse import sparse_prompt
+from xsake.torch.sparse import NAMES, sparse_prompt
 
 
 def register(name: str = "xsake") -> None:
@@ -20,6 +20,7 @@ def register(name: str = "xsake") -> None:
 
     The mask function is entered with it: without one transformers would hand over no padding and no windows.
     """
+    NAMES.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, tokens_mask)
 
@@ -53,7 +54,7 @@ def forward(
                 "another attn_implementation"
             )
         window, is_causal = sliding_window if said.has_window else None, True
-        if window is None and not said.is_packed:
+        if window is None and not said.is_packed and said.is_causal:
             sparse = sparse_prompt(module, query, key, where)
     elif attention_mask is not None:
         bias, is_causal = _as_bias(attention_mask, kv_length), False
