@@ -41,7 +41,7 @@ class ByLayer:
     def observe(
         self, tokens: Array | np.ndarray, grid: CausalGrid, steps: Steps, first: int
     ) -> Iterator[list[Observation]]:
-        """Of each layer from `first` on, the observations of all sequences.
+        """The observations of all sequences, layer by layer from `first` on.
 
         The sequences' states wait on the host, or on a device with much room, and are kept by `steps`.
         """

@@ -138,7 +138,7 @@ def touch_block(
 
 @partial(jax.jit, static_argnames=("logits", "chunk"))
 def likelihood_gradient(logits: Callable, rest: Any, x: Array, key: Array, chunk: int) -> Array:
-    """Of `signed_likelihood`, with respect to the last layer's output."""
+    """The gradient of `signed_likelihood`, with respect to the last layer's output."""
     return jax.grad(lambda x: signed_likelihood(partial(logits, rest), x, key, chunk))(x)
 
 

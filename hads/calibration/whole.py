@@ -47,7 +47,7 @@ class Watched(Protocol):
     def observe(
         self, tokens: Array | np.ndarray, grid: CausalGrid, steps: Steps, first: int
     ) -> Iterator[list[Observation]]:
-        """Of each layer from `first` on, the observations of all sequences."""
+        """The observations of all sequences, layer by layer from `first` on."""
 
     def costs(self, tokens: Array, kept: KeptBlocks, grid: CausalGrid, key: Array) -> np.ndarray:
         """f64[L, 2, H]: `cost_of_dropping` in each layer for one sequence."""

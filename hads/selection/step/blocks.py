@@ -119,7 +119,7 @@ def step_count(
 
 
 def forced_blocks(blocks: int, rule: Rule, *, tokens: int = 1, reach: int | None = None) -> tuple[int, int]:
-    """Of a cache of so many blocks, how many are always on for the last tokens, and how many they see."""
+    """(how many blocks of a cache of `blocks` are always on for the last tokens, how many these tokens see)."""
     reach = blocks if reach is None else reach
     column, rows = np.arange(blocks), np.arange(max(blocks - min(tokens, 2), 0), blocks)[:, None]
     seen = (column <= rows) & (rows - column <= reach)
