@@ -19,6 +19,9 @@ OF_HOPPER: dict[str, dict[str, Any]] = {
     "a list per head, odd lengths": dict(q_len=70, kv_len=133, exact_lengths=True, q_heads=2, kv_heads=1, mask=(1, 2)),
     "window, sinks, soft cap": dict(mask_window=(40, 3), density=1.0, sinks=(1,), logits_soft_cap=2.0),
 }
+SHORT: dict[str, dict[str, Any]] = {  # gathered for dQ, merged for dK and dV
+    "short blocks of keys, causal": dict(q_len=48, block_q=32, block_kv=4, mask_causal=True, density=0.4),
+}
 WIDE: dict[str, dict[str, Any]] = {  # the fused backward takes blocks of 128 keys
     name: arguments | dict(block_kv=32) for name, arguments in OF_HOPPER.items()
 }
@@ -240,7 +243,7 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/dq",
         of="dq",
         programs=functools.partial(_hopper, _D128, length=2048, direction="apart"),
-        calls=OF_HOPPER | _LONG_KEYS,
+        calls=OF_HOPPER | _LONG_KEYS | SHORT,
         run=_hopper_gradients,
     ),
     "dkv": Entry(
@@ -248,7 +251,7 @@ KERNELS: dict[str, Entry] = {
         room="kernels_pallas_gpu/hopper/dkv",
         of="dkv",
         programs=functools.partial(_hopper, _D128, length=2048, direction="apart"),
-        calls=OF_HOPPER | _LONG_QUERIES,
+        calls=OF_HOPPER | _LONG_QUERIES | SHORT,
         run=_hopper_gradients,
     ),
     "fused": Entry(

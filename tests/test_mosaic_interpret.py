@@ -47,6 +47,18 @@ CASES = {
     "short blocks of keys, two list heads, odd lengths": dict(
         q_len=70, kv_len=133, exact_lengths=True, block_q=16, block_kv=8, q_heads=2, kv_heads=2, mask=(1, 2)
     ),
+    "blocks of 48 keys, window": dict(q_len=48, block_q=16, block_kv=12, mask_window=(60, 3), density=0.4),
+    "short blocks of keys, soft cap and sinks, no band": dict(
+        q_len=32,
+        kv_len=75,
+        exact_lengths=True,
+        block_q=16,
+        block_kv=8,
+        q_heads=2,
+        density=0.4,
+        sinks=(2,),
+        logits_soft_cap=2.0,
+    ),
     "bias and float16": dict(q_len=32, block_q=32, block_kv=16, density=1.0, bias=(1, 1, 0, 0), dtype="float16"),
 }
 
@@ -61,6 +73,14 @@ def test_smoke(name):
 def with_dims(target, dims):
     head_dim, value_dim = dims
     return dataclasses.replace(target, head_dim=head_dim, value_dim=value_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_short_blocks_where_two_warpgroups_share_keys():
+    """Accumulators of head dimensions 256 fill two warpgroups."""
+    case = make(with_dims(TARGET, (256, 256)), **(SMALL | dict(q_len=32, block_q=16, block_kv=4, density=0.4)))
+    check_run(with_dims(TARGET, (256, 256)), case)
 
 
 DIMS = [(80, 80), (96, 96), (160, 160), (192, 128)]
@@ -306,3 +326,23 @@ def test_products_that_xla_spreads_over_its_pool():
     """With head_dim 256, waiting warpgroups hold threads of XLA's pool: two threads were too few."""
     wide = dataclasses.replace(TARGET, head_dim=256, value_dim=256)
     check_run(wide, make(wide, **(SMALL | dict(block_q=32, block_kv=32, density=1.0))))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.slow)])  # alone, and two that share keys
+def test_gradients_of_copied_heads_are_rounded_once(head_dim):
+    """Eight query heads on one K/V head, so that each gets a copy of its own; the last keys are past the end."""
+    rng = np.random.default_rng(0)
+    mask = xsake.BlockMask.from_blocks(np.ones((1, 1, 2), bool), block_q=64, block_kv=64, q_len=64, kv_len=100)
+    shapes = ((1, 64, 8, head_dim), (1, 100, 1, head_dim), (1, 100, 1, head_dim), (1, 64, 8, head_dim))
+    *given, d_out = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+
+    def gradients(dtype, **options):
+        both = jax.vjp(lambda *x: xsake.attention(*x, mask, **options), *(x.astype(dtype) for x in given))[1]
+        return [np.asarray(x, np.float32) for x in both(d_out.astype(dtype))[1:]]
+
+    truth = gradients(jnp.float32, implementation="xla")
+    with xsake.interpret():
+        found = gradients(jnp.bfloat16, implementation="mosaic_gpu")
+    for wanted, got in zip(truth, found, strict=True):
+        assert np.linalg.norm(got - wanted) < 2.6e-3 * np.linalg.norm(wanted)

@@ -242,10 +242,11 @@ def test_short_blocks_name_what_they_do_not_know(given, said):
     assert reason is not None and f"mask.block_kv={given['block_kv']}" in reason and said in reason
 
 
-def test_short_blocks_are_tuned_in_the_forward_alone():
+def test_short_blocks_are_tuned_in_every_kernel_that_takes_them():
     call = make_call(block_kv=16)
     space = mosaic.search_space(call)
-    assert len(space) > 1 and len({(c.dq, c.dkv, c.fused) for c in space}) == 1
+    assert all(len({getattr(c, name) for c in space}) > 1 for name in ("forward", "dq", "dkv"))
+    assert {c.dq.tile for c in space} == {64, 128} and len({c.fused for c in space}) == 1
     assert all(mosaic.misfit(call, config) is None for config in space)
     fused = replace(space[0], fused=replace(space[0].fused, use=True))
     assert "under 64 queries or keys" in mosaic.misfit(call, fused)
@@ -299,3 +300,10 @@ def test_gradients_lower_in_a_shard_map(name, monkeypatch):
     cut = jax.shard_map(gradients, mesh=mesh, in_specs=(PartitionSpec("x"),) * 3, out_specs=PartitionSpec("x"))
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.query, call.key, call.value)]
     assert "mosaic_gpu" in jax.jit(cut).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_call_has_the_same_key_in_the_compilation_cache_whatever_came_before():
+    """JAX before 0.12 numbered the modules of kernels, and the number was in the key."""
+    calls = [make_call(q_len=length, kv_len=length) for length in (256, 128, 256)]
+    first, other, again = (lower(everything(mosaic.default_config(call)), call, *_given(call)) for call in calls)
+    assert first == again != other

@@ -108,6 +108,20 @@ def test_float32_on_hopper_goes_to_triton(gpu):
     assert chosen(jnp.float32) == "triton"
 
 
+def test_blocks_that_hopper_has_no_kernel_for_are_said_once(gpu, caplog):
+    gpu("9.0")
+    registry._say_once.cache_clear()
+    from tests.test_mosaic_lowering import make_call
+
+    names = registry.candidates(None, "gpu")
+    with caplog.at_level(logging.WARNING, logger="xsake"):
+        chosen = [registry.choose(names, make_call(block_q=32, block_kv=64)) for _ in range(2)]
+        chosen += [registry.choose(names, make_call(**given)) for given in (dict(block_kv=16), dict(dtype=jnp.float32))]
+    assert chosen == ["triton", "triton", "mosaic_gpu", "triton"]
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "blocks of 32 x 64 run on 'triton'" in message and "mask.block_q=32 must be a multiple of 64" in message
+
+
 def test_nothing_is_said_on_a_cpu(caplog):
     if jax.default_backend() != "cpu":
         pytest.skip("this process has an accelerator")

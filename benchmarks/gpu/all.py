@@ -35,7 +35,7 @@ TOGETHER = {
     "attention": tuple(f"--only {workload}" for workload in ("gpt4k", "gpt4k_d64", "llama32k", "full16k")),
     "generate": ("--batches 1", "--batches 8", "--batches 32"),
 }
-ALONE = ("decode", "packing", "hops", "mask_cost", "first_call", "accuracy", "sanitize")
+ALONE = ("decode", "packing", "short_gradients", "hops", "mask_cost", "first_call", "accuracy", "sanitize")
 
 
 def main() -> None:

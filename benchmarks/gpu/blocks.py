@@ -3,16 +3,19 @@
     python -m benchmarks.gpu.blocks --record               measure, write benchmarks/results/gpu_blocks_<workload>.json
     python -m benchmarks.gpu.blocks --out DIR              write the run, as it grows, to DIR
     python -m benchmarks.gpu.blocks --only full16k         some workloads
+    python -m benchmarks.gpu.blocks --alone --record       without others: gpu_blocks_alone_<workload>.json
 
-Random masks of one density with blocks of 16 to 128 keys: the smaller the blocks, the better they fit what matters, and
-the less each copy and each product does. Contestants take turns as in `gpu/peers.py`. FlashAttention-4 takes blocks
-under 128 keys in its forward alone, FastVideo's kernels (ThunderKittens) blocks of 64 x 64 without causality; both are
-raced where they are installed (benchmarks/README.md says how) and agree with the result of our forward.
+Masks of one density with blocks of 16 to 128 keys: the smaller the blocks, the better they fit what matters, and the
+less each copy and each product does. They are random, or, with 32768 tokens, also like HADS's. Contestants
+take turns as in `gpu/peers.py`. FlashAttention-4 takes blocks under 128 keys in its forward alone, FastVideo's kernels
+(ThunderKittens) blocks of 64 x 64 without causality; both are raced where they are installed (benchmarks/README.md says
+how) and agree with the result of our forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -24,13 +27,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 
 import jax.numpy as jnp
 
+from benchmarks.harness.contestants import WORST, of_torch, relative_difference, told
+from benchmarks.harness.masks import hads_like
 from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
 from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
-from xsake._race.contestant import WORST, of_torch, relative_difference, sparse, told
+from xsake._race.contestant import sparse
 from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import sustained_race, sustained_row
-from xsake.autotune.workloads import WORKLOADS
+from xsake.autotune.workloads import WORKLOADS, Workload
+from xsake.hads.mask.block_mask import BlockMask
 
 DENSITY = 0.1
 BLOCKS = {  # queries x keys
@@ -39,14 +45,18 @@ BLOCKS = {  # queries x keys
 }
 
 
-class Race:
-    """One workload and direction: every contestant with every shape of blocks that it takes."""
+MASKS: dict[str, Callable[[Workload, float], BlockMask]] = {"random": Workload.mask, "HADS-like": hads_like}
 
-    def __init__(self, name: str, direction: str, peers: dict[str, ModuleType]):
-        self.workload = WORKLOADS[name]
+
+class Race:
+    """One workload, direction and kind of mask: every contestant with every shape of blocks that it takes."""
+
+    def __init__(self, name: str, direction: str, kind: str, peers: dict[str, ModuleType]):
+        self.workload, self.kind = WORKLOADS[name], kind
         self.case = Case(self.workload, direction)
         self.masks = {
-            (q, kv): dataclasses.replace(self.workload, block=q, block_kv=kv).mask(DENSITY) for q, kv in BLOCKS[name]
+            (q, kv): MASKS[kind](dataclasses.replace(self.workload, block=q, block_kv=kv), DENSITY)
+            for q, kv in BLOCKS[name]
         }
         self.runs = {("xsake", blocks): self.case.contestant(sparse, mask) for blocks, mask in self.masks.items()}
         self.left_out: list[Row] = []
@@ -79,6 +89,7 @@ class Race:
         return {
             "workload": self.workload.name,
             "direction": self.case.direction,
+            "mask": self.kind,
             "implementation": who,
             "block_q": blocks[0],
             "block_kv": blocks[1],
@@ -99,19 +110,29 @@ def show(found: list[Row]) -> None:
     for r in found:
         said = r.get("why") or f"{r['sustained']['median'] * 1e3:8.3f} ms {r['tflops']:6.0f} TFLOP/s"
         blocks = f"{r['block_q']:3} x {r['block_kv']:<3}"
-        print(f"{r['workload']:9} {r['direction']:16} {blocks} {r['implementation']:10} {said}", flush=True)
+        print(
+            f"{r['workload']:9} {r['direction']:16} {r['mask']:9} {blocks} {r['implementation']:10} {said}", flush=True
+        )
 
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
     options.add_argument("--only", type=listed(among=BLOCKS), default=[*BLOCKS])
+    options.add_argument("--directions", type=listed(among=DIRECTIONS), default=[*DIRECTIONS])
+    options.add_argument("--alone", action="store_true", help="race our kernels alone")
     args = options.parse_args()
     need_gpu("benchmarks.gpu.blocks")
     start = time.monotonic()
-    peers, wait = of_torch("fa4", "fastvideo")
-    races = [Race(name, direction, peers) for name in args.only for direction in reversed(DIRECTIONS)]
+    peers, wait = of_torch(*(() if args.alone else ("fa4", "fastvideo")))
+    races = [
+        Race(name, direction, kind, peers)
+        for name, direction, kind in itertools.product(args.only, reversed(args.directions), MASKS)
+        if kind == "random" or WORKLOADS[name].is_causal
+    ]
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
-    run_all(races, "gpu_blocks", args.out, rounds=args.rounds, wait=wait, show=show)
+    run_all(
+        races, "gpu_blocks_alone" if args.alone else "gpu_blocks", args.out, rounds=args.rounds, wait=wait, show=show
+    )
 
 
 if __name__ == "__main__":

@@ -58,6 +58,19 @@ def lines(workload: Workload, density: float) -> xsake.BlockMask:
     return of_blocks(workload, per_query_head, workload.block)
 
 
+def hads_like(workload: Workload, density: float) -> xsake.BlockMask:
+    """The first 128 keys, the 64 to 128 before the diagonal, and random blocks up to the density; a list per head."""
+    block_q, block_kv, n = workload.block, workload.block_kv or workload.block, workload.length
+    first = np.arange(0, n, block_q)[:, None], np.arange(0, n, block_kv)[None]
+    allowed = first[1] < first[0] + block_q
+    forced = allowed & ((first[1] < 128) | (first[1] + block_kv > first[0] - 64))
+    rest = (density * allowed.sum() - forced.sum()) / (allowed & ~forced).sum()
+    drawn = np.random.default_rng(0).random((workload.q_heads, *allowed.shape), np.float32) < rest
+    return xsake.BlockMask.from_blocks(
+        drawn & allowed | forced, block_q=block_q, block_kv=block_kv, q_len=n, kv_len=n, is_causal=workload.is_causal
+    )
+
+
 def hads_blocks() -> dict[str, np.ndarray]:
     """By names such as "HADS 43%": bool[heads of all layers, n, n] in blocks of 64."""
     with np.load(HADS_MASKS) as arrays:

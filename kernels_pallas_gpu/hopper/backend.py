@@ -42,6 +42,7 @@ HONOURS = frozenset(
         "soft_cap",
         "bitmaps",
         "page_table",
+        "fused",
         "delta_parts",
     }
 )
@@ -87,8 +88,7 @@ def unsupported(call: Call) -> str | None:
             return f"{name}={dim} must be at most {DIMS[-1]}"
         if call.page is not None and dim not in DIMS:
             return f"{name}={dim} must be one of {DIMS} with page_table: pages are not padded"
-    shapes = _gradient_shapes(call)
-    return FORWARD.knows(shapes) or gradients.unknown(shapes)
+    return FORWARD.knows(_gradient_shapes(call))
 
 
 def default_blocks(q_len: int, kv_len: int, head_dim: int) -> tuple[int, int]:

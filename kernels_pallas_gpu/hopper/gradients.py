@@ -16,8 +16,7 @@ from xsake.kernels_pallas_gpu.hopper.dkv import record as dkv
 from xsake.kernels_pallas_gpu.hopper.dq import record as dq
 from xsake.kernels_pallas_gpu.hopper.fused import record as fused
 from xsake.kernels_pallas_gpu.hopper.gathered import record as gathered
-from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, padded_dims, short_blocks
-from xsake.kernels_pallas_gpu.triton import backend as triton
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, padded_dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,16 +54,6 @@ def _apart(
     return rewrite.backward([padded_dims], call, (lse, delta, d_out), run)
 
 
-def _triton(call: Call, config: Any, *given: Array) -> tuple[Array, Array, Array]:
-    """Triton's default tiling runs: `config.dq` and `config.dkv` belong to Hopper kernels, which do not run here."""
-    d_query, d_key, d_value, _ = triton.backward(call, triton.default_config(call), *given, with_bias=False)
-    return d_query, d_key, d_value
-
-
-def _needs_short_blocks(call: Call) -> str | None:
-    return None if short_blocks(call) else "blocks of 64 keys and more have kernels of their own"
-
-
 FORMS = (
     Form(
         kernels=(fused.KERNEL,),
@@ -82,23 +71,11 @@ FORMS = (
     Form(
         kernels=(dq.KERNEL, dkv.KERNEL),
         knows=dkv.KERNEL.knows,
-        wanted=lambda call, config: dkv.KERNEL.knows(call) is None,
+        wanted=lambda call, config: True,
         run=partial(_apart, dkv.KERNEL),
         sums_delta=dq.sums_delta,
     ),
-    Form(
-        kernels=(),
-        knows=lambda call: _needs_short_blocks(call) or triton.unsupported(call),
-        wanted=lambda call, config: True,
-        run=_triton,
-    ),
 )
-
-
-def unknown(call: Call) -> str | None:
-    """Why no form has the gradients of the call, or None."""
-    reasons = [form.knows(call) for form in FORMS]
-    return None if None in reasons else reasons[-1]
 
 
 def form_of(call: Call, config: Any) -> Form:

@@ -43,7 +43,7 @@ def padded_dims(call: Call) -> PaddedDims | None:
 
 
 def short_blocks(call: Call) -> bool:
-    """Whether blocks have fewer than 64 keys: the forward gathers them into tiles, and the gradients are Triton's."""
+    """Whether blocks have fewer than 64 keys: the forward and dQ gather them into tiles, dK and dV merge neighbours."""
     return call.mask.block_kv < 64
 
 

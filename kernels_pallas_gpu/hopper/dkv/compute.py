@@ -55,9 +55,10 @@ class Column:
     def store(self, dk: Any, dv: Any) -> None:
         plan, results = self.plan, self.cta.results
         k_tile, v_tile = self.memory.k.at[self.place], self.memory.v.at[self.place]
-        k_tile[...] = (dk * plan.rule.scale).astype(plan.dtype)
-        v_tile[...] = dv.astype(plan.dtype)
-        plgpu.commit_smem()
+        if not plan.float32_results:
+            k_tile[...] = (dk * plan.rule.scale).astype(plan.dtype)
+            v_tile[...] = dv.astype(plan.dtype)
+            plgpu.commit_smem()
         b, kv_head, kv_start, exists = self.cta.keys(self.item)  # again: they need not live through the loops
         parts = self.cta.work.parts
         if parts > 1:
@@ -73,6 +74,10 @@ class Column:
         @when(exists)
         def _store() -> None:
             rows = pl.ds(kv_start, ROWS)
+            if plan.float32_results:
+                results.dk.at[b, rows, kv_head][...] = dk * plan.rule.scale
+                results.dv.at[b, rows, kv_head][...] = dv
+                return
             plgpu.copy_smem_to_gmem(k_tile, results.dk.at[b, rows, kv_head])
             plgpu.copy_smem_to_gmem(v_tile, results.dv.at[b, rows, kv_head])
 
@@ -110,8 +115,15 @@ class DkvTile:
         self.queries.release()
 
     def attended(self, part: int, *_: Any) -> Any:
+        return self.plan.elements.may_attend(*self.place(part))
+
+    def meets_the_band(self, part: int) -> Any:
+        """Whether the band excludes some element of a part."""
+        return jnp.logical_not(self.plan.elements.all_attend(*self.place(part)))
+
+    def place(self, part: int) -> tuple[Any, int, Any, int]:
         first = self.cta.q_vectors["index"][*self.queries.at, part * self.width]
-        return self.plan.elements.may_attend(first, self.plan.packing.queries, self.column.kv_start, ROWS)
+        return first, self.plan.packing.queries, self.column.kv_start, ROWS
 
     def multiply(self, dk: Any, dv: Any, part: int) -> None:
         memory, queries = self.memory, pl.ds(part * self.width, self.width)
@@ -134,16 +146,27 @@ class DkvTile:
         mma(dp_acc, memory.v.at[own], do_tile, transpose_b=True, interpret=simulate)
         s = read(s_acc, in_flight=1, interpret=simulate)
         # P, while dP is computed
-        mask = functools.partial(
-            self.cta.element_mask, self.queries, queries, column.kv_start, column.kv_rows, self.streaming.bits, part
-        )
+        bits = self.streaming.bits
+
+        def allowed(bits: Any) -> Any:
+            return self.cta.element_mask(self.queries, queries, column.kv_start, column.kv_rows, bits, part)
+
+        def with_band(_: Any, s: Any) -> Any:
+            return jnp.where(allowed(None), s, -jnp.inf)
+
+        mask = None
         if plan.one_copy:
-            s = lax.fori_loop(0, as_number(masked), lambda _, s: jnp.where(mask(), s, -jnp.inf), s)
+            s = lax.fori_loop(0, as_number(masked), with_band, s)
+        elif masked and plan.band_apart:
+            s = lax.fori_loop(0, as_number(self.meets_the_band(part)), with_band, s)
+            mask = bits.tile(None, part * width, 0, (ROWS, width), 1)
+        elif masked:
+            mask = allowed(bits)
         p, weight = rule.probabilities(
             s,
             None if rule.folds_lse else over_columns(memory.statistic.at[*self.queries.at, queries]),
             self.bias(start) if plan.has_bias else None,
-            None if plan.one_copy or not masked else mask(),
+            mask,
         )
         # dV, while dS is computed
         mma(dv, p.astype(plan.dtype), do_tile, interpret=simulate)

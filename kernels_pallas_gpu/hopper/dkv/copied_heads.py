@@ -2,7 +2,7 @@
 
 A CTA of the dK/dV kernel holds some keys and walks all queries of all heads that share them. Few keys, such as the
 compressed ones of native sparse attention, are few CTAs with long walks. With copies of a K/V head, each for some of
-its query heads, there are more CTAs; the gradients of the copies are added.
+its query heads, there are more CTAs; the gradients of the copies are added, which are in float32.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ class CopiedHeads(Rewrite):
         return dataclasses.replace(self.given, key=key, value=value)
 
     def gradients(self, d_query: Any, d_key: Array, d_value: Array) -> tuple[Any, Array, Array]:
-        return d_query, self._added(d_key), self._added(d_value)
+        return (
+            d_query,
+            self._added(d_key).astype(self.given.key.dtype),
+            self._added(d_value).astype(self.given.value.dtype),
+        )
 
     def _added(self, x: Float[Array, "B S copies D"]) -> Float[Array, "B S K D"]:
-        parts = x.reshape(*x.shape[:2], -1, self.copies, x.shape[3])
-        return parts.sum(3, dtype=jnp.float32).astype(x.dtype)
+        return x.reshape(*x.shape[:2], -1, self.copies, x.shape[3]).sum(3, dtype=jnp.float32)

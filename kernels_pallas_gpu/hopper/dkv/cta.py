@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import COLUMN, PAIR, PIECE, START, DkvMemory, DkvPlan, HandOver
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
+from xsake.kernels_pallas_gpu.hopper.tile.key_runs import KeyRuns
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
 from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS
@@ -80,6 +81,7 @@ class DkvCta(StreamingCta[DkvPlan]):
     ) -> None:
         super().__init__(plan, given, results, memory, barriers, items)
         self.hand_over = hand_over
+        self.bits = given.bits if plan.run is None else KeyRuns(given.bits.number, plan.run, plan.block_kv, self.wg)
         self.q_vectors = {name: memory.q_vectors.at[i] for i, name in enumerate(plan.q_vectors)}
         self.residents, self.resident_packing = ((given.k, memory.k), (given.v, memory.v)), PLAIN
         numbers = [(given.statistic, memory.statistic)]
@@ -118,13 +120,13 @@ class DkvCta(StreamingCta[DkvPlan]):
 
     def walk(self, item: Item, done: Any, step: Callable[[Streaming], None]) -> Any:
         """Calls `step` for each tile of an item, head after head, numbered from `done` on; returns the end."""
-        plan, streamed, bits = self.plan, self.streamed, self.given.bits
+        plan, streamed, bits = self.plan, self.streamed, self.bits
         coords, column = self.coords(item(PAIR)), self.of_ring(item, COLUMN)
         exists = True if self.work.all_exist else self.of_ring(item, START) >= 0
 
         def head(g: Any, first: Any) -> Any:
             h = lax.rem(item(PAIR), plan.num_kv_heads) * plan.group + g
-            tiles = ListTiles(streamed, coords(g), first, *streamed.span(coords(g), column, exists))
+            tiles = ListTiles(streamed, coords(g), first, *streamed.span(coords(g), column, exists)[:3])
 
             def of_bits(n: Any, bitmap: Any, masked: bool) -> None:
                 own = None if bitmap is None else TileBits(bits, coords(g), bitmap, tiles.row_of(n), plan.packing)

@@ -21,18 +21,30 @@ from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.launch import pad, pad_bias, pad_to, run_kernel, vectors
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import ListRefs, RowLists
+from xsake.kernels_pallas_gpu.lists.wide_columns import wide_columns
 
 Array = jax.Array
 
 
 def dkv(
-    call: Call, lse: Array, minus_delta: Array, d_out: Array, *, config: BackwardConfig, interpret: Any = False
+    call: Call,
+    lse: Array,
+    minus_delta: Array,
+    d_out: Array,
+    *,
+    config: BackwardConfig,
+    float32_results: bool = False,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """dK [B, S, K, D] and dV [B, S, K, Dv]."""
+    """dK [B, S, K, D] and dV [B, S, K, Dv], in the keys' type or in float32."""
     mask, bias = call.mask, call.bias
     lists = RowLists(mask.q_indices, mask.q_row_ptr, mask.q_num_full, mask.col_order)
     packing = Packing.required(mask.block_q, lists, call.q_heads, call.kv_heads, bias)
-    plan = DkvPlan.of(call, packing, config, interpret)
+    plan = DkvPlan.of(call, packing, config, interpret, float32_results)
+    bits = Bits.of(mask.bitmaps, mask.q_bitmap)
+    if plan.run is not None:
+        lists, runs = wide_columns(mask, plan.block_kv)
+        bits = Bits(runs)
     rule, columns, q_size, kv_size = plan.rule, plan.work.columns, plan.q_size, plan.kv_size
     k, v = (pad_to(x, 8, 1) for x in (call.key, call.value))  # TMA copies tiles of 8 rows
     q, d_out = (pad_to(x, packing.whole, 1) for x in (call.query, d_out))
@@ -53,7 +65,7 @@ def dkv(
         lists=ListRefs(*lists),
         interleaved=columns.interleaved(lists, plan.batch_size),
         bias=None if bias is None else pad_bias(bias.swapaxes(2, 3), kv_size, q_size),
-        bits=Bits.of(mask.bitmaps, mask.q_bitmap),
+        bits=bits,
         counter=plan.turns.counter(),
     )
 
@@ -64,8 +76,8 @@ def dkv(
         plan.compute_wgs,
         given,
         DkvResults(
-            dk=jax.ShapeDtypeStruct(k.shape, k.dtype),
-            dv=jax.ShapeDtypeStruct(v.shape, v.dtype),
+            dk=plan.result_like(k),
+            dv=plan.result_like(v),
             dk_parts=columns.room_for_parts(plan.work.unit, plan.head_dim),
             dv_parts=columns.room_for_parts(plan.work.unit, plan.v_head_dim),
         ),

@@ -8,6 +8,7 @@ from jax import lax
 
 from xsake.kernels_pallas_gpu.hopper.dkv.cta import DkvCta
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
+from xsake.kernels_pallas_gpu.hopper.work.streaming import Span
 
 
 def load_item(cta: DkvCta, turn: Any, number: Any, counts: Any) -> Any:
@@ -27,14 +28,14 @@ def load_item(cta: DkvCta, turn: Any, number: Any, counts: Any) -> Any:
         spans = [cta.streamed.span(coords(g), column, exists) for _, column, exists in places]
 
         def fetch(t: Any, counts: Any) -> Any:
-            for ring, (n, (begin, _, tiles)) in enumerate(zip(counts, spans, strict=True)):
+            for ring, (n, span) in enumerate(zip(counts, spans, strict=True)):
 
-                @when(t < tiles)
-                def _(ring: int = ring, n: Any = n, begin: Any = begin) -> None:
-                    cta.load_tile(n, ring, b, head, coords(g), begin, t)
+                @when(t < span.num_tiles)
+                def _(ring: int = ring, n: Any = n, span: Span = span) -> None:
+                    cta.load_tile(n, ring, b, head, coords(g), span, t)
 
-            return tuple(n + as_number(t < tiles) for n, (_, _, tiles) in zip(counts, spans, strict=True))
+            return tuple(n + as_number(t < span.num_tiles) for n, span in zip(counts, spans, strict=True))
 
-        return lax.fori_loop(0, functools.reduce(jnp.maximum, [tiles for _, _, tiles in spans]), fetch, counts)
+        return lax.fori_loop(0, functools.reduce(jnp.maximum, [span.num_tiles for span in spans]), fetch, counts)
 
     return lax.fori_loop(*cta.heads(piece), load_head, counts)

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
@@ -19,6 +21,7 @@ from xsake.kernels_pallas_gpu.hopper.work.plan import (
     early_ranks,
     longest_share,
 )
+from xsake.kernels_pallas_gpu.lists.wide_columns import run_of
 
 # Fields of an item: the pair, which part of an early column (below 0: all of any column), and for every ring the first
 # resident key (below 0: there is none) and the mask column.
@@ -51,17 +54,33 @@ class HandOver(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DkvPlan(StreamingPlan):
     """All that is known while tracing. `q_vectors`: names of the operands with one number per query. `parts`: items
-    that share an early column, each with some of the group's heads.
+    that share an early column, each with some of the group's heads. `float32_results`: results are written as they are
+    in the registers, for they are terms of a sum. `run`: keys per run of a wide column, into which neighbouring short
+    blocks are merged (`lists.wide_columns`), or None; `block_kv` is then the column's.
     """
 
     q_vectors: tuple[str, ...]
     parts: int
+    float32_results: bool
+    run: int | None
 
     FIELDS = START, 2
 
     @classmethod
-    def of(cls, call: Call, packing: Packing, config: BackwardConfig, interpret: Any = False) -> "DkvPlan":
+    def of(
+        cls,
+        call: Call,
+        packing: Packing,
+        config: BackwardConfig,
+        interpret: Any = False,
+        float32_results: bool = False,
+    ) -> "DkvPlan":
         fields = cls.of_call(call)
+        run = None
+        if call.mask.block_kv < ROWS:
+            apart = config.compute_wgs == 1 or config.splits(call.head_dim, call.value_dim)
+            fields["block_kv"] = ROWS if apart else 2 * ROWS  # the keys of a CTA
+            run = run_of(call.mask.block_kv, ROWS)
         by_position = fields["elements"].by_position
         has_numbers = dict(
             position=by_position and call.q_positions is not None,
@@ -71,9 +90,11 @@ class DkvPlan(StreamingPlan):
         return cls(
             **fields | {"num_q_heads": call.q_heads // packing.group},
             packing=packing,
-            has_bits=call.mask.bitmaps is not None,
+            has_bits=call.mask.bitmaps is not None or run is not None,
             q_vectors=tuple(name for name, there in has_numbers.items() if there),
             parts=_parts(call, packing, config),
+            float32_results=float32_results,
+            run=run,
             config=config,
             interpret=interpret,
         )
@@ -94,6 +115,11 @@ class DkvPlan(StreamingPlan):
         tests = self.elements.by_position or "segment" in self.q_vectors
         return tests and self.rule.folds_lse and not self.has_bits and self.tile == PART and not self.split
 
+    @property
+    def band_apart(self) -> bool:
+        """Whether the band is tested only where it excludes elements: most tiles are masked by their runs alone."""
+        return self.run is not None and self.skips and self.rule.folds_lse
+
     # -- which column --------------------------------------------------------------------------------------------------
 
     @property
@@ -101,6 +127,12 @@ class DkvPlan(StreamingPlan):
         streamed_bytes = self.packing.group * self.group * self.q_len * (self.head_dim + self.v_head_dim) * 2
         cut = dict(early=early_ranks(self.pairs), parts=self.parts)
         return WorkGrid.make(self.pairs, self.kv_len, self.block_kv, self._tile_wgs, streamed_bytes, **cut)
+
+    def result_like(self, x: Array) -> jax.ShapeDtypeStruct:
+        """Of the gradient of these keys or values. TMA alone drops keys past the end, and it writes no float32."""
+        if not self.float32_results:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ShapeDtypeStruct((x.shape[0], self.kv_size, *x.shape[2:]), jnp.float32)
 
     # -- shared memory -------------------------------------------------------------------------------------------------
 
@@ -112,6 +144,10 @@ class DkvPlan(StreamingPlan):
     @property
     def streamed_block(self) -> int:
         return self.packing.rows
+
+    @property
+    def missing(self) -> int:
+        return self.packing.length(self.q_len)  # a tile is one run, which exists
 
     @property
     def one_stage(self) -> bool:

@@ -13,13 +13,13 @@ from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.dkv import launch
 from xsake.kernels_pallas_gpu.hopper.dkv.copied_heads import CopiedHeads
 from xsake.kernels_pallas_gpu.hopper.dkv.plan import DkvPlan
-from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation, short_blocks
+from xsake.kernels_pallas_gpu.hopper.kernel import Kernel, interpretation
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import BackwardConfig, BackwardTiles
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 
 def knows(call: Call) -> str | None:
-    return "it knows no blocks under 64 keys" if short_blocks(call) else None
+    return None
 
 
 def _tiles(call: Call) -> BackwardTiles:
@@ -62,8 +62,9 @@ def _with_registers_for_copies(call: Call, config: BackwardConfig) -> BackwardCo
 def run(call: Call, lse: Array, minus_delta: Array, d_out: Array, *, config: BackwardConfig) -> tuple[Array, Array]:
     """(dK, dV)"""
 
-    def run_kernel(call: Call, *given: Array) -> tuple[None, Array, Array]:
-        return None, *launch.dkv(call, *given, config=config, interpret=interpretation())
+    def run_kernel(of_rewritten: Call, *given: Array) -> tuple[None, Array, Array]:
+        options = dict(float32_results=of_rewritten is not call, interpret=interpretation())
+        return None, *launch.dkv(of_rewritten, *given, config=config, **options)
 
     copies = partial(CopiedHeads.of, compute_wgs=config.compute_wgs)
     _, d_key, d_value = rewrite.backward((copies,), call, (lse, minus_delta, d_out), run_kernel)

@@ -125,14 +125,17 @@ class Keys:
 
 
 def _store_when_both_finished(cta: DkvCta, x: Any, tile: Any, out: Any) -> None:
-    """Writes x by way of a tile that the other warpgroup may still read."""
+    """Writes x, in the keys' type by way of a tile that the other warpgroup may still read."""
     finished = cta.hand_over.finished
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)
-    tile[...] = x.astype(cta.plan.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, out)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if cta.plan.float32_results:
+        out[...] = x
+    else:
+        tile[...] = x.astype(cta.plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, out)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     # The other loads its next keys or values to where this one's results were.
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)

@@ -4,6 +4,7 @@ Three products per tile of keys: S and dP, and with dS as it comes in registers,
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -19,7 +20,14 @@ from xsake.kernels_pallas_gpu.hopper.tile.bits import TileBits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import run_where, when
 from xsake.kernels_pallas_gpu.hopper.tile.logits import PART
 from xsake.kernels_pallas_gpu.hopper.tile.products import mma, opaque, read, wgmma_full, with_values, with_zeros
-from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, WGMMA, bias_tile, load_rows
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import (
+    ALONG_COLS,
+    ALONG_ROWS,
+    WGMMA,
+    bias_tile,
+    keys_of_runs,
+    load_rows,
+)
 from xsake.kernels_pallas_gpu.hopper.work.streaming import ListTiles
 from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 
@@ -139,7 +147,11 @@ class DqTile:
         """Multiply a part, unless the band or the bits exclude all of its elements."""
         plan, elements = self.plan, self.plan.elements
         near, live = None, None if self.bits is None else self.bits.any(0)
-        if plan.skips:
+        if plan.gathers:
+            place = self.queries.first_query, plan.packing.queries
+            runs = [elements.may_attend(*place, start, plan.unit) for start in self.starts(part)]
+            near = functools.reduce(operator.or_, runs)
+        elif plan.skips:
             first_key = self.cta.kv_vectors["index"][*self.keys.at, part * self.width]
             place = self.queries.first_query, plan.packing.queries, first_key, self.width
             near = elements.may_attend(*place)
@@ -192,6 +204,11 @@ class DqTile:
         queries, shape = self.queries, (ROWS, self.width)
         return bias_tile(self.cta.given.bias, queries.batch, queries.head, queries.start, start, shape)
 
+    def starts(self, part: Any) -> list[Any]:
+        """The first key of each run in a part."""
+        runs = PART // self.plan.unit
+        return [self.cta.memory.starts[(*self.keys.at, part * runs + run)] for run in range(runs)]
+
     def element_mask(self, keys: Any, part: Any, ruled: bool) -> Any:
         plan, queries, shape = self.plan, self.queries, (ROWS, PART)
         kv_first = self.tiles.row_of(self.n) + part * PART
@@ -199,6 +216,8 @@ class DqTile:
             return self.bits.tile(None, 0, kv_first, shape, 0)
         vectors = self.cta.kv_vectors
         kv = {name: plgpu.load(x.at[*self.keys.at, keys], layout=ALONG_COLS) for name, x in vectors.items()}
+        if plan.gathers:
+            kv["index"] = keys_of_runs(self.starts(part), PART)
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ALONG_ROWS)
         ok = plan.elements.attends(
             shape,

@@ -53,7 +53,7 @@ class DqCta(StreamingCta[DqPlan]):
         numbers = [(x, self.kv_vectors[name]) for name, x in given.kv_vectors.items()]
         self.stream(
             plan.block_kv,
-            outer=dict(source=given.k, tiles=memory.k, numbers=numbers, packing=PLAIN),
+            outer=dict(source=given.k, tiles=memory.k, numbers=numbers, packing=PLAIN, starts=memory.starts),
             inner=dict(source=given.v, tiles=memory.v, numbers=[], packing=PLAIN),
         )
 

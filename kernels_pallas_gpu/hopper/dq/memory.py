@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.kernels_pallas_gpu.hopper.dq.cta import DqCta
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
+from xsake.kernels_pallas_gpu.hopper.work.streaming import Span
 
 
 def load_item(cta: DqCta, turn: Any, number: Any, counts: Any) -> Any:
@@ -19,11 +20,11 @@ def load_item(cta: DqCta, turn: Any, number: Any, counts: Any) -> Any:
     pair, rank, _ = work.columns.place(number)
     b, h = cta.head(pair)
     kv_head, coords = lax.div(h, plan.group), cta.coords(pair)
-    places = []  # (first row, first list entry, tiles of full blocks, tiles) of every ring
+    places = []  # (first row, its list) of every ring
     for ring in range(work.rings):
         start, block, exists = work.place(cta.given.lists, coords, rank, ring)
-        places.append((start, *streamed.span(coords, block, exists)))
-    cta.notes.publish(turn, [pair, *(x for place in places for x in place)])
+        places.append((start, streamed.span(coords, block, exists)))
+    cta.notes.publish(turn, [pair, *(x for start, span in places for x in (start, *span[:3]))])
     for reader in range(plan.compute_wgs):
         row = cta.first_row(places[reader if work.rings > 1 else 0][0], reader)
         if plan.ahead:
@@ -31,12 +32,12 @@ def load_item(cta: DqCta, turn: Any, number: Any, counts: Any) -> Any:
         if plan.sums_delta and not plan.simulate:
             plgpu.async_prefetch(cta.given.minus_delta.out.at[b, pl.ds(row, ROWS), h])
 
-    @pl.loop(0, functools.reduce(jnp.maximum, [tiles for *_, tiles in places]))
+    @pl.loop(0, functools.reduce(jnp.maximum, [span.num_tiles for _, span in places]))
     def _fetch(t: Any) -> None:
-        for ring, (before, (_, begin, _, tiles)) in enumerate(zip(counts, places, strict=True)):
+        for ring, (before, (_, span)) in enumerate(zip(counts, places, strict=True)):
 
-            @when(t < tiles)
-            def _(ring: int = ring, begin: Any = begin, n: Any = before + t) -> None:
-                cta.load_tile(n, ring, b, kv_head, coords, begin, t)
+            @when(t < span.num_tiles)
+            def _(ring: int = ring, span: Span = span, n: Any = before + t) -> None:
+                cta.load_tile(n, ring, b, kv_head, coords, span, t)
 
-    return tuple(before + tiles for before, (*_, tiles) in zip(counts, places, strict=True))
+    return tuple(before + span.num_tiles for before, (_, span) in zip(counts, places, strict=True))

@@ -1,7 +1,11 @@
 """How the Hopper dQ kernel cuts a call into items, and the shared memory of a CTA."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper.tile.backward_config import ROWS, BackwardConfig
@@ -16,13 +20,16 @@ PAIR, START, BEGIN, FULL, TILES = range(5)
 
 
 class DqMemory(NamedTuple):
-    """Shared memory. `simulated`: float32 accumulators, if the kernel is interpreted."""
+    """Shared memory. `starts`: the first keys of every tile's runs, or None. `simulated`: float32 accumulators, if the
+    kernel is interpreted.
+    """
 
     q: Any
     do: Any
     k: Any
     v: Any
     kv_vectors: Any
+    starts: Any
     simulated: list[Any]
 
 
@@ -40,12 +47,16 @@ class DqPlan(StreamingPlan):
     @classmethod
     def of(cls, call: Call, packing: Packing, config: BackwardConfig, *, sums_delta: bool, interpret: Any) -> "DqPlan":
         fields = cls.of_call(call, holds_keys=False)
+        gathers = call.mask.block_kv < ROWS
+        if gathers:  # runs that do not exist begin past the end
+            fields["elements"] = dataclasses.replace(fields["elements"], kv_len=call.kv_len)
         by_position = fields["elements"].by_position
         has_numbers = dict(
             position=by_position and call.kv_positions is not None,
             segment=call.kv_segments is not None,
             index=fields["elements"].kv_len is not None or (by_position and call.kv_positions is None),
         )
+        has_numbers["index"] &= not gathers  # it follows from the runs' first keys
         return cls(
             **fields | {"num_q_heads": call.q_heads // packing.group},
             packing=packing,
@@ -87,6 +98,19 @@ class DqPlan(StreamingPlan):
         return self.block_kv
 
     @property
+    def gathers(self) -> bool:
+        return self.block_kv < ROWS
+
+    @property
+    def unit(self) -> int:
+        """Keys of a tile that follow one another."""
+        return math.gcd(self.block_kv, self.tile)
+
+    @property
+    def missing(self) -> int:
+        return self.kv_size
+
+    @property
     def one_stage(self) -> bool:
         # A packed tile takes many copies, for which the memory warpgroup has too few registers.
         return self.packing.group > 1
@@ -100,8 +124,10 @@ class DqPlan(StreamingPlan):
             k=swizzled((*outer, tile, self.head_dim), self.dtype),
             v=swizzled((*inner, tile, self.v_head_dim), self.dtype),
             kv_vectors=int_vectors(len(self.kv_vectors), outer, tile),
+            starts=plgpu.SMEM((*outer, tile // self.unit), jnp.int32) if self.gathers else None,
             simulated=self.simulated((ROWS, self.head_dim), (ROWS, tile), (ROWS, tile)),
         )
 
     def barriers(self) -> StreamBarriers:
-        return self.barriers_of(resident=2 * self.packing.pieces(ROWS), outer=1 + len(self.kv_vectors), inner=1)
+        runs = self.tile // self.unit
+        return self.barriers_of(resident=2 * self.packing.pieces(ROWS), outer=runs + len(self.kv_vectors), inner=runs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 from jax import Array
@@ -16,7 +18,7 @@ from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 
 
 def knows(call: Call) -> str | None:
-    return "it knows no blocks under 64 keys" if short_blocks(call) else None
+    return None
 
 
 def _tiles(call: Call) -> BackwardTiles:
@@ -25,7 +27,12 @@ def _tiles(call: Call) -> BackwardTiles:
 
 
 def default(call: Call) -> BackwardConfig:
-    wide = 128 if call.mask.block_kv % 128 == 0 and max(call.head_dim, call.value_dim) <= 128 else 64
+    return _with_registers_for_runs(call, _first_fit(call))
+
+
+def _first_fit(call: Call) -> BackwardConfig:
+    whole = call.mask.block_kv % 128 == 0 or short_blocks(call)
+    wide = 128 if whole and max(call.head_dim, call.value_dim) <= 128 else 64
     return _tiles(call).first_fit(
         dict(tile=wide, stages=2, inner_stages=2, resident_stages=2),
         dict(tile=wide, stages=2, inner_stages=1, resident_stages=2),
@@ -39,11 +46,19 @@ def default(call: Call) -> BackwardConfig:
 
 
 def space(call: Call) -> Sequence[BackwardConfig]:
-    return _tiles(call).space(default(call), accumulators=call.head_dim)
+    found = _tiles(call).space(_first_fit(call), accumulators=call.head_dim)
+    return [_with_registers_for_runs(call, config) for config in found]
 
 
 def misfit(call: Call, config: BackwardConfig) -> str | None:
     return _tiles(call).misfit(config)
+
+
+def _with_registers_for_runs(call: Call, config: BackwardConfig) -> BackwardConfig:
+    """The memory warpgroup holds the first keys of a tile's runs. For those of eight, 24 registers are too few."""
+    if not short_blocks(call) or config.tile // math.gcd(config.tile, call.mask.block_kv) < 8:
+        return config
+    return dataclasses.replace(config, compute_registers=232, memory_registers=40)
 
 
 def sums_delta(call: Call, parts: DeltaParts) -> bool:

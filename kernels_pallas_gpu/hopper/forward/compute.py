@@ -17,7 +17,15 @@ from xsake.kernels_pallas_gpu.hopper.tile.conditions import as_number, when
 from xsake.kernels_pallas_gpu.hopper.tile.logits import LN2, LOG2E, soft_cap_tanh
 from xsake.kernels_pallas_gpu.hopper.tile.products import matmul, matmul_add
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.tile.vectors import ALONG_COLS, ALONG_ROWS, WGMMA, bias_tile, per_col, per_row
+from xsake.kernels_pallas_gpu.hopper.tile.vectors import (
+    ALONG_COLS,
+    ALONG_ROWS,
+    WGMMA,
+    bias_tile,
+    keys_of_runs,
+    per_col,
+    per_row,
+)
 
 # Keys that a partial step may leave out together: a causal or window band often excludes half of a tile.
 HALF = 64
@@ -391,10 +399,7 @@ class ForwardTile:
         plan, q_vectors, (rows, columns), first_query = self.plan, self.q_vectors, shape, self.first_query()
         # Along one axis: JAX would compute the number of each element of a tile for itself.
         row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ALONG_ROWS)
-        column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=ALONG_COLS)
-        query, run, key = plan.packing.query(row) + first_query, columns // len(starts), column + starts[0]
-        for i, start in enumerate(starts[1:], 1):
-            key = jnp.where(column < i * run, key, column + (start - i * run))
+        query, key = plan.packing.query(row) + first_query, keys_of_runs(starts, columns)
         mask = plan.elements.attends(
             shape,
             q_vectors.get("q_positions", query),

@@ -25,7 +25,7 @@ from xsake.kernels_pallas_gpu.hopper.forward.memory import MemoryWarpgroup
 from xsake.kernels_pallas_gpu.hopper.forward.plan import ForwardPlan
 from xsake.kernels_pallas_gpu.hopper.tile.bits import Bits
 from xsake.kernels_pallas_gpu.hopper.tile.conditions import when
-from xsake.kernels_pallas_gpu.hopper.tile.launch import pad_bias, pad_to
+from xsake.kernels_pallas_gpu.hopper.tile.launch import name_module, pad_bias, pad_to
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import RowLists
 from xsake.kernels_pallas_gpu.lists.merge import merged_rows
@@ -98,6 +98,8 @@ def forward(
     counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if plan.dynamic else []
 
     def entry(*refs: Any) -> None:
+        if not interpret:
+            name_module("block_sparse_forward")
         pl.run_scoped(
             lambda memory, barriers: _share_the_work(
                 ForwardCta(plan, refs, len(list_operands), tuple(options), memory, barriers)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backend.contract import stored_head
 from xsake.kernels_pallas_gpu.hopper.forward import pages
 from xsake.kernels_pallas_gpu.hopper.forward.config import WG_ROWS, Pairing
 from xsake.kernels_pallas_gpu.hopper.forward.cta import ForwardCta, slot_of
@@ -266,7 +267,7 @@ class _Load:
             exists = step * plan.parts + part < item.units
             memory.notes[cta.bitmap_field(slot, part)] = jnp.where(exists, number, 0) if part else number
         ready = cta.stage(cta.barriers.k_ready, slot)
-        self._tokens(cta.k, cta.stage(memory.k, slot), ready, places)
+        self._tokens(False, cta.stage(memory.k, slot), ready, places)
         for name in plan.kv_vectors:
             starts = [run.start for run in runs]
             self._runs(cta.options[name].at[item.batch], cta.stage(memory.kv_vectors[name], slot), ready, starts)
@@ -276,27 +277,29 @@ class _Load:
         slot = self._free_slot(step, cta.barriers.v_free)
         values, ready = cta.stage(cta.memory.v, slot), cta.stage(cta.barriers.v_ready, slot)
         if not plan.zeroes_padding:
-            self._tokens(cta.v, values, ready, places)
+            self._tokens(True, values, ready, places)
             return
         ((start, _),), (place,) = runs, places
         mixed = pages.is_mixed(place)
-        when(jnp.logical_not(mixed))(lambda: self._tokens(cta.v, values, ready, places))
+        when(jnp.logical_not(mixed))(lambda: self._tokens(True, values, ready, places))
 
         @when(mixed)
         def _zero() -> None:
             landed = cta.stage(cta.barriers.v_landed, 0)
-            self._tokens(cta.v, values, landed, places)
+            self._tokens(True, values, landed, places)
             plgpu.barrier_wait(landed)
             pages.zero_padding(values, cta.options["kv_segments"].at[self.item.batch, pl.ds(start, plan.unit)])
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready)
 
-    def _tokens(self, ref: Any, dst: Any, ready: Any, places: Sequence[Any]) -> None:
+    def _tokens(self, value: bool, dst: Any, ready: Any, places: Sequence[Any]) -> None:
         """Loads runs of keys or of values."""
-        if self.plan.page is None:
-            self._runs(ref.at[self.item.batch, :, self.kv_head], dst, ready, places)
+        ref, plan = self.cta.v if value else self.cta.k, self.plan
+        head = stored_head(self.kv_head, fused=plan.fused, value=value)
+        if plan.page is None:
+            self._runs(ref.at[self.item.batch, :, head], dst, ready, places)
         else:
-            self._runs(ref.at[0, :, self.kv_head], dst, ready, [pages.run_of(p) * self.plan.unit for p in places])
+            self._runs(ref.at[0, :, head], dst, ready, [pages.run_of(p) * plan.unit for p in places])
 
     def _free_slot(self, step: Any, free: Any) -> Any:
         slot = slot_of(self.step0 + step, self.plan.stages)

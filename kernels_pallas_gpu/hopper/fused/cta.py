@@ -9,7 +9,7 @@ from jax import lax
 from xsake.kernels_pallas_gpu.hopper.fused.plan import KEYS, FusedBarriers, FusedMemory, FusedPlan
 from xsake.kernels_pallas_gpu.hopper.tile.packing import Packing
 from xsake.kernels_pallas_gpu.hopper.tile.row_lists import list_coords
-from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, Stream, Streamed
+from xsake.kernels_pallas_gpu.hopper.work.streaming import PLAIN, Span, Stream, Streamed
 
 
 class FusedOperands(NamedTuple):
@@ -63,7 +63,7 @@ class FusedCta:
         per_block = plan.columns_per_block
         self.block = given.lists.ranked(*self.coords(0), lax.div(self.rank, per_block))
         self.kv_start = (self.block * per_block + lax.rem(self.rank, per_block)) * KEYS
-        total = lax.fori_loop(0, plan.group, lambda g, n: n + self.column(g)[2], jnp.int32(0))
+        total = lax.fori_loop(0, plan.group, lambda g, n: n + self.column(g).num_tiles, jnp.int32(0))
         self.lo, self.hi = jnp.int32(0), total
         if plan.parts > 1:
             early = self.is_early
@@ -99,8 +99,8 @@ class FusedCta:
     def head(self, g: Any) -> Any:
         return self.kv_head * self.plan.group + g
 
-    def column(self, g: Any) -> tuple[Any, Any, Any]:
-        """(first list entry, tiles of full blocks, tiles of all blocks) of the column in the group's head g."""
+    def column(self, g: Any) -> Span:
+        """The list of the column in the group's head g."""
         return self.streamed.span(self.coords(g), self.block, True)
 
     def walk(self, step: Callable, carry: Any, *, by_kind: bool) -> Any:
@@ -113,7 +113,7 @@ class FusedCta:
 
         def walk_head(g: Any, walked: Any) -> Any:
             number, carry = walked
-            begin, full_tiles, tiles = self.column(g)
+            begin, full_tiles, tiles, _ = self.column(g)
             column = HeadColumn(self, self.head(g), self.coords(g), begin, self.lo - number)
 
             def run(first: Any, last: Any, carry: Any, is_masked: Callable) -> Any:

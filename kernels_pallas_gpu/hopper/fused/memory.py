@@ -21,7 +21,7 @@ def load(cta: FusedCta) -> None:
     def step(n: Any, _: Any, column: HeadColumn, masked: Any) -> None:
         start = column.start_of(n)
         for ring in (cta.q_ring, cta.do_ring):
-            ring.load(n, ring.slot(n), cta.batch, column.head, start)
+            ring.load(n, ring.slot(n), cta.batch, column.head, [start])
 
     cta.walk(step, None, by_kind=False)
     if plan.simulate:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 
 def pad_to(x: Array, multiple: int, axis: int) -> Array:
@@ -38,6 +39,22 @@ def smem_bytes(shared: list[Any]) -> int:
     return sum(pl.cdiv(size, 1024) * 1024 for size in sizes) + 1024
 
 
+def name_module(name: str) -> None:
+    """Called in a kernel: names its module, which JAX before 0.12 numbers in the order of lowering instead. The name is
+    in the key of the persistent compilation cache, so that a program was found only if all before it were the same."""
+    if jax.__version_info__ >= (0, 12):
+        return
+
+    @plgpu.inline_mgpu()
+    def set_name(_: Any) -> None:
+        op = ir.InsertionPoint.current.block.owner
+        while (above := op.operation.parent) is not None:
+            op = above
+        op.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+    set_name()
+
+
 def run_kernel(
     kernel: Callable[..., None],
     name: str,
@@ -51,6 +68,8 @@ def run_kernel(
     """`results` as arrays, in their named tuple, of `kernel(given, results, *shared)`, which gets refs."""
 
     def of_refs(given: Any, *refs: Any) -> None:
+        if not interpret:
+            name_module(name)
         count = len(results._fields)
         kernel(given, type(results)(*refs[:count]), *refs[count:])
 

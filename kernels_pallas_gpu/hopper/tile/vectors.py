@@ -35,6 +35,15 @@ def over_columns(ref: Any) -> Array:
     return per_col(plgpu.load(ref, layout=ALONG_COLS), (ROWS, *ref.shape))
 
 
+def keys_of_runs(starts: Sequence[Any], columns: int) -> Array:
+    """The keys of a tile's columns, which are runs of equal length that begin at `starts`."""
+    column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=ALONG_COLS)
+    key, run = column + starts[0], columns // len(starts)
+    for i, start in enumerate(starts[1:], 1):
+        key = jnp.where(column < i * run, key, column + (start - i * run))
+    return key
+
+
 def int_vectors(count: int, ring: tuple[int, ...], tile: int) -> Any:
     """One buffer for all vectors of streamed tiles: separate buffers would each begin at a multiple of 1024 bytes."""
     return plgpu.SMEM((count, *ring, tile), jnp.int32) if count else None

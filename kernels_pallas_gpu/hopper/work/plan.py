@@ -235,6 +235,16 @@ class StreamingPlan(BackwardPlan):
         raise NotImplementedError
 
     @property
+    def gathers(self) -> bool:
+        """Whether a tile has runs of several blocks."""
+        return False
+
+    @property
+    def missing(self) -> int:
+        """The first row of a run that does not exist, past all rows."""
+        raise NotImplementedError
+
+    @property
     def one_stage(self) -> bool:
         """Whether the resident rows of the next item cannot be loaded ahead."""
         raise NotImplementedError
@@ -252,7 +262,7 @@ class StreamingPlan(BackwardPlan):
 
     def misfit(self) -> str | None:
         """Why the configuration cannot serve the call, or None."""
-        if self.streamed_block % self.tile:
+        if self.streamed_block % self.tile and not self.gathers:
             return f"tile={self.tile} does not divide the mask's block of {self.streamed_block}"
         if self.split and (self.compute_wgs != 2 or self.tile != ROWS):
             return f"head dims {self.head_dim} and {self.v_head_dim} need compute_wgs=2 and tile={ROWS}"

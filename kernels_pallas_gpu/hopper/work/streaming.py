@@ -7,6 +7,7 @@ queries and dO and streams keys and values, dK/dV holds keys and values and stre
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +29,22 @@ from xsake.kernels_pallas_gpu.hopper.work.turns import Item
 PLAIN = Packing(1, ROWS)  # of rows that are not packed
 
 
+class Span(NamedTuple):
+    """A list: its first entry, tiles of full blocks, tiles of all blocks, and the entry after its last."""
+
+    begin: Any
+    num_full: Any
+    num_tiles: Any
+    end: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """The tiles that are streamed past resident rows: those of the blocks in a list."""
+    """The tiles that are streamed past resident rows: those of the blocks in a list.
+
+    A tile is one run of rows, or, where blocks are shorter than tiles, `runs` of them from blocks that follow one
+    another in the list. The last tile of full blocks holds full blocks alone: those left over come with the others.
+    """
 
     lists: ListRefs
     full_is_exact: bool
@@ -38,21 +52,41 @@ class Streamed:
     tile: int
 
     @property
-    def per_block(self) -> int:
-        return self.block // self.tile
+    def unit(self) -> int:
+        """Rows of a run."""
+        return math.gcd(self.block, self.tile)
 
-    def span(self, coords: tuple[Any, Any], row: Any, exists: Any) -> tuple[Any, Any, Any]:
-        """(first list entry, tiles of full blocks, tiles of all blocks) of a list."""
+    @property
+    def runs(self) -> int:
+        return self.tile // self.unit
+
+    @property
+    def per_block(self) -> int:
+        return self.block // self.unit
+
+    def span(self, coords: tuple[Any, Any], row: Any, exists: Any) -> Span:
         begin, full_end, end = self.lists.row(*coords, row)
         full, total = full_end - begin if self.full_is_exact else jnp.int32(0), end - begin
         if exists is not True:
             full, total = jnp.where(exists, full, 0), jnp.where(exists, total, 0)
-        return begin, full * self.per_block, total * self.per_block
+        full, total = full * self.per_block, total * self.per_block
+        if self.runs > 1:
+            full, total = lax.div(full, jnp.int32(self.runs)), lax.div(total + (self.runs - 1), jnp.int32(self.runs))
+        return Span(begin, full, total, end)
 
     def start(self, coords: tuple[Any, Any], begin: Any, t: Any) -> Any:
-        """The first row of tile t of a list."""
+        """The first row of run t of a list."""
         block = self.lists.indices[(*coords, begin + lax.div(t, self.per_block))]
-        return block * self.block + lax.rem(t, self.per_block) * self.tile
+        return block * self.block + lax.rem(t, self.per_block) * self.unit
+
+    def starts(self, coords: tuple[Any, Any], span: Span, t: Any, missing: int) -> list[Any]:
+        """The first row of each run of tile t; `missing` where the list has no more runs."""
+        if self.runs == 1:
+            return [self.start(coords, span.begin, t)]
+        number = [t * self.runs + i for i in range(self.runs)]
+        last = (span.end - span.begin) * self.per_block - 1
+        found = [self.start(coords, span.begin, lax.min(n, last)) for n in number]
+        return [jnp.where(n <= last, start, missing) for n, start in zip(number, found, strict=True)]
 
 
 class ListTiles(NamedTuple):
@@ -138,20 +172,27 @@ class Ring:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream(Ring):
     """A ring, and what goes through it: tiles of `source` [B, T, H, D] to `tiles`; beside them numbers of the same rows
-    [B | 1, T] or [B, H, T], each to its own buffer.
+    [B | 1, T] or [B, H, T], each to its own buffer. `starts`: the buffer of the first rows of a tile's runs, or None.
     """
 
     source: Any
     tiles: Any
     numbers: Sequence[tuple[Any, Any]]
     packing: Packing
+    starts: Any = None
 
-    def load(self, n: Any, slot: Slot, batch: Any, head: Any, start: Any) -> None:
-        """Loads tile n when the tile before has left the slot."""
-        rows = pl.ds(start, self.tiles.shape[-2])
+    def load(self, n: Any, slot: Slot, batch: Any, head: Any, starts: Sequence[Any]) -> None:
+        """Loads tile n, whose runs begin at `starts`, when the tile before has left the slot."""
         when(n >= self.stages)(lambda: plgpu.barrier_wait(slot.free))
-        self.packing.load(self.source, batch, start, head, self.tiles.at[slot.at], slot.ready)
+        for run, start in enumerate(starts if self.starts is not None else ()):
+            self.starts[(*slot.at, run)] = start
+        tile, unit = self.tiles.at[slot.at], self.tiles.shape[-2] // len(starts)
+        for run, start in enumerate(starts):
+            part = tile if len(starts) == 1 else tile.at[pl.ds(run * unit, unit)]
+            self.packing.load(self.source, batch, start, head, part, slot.ready)
         for x, buffer in self.numbers:
+            (start,) = starts
+            rows = pl.ds(start, self.tiles.shape[-2])
             at = (batch, head, rows) if len(x.shape) == 3 else (0 if x.shape[0] == 1 else batch, rows)
             plgpu.copy_gmem_to_smem(x.at[at], buffer.at[slot.at], slot.ready)
 
@@ -205,12 +246,12 @@ class StreamingCta[P: StreamingPlan]:
         for source, tiles in self.residents:
             self.resident_packing.load(source, batch, row, head, tiles.at[place], self.barriers.resident.at[place])
 
-    def load_tile(self, n: Any, ring: int, batch: Any, head: Any, coords: tuple[Any, Any], begin: Any, t: Any) -> None:
-        """Tile t of the list that begins at entry `begin`; n counts the ring's tiles."""
+    def load_tile(self, n: Any, ring: int, batch: Any, head: Any, coords: tuple[Any, Any], span: Span, t: Any) -> None:
+        """Tile t of a list; n counts the ring's tiles."""
         outer, inner = self.slots(n, ring)
-        start = self.streamed.start(coords, begin, t)
-        self.outer.load(n, outer, batch, head, start)
-        self.inner.load(n, inner, batch, head, start)
+        starts = self.streamed.starts(coords, span, t, self.plan.missing)
+        self.outer.load(n, outer, batch, head, starts)
+        self.inner.load(n, inner, batch, head, starts)
 
     def slots(self, n: Any, ring: Any) -> tuple[Slot, Slot]:
         return self.outer.slot(n, ring), self.inner.slot(n, ring)

@@ -209,11 +209,17 @@ def _reason(plugin: Plugin | None, question: Callable[..., str | None], *given: 
 
 
 def choose(names: list[str], call: Call) -> str:
-    """The first of `names` that supports the call; NotImplementedError if none does."""
+    """The first of `names` that supports the call; NotImplementedError if none does.
+
+    Where the best one refuses the size of the mask's blocks, that is said once: other sizes are several times as fast.
+    """
     reasons: list[str] = []
     for name in names:
         reason = unsupported(name, call)
         if reason is None:
+            if reasons and ": mask.block_" in reasons[0]:
+                size = f"{call.mask.block_q} x {call.mask.block_kv}"
+                _say_once(f"blocks of {size} run on {name!r} and may take several times as long as on {reasons[0]}")
             _logger().info("attention %s runs on %r%s", call.query.shape, name, "".join(f"; not {r}" for r in reasons))
             return name
         reasons.append(f"{name!r}: {reason}")
