@@ -41,6 +41,7 @@ HONOURS = frozenset(
         "soft_cap",
         "bitmaps",
         "page_table",
+        "fused",
     }
 )
 

@@ -91,15 +91,22 @@ class QuerySteps:
                 lambda ref, at, t, n: ref.at[at[0], self._kv_head(at), t],
             )
 
-        def pick(ref: Any, at: Any, t: Any, n: Any) -> Any:
-            return pages.pick(ref, self._kv_head(at), t, n[-1])
+        def picker(value: bool) -> Any:
+            def pick(ref: Any, at: Any, t: Any, n: Any) -> Any:
+                return pages.pick(ref, pages.stored_head(self._kv_head(at), value=value), t, n[-1])
 
-        return {name: (pages.operand(x), pick) for name, x in (("key", call.key), ("value", call.value))}
+            return pick
+
+        return {
+            "key": (pages.operand(call.key), picker(False)),
+            "value": (pages.operand(call.value), picker(True)),
+        }
 
     def read(self, refs: Refs, ids: list[Array], second: bool, slot: Array, first: int, width: int) -> Array:
         """Keys, or values, on the sublanes, [width, dim]."""
         x = self.pair.read(refs, second, slot, first, width)
-        return x if self.pages is None else self.pages.own(x, self._kv_head(ids))
+        pages = self.pages
+        return x if pages is None else pages.own(x, pages.stored_head(self._kv_head(ids), value=second))
 
     def zero_padding(self, refs: Refs, slot: Array, tokens: Tokens, count: int) -> None:
         """In values from pages; elsewhere padding is 0."""

@@ -32,6 +32,7 @@ HONOURS = frozenset(
         "symbolic_batch",
         "bitmaps",
         "page_table",
+        "fused",
     }
 )
 

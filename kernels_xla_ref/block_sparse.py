@@ -180,7 +180,9 @@ class _Tiles:
         size = call.batch * call.q_heads * mask.capacity * self.split_q * self.split_kv
         size = -(-size // self.chunk) * self.chunk
         item = jnp.arange(size, dtype=jnp.int32)
-        row = jnp.repeat(jnp.arange(amount.shape[0], dtype=jnp.int32), amount, total_repeat_length=size)
+        # As jnp.repeat, in half its operations: how many rows have ended before the item.
+        ended = jnp.zeros(size, jnp.int32).at[ends[:-1]].add(1, mode="drop")
+        row = jnp.cumsum(ended)
         within = item - (ends - amount)[row]
         entries = jnp.maximum(per_row.reshape(-1)[row], 1)
         sub_row, entry = within // entries, within % entries
@@ -339,13 +341,18 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
 
 
-def _add_tiles(total: Array, number: Array, live: Array, tiles: Array) -> Array:
-    """total[number[c]] += tiles[c] for the live c, one by one: the same bits always, and a NaN stays in its tile."""
+def _add_tiles(live: Array, *sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    """total[number[c]] += tiles[c] for the live c, one by one: the same bits always, and a NaN stays in its tile.
 
-    def add(c: Array, total: Array) -> Array:
-        return total.at[number[c]].add(jnp.where(live[c], tiles[c], 0.0))
+    Of several sums (total, number, tiles) in one loop: each loop costs a compiler as much as the rest of a step.
+    """
+    totals, numbers, tiles = zip(*sums, strict=True)
 
-    return lax.fori_loop(0, tiles.shape[0], add, total)
+    def add(c: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        each = zip(totals, numbers, tiles, strict=True)
+        return tuple(total.at[number[c]].add(jnp.where(live[c], tile[c], 0.0)) for total, number, tile in each)
+
+    return lax.fori_loop(0, live.shape[0], add, totals)
 
 
 def _logits(
@@ -373,7 +380,10 @@ def forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float
 def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H T"]]:
     tiles = _Tiles(call, config.forward)
     q = tiles.q_tiles(call.query) * call.scale
-    k, v = (tiles.kv_tiles(x) if call.page is None else PagedTiles(call, tiles.tkv, x) for x in (call.key, call.value))
+    k, v = (
+        tiles.kv_tiles(x) if call.page is None else PagedTiles(call, tiles.tkv, x, value)
+        for x, value in ((call.key, False), (call.value, True))
+    )
     bias = None if call.bias is None else _BiasTiles(tiles, call.bias)
     test, work = tiles.attends(), tiles.work()
 
@@ -390,8 +400,8 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
         row, decay = c.q_tile[0], jnp.exp(before[0] - safe[0])
         denominator = denominator.at[row].multiply(decay)
         acc = acc.at[row].multiply(decay[:, None])
-        denominator = _add_tiles(denominator, c.q_tile, c.live, p.sum(-1))
-        acc = _add_tiles(acc, c.q_tile, c.live, _dot("cqk,ckd->cqd", p, v[c.kv_tile]))
+        values = _dot("cqk,ckd->cqd", p, v[c.kv_tile])
+        denominator, acc = _add_tiles(c.live, (denominator, c.q_tile, p.sum(-1)), (acc, c.q_tile, values))
         return peak, denominator, acc
 
     rows = q.shape[:2]
@@ -452,12 +462,14 @@ def _backward(
         dx = p * (_dot("cqd,ckd->cqk", do, v[c.kv_tile]) - row_delta[c.q_tile][..., None])
         if slope is not None:
             dx = dx * slope
-        dv = _add_tiles(dv, c.kv_tile, c.live, _dot("cqk,cqd->ckd", p, do))
-        dq = _add_tiles(dq, c.q_tile, c.live, _dot("cqk,ckd->cqd", dx, k[c.kv_tile]))
-        dk = _add_tiles(dk, c.kv_tile, c.live, _dot("cqk,cqd->ckd", dx, q[c.q_tile]))
+        sums = [
+            (dq, c.q_tile, _dot("cqk,ckd->cqd", dx, k[c.kv_tile])),
+            (dk, c.kv_tile, _dot("cqk,cqd->ckd", dx, q[c.q_tile])),
+            (dv, c.kv_tile, _dot("cqk,cqd->ckd", p, do)),
+        ]
         if bias is not None and with_bias:
-            d_bias = [_add_tiles(d_bias[0], bias.number(c), c.live, bias.reduce(dx))]
-        return dq, dk, dv, *d_bias
+            sums.append((d_bias[0], bias.number(c), bias.reduce(dx)))
+        return _add_tiles(c.live, *sums)
 
     like = (q, k, v, bias.tiles) if bias is not None and with_bias else (q, k, v)
     start = vary(tuple(jnp.zeros(x.shape, x.dtype) for x in like), varying_axes(call))

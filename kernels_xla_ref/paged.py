@@ -19,6 +19,7 @@ class PagedTiles:
     call: Call
     tile: int
     pages: Float[Array, "P page K D"]
+    value: bool
 
     def __post_init__(self) -> None:
         if self.pages.shape[1] % self.tile:
@@ -35,7 +36,7 @@ class PagedTiles:
         slot = jnp.minimum(slot, call.kv_len - 1)
         size = self.pages.shape[1]
         page = jnp.clip(call.page_table[batch[:, None], slot // size], 0, self.pages.shape[0] - 1)
-        x = self.pages[page, slot % size, kv_head[:, None]]
+        x = self.pages[page, slot % size, call.stored_head(kv_head, value=self.value)[:, None]]
         if call.kv_segments is not None:
             # Padding may hold anything, NaN included; a weight of 0 times NaN would be NaN.
             x = jnp.where((call.kv_segments[batch[:, None], slot] >= 0)[..., None], x, 0)

@@ -33,11 +33,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("xsake.hads.selection",),
     ("xsake.hads.attention", "xsake.hads.calibration"),
     ("xsake.hads",),  # the door to HADS
-    ("xsake.hads.study", "xsake.autotune", "xsake.torch"),
+    ("xsake.hads.study", "xsake.autotune", "xsake.torch", "xsake.compat.sglang_jax"),
     ("xsake.model", "xsake.testing", "xsake._race"),
     ("xsake._plan", "xsake.dashboard"),
     ("xsake._cli",),
-    ("xsake.__main__", "xsake.autotune.__main__"),
+    ("xsake.__main__", "xsake.autotune.__main__", "xsake.compat.sglang_jax.__main__"),
 )
 # A door hands out names of the rooms behind it, which it imports when they are first asked for.
 DOORS = ("xsake", "xsake.hads")

@@ -135,8 +135,8 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
     }
     if call.page_table is not None:
         inputs |= {
-            "key": _all_pages(call.key, tiles.group),
-            "value": _all_pages(call.value, tiles.group),
+            "key": _all_pages(call, value=False),
+            "value": _all_pages(call, value=True),
             "page_table": (call.page_table, _token_vector(call.page_table.shape[1])),
         }
     if mask.row_order is not None:
@@ -163,9 +163,13 @@ def row_inputs(call: Call, tiles: Tiles) -> dict[str, tuple[Any, pl.BlockSpec]]:
     return inputs
 
 
-def _all_pages(x: Array, group: int) -> tuple[Array, pl.BlockSpec]:
+def _all_pages(call: Call, *, value: bool) -> tuple[Array, pl.BlockSpec]:
+    x, group = call.value if value else call.key, call.q_heads // call.kv_heads
     pages, page, heads, dim = x.shape
-    spec = pl.BlockSpec((pages * page, None, padded_dim(dim)), lambda i, h, b: (0, int_div(h, group), 0))
+    spec = pl.BlockSpec(
+        (pages * page, None, padded_dim(dim)),
+        lambda i, h, b: (0, call.stored_head(int_div(h, group), value=value), 0),
+    )
     return x.reshape(pages * page, heads, dim), spec
 
 

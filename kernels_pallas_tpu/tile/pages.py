@@ -43,7 +43,7 @@ def in_pairs(call: Call) -> bool:
 
 def _by_tokens(call: Call) -> bool:
     """How XLA for TPU keeps such arrays, by what it was seen to choose."""
-    heads = call.kv_heads
+    heads = call.key.shape[2]
     return heads % 8 == 0 or heads in ((2, 4) if call.query.dtype == jnp.bfloat16 else (1, 2, 4))
 
 
@@ -54,7 +54,7 @@ class PagedTiles:
         self._table, self._num_pages, self._kv = call.page_table, call.key.shape[0], kv
         self._per_page = call.key.shape[1] // kv.block
         self._by_tokens, self._pairs = _by_tokens(call), in_pairs(call)
-        self._dtype = call.query.dtype
+        self._dtype, self.stored_head = call.query.dtype, call.stored_head
         self.has_padding = call.kv_segments is not None
 
     def homes(self, indices: Int[Array, "B h N"]) -> Int[Array, "B h N"]:
@@ -70,7 +70,7 @@ class PagedTiles:
         return _words(pages) if self._pairs and interpreting() else pages
 
     def pick(self, ref: Any, head: Any, tile: Any, home: Any) -> Any:
-        """A tile of one K/V head, or of the pair that it is in."""
+        """A tile of one stored head, or of the pair that it is in."""
         kv, count = self._kv, self._per_page
         page, block = (home, 0) if count == 1 else (lax.div(home, count), lax.rem(home, count))
         row = block * kv.block + (lax.rem(tile, kv.split) * kv.tile if kv.split > 1 else 0)
@@ -83,7 +83,7 @@ class PagedTiles:
         return words.at[page, rows, head >> 1]
 
     def own(self, x: Array, head: Array) -> Array:
-        """The numbers of one K/V head, from what its transfers bring."""
+        """The numbers of one stored head, from what its transfers bring."""
         if not self._pairs:
             return x
         half = lax.shift_right_logical(x, jnp.full_like(x, 16 * (head & 1)))

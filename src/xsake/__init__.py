@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from xsake import autotune, backend, compat, hads, model, testing, tuning_db
     from xsake._ground.trace import interpret
     from xsake._op.attention import attention
+    from xsake._op.ragged import ragged_attention
     from xsake._op.registry import implementations, register_backend
     from xsake._selection.moba import moba_attention
     from xsake._selection.native_sparse import native_sparse_attention
@@ -37,6 +38,7 @@ _NAMES = {
     "interpret": "xsake._ground.trace",
     "moba_attention": "xsake._selection.moba",
     "native_sparse_attention": "xsake._selection.native_sparse",
+    "ragged_attention": "xsake._op.ragged",
     "register_backend": "xsake._op.registry",
     "selected_attention": "xsake._selection.selected",
     "sharded_attention": "xsake._sequence.sharded",
@@ -57,6 +59,7 @@ __all__ = [
     "model",
     "native_sparse_attention",
     "patterns",
+    "ragged_attention",
     "register_backend",
     "selected_attention",
     "sharded_attention",

@@ -41,18 +41,17 @@ def attention(
 ) -> tuple[Array, Array]:
     """(output, lse [B, T, H]); the options are the arguments of `xsake.attention` that describe the call."""
     floats = dict(query=query, key=key, value=value, bias=options["bias"], sinks=options["sinks"])
-    floats = _forward_only({name: jnp.asarray(x) for name, x in floats.items() if x is not None})
+    floats = forward_only({name: jnp.asarray(x) for name, x in floats.items() if x is not None})
     query, key, value = (floats.pop(name) for name in ("query", "key", "value"))
     options |= floats
     table = _check(query, key, value, page_table)
-    wrong = _wrong_pages(table, key.shape, options["key_value_seq_lengths"])
+    wrong = wrong_pages(table, key.shape, options["key_value_seq_lengths"])
     names = registry.candidates(implementation, platform_of(query))
     page = key.shape[1]
-    block_q, block_kv = registry.get(names[0]).default_blocks(query.shape[1], table.shape[1] * page, query.shape[3])
-    blocks = block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
+    blocks = blocks_in_pages(names[0], query.shape[1], table.shape[1] * page, query.shape[3], page)
     call = build_call(query, key, value, mask, page_table=table, default_blocks=blocks, **options)
     kinds = (HeldBlocks.of,) if mask is None and options["key_value_seq_lengths"] is not None else ()
-    out, lse = rewrite.forward(kinds, call, partial(_run, names, config))
+    out, lse = rewrite.forward(kinds, call, partial(run, names, config))
     if call.q_segments is not None:
         out = jnp.where((call.q_segments >= 0)[:, :, None, None], out, 0)
     if wrong is not None:
@@ -60,7 +59,13 @@ def attention(
     return placed_like(query, out), placed_like(query, lse.swapaxes(1, 2))
 
 
-def _run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
+def blocks_in_pages(name: str, q_len: int, kv_len: int, head_dim: int, page: int) -> tuple[int, int]:
+    """(block_q, block_kv) of a dense call."""
+    block_q, block_kv = registry.get(name).default_blocks(q_len, kv_len, head_dim)
+    return block_q, in_a_page if (in_a_page := math.gcd(block_kv, page)) >= _LEAST_BLOCK else block_kv
+
+
+def run(names: list[str], config: Any, call: Call) -> tuple[Array, Array]:
     runner = Runner.of(names, call, config)
     out, lse = _mappable(runner)(vary(call, varying_axes(call)))
     return out, runner.contract_lse(lse)
@@ -90,7 +95,7 @@ def _check(query: Array, key: Array, value: Array, page_table: Any) -> Array:
     return table.astype(jnp.int32)
 
 
-def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | None:
+def wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | None:
     """bool[B]: a page that the sequence needs does not exist. ValueError where that is known, None where none is."""
     count, size = pages[:2]
     first = np.arange(table.shape[1]) * size
@@ -108,11 +113,11 @@ def _wrong_pages(table: Array, pages: tuple[int, ...], lengths: Any) -> Array | 
 
 
 @jax.custom_jvp
-def _forward_only(arrays: dict[str, Array]) -> dict[str, Array]:
+def forward_only(arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-@_forward_only.defjvp
+@forward_only.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "attention with page_table is forward only: for gradients, give key and value as [B, S, K, D]"

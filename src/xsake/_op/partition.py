@@ -173,10 +173,18 @@ class _Operation:
         own: Array | None = None
         if cut.heads and not cut.kv_heads and self.kv_heads > 1:
             own = jax.lax.axis_index(cut.heads) * given[0].q_heads * self.kv_heads // self.q_heads
-            taken = [_take(x, d, own) for x, d in zip(jax.tree.leaves(given), dims, strict=True)]
+            taken = [self._take(x, d, own) for x, d in zip(jax.tree.leaves(given), dims, strict=True)]
             given = jax.tree.unflatten(jax.tree.structure(given), taken)
         results = self.run(*given)
         return tuple(self._summed(cut, x, d, own) for x, d in zip(results, self.result_dims, strict=True))
+
+    def _take(self, x: Array, dims: Dims, own: Array) -> Array:
+        """One K/V head of an array: two heads where keys and values are in one."""
+        if "k" not in dims:
+            return x
+        axis = dims.index("k")
+        width = x.shape[axis] // self.kv_heads
+        return jax.lax.dynamic_slice_in_dim(x, own * width, width, axis)
 
     def _summed(self, cut: MeshCut, x: Array, dims: Dims, own: Array | None) -> Array:
         missing = cut.missing(dims)
@@ -223,10 +231,6 @@ def _cut(q_heads: int, kv_heads: int, sizes: Any, dims: list[Dims], specs: list)
         lost.append("h")
     _warn(lost)
     return MeshCut(batch, heads, bool(heads) and kv_heads % count == 0)
-
-
-def _take(x: Array, dims: Dims, own: Array) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, own, 1, dims.index("k")) if "k" in dims else x
 
 
 def _warn(lost: list[str]) -> None:

@@ -21,7 +21,9 @@ def call_dims(call: Call) -> Call:
 
     def dims(field: dataclasses.Field, x: Array) -> Dims:
         declared = field.metadata.get("dims", "b").split()
-        names: list[str | None] = [_heads(call, call.kv_heads) if name == "k" else name for name in declared]
+        # Heads that are keys and values by turns are not as many as query heads, even where K/V heads are.
+        kv_heads = "k" if call.fused else _heads(call, call.kv_heads)
+        names: list[str | None] = [kv_heads if name == "k" else name for name in declared]
         if call.page_table is not None and field.name in ("key", "value"):
             names[:2] = [None, None]  # every device has all pages
         return _named(x, names)
