@@ -41,16 +41,19 @@ def chunk_counts(
     chunks = -(-max(lengths) // chunk)
     counts = np.zeros((chunks, profile.layers, len(lengths)), np.int64)
     for n, length in enumerate(lengths):
-        grid = profile.grid(length)
-        forced, free = grid.row_counts()
-        by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
-        weights = np.broadcast_to(
-            _row_weights(grid, free, () if answers is None else answers[n]), (profile.layers, grid.rows)
-        )
-        kept = apportion(weights, by_layer, profile.q_heads * free) + profile.q_heads * forced
-        starts = np.arange(0, grid.rows, chunk // grid.block_q)
+        kept = row_counts(profile, budget, length, () if answers is None else answers[n])
+        starts = np.arange(0, kept.shape[1], chunk // profile.block_q)
         counts[: len(starts), :, n] = np.add.reduceat(kept, starts, -1).T
     return counts
+
+
+def row_counts(profile: HadsProfile, budget: float, length: int, answers: Sequence[int] = ()) -> np.ndarray:
+    """i64[L, rows]: the part of each row in the counts of the chunk that it is in (`chunk_counts`)."""
+    grid = profile.grid(length)
+    forced, free = grid.row_counts()
+    by_layer = layer_counts(profile, budget, length) - profile.q_heads * grid.forced_blocks
+    weights = np.broadcast_to(_row_weights(grid, free, answers), (profile.layers, grid.rows))
+    return apportion(weights, by_layer, profile.q_heads * free) + profile.q_heads * forced
 
 
 def _row_weights(grid: CausalGrid, free: np.ndarray, answers: Sequence[int]) -> np.ndarray:

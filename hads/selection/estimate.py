@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,7 @@ def layer_mass(
 
     Queries are the tokens of `rows`; `known` are the key parts of the features, where they are known.
     """
-    pooled = pool(query, key, rows.grid, first=rows.first, lengths=rows.lengths, known=known)
+    where: dict[str, Any] = dict(first=rows.first, lengths=rows.lengths, span=rows.span)
+    pooled = pool(query, key, rows.grid, **where, known=known)
     mass = jax.nn.softmax(block_logits(pooled, estimator, rows), -1)
     return with_exact_rows(mass, query, key, rows)

@@ -31,15 +31,16 @@ def with_exact_rows(
     queries = jnp.pad(query, ((0, 0), (0, rows.number * block_q - query.shape[1]), (0, 0), (0, 0)))
     queries = queries.reshape(b, rows.number, block_q, kv_heads, h // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
     lengths = jnp.full(b, grid.length, jnp.int32) if rows.lengths is None else rows.lengths
+    asking = jnp.stack([jnp.zeros_like(lengths), lengths], 1) if rows.span is None else rows.span
     ends = lengths[:, None] if rows.lengths is None else rows.ends()
     begin = jnp.asarray(rows.begin_of_exact(ends), jnp.int32)
     which = (begin[:, :, None] + jnp.arange(rows.exact, dtype=jnp.int32)[None, None]).reshape(b, -1)
 
     def of_row(row: Int[Array, "B"]) -> Float[Array, "B H n"]:
         q = jax.vmap(lambda queries, at: queries[at])(queries, row - rows.first)
-        _, square = jax.vmap(lambda q, key, row, length: row_statistics(q[None], key[None], row, grid, length))(
-            q, key, row, lengths
-        )
+        _, square = jax.vmap(
+            lambda q, key, row, asking: row_statistics(q[None], key[None], row, grid, asking[1], begin=asking[0])
+        )(q, key, row, asking)
         root = jnp.sqrt(square).reshape(b, h, grid.columns)
         return root / jnp.maximum(root.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
@@ -55,12 +56,16 @@ def row_statistics(
     i: Array,
     grid: CausalGrid,
     length: Array | int,
+    *,
+    begin: Array | int = 0,
 ) -> tuple[Float[Array, "B K G n"], Float[Array, "B K G n"]]:
     """The means over row i's queries of the attention that they give to each block, and of its square.
 
-    Only the first `length` tokens exist; the keys are the first S, all that these queries see.
+    Only the first `length` tokens exist, and only those from `begin` on ask; the keys are the first S, all that these
+    queries see.
     """
-    in_row: Bool[Array, "block_q"] = i * grid.block_q + jnp.arange(grid.block_q) < length
+    place = i * grid.block_q + jnp.arange(grid.block_q)
+    in_row: Bool[Array, "block_q"] = (place >= begin) & (place < length)
     by_block = block_sums(attention_rows(q, key, i, grid), grid)
     by_block = jnp.where(in_row[None, None, None, :, None], by_block, 0)
     queries = jnp.maximum(in_row.sum(), 1).astype(jnp.float32)

@@ -55,14 +55,15 @@ def pool(
     *,
     first: int = 0,
     lengths: Int[Array, "B"] | None = None,
+    span: Int[Array, "B 2"] | None = None,
     known: Float[Array, "B K n five_D"] | None = None,
 ) -> Pooled:
     """Pool a layer's queries and keys in one pass.
 
-    `first` and `lengths` as in `Rows`: the queries of a chunk, against the keys up to its end, of which `known` are the
-    key parts of the features.
+    `first`, `lengths` and `span` as in `Rows`: the queries of a chunk, against the keys up to its end, of which `known`
+    are the key parts of the features.
     """
-    rows = Rows(grid, first, lengths)
+    rows = Rows(grid, first, lengths, span=span)
     mean, spread = _moments(blocks_of(query, grid.block_q), rows.queries())
     if known is None:
         known = jnp.concatenate(key_features(blocks_of(key, grid.block), rows.keys()), -1)
@@ -76,6 +77,7 @@ def pool(
         lambda mean, total: mean + jnp.log(jnp.maximum(total, 1e-30)),
         first=first,
         lengths=lengths,
+        span=span,
     )
     return Pooled(jnp.concatenate(query_parts(mean, spread), -1), known, tokens)
 
@@ -112,15 +114,16 @@ def over_keys(
     *,
     first: int = 0,
     lengths: Int[Array, "B"] | None = None,
+    span: Int[Array, "B 2"] | None = None,
 ) -> Float[Array, "B H rows n"]:
     """For mean queries (scaled) and each block's keys: `finish(mean logit, mean of summed(logit - mean logit))`.
 
-    0 where causality forbids. `first` and `lengths` as in `Rows`.
+    0 where causality forbids. `first`, `lengths` and `span` as in `Rows`.
     """
     b, h, rows, d = query.shape
     keys = blocks_of(key, grid.block)
     query = query.reshape(b, keys.shape[3], -1, rows, d)
-    exists = Rows(grid, first, lengths).keys()
+    exists = Rows(grid, first, lengths, span=span).keys()
     sizes = _sizes(exists, grid.block)
     parts = []
     for begin, end in itertools.pairwise(row_bounds(rows) if lengths is None else [*range(0, rows, _ROWS), rows]):

@@ -18,6 +18,9 @@ class Rows(NamedTuple):
     `answers` say where a conversation's earlier answers begin, 0 for none: a question stands before each of them as
     before the sequence's end, so that the rows before them are last rows, too.
 
+    `span` [B, 2] says which tokens of each sequence ask, where that is not known while tracing: those from the first
+    on, before the second, where the keys end too. Rows without such a token get nothing. For XLA's program alone.
+
     XLA's program takes masks of the rows' blocks and tokens. A kernel gets the lengths as an `input`, and passes its
     reference to the methods that ask for `length_ref`.
     """
@@ -26,6 +29,7 @@ class Rows(NamedTuple):
     first: int = 0
     lengths: Int[Array, "B"] | None = None
     answers: Int[Array, "B A"] | None = None
+    span: Int[Array, "B 2"] | None = None
 
     @property
     def number(self) -> int:
@@ -48,9 +52,12 @@ class Rows(NamedTuple):
         causal = self.grid.causal()[None, None, self.first :]
         if self.lengths is None:
             return causal
-        end = self.lengths[:, None]
+        begin, end = jnp.zeros_like(self.lengths)[:, None], self.lengths[:, None]
+        if self.span is not None:
+            begin, end = self.span[:, :1], self.span[:, 1:]
         column = jnp.arange(self.grid.columns, dtype=jnp.int32)[None] * self.grid.block < end
-        return self._between(jnp.zeros_like(end), self.grid.rows_of(end)) & column[:, None, None] & causal
+        rows = self._between(begin // self.grid.block_q, self.grid.rows_of(end))
+        return rows & column[:, None, None] & causal
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
         """How much an error in each row counts (`Rule.last_weight`)."""
@@ -89,7 +96,10 @@ class Rows(NamedTuple):
 
     def queries(self) -> Bool[Array | np.ndarray, "#B rows block_q"] | None:
         """Which tokens of the rows exist; None means all."""
-        return self._tokens(self.first, self.grid.rows, self.grid.block_q)
+        exist = self._tokens(self.first, self.grid.rows, self.grid.block_q)
+        if self.span is None or exist is None:
+            return exist
+        return exist & (self._places(self.first, self.grid.rows, self.grid.block_q) >= self.span[:, :1, None])
 
     def keys(self, first: int = 0) -> Bool[Array | np.ndarray, "#B n block"] | None:
         """Which tokens of the blocks of keys from block `first` on exist; None means all."""
@@ -98,10 +108,14 @@ class Rows(NamedTuple):
     def _tokens(self, first: int, end: int, size: int) -> Bool[Array | np.ndarray, "#B n size"] | None:
         if not self.short:
             return None
-        place = np.arange(first * size, end * size, dtype=np.int32).reshape(1, end - first, size)
+        place = self._places(first, end, size)
         if self.lengths is None:
             return place < self.grid.length
-        return place < jnp.minimum(self.lengths, self.grid.length)[:, None, None]
+        last = self.lengths if self.span is None else self.span[:, 1]
+        return place < jnp.minimum(last, self.grid.length)[:, None, None]
+
+    def _places(self, first: int, end: int, size: int) -> Int[np.ndarray, "1 n size"]:
+        return np.arange(first * size, end * size, dtype=np.int32).reshape(1, end - first, size)
 
     # -- for both: rows with exact masses
 
