@@ -52,14 +52,17 @@ def test_all_blocks_are_dense_attention(dense: Any):
 
 
 def test_a_layer_has_the_blocks_of_select_whether_its_number_is_traced_or_not():
-    query, key, value = qkv()
-    mask = jax.jit(lambda q, k: hads.select(q, k, PROFILE, 0.6, layer=1, transpose=False))(query, key)
-    wanted = xsake.attention(query, key, value, mask)
     attention = always(0.6)
-    CLOSE(jax.jit(partial(attention, layer=1))(query, key, value), wanted)
-    CLOSE(traced(attention)(query, key, value, 1), wanted)
-    one_by_one = jax.vmap(lambda q, k, v: attention(q[None], k[None], v[None], layer=1)[0])
-    CLOSE(jax.jit(one_by_one)(query, key, value), wanted)
+
+    @jax.jit  # the compiler finds what they have in common
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
+        wanted = xsake.attention(q, k, v, hads.select(q, k, PROFILE, 0.6, layer=1, transpose=False))
+        one_by_one = jax.vmap(lambda q, k, v: attention(q[None], k[None], v[None], layer=1)[0])
+        return wanted, attention(q, k, v, layer=1), attention(q, k, v, layer=layer), one_by_one(q, k, v)
+
+    wanted, *found = run(*qkv(), 1)
+    for one in found:
+        CLOSE(one, wanted)
 
 
 def test_gradients_are_those_of_the_mask():
@@ -175,10 +178,17 @@ def test_padding_before_the_texts_of_a_cache_is_not_seen():
 def test_scale_and_sinks_are_honoured():
     query, key, value = qkv()
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
-    wanted = xsake.attention(query, key, value, is_causal=True, scale=0.1, sinks=sinks)
-    attention = always(1.0, decode=1.0)
-    CLOSE(attention(query, key, value, layer=0, scale=0.1, sinks=sinks), wanted)
-    last = attention(query[:, -2:], key, value, layer=0, scale=0.1, sinks=sinks, lengths=np.array([200, 200], np.int32))
+    attention, lengths = always(1.0, decode=1.0), np.array([200, 200], np.int32)
+    rules: dict[str, Any] = dict(scale=0.1, sinks=sinks)
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        wanted = xsake.attention(q, k, v, is_causal=True, **rules)
+        last = attention(q[:, -2:], k, v, layer=0, lengths=lengths, **rules)
+        return wanted, attention(q, k, v, layer=0, **rules), last
+
+    wanted, whole, last = run(query, key, value)
+    CLOSE(whole, wanted)
     CLOSE(last, wanted[:, -2:])
     gradient = jax.jit(jax.grad(lambda s: attention(query, key, value, layer=0, sinks=s).sum()))(sinks)
     assert np.abs(gradient).min() > 0

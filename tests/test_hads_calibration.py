@@ -103,7 +103,7 @@ def test_rows_may_be_taller_than_blocks(model: Transformer):
     tall = hads.calibrate(model, TOKENS[:1], name="tiny", block=8, block_q=32, steps=30)
     assert (tall.block, tall.block_q, tall.rule) == (8, 32, Rule.of_blocks(4))
     query, key = case.random_inputs(0, 250, tall)
-    mask = hads.select(query, key, tall, 0.7, layer=1)
+    mask = jax.jit(lambda q, k: hads.select(q, k, tall, 0.7, layer=1))(query, key)
     assert np.asarray(mask.to_blocks()).sum() == hads.layer_counts(tall, 0.7, 250)[1]
     with pytest.raises(ValueError, match="block_q=20 must be a multiple of block=8"):
         hads.calibrate(model, TOKENS, name="tiny", block=8, block_q=20)

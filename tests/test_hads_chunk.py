@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tuning_fakes
 from cuda_offline import lower
 from sweep import sweep
 from tiny_model import run
 
 import xsake
-from xsake import BlockMask, hads
+from xsake import BlockMask, hads, tuning_db
 from xsake.hads.mask.grid import Grid
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.rule import TRAINING
@@ -26,6 +27,7 @@ from xsake.hads.selection.pooled import pool
 from xsake.hads.selection.rows import Rows
 from xsake.kernels_xla_ref import oracle
 from xsake.model import HadsBudget, generate
+from xsake.model.generation import prefill
 from xsake.model.generation.prefill import read_prompts
 from xsake.testing.case import attend, check_run, make
 
@@ -181,6 +183,21 @@ def test_a_sparse_prompt_is_read_as_in_one_forward(model, profile):
     expected = run(model, np.asarray([prompt]), mask_fn=masks)[:, -1]
     np.testing.assert_allclose(model.logits(model.norm(read.last))[:, 0], expected, rtol=2e-3, atol=2e-3)
     assert read.cache.length.tolist() == [203] and read.cache.capacity == 256
+
+
+def test_budgets_share_a_program_unless_attention_is_tuned_for_their_blocks(model):
+    def programs(*budgets):
+        before = prefill._read_block._cache_size()
+        for budget in budgets:
+            read_prompts(model, PROMPTS[1:], capacity=320, hads=HadsBudget(MODEL_PROFILE, budget), pad_to=256)
+        return prefill._read_block._cache_size() - before
+
+    with tuning_db.heuristics_only():
+        assert programs(0.7, 0.9) == 1
+    block = MODEL_PROFILE.block
+    mine = tuning_db.Database("cpu", [tuning_fakes.entry(1, block_q=block, block_kv=block)])
+    with tuning_db.overlay(mine):
+        assert programs(0.7, 0.9) == 2
 
 
 def test_weights_that_change_between_prompts_are_seen(model):

@@ -287,7 +287,22 @@ def test_shapes_without_kernels_are_named():
     assert "head_dim=96 must be a power of two" in str(unsupported(96, CausalGrid(1024, 64)))
     assert "block_q=256" in str(unsupported(64, CausalGrid(1024, 64, block_q=256)))
     assert "block=256" in str(unsupported(64, CausalGrid(1024, 256)))
-    assert "8192 blocks per row" in str(unsupported(64, CausalGrid(524288, 64)))
+    assert "16384 blocks per row" in str(unsupported(64, CausalGrid(1048576, 64)))
+    assert unsupported(128, CausalGrid(1048576, 128)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rows_of_8192_blocks_are_chosen_as_by_xla():
+    """The last rows of a long prompt, as of its last chunk; a million tokens in blocks of 128 have rows as long."""
+    grid, first = CausalGrid(131072, 16), 8189
+    rows, count = Rows(grid, first, jnp.array([131072], jnp.int32)), jnp.array([[3000]], jnp.int32)
+    logits = np.random.default_rng(0).normal(scale=3, size=(1, 2, 64, 8192)).astype(np.float32)
+    rule = dict(sensitivity=jnp.array([1.0, 2.0]), burstiness=jnp.array([0.1, 0.2]), count=count)
+    with interpret():
+        found = jax.jit(lambda x: gpu_choose.choose(x, rows, **rule).blocks(rows))(logits)
+    mass = jax.nn.softmax(jnp.where(grid.causal()[first:], logits[:, :, : rows.number], -jnp.inf), -1)
+    np.testing.assert_array_equal(found, choice.choose(mass, rows, **rule))
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped, UInt
 
+from xsake._ground.trace import vary, varying_axes
 from xsake.hads.profile.causal_grid import CausalGrid
 
 
@@ -81,16 +82,20 @@ def row_counts(
 def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"], axes: tuple[str, ...]) -> UInt[Array, "*B"]:
     """The largest number that at least `count` entries reach, four bits at a time.
 
-    One pass compares every entry with fifteen cuts: that is a few launches, where a search per row would take many.
+    One pass compares every entry with fifteen cuts: that is a few launches, where a search per row would take many. On
+    a CPU, where launches are cheap, the passes are a loop: eight times less to compile.
     """
-    cut = jnp.zeros(order.shape[:-2], jnp.uint32)
-    digits = jax.lax.broadcast_to_rank(jnp.arange(1, 16, dtype=jnp.uint32), cut.ndim + 1)
-    wanted = jax.lax.broadcast_to_rank(jnp.asarray(count), cut.ndim)[..., None]
-    for shift in range(28, -1, -4):
-        cuts = cut[..., None] + (digits << jnp.uint32(shift))
+    digits = jax.lax.broadcast_to_rank(jnp.arange(1, 16, dtype=jnp.uint32), order.ndim - 1)
+    wanted = jax.lax.broadcast_to_rank(jnp.asarray(count), order.ndim - 2)[..., None]
+
+    def four_bits(at: Array, cut: Array) -> Array:
+        shift = jnp.asarray(28 - 4 * at, jnp.uint32)
+        cuts = cut[..., None] + (digits << shift)
         reach = _over(axes, (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2)))
-        cut = cut + ((reach >= wanted).sum(-1).astype(jnp.uint32) << jnp.uint32(shift))
-    return cut
+        return cut + ((reach >= wanted).sum(-1).astype(jnp.uint32) << shift)
+
+    cut = vary(jnp.zeros(order.shape[:-2], jnp.uint32), varying_axes((order, wanted)) - set(axes))
+    return jax.lax.fori_loop(0, 8, four_bits, cut, unroll=jax.default_backend() != "cpu")
 
 
 def _over(axes: tuple[str, ...], counts: Int[Array, "*shape"]) -> Int[Array, "*shape"]:

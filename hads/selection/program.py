@@ -21,7 +21,7 @@ from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.given import Given
 from xsake.hads.selection.rows import Rows
 
-_MAX_COLUMNS = 4096  # blocks per row: a warp sorts a row in its registers
+_MAX_COLUMNS = 8192  # blocks per row: four warps sort a row in their registers
 
 
 def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = None, cut: Cut = TOGETHER) -> Any:
