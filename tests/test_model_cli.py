@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli.generate import _Clock
+from xsake._ground.cache import keep_compiled
 from xsake.hads import HadsProfile
 from xsake.model import HadsBudget, Sampler, generate, load_tokenizer, save_pretrained
 from xsake.model.data.tokenizer import train_tokenizer
@@ -48,6 +49,13 @@ def _cache(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize("named", [None, "mine"])
+def test_compiled_programs_are_kept_where_the_user_says(named, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", named)
+    keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == (named or str(tmp_path / "compiled"))
 
 
 def test_info_of_a_preset():

@@ -115,6 +115,11 @@ class Database:
             return None
         return next((places[place] for place in places_near(key.place) if place in places), None)
 
+    def any_of_blocks(self, block_q: int, block_kv: int) -> bool:
+        """Whether there are entries for masks of such blocks."""
+        keys = (entry.key for places in self._families.values() for entry in places.values())
+        return any((key.block_q, key.block_kv) == (block_q, block_kv) for key in keys)
+
     # -- the file --------------------------------------------------------------------------------------------------
 
     @classmethod

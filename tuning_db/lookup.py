@@ -52,6 +52,11 @@ def find(device_kind: str, key: Key) -> Found | None:
     return None
 
 
+def any_of_blocks(device_kind: str, *, block_q: int, block_kv: int) -> bool:
+    """Whether there are entries for masks of such blocks. If not, such masks have one configuration at any density."""
+    return any(found.any_of_blocks(block_q, block_kv) for group in _sources(device_kind) for _, found in group)
+
+
 def _sources(device_kind: str) -> Iterator[list[tuple[str, Database]]]:
     """Each overlay alone, then the user's and the shipped file together; nothing below `heuristics_only`."""
     for database in _overlays.get():

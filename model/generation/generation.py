@@ -17,6 +17,7 @@ from xsake._ground.fields import check
 from xsake._ground.kinds import whole
 from xsake.hads import chunk_counts
 from xsake.model.generation.hads_budget import HadsBudget
+from xsake.model.generation.memory import check_memory, tell_beyond_calibration
 from xsake.model.generation.prefill import Answers, Prompt, check_answers, check_reading, padded, read_prompts
 from xsake.model.generation.sampling import Sampler
 from xsake.model.generation.sparse_decode import StepRule
@@ -54,7 +55,8 @@ def generate(
       mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
       hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
       chunk: read this many tokens of the prompt at a time, in multiples of the profile's rows (without HADS, of 64):
-        the memory of a forward follows the chunk. Not together with `mask_fn`.
+        the memory of a forward follows the chunk. Not together with `mask_fn`. Prompts that do not fit the device are
+        refused before anything runs, with the chunk that would fit.
       mesh: of `xsake.model.sharding.make_mesh`: prompts are split over its axis "data", weights and cache over its axis
         "model". The tokens are those of one device. A model from `shard_model` is not copied anew.
       answers: for each prompt, the tokens where earlier answers of a conversation begin. HADS chooses the rows before
@@ -103,6 +105,13 @@ def stream(
         model.config, prompts, max_new_tokens=max_new_tokens, seed=seed, hads=hads, chunk=chunk
     )
     check_answers(prompts, answers, hads)
+    lengths, profile = [len(prompt) for prompt in prompts], None if hads is None else hads.profile
+    if profile is not None:
+        tell_beyond_calibration(profile, max(lengths))
+    if mesh is None and mask_fn is None:
+        itemsize = jnp.dtype(model.dtype).itemsize
+        sizes: dict[str, Any] = dict(batch=len(lengths), length=max(lengths), capacity=capacity, chunk=chunk)
+        check_memory(model.config, **sizes, itemsize=itemsize, profile=profile)
     if mesh is not None:
         check_generation(mesh, len(prompts))
         model = shard_model(model, mesh)

@@ -28,6 +28,7 @@ from xsake.model.network.cache import KVCache, check_size
 from xsake.model.network.config import ModelConfig
 from xsake.model.network.rope import Rotations, rotations
 from xsake.model.network.transformer import Transformer
+from xsake.tuning_db.lookup import any_of_blocks
 
 Answers = Sequence[Sequence[int]]  # of each prompt, the tokens where earlier answers begin
 UNIT = 64  # prompts without HADS are cut and padded to multiples of this many tokens
@@ -136,14 +137,17 @@ class _Reader:
         named, _ = jax.tree_util.tree_flatten_with_path(model.blocks[0])
         variables = [attrgetter(".".join(key.name for key in path[:-1])) for path, _ in named]  # the last key: "value"
         self.blocks = [jax.tree.leaves([variable(block) for variable in variables]) for block in model.blocks]
-        rotary = [model.config.rotary_of(layer) for layer in range(model.config.layers)]
+        rotary = [model.config.rotary_of(layer) for layer in range(len(self.blocks))]
         trees = {kind: jax.tree.structure(model.blocks[rotary.index(kind)]) for kind in rotary}
         self.trees = [trees[kind] for kind in rotary]
         self.static = _Static(None, model.attention_fn, capacity, mesh)
         if hads is not None:
             profile = hads.profile
             blocks: dict[str, Any] = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
-            self.static = self.static._replace(**blocks, density_hint=density_bucket(hads.prompt))
+            # One program serves all budgets, unless attention is tuned for densities.
+            tuned = any_of_blocks(jax.local_devices()[0].device_kind, block_q=profile.block_q, block_kv=profile.block)
+            hint = density_bucket(hads.prompt) if tuned else None
+            self.static = self.static._replace(**blocks, density_hint=hint)
 
     def read(
         self,
@@ -154,9 +158,10 @@ class _Reader:
         answers: Answers | None,
     ) -> Prompt:
         config, chunks = self.config, -(-tokens.shape[1] // chunk)
-        layers: list[Any] = [None] * config.layers  # keys, values and pooled keys, once the first chunk is read
-        learned: Any = [None] * config.layers
-        rows: Any = range(config.layers)  # of the layers, in the counts
+        number = len(self.blocks)
+        layers: list[Any] = [None] * number  # keys, values and pooled keys, once the first chunk is read
+        learned: Any = [None] * number
+        rows: Any = range(number)  # of the layers, in the counts
         counts: Any = [None] * chunks
         if self.hads is not None:
             learned = self.hads.learned

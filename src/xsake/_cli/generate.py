@@ -85,15 +85,15 @@ def generate(
 
         import xsake
         from xsake._cli.own_profile import own_profile
-        from xsake._ground.cache import cache_folder
+        from xsake._ground.cache import keep_compiled
         from xsake._ground.fields import check
         from xsake._ground.kinds import maybe, number
         from xsake.model import HadsBudget, load_pretrained, load_tokenizer, stream
         from xsake.model.generation.generation import check_request
+        from xsake.model.generation.memory import check_memory
         from xsake.model.generation.sampling import Sampler
 
-        # Compiling takes longer than answering: the next run reads the compiled programs from this cache.
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        keep_compiled()
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
         tokenizer = load_tokenizer(opened)
         if raw or tokenizer.template is None:
@@ -112,9 +112,13 @@ def generate(
                 budget = HadsBudget(load_profile(profile, name_of(model)), hads, decode_budget)
         request: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, hads=budget, chunk=chunk)
         known = hads is None or budget is not None  # a chunk is a multiple of the profile's rows
-        check_request(opened.config, [tokens], **request if known else request | {"chunk": None})
+        capacity, _ = check_request(opened.config, [tokens], **request if known else request | {"chunk": None})
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
+        if window is None:
+            sizes: dict[str, Any] = dict(batch=1, length=len(tokens), capacity=capacity, chunk=chunk)
+            learned = None if budget is None else budget.profile
+            check_memory(opened.config, **sizes, itemsize=jnp.dtype(dtype).itemsize, profile=learned)
         transformer = load_pretrained(opened, dtype=dtype, param_dtype=dtype)
         if hads is not None and budget is None:
             about: dict[str, Any] = dict(name=name_of(model), length=len(tokens), budget=hads)

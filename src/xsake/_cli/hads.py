@@ -12,6 +12,7 @@ import typer
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_file_out, check_folder_out, load_profile
 from xsake._cli.progress import shown_progress
+from xsake._ground.cache import keep_compiled
 from xsake.model.weights.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), a GGUF or safetensors file, or a training run.")]
@@ -62,6 +63,7 @@ def calibrate(
             _say_memory(model, texts, domains, dtype, **sizes)
             return
         check_file_out(out)
+        keep_compiled()
         from xsake.hads.calibration.calibrate import calibrate
         from xsake.hads.study.texts import load_texts
         from xsake.model.data.progress import part_of
@@ -121,6 +123,7 @@ def evaluate(
         from xsake.hads.study.texts import load_texts
 
         check_folder_out(out)
+        keep_compiled()
         name = name_of(model)
         learned = load_profile(profile, name)
         if not knows_runs(learned.digests):

@@ -70,9 +70,7 @@ def train(
 ) -> None:
     """Train a model on token files. After a stop of any kind, the same command continues, to the same numbers."""
     with plain_errors():
-        import jax
-
-        from xsake._ground.cache import cache_folder
+        from xsake._ground.cache import keep_compiled
         from xsake.model.data.shards import open_shards
         from xsake.model.network.config import PRESETS
         from xsake.model.training.attention import BLOCKS, with_block
@@ -96,7 +94,7 @@ def train(
             config = with_block(config)
         if distributed or (coordinator, processes, process) != (None, None, None):
             initialize(coordinator, processes, process)
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        keep_compiled()
         try:
             file = train(
                 config,

@@ -73,6 +73,12 @@ def device_kind(array: Any) -> str:
     return device.device_kind
 
 
+def memory_limit() -> int:
+    """Bytes that JAX may take of the first device: on a CPU, all of the machine's."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _device_of(array: Any) -> jax.Device | None:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))

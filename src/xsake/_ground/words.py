@@ -85,6 +85,7 @@ KERNELS = {
 MODELS = {
     "gemma3-270m": "Gemma 3 270M",
     "gpt2-124m": "GPT-2 (124M)",
+    "llama-8b": "Llama 3.1 8B",
     "llama3-8b": "Llama 3 8B",
     "qwen2.5-1.5b": "Qwen2.5-1.5B",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",

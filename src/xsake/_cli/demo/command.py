@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
+from xsake._ground.device import memory_limit
 from xsake.autotune.measure.timing import Timing, race
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
@@ -22,7 +22,7 @@ from xsake.kernels_xla_ref import oracle
 def check_memory(*, length: int, heads: int, head_dim: int) -> None:
     """Raise ValueError if dense attention of this size, with its gradient, does not fit into this machine's memory."""
     device = jax.devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = memory_limit()
     needed = heads * length * 4 * (8 * head_dim + (2 * length if _peer() == "xla" else 0))  # with logits where XLA runs
     if needed > limit:
         raise ValueError(
