@@ -23,6 +23,7 @@ from xsake.model import PRESETS, ModelConfig, Transformer, load_pretrained
 
 MODELS = {  # tokens of a prompt, and of its chunks
     "qwen2.5-1.5b": (dataclasses.replace(PUBLISHED["qwen2.5-1.5b"], qkv_bias=True), 32768, 4096),
+    "llama-8b": (PUBLISHED["llama-8b"], 32768, 4096),
     "smollm2-135m": (PRESETS["smollm2-135m"], 8192, 2048),
     "tiny": (PRESETS["tiny"], 512, 256),
 }
@@ -56,6 +57,23 @@ def profile_of(model: Transformer, length: int) -> HadsProfile:
     block = 64 if length >= 4096 else 16
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 16 * block))
     return calibrate(model, tokens, name="random", block=block, steps=20)
+
+
+def lent_profile(config: ModelConfig) -> HadsProfile:
+    """The shipped profile of Qwen2.5-Coder-1.5B for a model of heads as large: heads and layers are repeated, and all
+    layers and heads have equal shares of the blocks. For random weights, which have nothing to learn."""
+    lent = HadsProfile.shipped("qwen2.5-coder-1.5b", 32768)
+    layers, heads = np.arange(config.layers) % lent.layers, np.arange(config.q_heads) % lent.q_heads
+    learned = ("features", "tokens", "distance", "sink", "sensitivity", "burstiness")
+    shares = np.asarray(lent.free_shares)
+    return dataclasses.replace(
+        lent,
+        **{name: np.asarray(getattr(lent, name))[layers][:, heads] for name in learned},
+        layer_shares=np.broadcast_to(shares[:, None], (len(shares), len(layers))),
+        head_shares=np.broadcast_to(shares[:, None, None], (len(shares), len(layers), len(heads))),
+        kv_heads=config.kv_heads,
+        model="random",
+    )
 
 
 def load(model: Any, dtype: str | None = None) -> Transformer:

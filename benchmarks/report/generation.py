@@ -66,6 +66,72 @@ def cost_of_chunks(row: Row) -> str:
     )
 
 
+def gpu_prompt_long() -> str:
+    """Time to the first token at lengths where a call takes seconds: a column for each model and length."""
+    run = Run.load("gpu_prompt_long")
+    by = {(r["model"], r["length"]): r for r in run.results}
+    ways = sorted(unique(_way(way) for r in run.results for way in r["seconds"]), key=_by_budget)
+
+    def cell(way: str, at: tuple[str, int]) -> str:
+        row = by[at]
+        exact = next((one for one in row["seconds"] if _way(one) == way), None)
+        if exact is None:
+            return ""
+        gain = "" if exact == DENSE else f" ({times(over_dense(row, exact))})"
+        return f"{whole_seconds(row, exact):.2f} s{gain}"
+
+    heads = {at: f"{model(at[0])}, {at[1]} tokens" for at in by}
+    parts = [r for r in run.results if r["layers"] < r["of"]]
+    return section(
+        grid("read", {way: way for way in ways}, heads, cell),
+        facts(
+            "Weights are random: the number of blocks is HADS's, and which they are is not. In the table above the "
+            "trained model is as fast as the random one.",
+            f"Blocks are of {' x '.join(map(str, run.results[0]['blocks']))}.",
+            *(
+                f"{model(r['model'])}: {r['layers']} of {r['of']} layers were read, once, and the times are "
+                f"{r['of'] / r['layers']:g} times theirs."
+                for r in parts
+            ),
+            *(_long_facts(r) for r in run.results if r not in parts),
+            *(
+                f"Choosing at {r['length']} tokens takes {_choosing(r, 'HADS 10%'):.0%} of a layer of "
+                f"{model(r['model'])} at 10%, and {_choosing(r, 'HADS 5%'):.0%} at 5%."
+                for r in run.results
+                if r["length"] == max(one["length"] for one in run.results)
+            ),
+        ),
+        run.source("jax"),
+    )
+
+
+def _by_budget(way: str) -> tuple[bool, int]:
+    """One piece before chunks, and the larger budget first."""
+    found = re.search(r"(\d+)%", way)
+    return "chunks" in way, -int(found[1]) if found else -101
+
+
+def whole_seconds(row: Row, way: str) -> float:
+    """Of all layers, where only some were read."""
+    return median(row, way) * row["of"] / row["layers"]
+
+
+def _long_facts(row: Row) -> str:
+    said = f"{model(row['model'])}, {row['length']} tokens: at most {row['peak'] / 1e9:.1f} GB were in use"
+    costs = chunks_over_one_piece(row)
+    if not costs:
+        return f"{said}."
+    size = next(iter(costs)).split()[-1]
+    chunks = " and ".join(f"{cost - 1:.1%} with {way.partition(',')[0]}" for way, cost in costs.items())
+    return f"{said}; chunks of {size} tokens take longer than one piece by {chunks}."
+
+
+def _choosing(row: Row, way: str) -> float:
+    """The share of the choice's kernels."""
+    found = row["kernels"][way]
+    return sum(k["seconds"] for name, k in found["kernels"].items() if name.startswith("hads")) / found["busy"]
+
+
 def kernels_of_chunks() -> str:
     """Kernels of the first model of the record, with HADS, in one piece and in chunks: milliseconds and launches."""
     run = Run.load("gpu_prompt")
