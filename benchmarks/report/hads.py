@@ -223,6 +223,32 @@ def ablations() -> str:
     return section(grid("method", rows, percents(SHOWN), cell), f"{of.title()}. {_source(of)}")
 
 
+def probes() -> str:
+    """HADS with probes, beside HADS with as many blocks more as the probes' products would pay for."""
+    run = Run.load("hads/probes-smollm2-4096")
+    by = run.by("method", "budget")
+    budgets = {b: f"{b:.0%}" if round(100 * b) == 100 * b else f"{b:.1%}" for b in sorted({b for _, b in by})}
+
+    def cell(name: str, budget: float) -> str:
+        row = by.get((name, budget))
+        return "" if row is None else f"{sum(row['kl_by_text']) / len(row['kl_by_text']):.4f}"
+
+    texts = len(run.results[0]["kl_by_text"])
+    return section(
+        grid("method", {name: _PROBED[name] for name, _ in by}, budgets, cell),
+        facts(f"KL of SmolLM2-135M, {texts} texts of 4096 tokens, blocks of 64 x 16."),
+        run.source("jax"),
+    )
+
+
+_PROBED = {
+    "hads": "HADS",
+    "hads_probes_16": "HADS, every 16th query a probe",
+    "hads_probes_8": "HADS, every 8th query a probe",
+    "oracle_gain": "oracle",
+}
+
+
 def every_method() -> str:
     """All methods of the studies in which every method was tried, best first."""
     wanted = [of for of in studies() if len(of.methods) > MANY]
