@@ -1,17 +1,61 @@
-"""Regression gates: the time of a call over that of a reference in the same run, against the ratio of a recorded run.
+"""The project's own gates: `xsake gate` over the shared workloads.
 
-    python -m benchmarks.gate             measure and compare
-    python -m benchmarks.gate --record    measure and write benchmarks/results/gates_<device>.json
+    python -m benchmarks.gate             compare with the baseline of this machine; without one, record it
+    python -m benchmarks.gate --record    record a new baseline
 
-A machine's own speed is in both times, and cancels. `make bench` runs the same gates under pytest.
-
-A case ends in one of three ways: it is as fast as recorded, it is slower, or the machine is busy and there is no
-verdict (src/xsake/_race/verdict.py). The exit code is 1 if a case is slower, otherwise 3 if one has no verdict.
+`make bench` is this. Baselines are in .benchmarks, in pytest-benchmark's storage. The exit codes are those of
+`xsake gate`: 1 if a call is slower or fails, 3 if the machine was too busy for a verdict.
 """
 
-import sys
+from __future__ import annotations
 
-from benchmarks.harness.gates import check_all, record_all
+import argparse
+from pathlib import Path
+
+from benchmarks import record
+from xsake._cli import app
+from xsake._race import gate
+from xsake._race.gate import GateHands, Measurer
+from xsake.autotune.measure.isolation import Worker
+
+STORAGE = record.ROOT / ".benchmarks" / "make_bench"  # apart from what a reader of the pages records
+DENSITIES = (0.43, 0.1)
+# By platform; few enough for a minute or two.
+SHAPES = {
+    "cpu": ("1x4096x8x64,causal",),
+    "gpu": ("4x4096x16x128,causal", "4x4096x12x64,causal", "1x32768x32x128,kv=8,causal", "1x16384x16x128"),
+}
+
+
+def words(storage: Path, platform: str, device: str, *, record_anew: bool) -> list[str]:
+    """The words of `xsake gate` on this machine."""
+    given = ["gate", "--storage", str(storage)]
+    if not record_anew and _has_baseline(storage, device):
+        return given
+    shapes = [f"{shape},density={density:g}" for shape in SHAPES.get(platform, SHAPES["cpu"]) for density in DENSITIES]
+    return [*given, "--record", "--gradients", *(word for shape in shapes for word in ("--shape", shape))]
+
+
+def _has_baseline(storage: Path, device: str) -> bool:
+    try:
+        gate.baseline(storage, device)
+    except ValueError:
+        return False
+    return True
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--record", action="store_true", help="record a new baseline")
+    args = options.parse_args()
+    hands = Worker(GateHands)
+    try:
+        measure = Measurer(hands, rounds=0, round_seconds=0.0, limit=60.0)
+        platform, device = measure.platform(), measure.device()
+    finally:
+        hands.close()
+    app(words(STORAGE, platform, device, record_anew=args.record))
+
 
 if __name__ == "__main__":
-    sys.exit(record_all() if "--record" in sys.argv else check_all())
+    main()

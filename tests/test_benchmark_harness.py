@@ -12,10 +12,11 @@ import pytest
 
 import xsake
 from benchmarks import record
-from benchmarks.harness import masks, race, sanitizer, script
-from xsake._race import contestant, sustained
+from benchmarks.harness import contestants, masks, race, sanitizer, script
+from benchmarks.harness.contestants import largest_difference
+from xsake._race import sustained
 from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
-from xsake._race.contestant import dense, largest_difference, sparse
+from xsake._race.contestant import dense, sparse
 from xsake._race.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 
@@ -120,7 +121,7 @@ def failing(*given):
 
 
 def checked(function):
-    return contestant.checked(function, (X,), OURS)
+    return contestants.checked(function, (X,), OURS)
 
 
 def test_a_contestant_that_agrees_is_raced():
@@ -139,14 +140,14 @@ def test_a_wrong_contestant_is_not_raced():
 def test_a_failure_is_told_and_kept_short():
     words = f"it fails: RuntimeError: {UNSUPPORTED}"
     assert checked(failing).recorded() == {"raced": False, "words": words, "differences": None, "variant": None}
-    assert len(contestant.told(ValueError("x" * 10_000))) < contestant.MOST_CHARACTERS + 10
+    assert len(contestants.told(ValueError("x" * 10_000))) < contestants.MOST_CHARACTERS + 10
 
 
 def test_the_fastest_is_of_the_right_variants():
     variants = {"bad": wrong, "good": right, "none": failing, "also good": lambda x: x + x}
-    found = contestant.fastest(variants, (X,), OURS)
+    found = contestants.fastest(variants, (X,), OURS)
     assert found.run is not None and found.variant in ("good", "also good")
-    assert contestant.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
+    assert contestants.fastest({"none": failing, "bad": wrong}, (X,), OURS).variant == "none"
 
 
 class Tensor:
@@ -163,13 +164,13 @@ class Tensor:
 def test_a_peer_with_other_results_is_not_raced(off):
     ours = tuple(jnp.full((2, 3), value, jnp.bfloat16) for value in (1.0, 2.0))
     raced, where = {"xsake": lambda: ours}, "smollm8k, forward+backward, random 43%"
-    contestant.check_agreement(raced, "xsake", "fa4", where)  # without a peer there is nothing to compare
+    contestants.check_agreement(raced, "xsake", "fa4", where)  # without a peer there is nothing to compare
     raced["fa4"] = lambda: (Tensor(ours[0]), Tensor(ours[1] * jnp.bfloat16(1 + off)))
     if off <= 0.01:
-        contestant.check_agreement(raced, "xsake", "fa4", where)
+        contestants.check_agreement(raced, "xsake", "fa4", where)
         return
     with pytest.raises(ValueError, match=r"smollm8k, forward\+backward, random 43%: relative to the norms"):
-        contestant.check_agreement(raced, "xsake", "fa4", where)
+        contestants.check_agreement(raced, "xsake", "fa4", where)
 
 
 @pytest.mark.parametrize("sizes", [(256, 16, 64), (250, 16, 64), (256, 64, 128), (200, 64, 16)])

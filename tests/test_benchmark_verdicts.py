@@ -11,31 +11,25 @@ import subprocess
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.harness import checkouts, gates, tree_runner, two_trees
+import xsake
+from benchmarks import gate as own_gates
+from benchmarks.harness import checkouts, tree_runner, two_trees
 from benchmarks.record import ROOT
 from tests import machine_code as code
+from xsake._op import registry
+from xsake._race import gate
 from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune.measure import interference
 from xsake.autotune.measure.interference import Contention, contention, disturbance
 from xsake.autotune.measure.timing import Timing
-from xsake.autotune.workloads import Workload
-
-RESULT = {"name": "x", "over_dense": 0.30, "over_heuristic": 1.0, "disturbed": None}
 
 
-def test_margins():
-    assert gates.slowness(RESULT, {"x": {"over_dense": 0.25}}) is None
-    told = gates.slowness(RESULT, {"x": {"over_dense": 0.23}})
-    assert told == "x: 0.300 of dense attention's time; 0.230 were recorded, 1.25x are let through"
-    told = gates.slowness(RESULT | {"over_heuristic": 1.2}, {"x": {"over_dense": 0.25}})
-    assert told == "x: what was tuned takes 1.20 of the heuristic's time"
-    with pytest.raises(KeyError, match="'x' has no recorded ratio"):
-        gates.slowness(RESULT, {})
+def slowness(result):
+    return f"{result['ratio']:.3f} of dense attention's time" if result["ratio"] > 0.3 else None
 
 
 @pytest.mark.parametrize(
@@ -53,35 +47,26 @@ def test_margins():
 )
 def test_verdicts(results, outcome):
     waiting = [
-        RESULT | {"over_dense": 0.4 if "slow" in r else 0.2, "disturbed": "others ran" if "busy" in r else None}
-        for r in results
+        {"ratio": 0.4 if "slow" in r else 0.2, "disturbed": "others ran" if "busy" in r else None} for r in results
     ]
-    measured = lambda: judge(lambda: waiting.pop(0), lambda r: gates.slowness(r, {"x": {"over_dense": 0.2}}))  # noqa: E731
+    measured = lambda: judge(lambda: waiting.pop(0), slowness)  # noqa: E731
     if outcome is None:
-        assert measured()["over_dense"] == 0.2
+        assert measured()["ratio"] == 0.2
     else:
-        with pytest.raises(outcome, match=r"x: 0.400 of dense") as caught:
+        with pytest.raises(outcome, match=r"0.400 of dense") as caught:
             measured()
         assert ("the machine is busy: no verdict" in str(caught.value)) == (outcome is Busy)
     assert not waiting, "every measurement was asked for"
 
 
-def test_exit_codes(monkeypatch, capsys):
-    known = {case.name: {"over_dense": 0.2} for case in gates.cases()}
-    monkeypatch.setattr(gates, "recorded", lambda: known)
-    monkeypatch.setattr(gates, "contestants", lambda case, attend: {})
-    for disturbed, ratio, exit_code, told in (
-        (None, 0.2, 0, "as fast as recorded: cpu4k 0.43 forward: 0.200 of dense attention's time"),
-        ("others ran", 0.4, 3, "no verdict: the machine is busy: no verdict (cpu4k 0.43 forward"),
-        (None, 0.4, 1, "slower: cpu4k 0.43 forward: 0.400"),
-    ):
-        monkeypatch.setattr(
-            gates,
-            "measure",
-            lambda name, programs, r=ratio, d=disturbed: RESULT | {"name": name, "over_dense": r, "disturbed": d},
-        )
-        assert gates.check_all() == exit_code
-        assert told in capsys.readouterr().out
+def test_the_projects_own_gates_record_once(tmp_path):
+    first = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
+    assert first[3:6] == ["--record", "--gradients", "--shape"] and "1x4096x8x64,causal,density=0.43" in first
+    own_gates.gate.save([], tmp_path, "cpu")
+    again = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
+    assert again == ["gate", "--storage", str(tmp_path)]
+    assert own_gates.words(tmp_path, "cpu", "cpu", record_anew=True) == first
+    assert "--record" in own_gates.words(tmp_path, "gpu", "NVIDIA H200", record_anew=False), "of another device"
 
 
 def test_what_disturbs():
@@ -109,31 +94,33 @@ def test_others_that_run_are_seen():
     assert contended.share > interference.WAITED
 
 
-def test_a_slowed_kernel_is_measured_as_such():
-    workload = Workload(name="w", batch=1, q_heads=2, kv_heads=2, length=128, head_dim=16, is_causal=True, block=64)
-    case = gates.Gate(workload, 0.5, "forward", "float32")
-
-    def slowed(q, k, v, mask):
-        def wait(x):
-            time.sleep(0.2)  # beside which a busy machine is quiet
-            return x
-
-        out = gates.sparse(q, k, v, mask)
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct(out.shape, out.dtype), out)
-
+def test_a_slowed_kernel_is_measured_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "slowed_for_a_gate.py").write_text(SLOWED)
+    xsake.register_backend("slowed", tmp_path / "slowed_for_a_gate.py")
+    about = dict(shape="1x128x2x16,causal,block=64,density=0.5", direction="forward", dtype="float32")
     plain, slow = (
-        gates.measure(case.name, gates.contestants(case, attend), rounds=3, round_seconds=0.001)
-        for attend in (gates.sparse, slowed)
+        gate.Gate(implementation=name, **about).measure(rounds=3, round_seconds=0.001).over("dense").median
+        for name in ("xla", "slowed")
     )
-    assert plain["over_heuristic"] > 0 and plain["name"] == "w 0.5 forward"
-    assert gates.slowness(slow, {"w 0.5 forward": plain}) is not None
+    assert slow > 2 * plain
 
 
-def test_gates_exist_for_the_shared_workloads():
-    assert {case.workload.name for case in gates.cases()} == {"cpu4k"}
-    assert {case.direction for case in gates.cases()} == set(gates.DIRECTIONS)
+SLOWED = """
+import time
+import jax
+from xsake.kernels_xla_ref import *
+from xsake.kernels_xla_ref import forward as forward_
 
+def forward(call, config):
+    def wait(x):
+        time.sleep(0.2)  # beside which a busy machine is quiet
+        return x
 
+    out, lse = forward_(call, config)
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(out.shape, out.dtype), out), lse
+"""
 NOT_COPIED = shutil.ignore_patterns(".*", "results", "web", "node_modules", "_build", "out", "vendor")
 
 

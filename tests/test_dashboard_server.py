@@ -48,7 +48,9 @@ def test_every_record_is_shown(client):
     for one in listed:
         found = client.get(f"/api/benchmarks/{one['id']}").json()
         assert found["state"] == "recorded" and found["environment"]["commit"] == one["commit"]
-        plotted = not one["id"].startswith(("hads-union", "hads-shards", "hads-chunks", "hads-last-rows"))  # tables
+        plotted = not one["id"].startswith(
+            ("hads-union", "hads-shards", "hads-chunks", "hads-last-rows", "hads-probes")  # tables
+        )
         assert found["tables"] and not (plotted and any("cannot be plotted" in note for note in found["notes"]))
         for table in found["tables"]:
             assert all(len(row) == len(table["columns"]) for row in table["rows"]) and not table["left_out"]
@@ -79,7 +81,7 @@ def test_what_was_not_recorded_is_not_run(tmp_path):
     shutil.copy(ROOT / "benchmarks" / "README.md", tmp_path)
     listed = benchmark_documents.overview(tmp_path / "results")["benchmarks"]
     assert {one["state"] for one in listed} == {"not_run"}
-    names = {re.sub(r"(?<=gates|peers|ruler|locks)_.*|-.*", "", one.id) for one in catalogue(RESULTS)}
+    names = {re.sub(r"(?<=peers|ruler|locks)_.*|-.*", "", one.id) for one in catalogue(RESULTS)}
     assert names <= {one["id"] for one in listed}
     one = benchmark_documents.benchmark(tmp_path / "results", "gpu_attention")
     assert one["tables"] == [] and one["command"] == "python -m benchmarks.gpu.attention --record"

@@ -10,8 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from xsake._cli import app
+from xsake._cli.gate import _gates
 from xsake._race import gate, verdict
 from xsake._race.paired import Paired
+from xsake.autotune.measure import isolation
+from xsake.autotune.measure.isolation import Died, Here, Hung
 
 SHAPE = "1x256x2x16,causal,density=0.5"
 
@@ -20,6 +23,7 @@ SHAPE = "1x256x2x16,causal,density=0.5"
 def measured(monkeypatch):
     """Let measurements give these seconds; the gated call's are 0.1 s of dense attention's 1 s, times `slower`."""
     monkeypatch.setattr(verdict, "PATIENCE", 0.0)
+    monkeypatch.setattr(isolation, "Worker", isolation.Here)
 
     def measure(slower=1.0, spread=0.01, disturbed=None):
         rounds = [1 - spread, 1 - spread, 1.0, 1 + spread, 1 + spread]
@@ -50,6 +54,11 @@ def test_a_baseline_and_later_measurements(measured, tmp_path):
         assert said.exit_code == exit_code and says in said.output, (then, said.output)
 
 
+def test_a_gate_is_named_by_the_precision_that_its_shape_gives():
+    told = [gate.name for gate in _gates([SHAPE, f"{SHAPE},dtype=float16"], "xla", False, "float32")]
+    assert told == [f"xla forward {SHAPE} float32", f"xla forward {SHAPE},dtype=float16 float16"]
+
+
 def test_pytest_benchmark_reads_the_baseline(measured, tmp_path):
     for slower in (1.0, 1.5):
         measured(slower=slower)
@@ -66,6 +75,29 @@ def test_pytest_benchmark_reads_the_baseline(measured, tmp_path):
     told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count(f"xsake forward {SHAPE}") == 2 and "(1.50)" in told.stdout, told.stdout
+
+
+def test_a_call_that_hangs_or_ends_the_process_leaves_the_others(measured, tmp_path, monkeypatch):
+    measured()
+    shapes = [word for n in (1, 2, 3) for word in ("--shape", f"{n}x256x2x16,causal,density=0.5")]
+
+    class Broken(Here):
+        def call(self, method, *arguments, limit):
+            if method == "measure" and arguments[0].shape[0] in failures:
+                raise failures[arguments[0].shape[0]]
+            return super().call(method, *arguments, limit=limit)
+
+    monkeypatch.setattr(isolation, "Worker", Broken)
+    died, hung = Died("the process ended during measure with exit code -11"), Hung("measure did not end within 120 s")
+    failures = {"2": died}
+    said = xsake(tmp_path, "--record", *shapes)
+    assert said.exit_code == 1 and "0001_xsake-gate.json" in said.output, said.output
+    assert "2x256x2x16,causal,density=0.5 float32 is not recorded: the process ended" in said.output
+    failures = {"3": hung}
+    said = xsake(tmp_path)
+    assert said.exit_code == 1 and "3x256x2x16,causal,density=0.5 float32: measure did not end" in said.output
+    rows = [line for line in said.output.splitlines() if line.startswith("│")]
+    assert ["failed" in row for row in rows] == [False, True] and "ok" in rows[0], said.output
 
 
 def test_a_busy_machine_records_nothing(measured, tmp_path):

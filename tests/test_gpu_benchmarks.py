@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import first_call, packing, prompt
+from benchmarks.gpu import first_call, packing, prompt, workbench
 from benchmarks.gpu import selection as gpu_selection
 from benchmarks.report import selection
 from xsake._race.case import DIRECTIONS
@@ -80,9 +82,35 @@ def test_a_models_file_needs_its_profile_and_a_text():
         prompt.Subject.of_file("x.gguf", None, None)
 
 
+@pytest.mark.slow
+def test_a_long_prompt_is_read_by_some_of_the_layers():
+    """In one piece and in chunks; a budget below what is always on fails alone."""
+    model = prompt.make(dataclasses.replace(prompt.MODELS["tiny"][0], layers=1))
+    one = prompt.LongRead.of("tiny", model, prompt.profile_for(model, 1024), 1024)
+    row = one.measure(one.ways("xla", [0.5, 0.01], 512), rounds=1)
+    assert (row["layers"], row["of"], row["blocks"]) == (1, 2, [128, 32])
+    ours = {"dense", "HADS 50%", "HADS 50%, chunks of 512", "dense, chunks of 512"}
+    assert ours == set(row["seconds"]) - {"dense by xla"}
+    assert "always on" in row["failed"]["HADS 1%"]
+
+
 def test_every_kind_of_call_is_measured_at_every_length():
     found = first_call.measure(lambda length: lambda q, k, v: q + k + v, [16, 32], heads=1)
     calls = [f"{how}{what}" for what in ("forward", "gradient") for how in ("outside jit, first ", "jit, first ")]
     calls += [f"outside jit, {what} again" for what in ("forward", "gradient")]
     assert sorted(found) == sorted(calls)
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
+
+
+def test_what_a_check_prints_is_recorded(monkeypatch):
+    said = [
+        "mine: float16; blocks of 16 and 32 tokens",
+        "┃ check │ forward │ gradients │ ┃",
+        "│ masks: no mask │ holds │ – │ there are none │",
+        "│ rules: causal mask │ – │ – │ mask may leave out blocks │",
+        "mine: 1 of 2 checks hold (1 without gradients), 0 fail, 1 were refused by name",
+    ]
+    monkeypatch.setattr(workbench, "command", lambda *words: {"said": said})
+    row = workbench.checked("mine")
+    assert row["checks"]["masks: no mask"] == ["holds", "–", "there are none"] and len(row["checks"]) == 2
+    assert row["counts"] == {"hold": 1, "all": 2, "without_gradients": 1, "fail": 0, "refused": 1}

@@ -24,8 +24,9 @@ import numpy as np
 from jax import Array
 
 import xsake
+from benchmarks.harness.contestants import relative_difference
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
-from xsake._race.contestant import dense, relative_difference
+from xsake._race.contestant import dense
 from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import Workload
 

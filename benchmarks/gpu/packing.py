@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 
 import xsake
+from benchmarks.harness.contestants import largest_difference
 from benchmarks.harness.masks import pairs
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake._race.case import BOTH, DIRECTIONS, Case, in_direction
-from xsake._race.contestant import largest_difference, sparse
+from xsake._race.contestant import sparse
 from xsake.autotune.workloads import Workload
 
 DIM = 128

@@ -19,6 +19,7 @@ TITLES = {
     "gpu_decode": "One new token against a long cache",
     "gpu_selection": "Tokens that choose their own blocks",
     "gpu_prompt": "Time to the first token",
+    "gpu_prompt_long": "Time to the first token of long prompts",
     "gpu_blocks": "What small blocks of a mask cost",
     "gpu_generate": "Tokens per second after a long prompt",
     "gpu_generate_quality": "Writing with some of the cache's blocks",
@@ -26,11 +27,11 @@ TITLES = {
     "gpu_accuracy": "Accuracy on a GPU",
     "gpu_packing": "Small blocks of queries, packed with the heads of their group",
     "gpu_profile": "Hardware counters of the GPU kernels",
+    "gpu_workbench": "JAX's own attention for Hopper, checked, tuned and raced",
     "gpu_sanitize": "Memory errors and races of the GPU kernels",
     "gpu_tests": "Tests on a GPU",
     "gpu_tests_since": "Tests on a GPU, of a later commit",
     "cpu_attention": "Attention on a CPU",
-    "gates": "Gates of speed",
     "tpu_compile": "TPU kernels that compile",
     "tpu_schedule": "Schedules of the TPU compiler",
     "tpu_gather_shapes": "Gathering short blocks on a TPU",
@@ -38,6 +39,7 @@ TITLES = {
     "hads-seed": "HADS beside an earlier version",
     "hads-chunks": "HADS, reading in chunks",
     "hads-last-rows": "HADS, the rows of a question",
+    "hads-probes": "HADS with some queries measured exactly",
     "hads-shards": "HADS with equal counts for the shards of a sequence",
     "hads-union": "Keys and values that a shard of a sequence needs",
     "hads_mask_cost": "What choosing blocks costs",
@@ -93,8 +95,8 @@ def _benchmark(
 
 def _id_of(path: Path) -> str:
     """
-    >>> _id_of(Path("results/hads/summary-8192-64.json")), _id_of(Path("results/gates_cpu.json"))
-    ('hads-8192-64', 'gates_cpu')
+    >>> _id_of(Path("results/hads/summary-8192-64.json")), _id_of(Path("results/gpu_peers_gpt4k.json"))
+    ('hads-8192-64', 'gpu_peers_gpt4k')
     """
     if path.parent.name == "hads":
         return f"hads-{path.stem}".replace("-summary", "")
@@ -108,7 +110,7 @@ def _title(identity: str) -> str:
         return f"{TITLES[found[1]]}: {model(found[2])}, {found[3]} tokens"
     if found := re.fullmatch(r"(hads(?:-seed|-union|-shards)?)-(?:(.+)-)?(\d+)-(\d+)", identity):
         return f"{TITLES[found[1]]}: {model(found[2] or 'smollm2')}, {found[3]} tokens, blocks of {found[4]}"
-    if found := re.fullmatch(r"(gates|gpu_blocks|gpu_peers|ruler)_(.+)", identity):
+    if found := re.fullmatch(r"(gpu_blocks|gpu_peers|ruler)_(.+)", identity):
         return f"{TITLES[found[1]]}: {named(found[2])}"
     return identity.replace("_", " ")
 

@@ -174,11 +174,6 @@ def _cpu_attention(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     return [bars("times", "Time per call", "call", _time(), rows)], []
 
 
-def _gates(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
-    rows = [(name, row["name"], value) for row in record["results"] for name, value in row["seconds"].items()]
-    return [bars("times", "Time per call", "gate", _time(), rows)], []
-
-
 def _gpu_accuracy(record: dict[str, Any]) -> tuple[list[Plot], list[str]]:
     y = axis("root mean square error against float64", None, log=True, better="lower")
     rows = [
@@ -351,7 +346,6 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], tuple[list[Plot], list[str]]]] = {
     "gpu_selection": _gpu_selection,
     "ruler": _ruler,
     "cpu_attention": _cpu_attention,
-    "gates": _gates,
     "gpu_accuracy": _gpu_accuracy,
     "gpu_profile": _gpu_profile,
     "hads_mask_cost": _mask_cost,

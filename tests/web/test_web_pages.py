@@ -42,7 +42,7 @@ def fill(dashboard: Dashboard) -> None:
     results = ROOT / "benchmarks" / "results"
     shutil.copy(results / "gpu_attention.json", dashboard.records)
     shutil.copy(ROOT / "benchmarks" / "README.md", dashboard.records.parent)  # which benchmarks there are
-    (dashboard.records / "gates_cpu.json").write_text("{ no JSON")
+    (dashboard.records / "smollm2.json").write_text("{ no JSON")
     for name in ("small-hads-4096", "small-dense-4096"):
         (dashboard.runs / name).mkdir()
         shutil.copy(results / "train_gpu" / f"{name}.jsonl", dashboard.runs / name / "metrics.jsonl")
@@ -198,7 +198,7 @@ def test_benchmarks_that_were_not_run_say_so(dashboard: Dashboard, open_page: Op
     page = watched.open("#/benchmarks/gpu_peers", "[data-details=gpu_peers] .notice")
     assert "Not run." in page.locator(".notice").inner_text()
     assert page.locator(".notice pre").inner_text() == watched.document("api/benchmarks/gpu_peers")["command"]
-    assert page.locator("[data-benchmark=gates_cpu] span").inner_text() == "unreadable"
+    assert page.locator("[data-benchmark=smollm2] span").inner_text() == "unreadable"
 
 
 def test_tuning_shows_the_servers_numbers(dashboard: Dashboard, open_page: Open) -> None:

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from xsake._cli.autotune import duration
 from xsake._cli.errors import plain_errors
 
 if TYPE_CHECKING:
-    from xsake._race.gate import Gate, Outcome
+    from xsake._race.gate import Gate, Measurer, Outcome
 
-_COLOURS = {"ok": "green", "slower": "red", "busy": "yellow"}
+_COLOURS = {"ok": "green", "slower": "red", "failed": "red", "busy": "yellow"}
 
 
 def gate(
@@ -35,58 +36,93 @@ def gate(
     ),
     rounds: Annotated[int, typer.Option(help="Rounds of each measurement.", min=3)] = 7,
     round_seconds: Annotated[float, typer.Option(help="Seconds per turn.", min=0.0)] = 0.2,
+    limit: Annotated[str, typer.Option(help="Time after which compiling a call counts as hanging.")] = "120s",
 ) -> None:
     """Measure calls beside dense attention, and compare with the baseline of this machine.
 
-    The exit code is 1 if a call is slower than noise explains, otherwise 3 if the machine was too busy for a verdict.
+    The exit code is 1 if a call is slower than noise explains or fails, otherwise 3 if the machine was too busy for a
+    verdict.
     """
     console = Console()
-    how = {"rounds": rounds, "round_seconds": round_seconds}
     with plain_errors("tune"):
         from xsake._op import registry
-        from xsake._race import gate as gates
         from xsake._race.entrants import OURS
-        from xsake._race.verdict import Busy
+        from xsake._race.gate import GateHands, Measurer
+        from xsake.autotune.measure.isolation import Failed, Worker
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")
-        if record:
-            registry.check_name(None if implementation == OURS else implementation)
-            try:
-                path = gates.record(_gates(shape or [], implementation, gradients), storage, **how)  # type: ignore[arg-type]
-            except Busy as busy:
-                console.print(f"nothing recorded: {escape(str(busy))}", soft_wrap=True)
-                raise typer.Exit(3) from busy
-            console.print(f"recorded in {path}", soft_wrap=True)
-            return
-        path, kept = gates.baseline(storage)
-        outcomes = [gates.compare(extra, **how) for extra in kept]  # type: ignore[arg-type]
-    _show(console, path, outcomes)
-    verdicts = {outcome.verdict for outcome in outcomes}
-    raise typer.Exit(1 if "slower" in verdicts else 3 if "busy" in verdicts else 0)
+        registry.check_name(None if implementation == OURS else implementation)
+        _check_shapes(shape or [])
+        hands = Worker(GateHands)
+        try:
+            measure = Measurer(hands, rounds, round_seconds, duration(limit))
+            if record:
+                dtype = hands.call("usual_dtype", limit=measure.limit)
+                exit_code = _record(console, _gates(shape or [], implementation, gradients, dtype), storage, measure)
+            else:
+                exit_code = _compare(console, storage, measure)
+        except Failed as failed:
+            raise ValueError(str(failed)) from failed
+        finally:
+            hands.close()
+    raise typer.Exit(exit_code)
 
 
-def _gates(shapes: list[str], implementation: str, gradients: bool) -> list[Gate]:
+def _check_shapes(shapes: list[str]) -> None:
+    """Say what is wrong with them, before anything is measured."""
+    from xsake._race.one import parsed
+
+    for shape in shapes:
+        parsed(shape, 1.0, "float32")
+
+
+def _gates(shapes: list[str], implementation: str, gradients: bool, dtype: str) -> list[Gate]:
     from xsake._race.case import BOTH, FORWARD
     from xsake._race.gate import Gate
-    from xsake._race.one import parsed, usual_dtype
+    from xsake._race.one import parsed
 
     directions = [FORWARD, BOTH] if gradients else [FORWARD]
-    for shape in shapes:
-        parsed(shape, 1.0, usual_dtype())  # says what is wrong with it, before anything is measured
     return [
-        Gate(shape=shape, implementation=implementation, direction=direction, dtype=usual_dtype())
+        Gate(shape=shape, implementation=implementation, direction=direction, dtype=parsed(shape, 1.0, dtype).dtype)
         for shape in shapes
         for direction in directions
     ]
 
 
+def _record(console: Console, gates: list[Gate], storage: Path, measure: Measurer) -> int:
+    from xsake._race import gate
+    from xsake._race.verdict import Busy
+
+    try:
+        path, reasons = gate.record(gates, storage, measure)
+    except Busy as busy:
+        console.print(f"nothing recorded: {escape(str(busy))}", soft_wrap=True)
+        return 3
+    console.print("nothing recorded" if path is None else f"recorded in {path}", soft_wrap=True)
+    for name, why in reasons.items():
+        console.print(f"{escape(name)} is not recorded: {escape(why)}", soft_wrap=True)
+    return 1 if reasons else 0
+
+
+def _compare(console: Console, storage: Path, measure: Measurer) -> int:
+    from xsake._race import gate
+
+    path, kept = gate.baseline(storage, measure.device())
+    outcomes = [gate.compare(extra, measure) for extra in kept]
+    _show(console, path, outcomes)
+    verdicts = {outcome.verdict for outcome in outcomes}
+    return 1 if verdicts & {"slower", "failed"} else 3 if "busy" in verdicts else 0
+
+
 def _show(console: Console, path: Path, outcomes: list[Outcome]) -> None:
     table = Table("call", "recorded", "now", "slower by", "allowed", "", title=f"Time over dense attention's; {path}")
     for o in outcomes:
-        now, allowed = o.now or 0.0, o.allowed or 0.0
         colour = _COLOURS[o.verdict]
-        numbers = (f"{o.then:.3f}", f"{now:.3f}", f"{now / o.then:.2f}x", f"{allowed:.2f}x")
+        measured = ("", "", "")
+        if o.now is not None and o.allowed is not None:
+            measured = (f"{o.now:.3f}", f"{o.now / o.then:.2f}x", f"{o.allowed:.2f}x")
+        numbers = (f"{o.then:.3f}", *measured)
         table.add_row(escape(o.gate.name), *numbers, f"[{colour}]{o.verdict}[/{colour}]")
     console.print(table)
     for o in outcomes:

@@ -17,9 +17,11 @@ from xsake._ground import atomic
 from xsake._ground.read import read_json
 from xsake._race import entrants
 from xsake._race.case import Case
+from xsake._race.one import reason, usual_dtype
 from xsake._race.paired import Paired
 from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune import problem
+from xsake.autotune.measure.isolation import Caller, Failed, Hands
 
 LEAST = 0.05  # a smaller slowdown is let through, whatever the noise
 _NOISES = 2.0  # and so many times the noise of both measurements
@@ -52,7 +54,8 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """`now` and `then` are the ratios to dense attention; `verdict` is "ok", "slower" or "busy"."""
+    """`now` and `then` are the ratios to dense attention; `verdict` is "ok", "slower", "busy", or "failed" where the
+    call does not run to its end."""
 
     gate: Gate
     verdict: str
@@ -62,58 +65,105 @@ class Outcome:
     reason: str = ""
 
 
+class GateHands(Hands):
+    """The hands of the process that measures. Its parent must not open the device."""
+
+    def device(self) -> str:
+        return jax.devices()[0].device_kind
+
+    def platform(self) -> str:
+        return jax.default_backend()
+
+    def usual_dtype(self) -> str:
+        return usual_dtype()
+
+    def measure(self, gate: Gate, rounds: int, round_seconds: float) -> Paired:
+        return gate.measure(rounds, round_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurer:
+    """Measures gates in another process. `limit` is in seconds: after that, a measurement counts as hanging."""
+
+    hands: Caller
+    rounds: int
+    round_seconds: float
+    limit: float
+
+    def device(self) -> str:
+        return self.hands.call("device", limit=self.limit)
+
+    def platform(self) -> str:
+        return self.hands.call("platform", limit=self.limit)
+
+    def __call__(self, gate: Gate) -> Paired:
+        turns = 2 * (self.rounds + 1) * self.round_seconds
+        return self.hands.call("measure", gate, self.rounds, self.round_seconds, limit=self.limit + 2 * turns)
+
+
 def noise(paired: Paired) -> float:
     """How far apart the rounds' ratios are: their quartiles' distance over the median."""
     ratio = paired.over(_REFERENCE)
     return (ratio.high - ratio.low) / ratio.median
 
 
-def record(gates: list[Gate], storage: Path, *, rounds: int, round_seconds: float) -> Path:
-    """Measure, and write the next file of the storage. Raises `Busy` where the machine gives no calm measurement."""
-    found = []
+def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | None, dict[str, str]]:
+    """Measure, and write the next file of the storage, if anything could be measured. The second result is why the
+    others could not. Raises `Busy` where the machine gives no calm measurement.
+    """
+    found, reasons = [], {}
     for gate in gates:
-        paired = _calm(gate, rounds, round_seconds)
+        try:
+            paired = _calm(gate, measure)
+        except Failed as failed:
+            reasons[gate.name] = reason(failed)
+            continue
         extra = dataclasses.asdict(gate) | {"ratio": paired.over(_REFERENCE).median, "noise": noise(paired)}
         found.append(_benchmark(gate.name, paired.seconds[gate.implementation], extra))
+    return (save(found, storage, measure.device()) if found else None), reasons
+
+
+def save(benchmarks: list[dict[str, Any]], storage: Path, device: str) -> Path:
+    """Write the next file of the storage."""
     folder = storage / _machine()
     folder.mkdir(parents=True, exist_ok=True)
     number = max((int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]_*.json")), default=0) + 1
     path = folder / f"{number:04}_{_NAME}.json"
-    atomic.write_text(path, json.dumps(_file(found), indent=1) + "\n")
+    atomic.write_text(path, json.dumps(_file(benchmarks, device), indent=1) + "\n")
     return path
 
 
-def _calm(gate: Gate, rounds: int, round_seconds: float) -> Paired:
+def _calm(gate: Gate, measure: Measurer) -> Paired:
     kept: list[Paired] = []
 
     def again() -> dict[str, Any]:
-        kept.append(gate.measure(rounds, round_seconds))
+        kept.append(measure(gate))
         return {"disturbed": kept[-1].disturbed}
 
     judge(again, lambda result: result["disturbed"])
     return kept[-1]
 
 
-def baseline(storage: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The newest baseline of this kind of machine. ValueError where there is none, or it is another device's."""
+def baseline(storage: Path, here: str) -> tuple[Path, list[dict[str, Any]]]:
+    """The newest baseline of this kind of machine. ValueError where there is none, or it is of another device."""
     files = sorted((storage / _machine()).glob(f"[0-9][0-9][0-9][0-9]_{_NAME}.json"))
     if not files:
         raise ValueError(f"{storage / _machine()} has no baseline: make one with --record and --shape")
     kept = read_json(files[-1])
-    there, here = kept["machine_info"]["device"], jax.devices()[0].device_kind
+    there = kept["machine_info"]["device"]
     if there != here:
         raise ValueError(f"{files[-1]} is a baseline of {there}, and this is {here}: make one with --record")
     return files[-1], [benchmark["extra_info"] for benchmark in kept["benchmarks"]]
 
 
-def compare(extra: dict[str, Any], *, rounds: int, round_seconds: float) -> Outcome:
+def compare(extra: dict[str, Any], measure: Measurer) -> Outcome:
     """Measure one gate of a baseline until it is as fast as recorded, or slower in a calm measurement."""
     gate = Gate(**{field.name: extra[field.name] for field in dataclasses.fields(Gate)})
     then: float = extra["ratio"]
     last: dict[str, Any] = {}
 
     def again() -> dict[str, Any]:
-        paired = gate.measure(rounds, round_seconds)
+        paired = measure(gate)
         allowed = 1 + max(LEAST, _NOISES * (extra["noise"] + noise(paired)))
         last.update(now=paired.over(_REFERENCE).median, allowed=allowed)
         return last | {"disturbed": paired.disturbed}
@@ -130,6 +180,8 @@ def compare(extra: dict[str, Any], *, rounds: int, round_seconds: float) -> Outc
         return Outcome(gate, "slower", then, **last, reason=str(why))
     except Busy as why:
         return Outcome(gate, "busy", then, **last, reason=str(why))
+    except Failed as failed:
+        return Outcome(gate, "failed", then, reason=reason(failed))
     return Outcome(gate, "ok", then, **last)
 
 
@@ -143,12 +195,12 @@ def _machine() -> str:
     return "-".join([platform.system(), platform.python_implementation(), version, bits])
 
 
-def _file(benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
+def _file(benchmarks: list[dict[str, Any]], device: str) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat()
     machine = {
         "node": "",
         "machine": platform.machine(),
-        "device": jax.devices()[0].device_kind,
+        "device": device,
         "jax": jax.__version__,
     }
     return {

@@ -130,7 +130,7 @@ def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: 
         try:
             errors[name] = hands.call("prepare", name, direction, limit=limit)
         except Failed as failed:
-            reasons[name] = _reason(failed)
+            reasons[name] = reason(failed)
         if hands.restarts != before:  # what was prepared in the old process is lost
             for other in errors:
                 hands.call("prepare", other, direction, limit=limit)
@@ -149,6 +149,7 @@ def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: 
     return Finished(direction, density, rows, reasons, disturbed)
 
 
-def _reason(failed: Failed) -> str:
+def reason(failed: Failed) -> str:
+    """Why something could not be measured, in one line."""
     kind, _, text = " ".join(str(failed).split()).partition(": ")
     return (text if kind in ("ModuleNotFoundError", "NotImplementedError") else f"{kind}: {text}")[:300]
