@@ -91,13 +91,46 @@ def test_a_wrong_scale_in_the_gradient_of_keys(edited):
 
 
 def test_a_window_that_is_off_by_one(edited):
-    right = "call.band.allows((kv_position - q_position[:, None])[:, None])"
-    target = edited(right, right.replace("kv_position -", "kv_position + 1 -"))
+    right = "call.band.allows_position(q_position[:, None, None], kv_position[..., None, :])"
+    target = edited(right, right.replace("kv_position", "(kv_position + 1)"))
     assert judge(target, small(), BOTH).holds
     check = small(local_window_size=(3, 0))
     verdict = judge(target, check, BOTH)
     assert verdict.forward.startswith("out: max error") and verdict.gradients.startswith("d_")
     assert "local_window_size=(3, 0)" in shown(target, check, verdict)
+
+
+UNGUARDED = """
+import numpy
+
+class _Tile:
+    turns = 0
+
+    def read(self, rows):
+        self.turns += 1
+        found = numpy.array(rows)
+        if self.turns % 2 == 0:
+            found[3] = 0  # this call's copy has not landed yet
+        return found
+
+_TILE = _Tile()
+"""
+
+
+def test_a_race(planted):
+    """A tile that is read without waiting for its copy: right in the first run, and wrong in the next."""
+    right = "    return out.swapaxes(0, 1).astype"
+    text = EXAMPLE.read_text()
+    assert text.count(right) == 1
+    target = planted(
+        UNGUARDED, whole=text.replace(right, f"    out = jax.pure_callback(_TILE.read, out, out)\n{right}")
+    )
+    check = CHECKS["determinism: four runs"]
+    assert check.quick
+    verdict = judge(target, check, BOTH)
+    assert verdict.forward == "out differs between two runs of one program"
+    code = smallest.code(target, check, verdict.results)
+    assert len(code.splitlines()) <= 5 and "xsake.register_backend" in code, code
 
 
 FAULTS = {
@@ -118,6 +151,11 @@ def test_faults_of_the_forward_are_plain_findings(planted, fault):
 def test_gradients_that_raise_leave_the_forward_s_verdict(planted):
     verdict = judge(planted(f"{BACKWARD}raise ValueError('no')"), small(), BOTH)
     assert verdict.forward is None and verdict.gradients == "raises ValueError: no"
+
+
+def test_a_backend_without_gradients_says_so(planted):
+    verdict = judge(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')"), small(), BOTH)
+    assert verdict.holds and verdict.no_gradients == "dense alone"
 
 
 def test_what_is_not_claimed_is_refused_by_name(planted):

@@ -74,6 +74,15 @@ def test_a_new_kernel_lowers_for_its_platform(made):
 @pytest.mark.parametrize("which", ["scale", pytest.param("", marks=pytest.mark.slow)])
 def test_its_own_tests_pass_as_they_are(made, which):
     _, folder = made("xla")
+    run_its_tests(folder, which)
+
+
+@pytest.mark.parametrize("which", ["refused or lengths", pytest.param("", marks=pytest.mark.slow)])
+def test_the_tests_of_the_adapter_pass_without_its_gpu(which):
+    run_its_tests(EXAMPLE.parent / "jax_mosaic", which)
+
+
+def run_its_tests(folder, which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
@@ -120,7 +129,7 @@ def test_the_example_is_checked_tuned_raced_and_gated_by_the_commands(installed,
     assert registry.source("simple_kernel") == "simple-kernel 0.1.0"
     monkeypatch.setattr(contest, "contention", lambda: contextlib.nullcontext(Contention()))
     monkeypatch.setattr(last_race, "disturbance", lambda *race: None)
-    check = ["check", "simple_kernel", "--quick", "--only", "vmap"]
+    check = ["check", "simple_kernel", "--quick", "--only", "vmap,positions"]
     tune = ["autotune", "--implementation", "simple_kernel", "--from-call", "1x96x2x16,block=16,causal,density=0.5"]
     tune += ["--no-isolate", "--budget", "30s", "--out", str(tmp_path / "db")]
     monkeypatch.setattr(isolation, "Worker", isolation.Here)  # for the race: checks have processes of their own
@@ -128,10 +137,14 @@ def test_the_example_is_checked_tuned_raced_and_gated_by_the_commands(installed,
     monkeypatch.setattr(paired, "disturbance", lambda *race: None)
     quickly = ["--storage", str(tmp_path / "kept"), "--rounds", "3", "--round-seconds", "0.001"]
     gate = ["gate", "--record", "--shape", "1x96x2x16,block=16,causal", "--implementation", "simple_kernel", *quickly]
-    told = "1 of 1 checks hold", "1 workload-density pairs", "simple_kernel", "recorded in"
+    told = "2 of 2 checks hold", "1 workload-density pairs", "simple_kernel", "recorded in"
     for words, says in zip((check, tune, race, gate), told, strict=True):
         said = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
         assert said.exit_code == 0 and says in said.output, said.output
+    said = CliRunner().invoke(app, ["gate", *quickly], env={"COLUMNS": "150"})
+    assert "simple_kernel forward" in said.output and "allowed" in said.output, (
+        said.output
+    )  # so short, it may be slower
 
 
 def test_the_example_differs_from_a_new_package_in_its_kernel_alone():

@@ -1,4 +1,4 @@
-"""The smallest complete backend: dense attention, a few queries at a time. It honours every argument."""
+"""The smallest complete backend: dense attention, a few queries at a time. With every argument but `page_table`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def _attends(call: Call, t: Array) -> Array:
     attends = jnp.repeat(mask.to_listed()[:, :, t], call.q_heads // mask.heads, 1)
     q_position = t[None] if call.q_positions is None else call.q_positions[:, t]
     kv_position = s[None] if call.kv_positions is None else call.kv_positions
-    attends &= call.band.allows((kv_position - q_position[:, None])[:, None])
+    # Their difference could wrap: positions may be any int32.
+    attends &= call.band.allows_position(q_position[:, None, None], kv_position[..., None, :])
     if call.q_segments is not None and call.kv_segments is not None:
         attends &= (call.kv_segments == call.q_segments[:, t, None])[:, None]
     return attends

@@ -58,7 +58,9 @@ def check(
     wrong = sum(not verdict.holds for verdict in verdicts.values())
     refused = sum(verdict.refused is not None for verdict in verdicts.values())
     holds = len(verdicts) - wrong - refused
-    console.print(f"{name}: {holds} of {len(verdicts)} checks hold, {wrong} fail, {refused} were refused by name")
+    alone = sum(verdict.no_gradients is not None for verdict in verdicts.values())
+    told = f"{holds} of {len(verdicts)} checks hold{f' ({alone} without gradients)' if alone else ''}"
+    console.print(f"{name}: {told}, {wrong} fail, {refused} were refused by name")
     raise typer.Exit(int(wrong > 0 or holds == 0))
 
 
@@ -80,7 +82,10 @@ def _table(planned: Plan, verdicts: dict[Check, Verdict]) -> Table:
             continue
         found = [getattr(verdict, part) for part in parts]
         marks = ["[green]holds[/green]" if problem is None else "[red]FAILS[/red]" for problem in found]
-        table.add_row(escape(check.title), *marks, escape(_short(next(filter(None, found), ""))))
+        if verdict.no_gradients is not None:
+            marks[-1] = "–"
+        said = _short(next(filter(None, found), "")) or verdict.no_gradients or ""
+        table.add_row(escape(check.title), *marks, escape(said))
     return table
 
 

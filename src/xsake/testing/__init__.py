@@ -3,13 +3,13 @@
 `xsake check` runs them from the command line, and pytest in a package of kernels:
 
     import pytest
-    from xsake.testing import checks_of, target_of
+    from xsake.testing import assert_holds, checks_of, target_of
 
     TARGET = target_of("my_kernel")
 
     @pytest.mark.parametrize("check", checks_of(TARGET, quick=True), ids=lambda check: check.title)
     def test_contract(check):
-        check.run(TARGET)
+        assert_holds(TARGET, check)
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xsake.testing.checks import CHECKS, Check, checks_of
     from xsake.testing.target import Target, target_of
+    from xsake.testing.verdict import assert_holds
 
 _NAMES = {
+    "assert_holds": "xsake.testing.verdict",
     "CHECKS": "xsake.testing.checks",
     "Check": "xsake.testing.checks",
     "Target": "xsake.testing.target",
@@ -29,7 +31,7 @@ _NAMES = {
     "target_of": "xsake.testing.target",
 }
 
-__all__ = ["CHECKS", "Check", "Target", "checks_of", "target_of"]
+__all__ = ["CHECKS", "Check", "Target", "assert_holds", "checks_of", "target_of"]
 
 
 def __getattr__(name: str) -> Any:

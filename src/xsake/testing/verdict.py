@@ -21,12 +21,14 @@ _REFUSED = "no implementation supports this call: "
 class Verdict:
     """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run.
 
-    `results` are those that are wrong, `code` the smallest call that shows it.
+    `results` are those that are wrong, `code` the smallest call that shows it. `no_gradients` is why the backend has
+    none for a call whose forward holds.
     """
 
     forward: str | None = None
     gradients: str | None = None
     refused: str | None = None
+    no_gradients: str | None = None
     results: tuple[str, ...] = ()
     code: str = ""
 
@@ -37,34 +39,56 @@ class Verdict:
 
 def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
     """Run a check; `parts` of "forward" and "gradients" are judged."""
-    found, refused = _found(target, check, forward_only="gradients" not in parts)
+    found, refused, no_gradients = _found(target, check, forward_only="gradients" not in parts)
     told: dict[str, str | None] = {"forward": None, "gradients": None}
     for name, problem in found.items():
         part = "forward" if name in FORWARD else "gradients"
         if part in parts:
             told[part] = told[part] or problem
     results = tuple(name for name in found if ("forward" if name in FORWARD else "gradients") in parts)
-    return Verdict(forward=told["forward"], gradients=told["gradients"], refused=refused, results=results)
+    return Verdict(
+        forward=told["forward"],
+        gradients=told["gradients"],
+        refused=refused,
+        no_gradients=no_gradients,
+        results=results,
+    )
 
 
-def _found(target: Target, check: Check, *, forward_only: bool) -> tuple[dict[str, str], str | None]:
-    """What is wrong with each result, and why the check was not run."""
+def assert_holds(target: Target, check: Check) -> None:
+    """The verdict of `xsake check` in pytest: AssertionError with what is wrong, a skip with the reason for a refusal.
+
+    Where a backend has no gradients for the call, its forward must hold.
+    """
+    import pytest
+
+    verdict = judge(target, check, frozenset({"forward", "gradients"}))
+    if verdict.refused is not None:
+        pytest.skip(verdict.refused)
+    assert verdict.holds, "\n".join(filter(None, (verdict.forward, verdict.gradients)))
+
+
+def _found(target: Target, check: Check, *, forward_only: bool) -> tuple[dict[str, str], str | None, str | None]:
+    """What is wrong with each result, why the check was not run, and why there are no gradients."""
     try:
-        return check.problems(target, forward_only=forward_only), None
+        return check.problems(target, forward_only=forward_only), None, None
     except NotHere as reason:
-        return {}, str(reason)
+        return {}, str(reason), None
     except AssertionError as problem:
         said = _one_line(str(problem))
-        return {"d_query" if said.startswith("d_") else "out": said}, None
+        return {"d_query" if said.startswith("d_") else "out": said}, None, None
     except Exception as error:
         said = _one_line(str(error))
-        if isinstance(error, NotImplementedError) and _REFUSED in said:
-            return {}, said.partition(_REFUSED)[2].removeprefix(f"{target.name!r}: ")
+        refuses = isinstance(error, NotImplementedError)
+        if refuses and _REFUSED in said:
+            return {}, said.partition(_REFUSED)[2].removeprefix(f"{target.name!r}: "), None
         raised = f"raises {type(error).__name__}: {said}"
     if forward_only or check.how is not run:
-        return {"out": raised}, None
-    forward, refused = _found(target, check, forward_only=True)
-    return (forward if forward else {"d_query": raised}), refused
+        return {"out": raised}, None, None
+    forward, refused, _ = _found(target, check, forward_only=True)
+    if refuses and not forward and refused is None:
+        return {}, None, said
+    return (forward if forward else {"d_query": raised}), refused, None
 
 
 def _one_line(text: str) -> str:
@@ -93,7 +117,10 @@ class Checker(Hands):
         self._judged += 1
         if self._judged % 30 == 0:
             jax.clear_caches()  # programs of hundreds of checks would fill the memory
-        return judge(self.target, CHECKS[title], parts)
+        verdict = judge(self.target, CHECKS[title], parts)
+        if not verdict.holds and not self.healthy():
+            raise RuntimeError(f"the device answers no more; {verdict.forward or verdict.gradients}")
+        return verdict
 
     def smallest(self, title: str, results: tuple[str, ...]) -> str:
         """A small call that shows what is wrong with these results of a check."""
