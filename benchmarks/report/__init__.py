@@ -13,7 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.report import aims, attention, generation, hads, model, plan, ruler, selection, shards, tpu, tuning
+from benchmarks.report import (
+    aims,
+    attention,
+    generation,
+    hads,
+    model,
+    plan,
+    ruler,
+    selection,
+    shards,
+    tpu,
+    tuning,
+    workbench,
+)
 
 PARTS: dict[str, Callable[[], str]] = {
     "aims": aims.aims,
@@ -28,9 +41,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu_peers": attention.gpu_peers,
     "gpu_profile": attention.gpu_profile,
     "gpu_prompt": generation.gpu_prompt,
+    "gpu_prompt_long": generation.gpu_prompt_long,
     "gpu_prompt_kernels": generation.kernels_of_chunks,
     "gpu_selection": selection.gpu_selection,
+    "gpu_short_gradients": attention.gpu_short_gradients,
     "gpu_speed": attention.gpu_speed,
+    "gpu_workbench": workbench.gpu_workbench,
     "hads_ablations": hads.ablations,
     "hads_answers": hads.answers,
     "hads_chunks": hads.chunks,
@@ -39,6 +55,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hads_lengths": hads.lengths,
     "hads_mask_cost": hads.mask_cost,
     "hads_pays": hads.pays,
+    "hads_probes": hads.probes,
     "hads_qwen": hads.qwen,
     "hads_shards": shards.union,
     "hads_short": hads.short,

@@ -160,25 +160,23 @@ def gpu_peers() -> str:
 
 
 def gpu_blocks() -> str:
-    """Random masks of one density with smaller and smaller blocks, and blocks of few queries that are packed."""
-    runs = Run.load_all("gpu_blocks_")
-    by = {
-        (r["workload"], r["block_q"], r["block_kv"], r["direction"], r["implementation"]): r
-        for run in runs
-        for r in run.results
-        if "why" not in r
-    }
+    """Masks of one density with smaller and smaller blocks, and blocks of few queries that are packed."""
+    runs = sorted(Run.load_all("gpu_blocks_"), key=lambda run: run.content["environment"]["date"])
+    by: dict[tuple, tuple[Row, Row]] = {}  # a row, and that of our blocks of 128 x 128 in the same run
+    for run in runs:
+        rows = {(*_place(r), r["direction"], r["implementation"]): r for r in run.results if "why" not in r}
+        by |= {key: (r, rows[*key[:2], 128, 128, key[4], "xsake"]) for key, r in rows.items()}
     columns = unique((d, who) for d in DIRECTIONS for who in ("xsake", "fa4", "fastvideo"))
-    columns = [c for c in columns if any(key[3:] == c for key in by)]
+    columns = [c for c in columns if any(key[4:] == c for key in by)]
 
-    def cell(at: tuple[str, int, int], column: tuple[str, str]) -> str:
-        if (r := by.get((*at, *column))) is None:
+    def cell(at: tuple, column: tuple[str, str]) -> str:
+        if (found := by.get((*at, *column))) is None:
             return ""
-        share = r["tflops"] / by[at[0], 128, 128, column[0], "xsake"]["tflops"]
-        return f"{r['sustained']['median'] * 1e3:.2f} ms ({share:.2f})"
+        r, whole = found
+        return f"{r['sustained']['median'] * 1e3:.2f} ms ({r['tflops'] / whole['tflops']:.2f})"
 
-    places = unique(key[:3] for key in by)
-    packed = Run.load("gpu_packing")
+    places = unique(key[:4] for key in by)
+    packed, short = Run.load("gpu_packing"), Run.load("gpu_short_gradients")
     first = packed.results[0]
     few, many = sorted({r["block_q"] for r in packed.results})
     of = packed.by("block_q", "asked")
@@ -187,17 +185,55 @@ def gpu_blocks() -> str:
     ]
     return section(
         grid(
-            ("call", "queries x keys"),
-            {at: (call(at[0]), f"{at[1]} x {at[2]}") for at in places},
+            ("call", "mask", "queries x keys"),
+            {at: (call(at[0]), at[1], f"{at[2]} x {at[3]}") for at in places},
             {c: f"{kernel(c[1])}, {c[0]}" for c in columns},
             cell,
         ),
         facts(
             f"A block of {few} queries is packed with the {first['heads'] // first['kv_heads']} heads of its group: it "
-            f"runs at {span(ratios)} of the throughput of blocks of {many} queries (`gpu_packing.json`)."
+            f"runs at {span(ratios)} of the throughput of blocks of {many} queries (`gpu_packing.json`).",
+            f"Forward and gradients, their kernels timed apart, take {_short_gradients(short, 32)} and "
+            f"{_short_gradients(short, 16)} (`gpu_short_gradients.json`).",
         ),
         runs[0].source("jax", "flash-attn-4", "fastvideo-kernel", name="gpu_blocks_*"),
     )
+
+
+def gpu_short_gradients() -> str:
+    """Blocks of few keys, kernel by kernel, beside blocks of 128 x 128."""
+    run = Run.load("gpu_short_gradients")
+    whole = _whole(run)
+    columns = {
+        "mask": "{mask}",
+        "queries x keys": "{block_q} x {block_kv}",
+        "forward": lambda r: ms(median(r, "forward")),
+        "dQ": lambda r: ms(median(r, "dq")),
+        "dK and dV": lambda r: ms(median(r, "dkv")),
+        "together": lambda r: f"{ms(_together(r))} ({times(_together(r) / whole[r['mask']])})",
+        "gradients by Triton": lambda r: ms(median(r, "triton")) if "triton" in r["seconds"] else "",
+    }
+    return section(listing(run.results, columns), run.source("jax"))
+
+
+def _together(r: Row) -> float:
+    return sum(median(r, kernel) for kernel in ("forward", "dq", "dkv"))
+
+
+def _whole(run: Run) -> dict[str, float]:
+    """Seconds with blocks of 128 x 128, by kind of mask."""
+    return {r["mask"]: _together(r) for r in run.results if (r["block_q"], r["block_kv"]) == (128, 128)}
+
+
+def _short_gradients(run: Run, block_kv: int) -> str:
+    whole = _whole(run)
+    ratios = [_together(r) / whole[r["mask"]] for r in run.results if r["block_kv"] == block_kv]
+    return f"{span(ratios, '{:.1f}')} times as long with blocks of {block_kv} keys as with 128 x 128"
+
+
+def _place(r: Row) -> tuple[str, str, int, int]:
+    """Workload, kind of mask, queries and keys per block."""
+    return r["workload"], r.get("mask", "random"), r["block_q"], r["block_kv"]
 
 
 def gpu_hops() -> str:
