@@ -24,6 +24,7 @@ from xsake.dashboard.read.library import Given, Library
 from xsake.dashboard.read.line_reader import Place
 from xsake.dashboard.read.run import Noted, Run
 from xsake.dashboard.read.thinning import Curve, Points, thin
+from xsake.dashboard.serve import live as live_module
 from xsake.dashboard.serve.live import Live
 from xsake.dashboard.show import run_documents
 from xsake.model.training.watch.run_file import RunFile
@@ -215,14 +216,22 @@ def test_streams_end_with_the_server(tmp_path):
         assert len(rest) <= 2
 
 
-def test_a_run_that_just_began_is_served(tmp_path):
+def test_a_run_that_just_began_is_served(tmp_path, monkeypatch):
+    """By a search for the run that is asked for: the searches by the clock are minutes apart here."""
+    monkeypatch.setattr(live_module, "SEARCH_EVERY", 300.0)
+
+    def step_of(client, name):
+        deadline = time.monotonic() + 20  # a busy machine searches for a tenth of the time
+        while (found := client.get(f"/api/runs/{name}")).status_code == 404 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found.json()["step"]
+
     with serving(documents(tmp_path)) as client:
         assert client.get("/api/runs").json()["runs"] == []
         write_run(tmp_path / "new", 3)
-        time.sleep(0.1)  # far less than passes between two searches
-        assert client.get("/api/runs/new").json()["step"] == 3
+        assert step_of(client, "new") == 3
         write_run(tmp_path / "newer", 2)
-        time.sleep(0.1)
+        assert step_of(client, "newer") == 2
         with following(client, "/api/runs/newer/events") as stream:
             assert [event["data"]["step"] for event in stream.take(2)] == [1, 2]
 
