@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake._ground.fields import check_fields, whole
@@ -116,12 +116,16 @@ def _tile(block: int, length: int) -> int:
 
 
 class _Work(NamedTuple):
-    """Tiles to do, by flat tile number; only the first `total` count."""
+    """Tiles to do, by flat tile number; only the first `total` count.
 
-    q_tile: Int[Array, " W"]
-    kv_tile: Int[Array, " W"]
+    Numbers are unsigned: quotients, remainders and indices of signed numbers, which may be negative, are several
+    operations each, and a compiler's time follows their number.
+    """
+
+    q_tile: UInt[Array, " W"]
+    kv_tile: UInt[Array, " W"]
     total: Int[Array, ""]
-    bitmap: Int[Array, " W"] | None  # its number among the bitmaps of all batches and heads
+    bitmap: UInt[Array, " W"] | None  # its number among the bitmaps of all batches and heads
 
 
 class _Tiles:
@@ -168,20 +172,20 @@ class _Tiles:
         heads = np.arange(call.q_heads) * mask.heads // call.q_heads
         shared = mask.batch == 1
         ptr = jnp.minimum(mask.kv_row_ptr, mask.capacity)[:, heads]
-        ptr = jnp.broadcast_to(ptr, (call.batch, *ptr.shape[1:]))
+        ptr = jnp.broadcast_to(ptr, (call.batch, *ptr.shape[1:])).astype(jnp.uint32)
         first_row = np.arange(mask.num_q_blocks) * self.split_q
         rows_here = np.clip(
             -(-call.q_len // self.tq) - first_row, 0, self.split_q
         )  # tiles of padding only have no work
         per_row = (ptr[..., 1:] - ptr[..., :-1]) * self.split_kv
-        amount = (per_row * rows_here[None, None]).reshape(-1)
+        amount = (per_row * rows_here[None, None].astype(np.uint32)).reshape(-1)
         ends = jnp.cumsum(amount)
 
         size = call.batch * call.q_heads * mask.capacity * self.split_q * self.split_kv
         size = -(-size // self.chunk) * self.chunk
-        item = jnp.arange(size, dtype=jnp.int32)
+        item = jnp.arange(size, dtype=jnp.uint32)
         # As jnp.repeat, in half its operations: how many rows have ended before the item.
-        ended = jnp.zeros(size, jnp.int32).at[ends[:-1]].add(1, mode="drop")
+        ended = jnp.zeros(size, jnp.uint32).at[ends[:-1]].add(1, mode="drop")
         row = jnp.cumsum(ended)
         within = item - (ends - amount)[row]
         entries = jnp.maximum(per_row.reshape(-1)[row], 1)
@@ -191,16 +195,16 @@ class _Tiles:
         slot = ptr[..., :-1].reshape(-1)[row] + entry // self.split_kv
         slot = jnp.minimum(slot, mask.capacity - 1)
         # Lists of a mask that was made while tracing are NumPy arrays, which traced numbers cannot index.
-        block = jnp.asarray(mask.kv_indices)[jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h], slot]
+        mask_batch, mask_head = jnp.zeros_like(b) if shared else b, jnp.asarray(heads.astype(np.uint32))[h]
+        block = jnp.asarray(mask.kv_indices)[mask_batch, mask_head, slot].astype(jnp.uint32)
         q_tile = head * self.num_q + block_row * self.split_q + jnp.minimum(sub_row, self.split_q - 1)
         kv_head = b * call.kv_heads + h // self.group
         kv_tile = kv_head * self.num_kv + block * self.split_kv + entry % self.split_kv
         bitmap = None
         if mask.bitmaps is not None:
-            mask_batch, mask_head = jnp.zeros_like(b) if shared else b, jnp.asarray(heads)[h]
             table_batch, table_heads, count = mask.bitmaps.shape[:3]
             owner = (mask_batch if table_batch > 1 else 0) * table_heads + (mask_head if table_heads > 1 else 0)
-            bitmap = owner * count + jnp.asarray(mask.kv_bitmap)[mask_batch, mask_head, slot]
+            bitmap = owner * count + jnp.asarray(mask.kv_bitmap)[mask_batch, mask_head, slot].astype(jnp.uint32)
         return _Work(q_tile, kv_tile, ends[-1].astype(jnp.int32), bitmap)
 
     def take(self, work: _Work, step: Array) -> _Chosen:
@@ -271,10 +275,10 @@ class _TokenTiles:
         self._kv_segments = cut(call.kv_segments, tiles.num_kv, tiles.tkv)
 
     def q_index(self, c: _Chosen) -> Array:
-        return c.i[:, None] * self._t.tq + jnp.arange(self._t.tq)[None]
+        return c.i.astype(jnp.int32)[:, None] * self._t.tq + jnp.arange(self._t.tq, dtype=jnp.int32)[None]
 
     def kv_index(self, c: _Chosen) -> Array:
-        return c.j[:, None] * self._t.tkv + jnp.arange(self._t.tkv)[None]
+        return c.j.astype(jnp.int32)[:, None] * self._t.tkv + jnp.arange(self._t.tkv, dtype=jnp.int32)[None]
 
     def q_position(self, c: _Chosen) -> Array:
         return self.q_index(c) if self._q_positions is None else self._q_positions[c.batch * self._t.num_q + c.i]
@@ -300,10 +304,10 @@ class _Bits:
     def of(self, c: _Chosen) -> Array:
         """bool[chunk, tq, tkv or 1]."""
         assert c.bitmap is not None
-        row = (c.i % self._t.split_q)[:, None] * self._t.tq + jnp.arange(self._t.tq)[None]
+        row = (c.i % self._t.split_q)[:, None] * self._t.tq + jnp.arange(self._t.tq, dtype=jnp.uint32)[None]
         words = self._words[c.bitmap * self._split + c.j % self._split]  # [chunk, columns of a tile, words]
         own = jnp.take_along_axis(words, (row // 32)[:, None, :], axis=-1)
-        return ((own >> (row % 32).astype(jnp.uint32)[:, None, :]) & 1).astype(bool).swapaxes(1, 2)
+        return ((own >> (row % 32)[:, None, :]) & 1).astype(bool).swapaxes(1, 2)
 
 
 class _BiasTiles:
@@ -350,9 +354,14 @@ def _add_tiles(live: Array, *sums: tuple[Array, Array, Array]) -> tuple[Array, .
 
     def add(c: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         each = zip(totals, numbers, tiles, strict=True)
-        return tuple(total.at[number[c]].add(jnp.where(live[c], tile[c], 0.0)) for total, number, tile in each)
+        return tuple(_put(sums, n[c], sums[n[c]] + jnp.where(live[c], tile[c], 0)) for sums, n, tile in each)
 
-    return lax.fori_loop(0, live.shape[0], add, totals)
+    return lax.fori_loop(np.uint32(0), np.uint32(live.shape[0]), add, totals)
+
+
+def _put(rows: Array, number: Array, row: Array) -> Array:
+    """`rows` with one row changed, whose number is in range: `at` would test that."""
+    return lax.dynamic_update_index_in_dim(rows, row, number, 0)
 
 
 def _logits(
@@ -398,8 +407,8 @@ def _forward(call: Call, config: Config) -> tuple[Float[Array, "B T H Dv"], Floa
         p = jnp.exp(x - safe[..., None])
         # Work is in row order, so only the first tile's row can have a share already.
         row, decay = c.q_tile[0], jnp.exp(before[0] - safe[0])
-        denominator = denominator.at[row].multiply(decay)
-        acc = acc.at[row].multiply(decay[:, None])
+        denominator = _put(denominator, row, denominator[row] * decay)
+        acc = _put(acc, row, acc[row] * decay[:, None])
         values = _dot("cqk,ckd->cqd", p, v[c.kv_tile])
         denominator, acc = _add_tiles(c.live, (denominator, c.q_tile, p.sum(-1)), (acc, c.q_tile, values))
         return peak, denominator, acc
