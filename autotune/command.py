@@ -13,7 +13,7 @@ from xsake._op import registry
 from xsake._op.tuned import kernel_hash
 from xsake.autotune import problem
 from xsake.autotune.calls import read_calls
-from xsake.autotune.measure.device_hands import DeviceHands
+from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.measure.environment import Facts
 from xsake.autotune.measure.isolation import Here, Worker
 from xsake.autotune.problem import Problem
@@ -67,7 +67,7 @@ def run(
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")
-    worker, interrupted = (Worker if isolate else Here)(DeviceHands), False
+    worker, interrupted = (Worker if isolate else Here)(DeviceService), False
     try:
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)
@@ -112,7 +112,7 @@ def refresh(*, out: Path | None, isolate: bool) -> int:
     Returns the exit code: 3 if the machine was too busy for some of them, otherwise 0.
     """
     console = Console()
-    worker = (Worker if isolate else Here)(DeviceHands)
+    worker = (Worker if isolate else Here)(DeviceService)
     counts = {"renewed": 0, "dropped": 0, "left as they were": 0}
     try:
         facts = worker.call("facts", limit=4 * Settings.limit)

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import record
 from xsake._cli import app
 from xsake._race import gate
-from xsake._race.gate import GateHands, Measurer
+from xsake._race.gate import GateService, Measurer
 from xsake.autotune.measure.isolation import Worker
 
 STORAGE = record.ROOT / ".benchmarks" / "make_bench"  # apart from what a reader of the pages records
@@ -48,12 +48,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--record", action="store_true", help="record a new baseline")
     args = options.parse_args()
-    hands = Worker(GateHands)
+    worker = Worker(GateService)
     try:
-        measure = Measurer(hands, rounds=0, round_seconds=0.0, limit=60.0)
+        measure = Measurer(worker, rounds=0, round_seconds=0.0, limit=60.0)
         platform, device = measure.platform(), measure.device()
     finally:
-        hands.close()
+        worker.close()
     app(words(STORAGE, platform, device, record_anew=args.record))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from xsake import kernels_xla_ref
 from xsake._op import registry
 from xsake.autotune.measure import contest
-from xsake.autotune.measure.device_hands import DeviceHands
+from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.measure.interference import Contention
 from xsake.kernels_xla_ref import HONOURS, Tiling, default_blocks, unavailable, unsupported  # noqa: F401
 
@@ -86,7 +86,7 @@ def register() -> None:
     registry._BACKENDS["planted"] = ("planted", None)
 
 
-def hands() -> DeviceHands:
+def service() -> DeviceService:
     register()
     contest.contention = lambda: contextlib.nullcontext(Contention())  # whatever else runs here
-    return DeviceHands(round_seconds=0.005)
+    return DeviceService(round_seconds=0.005)

@@ -10,7 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tuning_fakes import Hands, entry, part
+from tuning_fakes import Service, entry, part
 from typer.testing import CliRunner
 
 import xsake
@@ -132,7 +132,7 @@ def test_ctrl_c_has_its_exit_code(home, monkeypatch):
     def interrupted(tuner, problems):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "Here", lambda factory: Here(Hands))
+    monkeypatch.setattr(command, "Here", lambda factory: Here(Service))
     monkeypatch.setattr(command.Tuner, "tune", interrupted)
     result = CliRunner().invoke(app, ["autotune", "--no-isolate"])
     assert result.exit_code == 130 and "Nothing was measured." in result.output
@@ -252,7 +252,7 @@ def test_validate_tells_what_is_wrong(home):
 
 
 def test_validate_races_what_is_written(home, monkeypatch):
-    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Hands))
+    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Service))
     monkeypatch.setattr(tuning, "problems_of", lambda path: [])  # the fake device's configurations suit no backend
     (good, bad), key = (home / "good.json", home / "bad.json"), entry().key
     for path, tile in ((good, 2), (bad, 8)):
@@ -272,8 +272,8 @@ def test_validate_races_what_is_written(home, monkeypatch):
 
 
 def test_refresh_races_the_entries_of_another_environment(home, monkeypatch):
-    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Hands))
-    monkeypatch.setattr(command, "Worker", lambda factory: Here(Hands))
+    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Service))
+    monkeypatch.setattr(command, "Worker", lambda factory: Here(Service))
     path = home / tuning_db.file_name("Fake 9000")
     for tile, says in ((2, "1 renewed, 0 dropped, 0 left as they were"), (8, "0 renewed, 1 dropped, 0 left")):
         old = entry(config=part(tile))

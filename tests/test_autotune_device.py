@@ -1,4 +1,4 @@
-"""The hands on real programs: plans, races, and the gate that only right results pass."""
+"""`DeviceService` on real programs: plans, races, and the gate that only right results pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tuning_fakes import tune
 import xsake
 from xsake._op import registry, tuned
 from xsake.autotune.measure import environment, verify
-from xsake.autotune.measure.device_hands import DeviceHands
+from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.problem import Problem, from_call, named
 from xsake.autotune.search import last_race
 from xsake.autotune.workloads import Workload
@@ -34,8 +34,8 @@ def registered(monkeypatch):
 
 
 def test_plans():
-    hands = DeviceHands()
-    plans = hands.open(problem(densities=(1.0, 0.5, 0.43, None)))
+    service = DeviceService()
+    plans = service.open(problem(densities=(1.0, 0.5, 0.43, None)))
     assert [(p.key.direction, p.densities) for p in plans] == [
         (direction, d) for direction in ("forward", "backward") for d in ((1.0,), (0.5, 0.43), (None,))
     ], "a study for each direction and bucket of density"
@@ -53,14 +53,14 @@ def _call(p: Problem, density: float):
 
 
 def test_one_program_serves_all_densities():
-    hands = DeviceHands(round_seconds=0.001)
-    plans = hands.open(problem(densities=(1.0, 0.5, 0.2)))
+    service = DeviceService(round_seconds=0.001)
+    plans = service.open(problem(densities=(1.0, 0.5, 0.2)))
     default = plans[0].default
-    assert hands.compile("forward", [default]) == [None]
-    before = dict(hands.contest._programs)
+    assert service.compile("forward", [default]) == [None]
+    before = dict(service.contest._programs)
     for plan in plans[:3]:
-        assert all(s > 0 for s in hands.race("forward", plan.densities[0], [default]).seconds)
-    assert hands.contest._programs == before
+        assert all(s > 0 for s in service.race("forward", plan.densities[0], [default]).seconds)
+    assert service.contest._programs == before
 
 
 PROBLEMS = [dict(dtype="bfloat16"), dict(kv_length=50, value_dim=24, block_kv=32, is_causal=False)]
@@ -69,11 +69,11 @@ PROBLEMS = [dict(dtype="bfloat16"), dict(kv_length=50, value_dim=24, block_kv=32
 @pytest.mark.slow  # the winners of test_tuning_from_nothing_to_the_next_call pass, in both directions
 @pytest.mark.parametrize("changes", PROBLEMS, ids=str)
 def test_right_results_pass_in_every_direction(changes):
-    hands = DeviceHands(round_seconds=0.001)
-    for plan in hands.open(problem(densities=(0.5,), **changes)):
+    service = DeviceService(round_seconds=0.001)
+    for plan in service.open(problem(densities=(0.5,), **changes)):
         other = next(part for part in plan.parts if part != plan.default)
         for part in (plan.default, other):
-            verdict = hands.verify(plan.key.direction, plan.densities[0], part)
+            verdict = service.verify(plan.key.direction, plan.densities[0], part)
             assert verdict.problem is None
             assert all(0 <= e["rms"] <= e["max"] <= e["allowed_max"] for e in verdict.errors.values())
         names = ("out", "lse") if plan.key.direction == "forward" else ("d_query", "d_key", "d_value")
@@ -82,12 +82,12 @@ def test_right_results_pass_in_every_direction(changes):
 
 def test_wrong_results_do_not_pass(registered):
     """Also where the wrong head is not among the heads that the oracle computes."""
-    hands = DeviceHands(round_seconds=0.001)
-    plan = hands.open(problem("planted", densities=(1.0,), q_heads=3, kv_heads=3, batch=1))[0]
+    service = DeviceService(round_seconds=0.001)
+    plan = service.open(problem("planted", densities=(1.0,), q_heads=3, kv_heads=3, batch=1))[0]
     for how in ("wrong", "wrong in one head"):
-        verdict = hands.verify("forward", 1.0, {"chunk": 4, "how": how})
+        verdict = service.verify("forward", 1.0, {"chunk": 4, "how": how})
         assert verdict.problem is not None and "out: " in verdict.problem
-    assert hands.verify("forward", 1.0, plan.default).problem is None
+    assert service.verify("forward", 1.0, plan.default).problem is None
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_planted_configurations_never_win(tmp_path, monkeypatch):
     """In a real worker: a wrong configuration is rejected, a hanging one is killed, the others are measured."""
     monkeypatch.setattr(last_race, "disturbance", lambda times, contended: None)  # others may run here
     mine = problem("planted", densities=(1.0,), batch=1, q_heads=3, kv_heads=3, length=32)
-    results = tune(tmp_path, mine, hands=planted.hands, isolate=True, limit=4.0, rounds=2).results
+    results = tune(tmp_path, mine, service=planted.service, isolate=True, limit=4.0, rounds=2).results
     states = {t.part["how"]: t.state for t in results[0].tried}
     assert states["well"] == "complete" and results[0].config == {"chunk": 4, "how": "well"}
     assert states["wrong"] == "wrong", "the fastest of all"

@@ -15,7 +15,7 @@ from jax._src.config import traceback_in_locations_limit
 from xsake._ground.device import Gpu, lowering_for
 from xsake._op import registry
 from xsake._op.arguments import build_call
-from xsake.autotune.measure import device_hands
+from xsake.autotune.measure import device_service
 from xsake.autotune.measure.contest import Contest
 from xsake.autotune.measure.lowering import Lowering, exported
 from xsake.autotune.measure.program import Program
@@ -150,7 +150,7 @@ def test_one_program_alone_is_lowered_by_the_parent(on_cpu):
 )
 def test_children_are_started_where_they_pay(monkeypatch, platform, gpu, compilers, children):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setattr(device_hands, "target_gpu", lambda: gpu)
-    monkeypatch.setattr(device_hands, "COMPILERS", compilers)
-    monkeypatch.setattr(device_hands, "Lowering", lambda *given: given)
-    assert device_hands._lowering() == (None if children is None else (gpu, children))
+    monkeypatch.setattr(device_service, "target_gpu", lambda: gpu)
+    monkeypatch.setattr(device_service, "COMPILERS", compilers)
+    monkeypatch.setattr(device_service, "Lowering", lambda *given: given)
+    assert device_service._lowering() == (None if children is None else (gpu, children))

@@ -26,7 +26,7 @@ from xsake.tuning_db import Database
 BUSY = Contention(ran=1.0, waited=5.0)
 
 
-class Noisy(tuning_fakes.Hands):
+class Noisy(tuning_fakes.Service):
     """Times vary by a tenth; the heuristic's tile is 4, and the best is 3."""
 
     parts = (DEFAULT, part(3), part(6))
@@ -54,7 +54,7 @@ class Busy(Noisy):
 
 
 def test_a_true_gain_is_written_with_its_interval(tmp_path):
-    (result,) = tune(tmp_path, ONE_DENSITY, hands=Noisy).results
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Noisy).results
     entry = Database.read(tmp_path / "fake_9000.json").exact(result.plan.key)
     gain = entry.about["gain"]
     assert entry.config == part(3) and 1 < gain["low"] < 4 / 3 < gain["high"] < 1.45
@@ -66,7 +66,7 @@ def test_a_true_gain_is_written_with_its_interval(tmp_path):
 
 
 def test_a_busy_machine_proves_nothing(tmp_path):
-    done = tune(tmp_path, ONE_DENSITY, hands=Busy)
+    done = tune(tmp_path, ONE_DENSITY, service=Busy)
     (result,) = done.results
     assert not done.path.exists() and result.disturbed
     assert "busy" in result.failure and "waited for a core 5.00 s" in result.failure and "it shows" in result.failure
@@ -76,7 +76,7 @@ def test_a_busy_time_is_waited_out(tmp_path):
     class Passing(Busy):
         calm_after = 2
 
-    (result,) = tune(tmp_path, ONE_DENSITY, hands=Passing).results
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Passing).results
     assert result.config == part(3) and result.gain.low < 4 / 3 < result.gain.high
 
 
@@ -89,7 +89,7 @@ def test_a_busy_round_is_raced_again(tmp_path):
             self.calm_after = 0 if self.rounds % 3 else 10**6
             return super().race(direction, density, parts)
 
-    (result,) = tune(tmp_path, ONE_DENSITY, hands=Sometimes).results
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Sometimes).results
     assert result.config == part(3) and result.gain.high < 1.45 and result.waited == 0 and result.gain.rounds == 15
 
 
@@ -97,19 +97,19 @@ def test_a_busy_round_is_raced_again(tmp_path):
 def test_spikes_that_nobody_sees_give_no_gain(tmp_path, seed):
     """No contention is told, as on other devices: in half of the turns a configuration takes seven times as long."""
 
-    class Spiky(tuning_fakes.Hands):
+    class Spiky(tuning_fakes.Service):
         parts = (DEFAULT, part(4, "as well"), part(4, "also well"))
         noise = random.Random(seed)
 
         def race(self, direction, density, parts):
             return Round([4e-3 * self.noise.choice((1, 7)) for _ in parts])
 
-    (result,) = tune(tmp_path, ONE_DENSITY, hands=Spiky).results
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Spiky).results
     assert result.config in (None, DEFAULT)
 
 
 def test_a_busy_round_stops_no_trial(tmp_path):
-    (result,) = tune(tmp_path, ONE_DENSITY, hands=Busy).results
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Busy).results
     assert {t.state for t in result.tried} == {"complete"}
 
 
@@ -142,7 +142,7 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
             return super().call(method, *arguments, limit=limit)
 
     studies = open_storage(tmp_path / "studies.journal")
-    run = tuner.Tuner(Limited(tuning_fakes.Hands), studies, tmp_path, Settings(budget=60.0, limit=600.0), Quiet())
+    run = tuner.Tuner(Limited(tuning_fakes.Service), studies, tmp_path, Settings(budget=60.0, limit=600.0), Quiet())
     run.tune([ONE_DENSITY])
     assert run.cut_short == f"{referee._STEPS[slow]} did not end" and now[0] == pytest.approx(66.0)
 
@@ -151,7 +151,7 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
 
 
 @pytest.mark.parametrize(
-    ("hands", "config", "speedup", "state", "told"),
+    ("service", "config", "speedup", "state", "told"),
     [
         (Noisy, part(3), 1.3, confirm.CONFIRMED, "1.30x is written, the race shows 1.3"),
         (Noisy, part(3), 6.96, confirm.REFUTED, "6.96x is written, the race shows 1.3"),
@@ -162,9 +162,9 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
         (Noisy, part(3, "wrong"), 1.3, confirm.REFUTED, "its result is wrong: out: max error 0.5"),
     ],
 )
-def test_an_entry_is_raced_again(hands, config, speedup, state, told):
+def test_an_entry_is_raced_again(service, config, speedup, state, told):
     found = dataclasses.replace(tuning_fakes.entry(), config=config, about={"speedup": speedup})
-    (finding,) = confirm.confirm(Database("Fake 9000", [found]), Here(hands))
+    (finding,) = confirm.confirm(Database("Fake 9000", [found]), Here(service))
     assert finding.entry == found and finding.state == state and told in finding.why
 
 

@@ -24,11 +24,11 @@ def check_two_processes(url: str, folder: Path) -> None:
     code = f"""
 import pathlib, tuning_fakes
 folder = pathlib.Path({str(folder)!r})
-tuning_fakes.tune(folder, hands=lambda: tuning_fakes.Pair(folder), storage={url!r}, rounds=2)
+tuning_fakes.tune(folder, service=lambda: tuning_fakes.Pair(folder), storage={url!r}, rounds=2)
 """
     processes = [start(folder / f"tune{n}.py", code) for n in range(2)]
     assert [p.wait(120) for p in processes] == [0, 0]
-    for plan in tuning_fakes.Hands().open(PROBLEM):
+    for plan in tuning_fakes.Service().open(PROBLEM):
         study = Study(open_storage(url), "Fake 9000", plan, 0)
         assert not study.untried and study.best[0].part == part(2)
 

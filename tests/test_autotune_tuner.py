@@ -1,4 +1,4 @@
-"""The tuning loop with `tuning_fakes.Hands` in place of a device: its winners, its budget, failures and kills."""
+"""The tuning loop with `tuning_fakes.Service` in place of a device: its winners, its budget, failures and kills."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_trials_cap(tmp_path):
 
 
 def test_every_trouble_is_survived_and_recorded(tmp_path):
-    done = tune(tmp_path, ONE_DENSITY, hands=tuning_fakes.Troubled, isolate=True, limit=0.4)
+    done = tune(tmp_path, ONE_DENSITY, service=tuning_fakes.Troubled, isolate=True, limit=0.4)
     (result,) = done.results
     assert result.config == part(2), "the fastest that is right"
     assert tried(result) == {
@@ -93,14 +93,14 @@ def test_every_trouble_is_survived_and_recorded(tmp_path):
 
 
 def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
-    done = tune(tmp_path, hands=tuning_fakes.BadHeuristic)
+    done = tune(tmp_path, service=tuning_fakes.BadHeuristic)
     assert [r.config for r in done.results] == [None, None]
     assert "out of memory" in done.results[0].failure
     assert not done.path.exists()
 
 
 def test_optuna_has_one_parameter_the_configuration(tmp_path):
-    tune(tmp_path, ONE_DENSITY, trials=3, hands=tuning_fakes.Troubled)
+    tune(tmp_path, ONE_DENSITY, trials=3, service=tuning_fakes.Troubled)
     (trials,) = [trials for _, trials in studies_of(tmp_path / "studies.journal")]
     assert [t.params["configuration"] for t in trials[:1]] == ['tile=4, how="well"']
     assert all(list(t.params) == ["configuration"] for t in trials)
@@ -117,7 +117,7 @@ def test_a_second_run_resumes(tmp_path):
 def test_a_study_with_a_parameter_per_field_goes_on(tmp_path):
     """Such studies were stored before; they also hold draws that were in no list. The dashboard shows all of them."""
     journal = tmp_path / "studies.journal"
-    plan = tuning_fakes.Hands().open(ONE_DENSITY)[0]
+    plan = tuning_fakes.Service().open(ONE_DENSITY)[0]
     name = Study(open_storage(tmp_path / "other.journal"), "Fake 9000", plan, 0).name
     old = optuna.create_study(storage=open_storage(journal), study_name=name)
     tiles = optuna.distributions.CategoricalDistribution([4, 8, 2, 3, 5])
@@ -152,13 +152,13 @@ def clock(monkeypatch):
     now = [0.0]
     for module in (tuner, direction, pace, referee):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    real = tuning_fakes.Hands.race
+    real = tuning_fakes.Service.race
 
     def race(self, direction, density, parts):
         now[0] += 0.1 * len(parts)
         return real(self, direction, density, parts)
 
-    monkeypatch.setattr(tuning_fakes.Hands, "race", race)
+    monkeypatch.setattr(tuning_fakes.Service, "race", race)
     return now
 
 
@@ -171,7 +171,7 @@ def _three_problems():
 
 @pytest.mark.parametrize(("budget", "trials"), [(1000.0, 5), (42.0, 3), (25.0, 2)])
 def test_budget_is_kept_and_shared(tmp_path, clock, budget, trials):
-    done = tune(tmp_path, *_three_problems(), budget=budget, rounds=2, batch=2, hands=Lengths)
+    done = tune(tmp_path, *_three_problems(), budget=budget, rounds=2, batch=2, service=Lengths)
     assert clock[0] <= budget
     counts = [len(r.tried) for r in done.results]
     assert len(counts) == 6 and all(r.config is not None for r in done.results)
@@ -199,7 +199,7 @@ def compiling_takes(clock, monkeypatch, seconds) -> None:
 def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, monkeypatch):
     """The first problem's configurations take longer to compile than its share of the time; the others' do not."""
     compiling_takes(clock, monkeypatch, lambda problem: 20.0 if problem.workload.name == "0" else 0.0)
-    done = tune(tmp_path, *_three_problems(), budget=220.0, rounds=2, batch=14, hands=Lengths)
+    done = tune(tmp_path, *_three_problems(), budget=220.0, rounds=2, batch=14, service=Lengths)
     assert clock[0] <= 220
     assert [len(r.tried) for r in done.results] == [5] * 6 and all(r.config == part(2) for r in done.results)
     assert len(done.results) == 6, "a second turn replaces the first one's result"
@@ -207,7 +207,7 @@ def test_time_that_is_left_goes_to_those_who_had_too_little(tmp_path, clock, mon
 
 def test_what_was_compiled_is_raced_although_compiling_took_the_whole_share(tmp_path, clock, monkeypatch):
     compiling_takes(clock, monkeypatch, lambda problem: 6.0)
-    done = tune(tmp_path, *_three_problems(), budget=30.0, rounds=2, batch=14, hands=Lengths)
+    done = tune(tmp_path, *_three_problems(), budget=30.0, rounds=2, batch=14, service=Lengths)
     assert [len(r.tried) for r in done.results[:2]] == [2, 2] and all(done.results[n].config for n in (0, 1))
 
 
@@ -216,13 +216,13 @@ def busy(clock, monkeypatch):
     """A busy machine: opening, compiling, racing and verifying are slow, and each of four densities adds to it."""
 
     def takes(method: str, seconds) -> None:
-        real = getattr(tuning_fakes.Hands, method)
+        real = getattr(tuning_fakes.Service, method)
 
         def slow(self, *arguments):
             clock[0] += seconds(*arguments)
             return real(self, *arguments)
 
-        monkeypatch.setattr(tuning_fakes.Hands, method, slow)
+        monkeypatch.setattr(tuning_fakes.Service, method, slow)
 
     takes("open", lambda problem: 20.0)
     takes("compile", lambda direction, parts: 2.0 * len(parts))
@@ -263,14 +263,14 @@ def test_what_an_entry_would_take_is_told_where_there_is_none(tmp_path, busy):
 def test_small_workloads_come_first(tmp_path, clock):
     opened = []
 
-    class Sizes(tuning_fakes.Hands):
+    class Sizes(tuning_fakes.Service):
         def open(self, problem):
             opened.append(problem.workload.length)
             return super().open(problem)
 
     lengths = (4096, 128, 1024)
     problems = [dataclasses.replace(PROBLEM, workload=dataclasses.replace(PROBLEM.workload, length=n)) for n in lengths]
-    tune(tmp_path, *problems, trials=1, hands=Sizes)
+    tune(tmp_path, *problems, trials=1, service=Sizes)
     assert opened[:3] == [128, 1024, 4096]
 
 
@@ -290,7 +290,7 @@ def test_a_heuristic_alone_is_no_entry(tmp_path):
     assert not done.path.exists()
 
 
-class Lengths(tuning_fakes.Hands):
+class Lengths(tuning_fakes.Service):
     """Problems have different keys: the name of the workload sets the length."""
 
     def open(self, problem):
@@ -299,7 +299,7 @@ class Lengths(tuning_fakes.Hands):
 
 
 def test_winners_are_hints_for_the_next_problem(tmp_path):
-    done = tune(tmp_path, *_three_problems()[:2], hands=Lengths)
+    done = tune(tmp_path, *_three_problems()[:2], service=Lengths)
     assert done.results[2].tried[1].part == part(2), "right after the heuristic"
 
 
@@ -312,11 +312,11 @@ def test_an_unwritable_folder_is_told_before_the_tuning(tmp_path):
 # -- processes that are killed, and processes that work together -----------------------------------------------------
 
 
-def _start(folder: Path, hands: str, *, isolate: bool = False) -> subprocess.Popen:
+def _start(folder: Path, service: str, *, isolate: bool = False) -> subprocess.Popen:
     code = f"""
 import pathlib, tuning_fakes
 folder = pathlib.Path({str(folder)!r})
-tuning_fakes.tune(folder, hands={hands}, isolate={isolate})
+tuning_fakes.tune(folder, service={service}, isolate={isolate})
 """
     return start(folder / f"tune{time.monotonic_ns()}.py", code)
 
@@ -330,7 +330,7 @@ def _wait_for(condition, seconds: float = 30.0) -> None:
 
 def _studies(folder: Path) -> list[Study]:
     storage = open_storage(folder / "studies.journal")
-    return [Study(storage, "Fake 9000", plan, 0) for plan in tuning_fakes.Hands().open(PROBLEM)]
+    return [Study(storage, "Fake 9000", plan, 0) for plan in tuning_fakes.Service().open(PROBLEM)]
 
 
 @pytest.mark.slow  # the next two tests begin with the state that such a kill leaves
@@ -386,7 +386,7 @@ def test_two_processes_share_a_study(tmp_path):
 
 @pytest.fixture
 def worker():
-    worker = Worker(tuning_fakes.Hands)
+    worker = Worker(tuning_fakes.Service)
     yield worker
     worker.close()
 

@@ -29,9 +29,9 @@ def _quickly(monkeypatch):
         monkeypatch.setattr(sustained, name, 1e-4)
 
 
-def finished(names, density=0.5, hands=None):
-    hands = hands or Here(one.hands(SHAPE, density))
-    return one.run(hands, names, FORWARD, rounds=2, limit=60.0)
+def finished(names, density=0.5, worker=None):
+    worker = worker or Here(one.service(SHAPE, density))
+    return one.run(worker, names, FORWARD, rounds=2, limit=60.0)
 
 
 def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
@@ -50,8 +50,8 @@ def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
 
 
 def test_fewer_keys_than_queries_race_with_their_gradients():
-    hands = Here(one.hands("1x96x4x16,kv=64x2,causal,block=16", 0.5))
-    found = one.run(hands, ["xsake", "xla"], BOTH, rounds=2, limit=60.0)
+    worker = Here(one.service("1x96x4x16,kv=64x2,causal,block=16", 0.5))
+    found = one.run(worker, ["xsake", "xla"], BOTH, rounds=2, limit=60.0)
     assert [set(row["errors"]) for row in found.rows] == 2 * [{"d_query", "d_key", "d_value"}], found.reasons
 
 
@@ -66,13 +66,13 @@ class Killed(Here):
     def call(self, method, *arguments, limit):
         if method == "prepare" and arguments[0] == "dense":
             self.restarts += 1
-            self._hands._runs.clear()
+            self._service._runs.clear()
             raise Died("the process ended during prepare with exit code -11")
         return super().call(method, *arguments, limit=limit)
 
 
 def test_a_contestant_that_ends_the_process_leaves_the_others():
-    found = finished(["xsake", "dense"], hands=Killed(one.hands(SHAPE, 1.0)))
+    found = finished(["xsake", "dense"], worker=Killed(one.service(SHAPE, 1.0)))
     assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.reasons["dense"]
 
 

@@ -1,4 +1,4 @@
-"""`Hands` for the tuner without a device: a configuration does what its `how` says. A worker can import this module."""
+"""A `Service` for the tuner without a device: a configuration does what its `how` says. Workers can import it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def part(tile: int, how: str = "well") -> Part:
     return {"tile": tile, "how": how}
 
 
-class Hands(isolation.Hands):
+class Service(isolation.Service):
     """A configuration takes as many milliseconds as its `tile`; the heuristic's tile is 4."""
 
     parts = (DEFAULT, part(8), part(2), part(3), part(5))
@@ -100,7 +100,7 @@ class Hands(isolation.Hands):
         return Verdict(errors, "out: max error 0.5 (allowed 1e-06)" if part["how"] == "wrong" else None)
 
 
-class Troubled(Hands):
+class Troubled(Service):
     """Good configurations, and fast ones that fail in every way."""
 
     parts = (
@@ -116,11 +116,11 @@ class Troubled(Hands):
     )
 
 
-class Slow(Hands):
+class Slow(Service):
     slowness = 0.05
 
 
-class Pair(Hands):
+class Pair(Service):
     """Neither of two processes compiles before the other has asked for trials: both have a share of every study."""
 
     def __init__(self, folder: Path):
@@ -135,18 +135,18 @@ class Pair(Hands):
         return super().compile(direction, parts)
 
 
-class WithWorker(Hands):
-    """Has a worker of its own, as the hands on a GPU have several."""
+class WithWorker(Service):
+    """Has a worker of its own, as the service on a GPU has several."""
 
     def __init__(self) -> None:
-        self._worker = Worker(Hands)
+        self._worker = Worker(Service)
 
     def child(self) -> int:
         self._worker.call("facts", limit=60.0)
         return self._worker._process.pid
 
 
-class BadHeuristic(Hands):
+class BadHeuristic(Service):
     parts = (DEFAULT | {"how": "raises"}, part(2))
 
     def open(self, problem: Problem) -> list[StudyPlan]:
@@ -171,9 +171,9 @@ class Quiet:
         assert line(result)
 
 
-def run_tuner(folder: Path, *problems: Problem, hands=Hands, storage: str = "", isolate=False, **settings) -> Tuner:
+def run_tuner(folder: Path, *problems: Problem, service=Service, storage: str = "", isolate=False, **settings) -> Tuner:
     """A tuner after it tuned the problems (`PROBLEM` without any); studies and entries are in `folder`."""
-    worker = (Worker if isolate else Here)(hands)
+    worker = (Worker if isolate else Here)(service)
     try:
         studies = open_storage(storage or folder / "studies.journal")
         tuner = Tuner(worker, studies, folder, Settings(**settings), Quiet())

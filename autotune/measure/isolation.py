@@ -39,8 +39,8 @@ class Died(Failed):
     """The worker process ended by itself."""
 
 
-class Hands:
-    """The object in the worker that does the work: a request calls one of its methods by name."""
+class Service:
+    """The object in the worker's process that does the work: a request calls one of its methods by name."""
 
     def healthy(self) -> bool:
         """Whether the device still answers after a request that raised an exception; if not, the worker is replaced.
@@ -72,28 +72,28 @@ class Here:
 
     restarts = 0
 
-    def __init__(self, factory: Callable[[], Hands]):
-        self._hands = factory()
+    def __init__(self, factory: Callable[[], Service]):
+        self._service = factory()
 
     def call(self, method: str, *arguments: Any, limit: float) -> Any:
         try:
-            return getattr(self._hands, method)(*arguments)
+            return getattr(self._service, method)(*arguments)
         except Exception as error:
             raise Raised(_told(error)) from error
 
     def close(self) -> None:
-        self._hands.close()
+        self._service.close()
 
 
 class Worker:
-    """A process that serves requests. `factory` makes the `Hands` in that process and must be importable there.
+    """A process that serves requests. `factory` makes the `Service` in that process and must be importable there.
 
     The process knows the backends that are registered here (`xsake.register_backend`).
 
     `restarts` counts the processes before the current one: everything prepared in them is lost.
     """
 
-    def __init__(self, factory: Callable[[], Hands]):
+    def __init__(self, factory: Callable[[], Service]):
         self._factory, self.restarts, self._ready = factory, 0, False
         self._start()
 
@@ -159,7 +159,7 @@ def _told(error: Exception) -> str:
 
 def _serve(
     pipe: multiprocessing.connection.Connection,
-    factory: Callable[[], Hands],
+    factory: Callable[[], Service],
     errors: str,
     backends: list[tuple[str, str, str | None]],
 ) -> None:
@@ -171,17 +171,17 @@ def _serve(
     multiprocessing.current_process().daemon = False
     for name, module, before in backends:
         registry.register_backend(name, module, before=before)
-    hands = factory()
+    service = factory()
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         while True:
             method, arguments = pipe.recv()
             try:
-                reply = ("result", getattr(hands, method)(*arguments))
+                reply = ("result", getattr(service, method)(*arguments))
             except Exception as error:
-                reply = ("raised" if hands.healthy() else "poisoned", _told(error))
+                reply = ("raised" if service.healthy() else "poisoned", _told(error))
             pipe.send(reply)
-    hands.close()
+    service.close()
 
 
 def _remove(path: str) -> None:

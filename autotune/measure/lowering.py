@@ -13,7 +13,7 @@ import jax
 from jax import export
 
 from xsake._ground.device import Gpu, lowering_for
-from xsake.autotune.measure.isolation import Hands, Worker
+from xsake.autotune.measure.isolation import Service, Worker
 from xsake.autotune.measure.program import Program
 
 MOST_CHILDREN = 8  # of about 400 MB each
@@ -49,8 +49,8 @@ class Lowering:
             child.close()
 
 
-class Exporter(Hands):
-    """The hands of a child. The child must not open the GPU, which takes memory and disturbs races."""
+class Exporter(Service):
+    """The service in a child. The child must not open the GPU, which takes memory and disturbs races."""
 
     def __init__(self) -> None:
         jax.config.update("jax_platforms", "cpu")

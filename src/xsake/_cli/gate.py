@@ -47,25 +47,25 @@ def gate(
     with plain_errors("tune"):
         from xsake._op import registry
         from xsake._race.entrants import OURS
-        from xsake._race.gate import GateHands, Measurer
+        from xsake._race.gate import GateService, Measurer
         from xsake.autotune.measure.isolation import Failed, Worker
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")
         registry.check_name(None if implementation == OURS else implementation)
         _check_shapes(shape or [])
-        hands = Worker(GateHands)
+        worker = Worker(GateService)
         try:
-            measure = Measurer(hands, rounds, round_seconds, duration(limit))
+            measure = Measurer(worker, rounds, round_seconds, duration(limit))
             if record:
-                dtype = hands.call("usual_dtype", limit=measure.limit)
+                dtype = worker.call("usual_dtype", limit=measure.limit)
                 exit_code = _record(console, _gates(shape or [], implementation, gradients, dtype), storage, measure)
             else:
                 exit_code = _compare(console, storage, measure)
         except Failed as failed:
             raise ValueError(str(failed)) from failed
         finally:
-            hands.close()
+            worker.close()
     raise typer.Exit(exit_code)
 
 

@@ -52,16 +52,16 @@ def race(
             raise ValueError(f"--density {density:g} and {shape!r} both give a density: leave out one of them")
         asked = 1.0 if density is None else density
         one.parsed(shape, asked, "float32")  # says what is wrong with it
-        hands = Worker(one.hands(shape, asked))
+        worker = Worker(one.service(shape, asked))
         try:
             with console.status("compiling and racing"):
-                device, peak = hands.call("device", limit=duration(limit)), hands.call("peak", limit=duration(limit))
+                device, peak = worker.call("device", limit=duration(limit)), worker.call("peak", limit=duration(limit))
                 directions = [FORWARD, BOTH] if gradients else [FORWARD]
-                found = [one.run(hands, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
+                found = [one.run(worker, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
         except Failed as failed:
             raise ValueError(str(failed)) from failed
         finally:
-            hands.close()
+            worker.close()
         for finished in found:
             _show(console, shape, finished, peak)
         if out is not None:

@@ -151,14 +151,14 @@ def validate(
 def _race(paths: list[Path], drop: bool) -> int:
     """The exit code of `validate --race`."""
     try:
-        from xsake.autotune.measure.device_hands import DeviceHands
+        from xsake.autotune.measure.device_service import DeviceService
         from xsake.autotune.measure.isolation import Failed, Worker
         from xsake.autotune.search import confirm
         from xsake.autotune.write import writer
     except ModuleNotFoundError as error:
         raise typer.BadParameter(missing(error.name, "tune")) from error
     found: set[str] = set()
-    worker = Worker(DeviceHands)
+    worker = Worker(DeviceService)
     try:
         for path in paths:
             states = collections.Counter[str]()

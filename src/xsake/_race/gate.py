@@ -21,7 +21,7 @@ from xsake._race.one import reason, usual_dtype
 from xsake._race.paired import Paired
 from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune import problem
-from xsake.autotune.measure.isolation import Caller, Failed, Hands
+from xsake.autotune.measure.isolation import Caller, Failed, Service
 
 LEAST = 0.05  # a smaller slowdown is let through, whatever the noise
 _NOISES = 2.0  # and so many times the noise of both measurements
@@ -65,8 +65,8 @@ class Outcome:
     reason: str = ""
 
 
-class GateHands(Hands):
-    """The hands of the process that measures. Its parent must not open the device."""
+class GateService(Service):
+    """The service in the process that measures. Its parent must not open the device."""
 
     def device(self) -> str:
         return jax.devices()[0].device_kind
@@ -85,20 +85,20 @@ class GateHands(Hands):
 class Measurer:
     """Measures gates in another process. `limit` is in seconds: after that, a measurement counts as hanging."""
 
-    hands: Caller
+    worker: Caller
     rounds: int
     round_seconds: float
     limit: float
 
     def device(self) -> str:
-        return self.hands.call("device", limit=self.limit)
+        return self.worker.call("device", limit=self.limit)
 
     def platform(self) -> str:
-        return self.hands.call("platform", limit=self.limit)
+        return self.worker.call("platform", limit=self.limit)
 
     def __call__(self, gate: Gate) -> Paired:
         turns = 2 * (self.rounds + 1) * self.round_seconds
-        return self.hands.call("measure", gate, self.rounds, self.round_seconds, limit=self.limit + 2 * turns)
+        return self.worker.call("measure", gate, self.rounds, self.round_seconds, limit=self.limit + 2 * turns)
 
 
 def noise(paired: Paired) -> float:

@@ -17,7 +17,7 @@ from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import sustained_race, sustained_row
 from xsake.autotune.measure import verify
 from xsake.autotune.measure.interference import contention, disturbance
-from xsake.autotune.measure.isolation import Caller, Failed, Hands
+from xsake.autotune.measure.isolation import Caller, Failed, Service
 from xsake.autotune.measure.timing import race
 from xsake.autotune.problem import Problem, from_call
 
@@ -37,8 +37,8 @@ class Finished:
     disturbed: str | None
 
 
-class RaceHands(Hands):
-    """The hands of the process that races a shape at one density. Its parent must not open the device."""
+class RaceService(Service):
+    """The service in the process that races a shape at one density. Its parent must not open the device."""
 
     def __init__(self, shape: str, density: float) -> None:
         self._on_cpu = jax.default_backend() == "cpu"
@@ -97,9 +97,9 @@ class RaceHands(Hands):
         return 2.0 * size**3 / race({"product": lambda: product(x)}, rounds=5)["product"].low
 
 
-def hands(shape: str, density: float) -> Callable[[], RaceHands]:
-    """What makes the hands of the process."""
-    return partial(RaceHands, shape, density)
+def service(shape: str, density: float) -> Callable[[], RaceService]:
+    """What makes the service in the process."""
+    return partial(RaceService, shape, density)
 
 
 def parsed(shape: str, density: float, dtype: str) -> Problem:
@@ -118,7 +118,7 @@ def _tokens_first(x: Any, tokens: int) -> jax.Array:
     return array if array.shape[1] == tokens else array.swapaxes(1, 2)
 
 
-def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:
+def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:
     """Prepare the contestants, each of which may fail, and race the others.
 
     Raises ValueError with the reasons where all fail, and `Failed` if the race itself fails.
@@ -126,14 +126,14 @@ def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: 
     errors: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for name in names:
-        before = hands.restarts
+        before = worker.restarts
         try:
-            errors[name] = hands.call("prepare", name, direction, limit=limit)
+            errors[name] = worker.call("prepare", name, direction, limit=limit)
         except Failed as failed:
             reasons[name] = reason(failed)
-        if hands.restarts != before:  # what was prepared in the old process is lost
+        if worker.restarts != before:  # what was prepared in the old process is lost
             for other in errors:
-                hands.call("prepare", other, direction, limit=limit)
+                worker.call("prepare", other, direction, limit=limit)
     for name, found in errors.items():
         wrong = [n for n, e in found.items() if not e["max"] <= e["allowed_max"]]
         if wrong:
@@ -143,7 +143,7 @@ def run(hands: Caller, names: list[str], direction: str, *, rounds: int, limit: 
     if not racing:
         every = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         raise ValueError(f"no contestant can race {direction}: {every}")
-    rows, density, disturbed = hands.call("race", direction, racing, rounds, limit=60 * limit)
+    rows, density, disturbed = worker.call("race", direction, racing, rounds, limit=60 * limit)
     for row in rows:
         row["errors"] = errors[row["contestant"]]
     return Finished(direction, density, rows, reasons, disturbed)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import jax
 
-from xsake.autotune.measure.isolation import Hands
+from xsake.autotune.measure.isolation import Service
 from xsake.testing import smallest
 from xsake.testing.case import run
 from xsake.testing.checks import CHECKS, FORWARD, Check, NotHere
@@ -96,8 +96,8 @@ def _one_line(text: str) -> str:
     return lines[0] if lines else ""
 
 
-class Checker(Hands):
-    """The hands of the process that runs checks on a backend."""
+class Checker(Service):
+    """The service in the process that runs checks on a backend."""
 
     def __init__(self, name: str, quick: bool) -> None:
         flags = ["--xla_force_host_platform_device_count=2"]  # for meshes

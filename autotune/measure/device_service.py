@@ -1,4 +1,4 @@
-"""The worker's hands on the device: they compile, race and verify configurations."""
+"""The service on the device: compiles, races and verifies configurations, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 from xsake._ground.device import target_gpu
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS, Contest, Round, Verdict
-from xsake.autotune.measure.isolation import Hands
+from xsake.autotune.measure.isolation import Service
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan
 
 
-class DeviceHands(Hands):
+class DeviceService(Service):
     """Holds one problem at a time: `open` the problem, then compile, race and verify its directions one by one."""
 
     def __init__(self, *, round_seconds: float | None = None) -> None:
