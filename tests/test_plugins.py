@@ -206,7 +206,3 @@ def test_names_that_cannot_be_registered(write):
 
 def test_the_names_of_the_contract():
     assert {name for name in xsake.backend.__all__ if not hasattr(xsake.backend, name)} == set()
-    from xsake.autotune.measure.program import RESULTS
-    from xsake.backend.contract import DIRECTIONS
-
-    assert tuple(RESULTS) == DIRECTIONS

@@ -22,10 +22,10 @@ from xsake._op.arguments import build_call
 from xsake.autotune.measure import verify
 from xsake.autotune.measure.interference import Contention, contention
 from xsake.autotune.measure.lowering import Lowering
-from xsake.autotune.measure.program import RESULTS, Program
+from xsake.autotune.measure.program import Program
 from xsake.autotune.measure.timing import default_pause, seconds_per_call, turns
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
-from xsake.backend.contract import Call
+from xsake.backend.contract import RESULTS, Call
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.tuning_db import UNKNOWN_DENSITY
 

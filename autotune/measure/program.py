@@ -11,15 +11,8 @@ from jax import Array
 
 from xsake._op import registry
 from xsake.autotune.measure.chain import chain
-from xsake.backend.contract import Call
+from xsake.backend.contract import RESULTS, Call
 
-RESULTS = {
-    "forward": ("out", "lse"),
-    "dq": ("d_query",),
-    "dkv": ("d_key", "d_value"),
-    "backward": ("d_query", "d_key", "d_value"),
-    "fused": ("d_query", "d_key", "d_value"),
-}
 _GRADIENTS = RESULTS["backward"]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks import record
 
 Row = dict[str, Any]
-DIRECTIONS = ("forward", "forward+backward")
 
 
 @dataclasses.dataclass(frozen=True)

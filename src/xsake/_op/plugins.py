@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from xsake.backend.contract import CONTRACT, DIRECTIONS, Backend, Call
+from xsake.backend.contract import CONTRACT, RESULTS, Backend, Call
 
 GROUP = "xsake.backends"
 _PLATFORMS = (None, "cpu", "gpu", "tpu")
@@ -136,8 +136,8 @@ def _config_problem(config: object) -> str | None:
     frozen = isinstance(config, type) and dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen  # type: ignore[attr-defined]
     if not frozen:
         return "Config must be a frozen dataclass"
-    unknown = [f.name for f in dataclasses.fields(config) if f.name not in DIRECTIONS]  # type: ignore[arg-type]
-    return f"Config has the fields {unknown}, which must be some of {DIRECTIONS}" if unknown else None
+    unknown = [f.name for f in dataclasses.fields(config) if f.name not in RESULTS]  # type: ignore[arg-type]
+    return f"Config has the fields {unknown}, which must be some of {tuple(RESULTS)}" if unknown else None
 
 
 def _methods_problem(module: ModuleType, methods: dict) -> str | None:

@@ -21,7 +21,14 @@ from xsake.hads.mask.block_mask import BlockMask
 # `Backend` that changes, or a field of `Call` with another meaning. New optional fields of `Call` change nothing, since
 # a backend refuses what it does not name in `HONOURS`.
 CONTRACT = 1
-DIRECTIONS = ("forward", "dq", "dkv", "backward", "fused")  # that a configuration may have fields for
+# The directions that a configuration may have fields for, and the results that the kernel of each computes.
+RESULTS = {
+    "forward": ("out", "lse"),
+    "dq": ("d_query",),
+    "dkv": ("d_key", "d_value"),
+    "backward": ("d_query", "d_key", "d_value"),
+    "fused": ("d_query", "d_key", "d_value"),
+}
 
 # How a field of `Call` is declared. A field that is not static is an array, or a tree of arrays, with a leading batch.
 _STATIC = {"static": True}  # as jax.tree_util.register_dataclass reads it
