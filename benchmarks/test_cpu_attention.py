@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.cpu_attention import comparison
 from xsake._race.case import DIRECTIONS, Case
-from xsake._race.contestant import sparse
+from xsake._race.contestants import sparse
 from xsake._race.verdict import Busy, judge
 from xsake.autotune.workloads import WORKLOADS
 

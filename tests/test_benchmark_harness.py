@@ -16,7 +16,7 @@ from benchmarks.harness import contestants, masks, race, sanitizer, script
 from benchmarks.harness.contestants import largest_difference
 from xsake._race import sustained
 from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
-from xsake._race.contestant import dense, sparse
+from xsake._race.contestants import dense, sparse
 from xsake._race.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 

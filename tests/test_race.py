@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import xsake
 from xsake._cli import app, options
 from xsake._op import registry
-from xsake._race import entrants, one, sustained
+from xsake._race import contestants, one, sustained
 from xsake._race.case import BOTH, FORWARD
 from xsake.autotune import problem
 from xsake.autotune.measure import isolation
@@ -61,29 +61,42 @@ def test_a_race_without_contestants_says_why():
 
 
 class Killed(Here):
-    """A process that one contestant ends: what was prepared before is lost with it."""
+    """A process that one contestant ends, by its n-th call of a method: what was prepared before is lost with it."""
+
+    def __init__(self, during, nth=1):
+        super().__init__(one.service(SHAPE, 1.0))
+        self._during, self._left = during, nth
 
     def call(self, method, *arguments, limit):
-        if method == "prepare" and arguments[0] == "dense":
-            self.restarts += 1
-            self._service._runs.clear()
-            raise Died("the process ended during prepare with exit code -11")
+        if method == self._during and arguments[0] == "dense":
+            self._left -= 1
+            if self._left == 0:
+                self.restarts += 1
+                self._service._racers.clear()
+                raise Died(f"the process ended during {method} with exit code -11")
         return super().call(method, *arguments, limit=limit)
 
 
-def test_a_contestant_that_ends_the_process_leaves_the_others():
-    found = finished(["xsake", "dense"], worker=Killed(one.service(SHAPE, 1.0)))
-    assert [row["contestant"] for row in found.rows] == ["xsake"] and "exit code -11" in found.reasons["dense"]
+@pytest.mark.parametrize("killed", [("prepare",), ("turn",), ("turn", 2)])
+def test_a_contestant_that_ends_the_process_leaves_the_others(killed):
+    """When it is compiled, or in its first or second turn: the others race all rounds."""
+    found = finished(["xsake", "dense"], worker=Killed(*killed))
+    (row,) = found.rows
+    assert row["contestant"] == "xsake" and row["sustained"]["rounds"] == 2 and row["errors"]
+    assert found.reasons == {"dense": f"the process ended during {killed[0]} with exit code -11"}
 
 
 def test_the_command(tmp_path, monkeypatch):
     """Without a process of its own, which other tests have."""
     monkeypatch.setattr(isolation, "Worker", Here)
     files = ["--json", str(tmp_path / "race.json"), "--chart", str(tmp_path / "race.png")]
-    words = ["race", "--shape", SHAPE, "--density", "0.5", "--against", "dense", "--rounds", "2", "--gradients"]
+    (tmp_path / "in_a_file.py").write_text("forward = 1\n")
+    against = f"dense,{tmp_path / 'in_a_file.py'}"
+    words = ["race", "--shape", SHAPE, "--density", "0.5", "--against", against, "--rounds", "2", "--gradients"]
     said = CliRunner().invoke(app, [*words, *files], env={"COLUMNS": "150"})
     assert said.exit_code == 0, said.output
     assert said.output.count("dense") == 2 and "forward+backward" in said.output
+    assert said.output.count("in_a_file does not race: implementation='in_a_file' is not available here") == 2
     kept = json.loads((tmp_path / "race.json").read_text())
     assert [len(r["rows"]) for r in kept["races"]] == [2, 2] and kept["peak"] > 0
     assert set(kept["races"][1]["rows"][0]["errors"]) == {"d_query", "d_key", "d_value"}
@@ -105,4 +118,4 @@ def test_wrong_words():
         said = CliRunner().invoke(app, ["race", *words])
         assert said.exit_code == 1 and says in " ".join(said.output.split()), said.output
     with pytest.raises(ModuleNotFoundError, match="pip install tokamax"):
-        entrants._dense("tokamax", is_causal=True)
+        contestants._dense("tokamax", is_causal=True)

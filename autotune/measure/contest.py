@@ -23,7 +23,7 @@ from xsake.autotune.measure import verify
 from xsake.autotune.measure.interference import Contention, contention
 from xsake.autotune.measure.lowering import Lowering
 from xsake.autotune.measure.program import Program
-from xsake.autotune.measure.timing import default_pause, seconds_per_call, turns
+from xsake.autotune.measure.timing import default_pause, in_turns, seconds_per_call
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.backend.contract import RESULTS, Call
 from xsake.hads.mask.block_mask import BlockMask
@@ -190,11 +190,14 @@ class Contest:
     def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> Round:
         """One round. Contestants run one after the other, in random order and after equal pauses."""
         runs = [self._runner(direction, density, part) for part in parts]
-        calls, seconds = self._repeats_of(direction, density), [0.0] * len(runs)
+        calls = self._repeats_of(direction, density)
+
+        def turn(i: int) -> float:
+            return seconds_per_call(runs[i], calls) / self._chained
+
         with contention() as contended:
-            for i in turns(range(len(runs)), 1, self._pause, self._order):
-                seconds[i] = seconds_per_call(runs[i], calls) / self._chained
-        return Round(seconds, contended)
+            found = in_turns(range(len(runs)), turn, rounds=1, pause=self._pause, order=self._order)
+        return Round([seconds for (seconds,) in found.values()], contended)
 
     def _runner(self, direction: str, density: Any, part: Part) -> Callable[[], Any]:
         self._warm_up(direction, density, part)

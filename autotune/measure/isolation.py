@@ -39,6 +39,14 @@ class Died(Failed):
     """The worker process ended by itself."""
 
 
+def reason(failed: Failed) -> str:
+    """Why a request failed, in one line. Errors that were raised to be read are shown without their type."""
+    told = " ".join(str(failed).split())
+    for kind in ("ModuleNotFoundError", "NotImplementedError", "ValueError"):
+        told = told.removeprefix(f"{kind}: ")
+    return told[:300]
+
+
 class Service:
     """The object in the worker's process that does the work: a request calls one of its methods by name."""
 

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -70,20 +70,34 @@ def race_rounds(
     for name, run in contestants.items():
         wait(run())
         calls[name] = max(1, round(min_seconds / seconds_per_call(run, 1, wait)))
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for name in turns(contestants, rounds, default_pause() if pause is None else pause):
+
+    def turn(name: str) -> float:
         wait(contestants[name]())
-        seconds[name].append(seconds_per_call(contestants[name], calls[name], wait))
-    return seconds
+        return seconds_per_call(contestants[name], calls[name], wait)
+
+    return in_turns(contestants, turn, rounds=rounds, pause=default_pause() if pause is None else pause)
 
 
-def turns[T](contestants: Collection[T], rounds: int, pause: float, order: random.Random | None = None) -> Iterator[T]:
-    """The turns of a race: in every round each contestant once, in a new random order, after the same pause."""
+def in_turns[T, R](
+    contestants: Collection[T],
+    turn: Callable[[T], R],
+    *,
+    rounds: int,
+    pause: float,
+    order: random.Random | None = None,
+) -> dict[T, list[R]]:
+    """What `turn` gives of every contestant in every round: the one loop of all races, of `xsake race`, of the tuner,
+    of gates and of benchmarks.
+
+    In each round every contestant has one turn, in a new random order, after the same pause in seconds.
+    """
     order = order or random.Random(0)
+    found: dict[T, list[R]] = {contestant: [] for contestant in contestants}
     for _ in range(rounds):
         for contestant in order.sample(list(contestants), len(contestants)):
             time.sleep(pause)
-            yield contestant
+            found[contestant].append(turn(contestant))
+    return found
 
 
 def default_pause() -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import xsake
 from benchmarks.harness.script import Record, listed, parser, show
 from xsake._race.case import BOTH, Case, in_direction
-from xsake._race.contestant import dense
+from xsake._race.contestants import dense
 from xsake.autotune.workloads import Workload
 
 NAMES = ("output", "d_query", "d_key", "d_value")

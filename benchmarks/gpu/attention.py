@@ -29,7 +29,7 @@ from benchmarks.harness.contestants import of_torch
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, listed, need_gpu, parser, show
 from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case
-from xsake._race.contestant import dense, sparse
+from xsake._race.contestants import dense, sparse
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)

@@ -26,7 +26,7 @@ from jax import Array
 import xsake
 from benchmarks.harness.contestants import relative_difference
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
-from xsake._race.contestant import dense
+from xsake._race.contestants import dense
 from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import Workload
 

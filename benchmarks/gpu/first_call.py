@@ -24,7 +24,7 @@ from jax import Array
 import xsake
 from benchmarks.harness.script import Record, listed, parser, show
 from xsake._race.case import BOTH, Case, in_direction
-from xsake._race.contestant import dense
+from xsake._race.contestants import dense
 from xsake.autotune.workloads import Workload
 
 AGAIN = 20  # calls of one shape, of which the median counts

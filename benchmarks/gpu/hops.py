@@ -25,7 +25,7 @@ from benchmarks.harness.contestants import largest_difference
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show
 from xsake._race.case import DIRECTIONS, FORWARD, Case
-from xsake._race.contestant import sparse
+from xsake._race.contestants import sparse
 from xsake._rewrites.head_pieces import wide
 from xsake._sequence.exchange import merge
 from xsake._sequence.sharded import Options, shard_of

@@ -24,7 +24,7 @@ from jax import Array
 import xsake
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show
-from xsake._race.contestant import dense, sparse
+from xsake._race.contestants import dense, sparse
 from xsake.autotune.workloads import Workload
 from xsake.hads import BlockMask, HadsProfile, layer_counts, select
 from xsake.hads.mask.lists.compact import compact

@@ -26,7 +26,7 @@ from benchmarks.harness.masks import pairs
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake._race.case import BOTH, DIRECTIONS, Case, in_direction
-from xsake._race.contestant import sparse
+from xsake._race.contestants import sparse
 from xsake.autotune.workloads import Workload
 
 DIM = 128

@@ -52,7 +52,7 @@ METRICS = {
 def run_all(who: str) -> None:
     """Runs each call once, for the profiler."""
     from xsake._race.case import BOTH, Case
-    from xsake._race.contestant import sparse
+    from xsake._race.contestants import sparse
 
     for name, density, block in profiled(who):
         workload = dataclasses.replace(WORKLOADS[name], block=block)

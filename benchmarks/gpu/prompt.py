@@ -43,8 +43,7 @@ from benchmarks.harness.models import MODELS, lent_profile, make, profile_of
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake._race.case import compile_all
-from xsake.autotune.measure.timing import Timing, default_pause, seconds_per_call
-from xsake.autotune.measure.timing import turns as turns_of
+from xsake.autotune.measure.timing import Timing, default_pause, in_turns, seconds_per_call
 from xsake.hads import HadsProfile
 from xsake.hads.study.texts import load_texts
 from xsake.model import HadsBudget, Transformer, load_pretrained
@@ -196,10 +195,11 @@ class LongRead:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(wait, ways, (make(layers=1) for make in ways.values())))
         print(f"{self.name}, {len(self.tokens)} tokens: compiled", flush=True)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for way in turns_of(ways, rounds, default_pause()):
-            if way not in failed:
-                seconds[way].append(tried(way, partial(seconds_per_call, ways[way](), 1)))
+
+        def turn(way: str) -> Any:
+            return None if way in failed else tried(way, partial(seconds_per_call, ways[way](), 1))
+
+        seconds = in_turns(ways, turn, rounds=rounds, pause=default_pause())
         memory = jax.devices()[0].memory_stats() or {}
         done = {way: found for way, found in seconds.items() if way not in failed}
         return {

@@ -39,7 +39,7 @@ from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake import kernels_raw_triton
 from xsake._race.case import DIRECTIONS, FORWARD, in_direction
-from xsake._race.contestant import dense
+from xsake._race.contestants import dense
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
 

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.harness import checkouts
 from xsake._race.sustained import PAUSE
-from xsake.autotune.measure.timing import Timing, turns
+from xsake.autotune.measure.timing import Timing, in_turns
 
 THIS, OTHER = "this", "other"
 
@@ -64,11 +64,12 @@ def runners(roots: dict[str, Path], asked: dict[str, Any]) -> Iterator[dict[str,
 
 def race(found: dict[str, Runner], call: int, once: float, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Seconds per call of each checkout in every round. `once`: about what one call takes."""
-    times: dict[str, list[float]] = {name: [] for name in found}
     repeats = max(2, round(seconds / once))
-    for name in turns(found, rounds, PAUSE, random.Random(call)):
-        times[name].append(found[name].seconds_per_call(call, repeats))
-    return times
+
+    def turn(name: str) -> float:
+        return found[name].seconds_per_call(call, repeats)
+
+    return in_turns(found, turn, rounds=rounds, pause=PAUSE, order=random.Random(call))
 
 
 def compared(times: dict[str, list[float]]) -> Timing:

@@ -46,7 +46,7 @@ def gate(
     console = Console()
     with plain_errors("tune"):
         from xsake._op import registry
-        from xsake._race.entrants import OURS
+        from xsake._race.contestants import OURS
         from xsake._race.gate import GateService, Measurer
         from xsake.autotune.measure.isolation import Failed, Worker
 

@@ -29,7 +29,8 @@ def race(
         float | None, typer.Option(help="Share of the blocks that attend, where the shape says none; by default all.")
     ] = None,
     against: Annotated[
-        str, typer.Option(help="Contestants: implementations, dense, cudnn, tokamax, flex, fa4.")
+        str,
+        typer.Option(help="Contestants: implementations, or their files, dense, cudnn, tokamax, flex, fa4."),
     ] = "dense",
     gradients: Annotated[bool, typer.Option(help="Race forward and backward together, too.")] = False,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=2)] = 5,
@@ -40,14 +41,15 @@ def race(
     """Race implementations in random order with equal pauses, each checked beside the oracle."""
     console = Console()
     with plain_errors("tune"):
-        from xsake._race import entrants, one
+        from xsake._race import contestants, one
         from xsake._race.case import BOTH, FORWARD
-        from xsake.autotune.measure.isolation import Failed, Worker
+        from xsake.autotune.measure.isolation import Failed, Worker, reason
+        from xsake.testing.target import name_of
 
         for path in filter(None, (out, chart)):
             check_file_out(path)
-        names = list(dict.fromkeys([entrants.OURS, *filter(None, against.split(","))]))
-        entrants.check_names(names)
+        names = list(dict.fromkeys([contestants.OURS, *map(name_of, filter(None, against.split(",")))]))
+        contestants.check_names(names)
         if density is not None and "density=" in shape:
             raise ValueError(f"--density {density:g} and {shape!r} both give a density: leave out one of them")
         asked = 1.0 if density is None else density
@@ -59,7 +61,7 @@ def race(
                 directions = [FORWARD, BOTH] if gradients else [FORWARD]
                 found = [one.run(worker, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
         except Failed as failed:
-            raise ValueError(str(failed)) from failed
+            raise ValueError(reason(failed)) from failed
         finally:
             worker.close()
         for finished in found:

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._race import entrants
+from xsake._race import contestants
 from xsake._race.case import BOTH, FORWARD, Case
 from xsake._race.nvidia_smi import Monitor
-from xsake._race.sustained import sustained_race, sustained_row
+from xsake._race.sustained import Racer, Turn, raced, sustained_row
 from xsake.autotune.measure import verify
-from xsake.autotune.measure.interference import contention, disturbance
-from xsake.autotune.measure.isolation import Caller, Failed, Service
+from xsake.autotune.measure.interference import Contention, disturbance
+from xsake.autotune.measure.isolation import Caller, Failed, Service, reason
 from xsake.autotune.measure.timing import race
 from xsake.autotune.problem import Problem, from_call
 
@@ -37,6 +37,20 @@ class Finished:
     disturbed: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A contestant that is compiled, and ran once.
+
+    `errors` of its results are {} where they are not comparable, `flops` are those of a call, of which a run makes
+    `calls`.
+    """
+
+    errors: dict[str, dict[str, float]]
+    turn_seconds: float
+    flops: float
+    calls: int
+
+
 class RaceService(Service):
     """The service in the process that races a shape at one density. Its parent must not open the device."""
 
@@ -48,21 +62,25 @@ class RaceService(Service):
         self._mask = problem.workload.mask(density)
         calls = 1 if self._on_cpu else None
         self._cases = {d: Case(problem.workload, d, problem.dtype, calls=calls) for d in (FORWARD, BOTH)}
-        self._runs: dict[tuple[str, str], Callable[[], Any]] = {}
+        self._racers: dict[tuple[str, str], Racer] = {}
         self._yardsticks: dict[str, verify.Yardstick] | None = None
 
     def device(self) -> str:
         return jax.devices()[0].device_kind
 
-    def prepare(self, name: str, direction: str) -> dict[str, dict[str, float]]:
-        """Compile a contestant and run it. Returns the errors of its results, {} where they are not comparable."""
-        run = entrants.entrant(name, self._cases[direction], self._mask)
+    def density(self) -> float:
+        return float(self._mask.density())
+
+    def prepare(self, name: str, direction: str, checked: bool) -> Ready:
+        """Compile a contestant and run it."""
+        case, is_dense = self._cases[direction], contestants.is_dense(name)
+        run, wait = contestants.contestant(name, case, self._mask), contestants.waiter(name)
         results = run()
-        entrants.waiter([name])(results)
-        self._runs[direction, name] = run
-        if entrants.is_dense(name) and float(self._mask.density()) < 1:
-            return {}
-        return self._errors(direction, results)
+        wait(results)
+        comparable = not is_dense or self.density() == 1
+        errors = self._errors(direction, results) if checked and comparable else {}
+        self._racers[direction, name] = racer = Racer(run, wait)
+        return Ready(errors, racer.turn_seconds, case.flops(None if is_dense else self._mask), case.calls)
 
     def _errors(self, direction: str, results: Any) -> dict[str, dict[str, float]]:
         group = self._workload.q_heads // self._workload.kv_heads
@@ -79,15 +97,8 @@ class RaceService(Service):
             found[name] = yardstick.errors(np.asarray(_tokens_first(x, tokens)[-1:, :, -heads:]))
         return found
 
-    def race(self, direction: str, names: list[str], rounds: int) -> tuple[list[dict[str, Any]], float, str | None]:
-        """Rows of the contestants, the mask's true density, and what disturbed the race."""
-        case, runs = self._cases[direction], {name: self._runs[direction, name] for name in names}
-        with Monitor() as monitor, contention() as contended:
-            found = sustained_race(runs, rounds, entrants.waiter(names), monitor)
-        flops = {name: case.flops(None if entrants.is_dense(name) else self._mask) for name in names}
-        rows = [{"contestant": n} | sustained_row(found[n], case.calls, flops[n]) for n in names]
-        times = {name: found[name]["sustained"] for name in names}
-        return rows, float(self._mask.density()), disturbance(times, contended)
+    def turn(self, name: str, direction: str) -> Turn:
+        return self._racers[direction, name].turn()
 
     def peak(self) -> float:
         """Operations per second of a large product of matrices in the workload's precision."""
@@ -98,7 +109,7 @@ class RaceService(Service):
 
 
 def service(shape: str, density: float) -> Callable[[], RaceService]:
-    """What makes the service in the process."""
+    """What makes the service in its process."""
     return partial(RaceService, shape, density)
 
 
@@ -118,38 +129,63 @@ def _tokens_first(x: Any, tokens: int) -> jax.Array:
     return array if array.shape[1] == tokens else array.swapaxes(1, 2)
 
 
-def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:
-    """Prepare the contestants, each of which may fail, and race the others.
+class _Field:
+    """The contestants that are ready in the worker. Any of them may fall out, at any time."""
 
-    Raises ValueError with the reasons where all fail, and `Failed` if the race itself fails.
-    """
-    errors: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    for name in names:
-        before = worker.restarts
-        try:
-            errors[name] = worker.call("prepare", name, direction, limit=limit)
-        except Failed as failed:
-            reasons[name] = reason(failed)
-        if worker.restarts != before:  # what was prepared in the old process is lost
-            for other in errors:
-                worker.call("prepare", other, direction, limit=limit)
-    for name, found in errors.items():
-        wrong = [n for n, e in found.items() if not e["max"] <= e["allowed_max"]]
+    def __init__(self, worker: Caller, direction: str, limit: float) -> None:
+        self._worker, self._direction, self._limit = worker, direction, limit
+        self.ready: dict[str, Ready] = {}
+        self.reasons: dict[str, str] = {}  # of those that fell out
+
+    def prepare(self, name: str) -> None:
+        found: Ready | None = self._call("prepare", name, True, limit=self._limit)
+        if found is None:
+            return
+        wrong = {n: e for n, e in found.errors.items() if not e["max"] <= e["allowed_max"]}  # NaN is wrong
         if wrong:
-            worst = ", ".join(f"{n} by {found[n]['max']:.2g} ({found[n]['allowed_max']:.2g} allowed)" for n in wrong)
-            reasons[name] = f"wrong: beside the oracle {worst}"
-    racing = [name for name in errors if name not in reasons]
-    if not racing:
-        every = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            worst = ", ".join(f"{n} by {e['max']:.2g} ({e['allowed_max']:.2g} allowed)" for n, e in wrong.items())
+            self.reasons[name] = f"wrong: beside the oracle {worst}"
+        else:
+            self.ready[name] = found
+
+    def turn(self, name: str) -> Turn | None:
+        if name not in self.ready:
+            return None
+        return self._call("turn", name, limit=self._limit + 4 * self.ready[name].turn_seconds)
+
+    def _call(self, method: str, name: str, *more: Any, limit: float) -> Any:
+        """The worker's answer, or None where the contestant falls out. A new process prepares the others again."""
+        before = self._worker.restarts
+        try:
+            return self._worker.call(method, name, self._direction, *more, limit=limit)
+        except Failed as failed:
+            self.reasons[name] = reason(failed)
+            self.ready.pop(name, None)
+        if self._worker.restarts != before:
+            for other in list(self.ready):
+                if other in self.ready:  # it may have fallen out meanwhile
+                    self._call("prepare", other, False, limit=self._limit)
+        return None
+
+
+def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit: float) -> Finished:
+    """Prepare the contestants, and race them. A contestant that fails falls out, and the others race on.
+
+    Raises ValueError with the reasons where all fail.
+    """
+    field = _Field(worker, direction, limit)
+    for name in names:
+        field.prepare(name)
+    with Monitor() as monitor:
+        found = raced(list(field.ready), field.turn, rounds, monitor)
+    if not found:
+        every = "; ".join(f"{name}: {why}" for name, why in field.reasons.items())
         raise ValueError(f"no contestant can race {direction}: {every}")
-    rows, density, disturbed = worker.call("race", direction, racing, rounds, limit=60 * limit)
-    for row in rows:
-        row["errors"] = errors[row["contestant"]]
-    return Finished(direction, density, rows, reasons, disturbed)
-
-
-def reason(failed: Failed) -> str:
-    """Why something could not be measured, in one line."""
-    kind, _, text = " ".join(str(failed).split()).partition(": ")
-    return (text if kind in ("ModuleNotFoundError", "NotImplementedError") else f"{kind}: {text}")[:300]
+    rows = []
+    for name, times in found.items():
+        ready = field.ready[name]
+        row = {"contestant": name} | sustained_row(times, ready.calls, ready.flops)
+        rows.append(row | {"errors": ready.errors})
+    contended = sum((times["contended"] for times in found.values()), Contention())
+    disturbed = disturbance({name: times["sustained"] for name, times in found.items()}, contended)
+    return Finished(direction, worker.call("density", limit=limit), rows, field.reasons, disturbed)

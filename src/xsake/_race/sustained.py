@@ -4,45 +4,73 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from xsake._race.nvidia_smi import Monitor
-from xsake.autotune.measure.timing import Timing, seconds_per_call, turns
+from xsake.autotune.measure.interference import Contention, contention
+from xsake.autotune.measure.timing import Timing, in_turns, seconds_per_call
 
 PAUSE, BURST, SUSTAINED = 0.1, 0.02, 0.25  # seconds
 Contestants = Mapping[str, Callable[[], Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Seconds per run of a contestant in one turn: in its first calls (`burst`), and after them (`sustained`)."""
+
+    burst: float
+    sustained: float
+    span: tuple[float, float]  # of time.monotonic, which is the same clock in all processes of a machine
+    contended: Contention
+
+
+class Racer:
+    """A compiled contestant, and the number of calls in its turns."""
+
+    def __init__(self, run: Callable[[], Any], wait: Callable[[Any], Any]) -> None:
+        wait(run())
+        once = seconds_per_call(run, 2, wait)
+        self._run, self._wait = run, wait
+        self._few, self._many = max(1, round(BURST / once)), max(2, round(SUSTAINED / once))
+        self.turn_seconds = (1 + self._few + self._many) * once
+
+    def turn(self) -> Turn:
+        self._wait(self._run())
+        with contention() as contended:
+            start = time.monotonic()
+            burst = seconds_per_call(self._run, self._few, self._wait)
+            sustained = seconds_per_call(self._run, self._many, self._wait)
+            end = time.monotonic()
+        return Turn(burst, sustained, (start, end), contended)
+
+
 def sustained_race(
     contestants: Contestants, rounds: int, wait: Callable[[Any], Any], monitor: Monitor
 ) -> dict[str, dict[str, Any]]:
-    """Contestants take turns in random order with equal pauses. A turn is timed in two parts: `burst`, its first calls,
-    and `sustained`, the calls after them, when the power cap limits the clock; both are a Timing of one run. `chip` is
-    the state of the chip during the contestant's turns.
+    """Contestants take turns in random order with equal pauses; see `raced`."""
+    racers = {who: Racer(run, wait) for who, run in contestants.items()}
+    return raced(racers, lambda who: racers[who].turn(), rounds, monitor)
+
+
+def raced(
+    contestants: Collection[str], turn: Callable[[str], Turn | None], rounds: int, monitor: Monitor
+) -> dict[str, dict[str, Any]]:
+    """A race by `turn`, which lets a contestant take its turn, wherever that is; None: the contestant is out.
+
+    `burst` and `sustained` of each contestant are a Timing of one run, `chip` is the state of the chip during the
+    contestant's turns, and `contended` is the contention in them.
     """
-    calls = {}
-    for who, run in contestants.items():
-        wait(run())
-        once = seconds_per_call(run, 2, wait)
-        calls[who] = (max(1, round(BURST / once)), max(2, round(SUSTAINED / once)))
-    burst: dict[str, list[float]] = {who: [] for who in contestants}
-    sustained: dict[str, list[float]] = {who: [] for who in contestants}
-    spans: dict[str, list[tuple[float, float]]] = {who: [] for who in contestants}
-    for who in turns(contestants, rounds, PAUSE):
-        run, (few, many) = contestants[who], calls[who]
-        wait(run())
-        start = time.monotonic()
-        burst[who].append(seconds_per_call(run, few, wait))
-        sustained[who].append(seconds_per_call(run, many, wait))
-        spans[who].append((start, time.monotonic()))
+    found = in_turns(contestants, turn, rounds=rounds, pause=PAUSE)
+    whole = {who: [t for t in turns if t is not None] for who, turns in found.items() if None not in turns}
     return {
         who: {
-            "burst": Timing.of(burst[who]),
-            "sustained": Timing.of(sustained[who]),
-            "chip": monitor.during(spans[who]),
+            "burst": Timing.of([t.burst for t in turns]),
+            "sustained": Timing.of([t.sustained for t in turns]),
+            "chip": monitor.during([t.span for t in turns]),
+            "contended": sum((t.contended for t in turns), Contention()),
         }
-        for who in contestants
+        for who, turns in whole.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Who races, by name: the implementations of `xsake.attention`, dense attention, and attention of other projects."""
+"""Contestants by name: the implementations of `xsake.attention`, dense attention, and attention of other projects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 
 import xsake
 from xsake._op import registry
 from xsake._race.case import Case
-from xsake._race.contestant import dense, sparse
 
 OURS = "xsake"  # what a call without a name runs
 # How to install what a peer needs.
@@ -27,6 +27,16 @@ _DENSE = ("dense", "cudnn", "tokamax")  # they compute all blocks, whatever the 
 _OF_TORCH = ("flex", "fa4")
 
 
+def sparse(query: Array, key: Array, value: Array, mask: xsake.BlockMask) -> Array:
+    """Attention as a call without a name runs it."""
+    return xsake.attention(query, key, value, mask)
+
+
+def dense(by: str = "cudnn", *, is_causal: bool = True) -> Callable[..., Array]:
+    """Dense attention as JAX has it."""
+    return partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation=by)
+
+
 def check_names(names: list[str]) -> None:
     """ValueError for a name that nobody has."""
     known = {OURS, *_PEERS, *registry.names()}
@@ -38,7 +48,7 @@ def is_dense(name: str) -> bool:
     return name in _DENSE
 
 
-def entrant(name: str, case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
+def contestant(name: str, case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
     """A compiled contestant. ModuleNotFoundError, with how to install it, where a peer is not here."""
     if name in _OF_TORCH:
         try:
@@ -51,7 +61,7 @@ def entrant(name: str, case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
     return case.compiled(sparse if implementation is None else partial(xsake.attention, implementation=name), mask)
 
 
-def _dense(name: str, *, is_causal: bool) -> Callable[..., jax.Array]:
+def _dense(name: str, *, is_causal: bool) -> Callable[..., Array]:
     gpu = jax.default_backend() == "gpu"
     if name == "cudnn" and not gpu:
         raise ModuleNotFoundError(f"not here (JAX sees no GPU): {_PEERS[name]}")
@@ -64,8 +74,8 @@ def _dense(name: str, *, is_causal: bool) -> Callable[..., jax.Array]:
     return partial(tokamax.dot_product_attention, is_causal=is_causal)
 
 
-def waiter(names: list[str]) -> Callable[[Any], Any]:
-    """The function that waits for a result of any of these."""
-    if any(name in _OF_TORCH for name in names):
+def waiter(name: str) -> Callable[[Any], Any]:
+    """The function that waits for a contestant's result."""
+    if name in _OF_TORCH:
         return importlib.import_module("xsake._race.peers.by_torch").wait
     return jax.block_until_ready
