@@ -62,7 +62,10 @@ def test_verdicts(results, outcome):
 def test_the_projects_own_gates_record_once(tmp_path):
     first = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
     assert first[3:6] == ["--record", "--gradients", "--shape"] and "1x4096x8x64,causal,density=0.43" in first
-    own_gates.gate.save([], tmp_path, "cpu")
+    recorded = dict(
+        shape="1x4096x8x64", implementation="xsake", direction="forward", dtype="float32", ratio=0.1, noise=0.0
+    )
+    own_gates.gate.save([{"extra_info": recorded}], tmp_path, "cpu")
     again = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
     assert again == ["gate", "--storage", str(tmp_path)]
     assert own_gates.words(tmp_path, "cpu", "cpu", record_anew=True) == first

@@ -54,6 +54,19 @@ def test_a_baseline_and_later_measurements(measured, tmp_path):
         assert said.exit_code == exit_code and says in said.output, (then, said.output)
 
 
+def test_a_second_recording_keeps_the_calls_of_the_first(measured, tmp_path):
+    """And replaces those that both have."""
+    other = SHAPE.replace("256", "512")
+    for slower, shapes in ((1.0, [SHAPE, other]), (2.0, [SHAPE])):
+        measured(slower=slower)
+        assert xsake(tmp_path, "--record", *(w for s in shapes for w in ("--shape", s))).exit_code == 0
+    measured(slower=2.0)
+    said = xsake(tmp_path)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.output.splitlines() if "│" in line]
+    assert [(row[2], row[4], row[6]) for row in rows] == [("0002", "1.00x", "ok"), ("0001", "2.00x", "slower")]
+    assert said.exit_code == 1
+
+
 def test_a_gate_is_named_by_the_precision_that_its_shape_gives():
     told = [gate.name for gate in _gates([SHAPE, f"{SHAPE},dtype=float16"], "xla", False, "float32")]
     assert told == [f"xla forward {SHAPE} float32", f"xla forward {SHAPE},dtype=float16 float16"]
@@ -123,4 +136,6 @@ def test_wrong_words_and_baselines(measured, tmp_path):
     kept = json.loads(path.read_text())
     kept["machine_info"]["device"] = "TPU v9"
     path.write_text(json.dumps(kept))
-    assert "is a baseline of TPU v9, and this is" in xsake(tmp_path).output
+    assert "has baselines of TPU v9, and this is" in xsake(tmp_path).output
+    path.write_text('{"benchmarks": []}')
+    assert "is no baseline of `xsake gate`" in xsake(tmp_path).output

@@ -21,7 +21,8 @@ _COLOURS = {"ok": "green", "slower": "red", "failed": "red", "busy": "yellow"}
 
 def gate(
     record: Annotated[
-        bool, typer.Option("--record", help="Measure the shapes, and keep them as the baseline.")
+        bool,
+        typer.Option("--record", help="Measure the shapes, and keep them as their baseline; other calls keep theirs."),
     ] = False,
     shape: Annotated[
         list[str] | None,
@@ -48,7 +49,7 @@ def gate(
         from xsake._op import registry
         from xsake._race.contestants import OURS
         from xsake._race.gate import GateService, Measurer
-        from xsake.autotune.measure.isolation import Failed, Worker
+        from xsake.autotune.measure.isolation import Failed, Worker, reason
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")
@@ -63,7 +64,7 @@ def gate(
             else:
                 exit_code = _compare(console, storage, measure)
         except Failed as failed:
-            raise ValueError(str(failed)) from failed
+            raise ValueError(reason(failed)) from failed
         finally:
             worker.close()
     raise typer.Exit(exit_code)
@@ -108,23 +109,23 @@ def _record(console: Console, gates: list[Gate], storage: Path, measure: Measure
 def _compare(console: Console, storage: Path, measure: Measurer) -> int:
     from xsake._race import gate
 
-    path, kept = gate.baseline(storage, measure.device())
-    outcomes = [gate.compare(extra, measure) for extra in kept]
-    _show(console, path, outcomes)
+    outcomes = [gate.compare(recorded, measure) for recorded in gate.baseline(storage, measure.device())]
+    _show(console, storage, outcomes)
     verdicts = {outcome.verdict for outcome in outcomes}
     return 1 if verdicts & {"slower", "failed"} else 3 if "busy" in verdicts else 0
 
 
-def _show(console: Console, path: Path, outcomes: list[Outcome]) -> None:
-    table = Table("call", "recorded", "now", "slower by", "allowed", "", title=f"Time over dense attention's; {path}")
+def _show(console: Console, storage: Path, outcomes: list[Outcome]) -> None:
+    columns = ("call", "recorded", "in", "now", "slower by", "allowed", "")
+    table = Table(*columns, title=f"Time over dense attention's; {storage}", title_justify="left")
     for o in outcomes:
-        colour = _COLOURS[o.verdict]
+        colour, then = _COLOURS[o.verdict], o.recorded.ratio
         measured = ("", "", "")
         if o.now is not None and o.allowed is not None:
-            measured = (f"{o.now:.3f}", f"{o.now / o.then:.2f}x", f"{o.allowed:.2f}x")
-        numbers = (f"{o.then:.3f}", *measured)
-        table.add_row(escape(o.gate.name), *numbers, f"[{colour}]{o.verdict}[/{colour}]")
+            measured = (f"{o.now:.3f}", f"{o.now / then:.2f}x", f"{o.allowed:.2f}x")
+        numbers = (f"{then:.3f}", o.recorded.path.name[:4], *measured)
+        table.add_row(escape(o.recorded.gate.name), *numbers, f"[{colour}]{o.verdict}[/{colour}]")
     console.print(table)
     for o in outcomes:
         if o.reason:
-            console.print(f"{escape(o.gate.name)}: {escape(o.reason)}", soft_wrap=True)
+            console.print(f"{escape(o.recorded.gate.name)}: {escape(o.reason)}", soft_wrap=True)

@@ -53,13 +53,27 @@ class Gate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """`now` and `then` are the ratios to dense attention; `verdict` is "ok", "slower", "busy", or "failed" where the
-    call does not run to its end."""
+class Recorded:
+    """A gate in a file of the storage: its time over dense attention's, and the noise of that measurement."""
 
     gate: Gate
+    ratio: float
+    noise: float
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path, extra: dict[str, Any]) -> Recorded:
+        gate = Gate(**{field.name: extra[field.name] for field in dataclasses.fields(Gate)})
+        return cls(gate, float(extra["ratio"]), float(extra["noise"]), path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A recorded gate now. `now` is its time over dense attention's; `verdict` is "ok", "slower", "busy", or "failed"
+    where the call does not run to its end."""
+
+    recorded: Recorded
     verdict: str
-    then: float
     now: float | None = None
     allowed: float | None = None
     reason: str = ""
@@ -144,27 +158,41 @@ def _calm(gate: Gate, measure: Measurer) -> Paired:
     return kept[-1]
 
 
-def baseline(storage: Path, here: str) -> tuple[Path, list[dict[str, Any]]]:
-    """The newest baseline of this kind of machine. ValueError where there is none, or it is of another device."""
-    files = sorted((storage / _machine()).glob(f"[0-9][0-9][0-9][0-9]_{_NAME}.json"))
-    if not files:
-        raise ValueError(f"{storage / _machine()} has no baseline: make one with --record and --shape")
-    kept = read_json(files[-1])
-    there = kept["machine_info"]["device"]
-    if there != here:
-        raise ValueError(f"{files[-1]} is a baseline of {there}, and this is {here}: make one with --record")
-    return files[-1], [benchmark["extra_info"] for benchmark in kept["benchmarks"]]
+def baseline(storage: Path, here: str) -> list[Recorded]:
+    """The newest record of every call on this kind of machine. ValueError where there is none of this device."""
+    folder = storage / _machine()
+    newest: dict[Gate, Recorded] = {}
+    others = set()
+    for path in sorted(folder.glob(f"[0-9][0-9][0-9][0-9]_{_NAME}.json")):
+        device, recorded = _read(path)
+        if device == here:
+            newest |= {one.gate: one for one in recorded}
+        else:
+            others.add(device)
+    if others and not newest:
+        devices = ", ".join(sorted(others))
+        raise ValueError(f"{folder} has baselines of {devices}, and this is {here}: make one with --record")
+    if not newest:
+        raise ValueError(f"{folder} has no baseline: make one with --record and --shape")
+    return list(newest.values())
 
 
-def compare(extra: dict[str, Any], measure: Measurer) -> Outcome:
-    """Measure one gate of a baseline until it is as fast as recorded, or slower in a calm measurement."""
-    gate = Gate(**{field.name: extra[field.name] for field in dataclasses.fields(Gate)})
-    then: float = extra["ratio"]
-    last: dict[str, Any] = {}
+def _read(path: Path) -> tuple[str, list[Recorded]]:
+    """The device of a file of the storage, and what it recorded."""
+    kept = read_json(path)
+    try:
+        return kept["machine_info"]["device"], [Recorded.of(path, b["extra_info"]) for b in kept["benchmarks"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no baseline of `xsake gate` ({error!r}): delete it, and record again") from error
+
+
+def compare(recorded: Recorded, measure: Measurer) -> Outcome:
+    """Measure a gate until it is as fast as recorded, or slower in a calm measurement."""
+    then, last = recorded.ratio, dict[str, Any]()
 
     def again() -> dict[str, Any]:
-        paired = measure(gate)
-        allowed = 1 + max(LEAST, _NOISES * (extra["noise"] + noise(paired)))
+        paired = measure(recorded.gate)
+        allowed = 1 + max(LEAST, _NOISES * (recorded.noise + noise(paired)))
         last.update(now=paired.over(_REFERENCE).median, allowed=allowed)
         return last | {"disturbed": paired.disturbed}
 
@@ -177,12 +205,12 @@ def compare(extra: dict[str, Any], measure: Measurer) -> Outcome:
     try:
         judge(again, slowness)
     except Slower as why:
-        return Outcome(gate, "slower", then, **last, reason=str(why))
+        return Outcome(recorded, "slower", **last, reason=str(why))
     except Busy as why:
-        return Outcome(gate, "busy", then, **last, reason=str(why))
+        return Outcome(recorded, "busy", **last, reason=str(why))
     except Failed as failed:
-        return Outcome(gate, "failed", then, reason=reason(failed))
-    return Outcome(gate, "ok", then, **last)
+        return Outcome(recorded, "failed", reason=reason(failed))
+    return Outcome(recorded, "ok", **last)
 
 
 # -- pytest-benchmark's storage ----------------------------------------------------------------------------------------
