@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 import xsake
 from xsake._cli import app
 from xsake._op import registry
+from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Hung
 from xsake.testing import smallest, target_of
 from xsake.testing.case import make
@@ -43,7 +46,7 @@ def planted(tmp_path, monkeypatch):
     def write(fault, whole=RENAMED):
         path = tmp_path / f"planted_{tmp_path.name.strip('_').replace('-', '_')}.py"
         path.write_text(whole + fault)
-        return target_of(name_of(str(path)))
+        return path
 
     yield write
     smallest._difference.cache_clear()
@@ -54,6 +57,10 @@ def small(**options) -> Check:
     return Check(group="a", name="small call", case=partial(make, **sizes | options))
 
 
+def target(path) -> Target:
+    return target_of(name_of(str(path)))
+
+
 def printed(code: str) -> float:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -61,17 +68,9 @@ def printed(code: str) -> float:
     return float(out.getvalue())
 
 
-def shown(target, check, verdict):
-    code = smallest.code(target, check, verdict.results)
-    lines = code.splitlines()
-    assert len(lines) <= 5 and lines[1].startswith("xsake.register_backend"), code
-    assert printed(code) > 1e-3, code
-    return code
-
-
 @pytest.fixture
 def edited(planted):
-    """Write a copy of the example with one line changed, and give its target."""
+    """Write a copy of the example with one line changed."""
 
     def write(old, new):
         text = EXAMPLE.read_text()
@@ -81,23 +80,37 @@ def edited(planted):
     return write
 
 
-def test_a_wrong_scale_in_the_gradient_of_keys(edited):
+@pytest.fixture
+def told(monkeypatch):
+    """What `xsake check --quick` says of a wrong backend, and the call that it shows; without processes of its own."""
+    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the command adds some
+    monkeypatch.setattr(smallest, "SECONDS", 600.0)  # on a machine that others use
+
+    def check(path, only):
+        words = ["check", str(path), "--quick", "--only", only]
+        said = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
+        assert said.exit_code == 1, said.output
+        code = re.search(r"\n\n(import .*?)\n\n", said.output, re.DOTALL)[1]
+        lines = code.splitlines()
+        assert len(lines) <= 5 and lines[1] == f'xsake.register_backend("{path.stem}", "{path}")', code
+        return said.output, code
+
+    return check
+
+
+def test_a_wrong_scale_in_the_gradient_of_keys(edited, told):
     right = '"bhts,bthd->bshd", d_logits, query)) * call.scale'
-    target = edited(right, f"{right} * 1.4427")
-    verdict = judge(target, small(), BOTH)
-    assert verdict.forward is None and verdict.gradients.startswith("d_key: max error")
-    code = shown(target, small(), verdict)
+    said, code = told(edited(right, f"{right} * 1.4427"), "determinism")
+    assert "d_key: max error" in said and printed(code) > 1e-3
     assert "mask" not in code and "(3, 1, 16, 1, 24)" in code
 
 
-def test_a_window_that_is_off_by_one(edited):
+def test_a_window_that_is_off_by_one(edited, told):
     right = "call.band.allows_position(q_position[:, None, None], kv_position[..., None, :])"
-    target = edited(right, right.replace("kv_position", "(kv_position + 1)"))
-    assert judge(target, small(), BOTH).holds
-    check = small(local_window_size=(3, 0))
-    verdict = judge(target, check, BOTH)
-    assert verdict.forward.startswith("out: max error") and verdict.gradients.startswith("d_")
-    assert "local_window_size=(3, 0)" in shown(target, check, verdict)
+    said, code = told(edited(right, right.replace("kv_position", "(kv_position + 1)")), "rules,forward")
+    assert "out: max error" in said and printed(code) > 1e-3
+    assert "local_window_size=" in said
 
 
 UNGUARDED = """
@@ -117,20 +130,15 @@ _TILE = _Tile()
 """
 
 
-def test_a_race(planted):
+def test_a_race(planted, told):
     """A tile that is read without waiting for its copy: right in the first run, and wrong in the next."""
     right = "    return out.swapaxes(0, 1).astype"
     text = EXAMPLE.read_text()
     assert text.count(right) == 1
-    target = planted(
-        UNGUARDED, whole=text.replace(right, f"    out = jax.pure_callback(_TILE.read, out, out)\n{right}")
-    )
-    check = CHECKS["determinism: four runs"]
-    assert check.quick
-    verdict = judge(target, check, BOTH)
-    assert verdict.forward == "out differs between two runs of one program"
-    code = smallest.code(target, check, verdict.results)
-    assert len(code.splitlines()) <= 5 and "xsake.register_backend" in code, code
+    path = planted(UNGUARDED, whole=text.replace(right, f"    out = jax.pure_callback(_TILE.read, out, out)\n{right}"))
+    said, code = told(path, "determinism")
+    assert "out differs between two runs of one program" in said
+    assert printed(code) > 1e-3
 
 
 FAULTS = {
@@ -144,23 +152,23 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_forward_are_plain_findings(planted, fault):
     body, says = FAULTS[fault]
-    verdict = judge(planted(body), small(), frozenset({"forward"}))
+    verdict = judge(target(planted(body)), small(), frozenset({"forward"}))
     assert verdict.forward.startswith(says) and "\n" not in verdict.forward and verdict.gradients is None
 
 
 def test_gradients_that_raise_leave_the_forward_s_verdict(planted):
-    verdict = judge(planted(f"{BACKWARD}raise ValueError('no')"), small(), BOTH)
+    verdict = judge(target(planted(f"{BACKWARD}raise ValueError('no')")), small(), BOTH)
     assert verdict.forward is None and verdict.gradients == "raises ValueError: no"
 
 
 def test_a_backend_without_gradients_says_so(planted):
-    verdict = judge(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')"), small(), BOTH)
+    verdict = judge(target(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')")), small(), BOTH)
     assert verdict.holds and verdict.no_gradients == "dense alone"
 
 
 def test_what_is_not_claimed_is_refused_by_name(planted):
-    target = planted("HONOURS = frozenset({'band'})")
-    assert judge(target, small(logits_soft_cap=2.0), BOTH).refused == "it does not honour logits_soft_cap"
+    path = planted("HONOURS = frozenset({'band'})")
+    assert judge(target(path), small(logits_soft_cap=2.0), BOTH).refused == "it does not honour logits_soft_cap"
 
 
 class Broken:
@@ -207,7 +215,9 @@ def test_the_command(planted, tmp_path):
     assert "right_kernel: 1 of 1 checks hold" in said.output and "vmap: a mask per example" in said.output
 
 
-def test_wrong_words(planted, tmp_path):
+def test_wrong_words(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     path = tmp_path / "no_backend.py"
     path.write_text("forward = 1\n")
     for words, says in (

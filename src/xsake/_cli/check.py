@@ -32,15 +32,13 @@ def check(
     console = Console()
     with plain_errors("test"):
         from xsake._op import registry
-        from xsake.autotune.measure.isolation import Failed
+        from xsake.autotune.measure.isolation import Failed, Worker, reason
         from xsake.testing.runner import Checkers, plan
         from xsake.testing.target import name_of
 
         name = name_of(backend)
         registry.check_name(name)
-        if not registry.loads(name):
-            registry.get(name)  # says why not
-        checkers = Checkers(name, quick=quick, limit=duration(limit))
+        checkers = Checkers(name, quick=quick, limit=duration(limit), start=Worker)
         try:
             planned = plan(checkers.target(), quick=quick, only=only.split(",") if only else [])
             console.print(_heading(planned))
@@ -50,7 +48,7 @@ def check(
                     verdicts[done] = verdict
                     status.update(f"{len(verdicts)} of {len(planned.checks)} checks")
         except Failed as failed:
-            raise ValueError(str(failed)) from failed
+            raise ValueError(reason(failed)) from failed
         finally:
             checkers.close()
     console.print(_table(planned, verdicts))

@@ -34,6 +34,15 @@ _BACKENDS: dict[str, tuple[str, str | None]] = {
 _registered: dict[str, tuple[Plugin, str | None]] = {}
 
 
+class Unsupported(NotImplementedError):
+    """No implementation supports a call; `reasons` says why, by the implementations' names."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        told = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+        super().__init__(f"no implementation supports this call: {told}")
+        self.reasons = reasons
+
+
 def _logger() -> logging.Logger:
     logger = logging.getLogger("xsake")
     level = os.environ.get("XSAKE_LOG")
@@ -209,18 +218,19 @@ def _reason(plugin: Plugin | None, question: Callable[..., str | None], *given: 
 
 
 def choose(names: list[str], call: Call) -> str:
-    """The first of `names` that supports the call; NotImplementedError if none does.
+    """The first of `names` that supports the call; `Unsupported` if none does.
 
     Where the best one refuses the size of the mask's blocks, that is said once: other sizes are several times as fast.
     """
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}
     for name in names:
         reason = unsupported(name, call)
         if reason is None:
-            if reasons and ": mask.block_" in reasons[0]:
+            told = [f"{other!r}: {why}" for other, why in reasons.items()]
+            if told and ": mask.block_" in told[0]:
                 size = f"{call.mask.block_q} x {call.mask.block_kv}"
-                _say_once(f"blocks of {size} run on {name!r} and may take several times as long as on {reasons[0]}")
-            _logger().info("attention %s runs on %r%s", call.query.shape, name, "".join(f"; not {r}" for r in reasons))
+                _say_once(f"blocks of {size} run on {name!r} and may take several times as long as on {told[0]}")
+            _logger().info("attention %s runs on %r%s", call.query.shape, name, "".join(f"; not {r}" for r in told))
             return name
-        reasons.append(f"{name!r}: {reason}")
-    raise NotImplementedError("no implementation supports this call: " + "; ".join(reasons))
+        reasons[name] = reason
+    raise Unsupported(reasons)

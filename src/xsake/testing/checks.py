@@ -29,6 +29,10 @@ class NotHere(NotImplementedError):
     """The check cannot run on this machine."""
 
 
+class Unsteady(AssertionError):
+    """Runs of one program gave different results."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
     """Run a case by an implementation, and compare every result with float64.
@@ -75,7 +79,7 @@ def _with_room(target: Target, case: Case) -> Results:
 
 
 def twice(target: Target, case: Case) -> Results:
-    """AssertionError where runs of one program differ in a bit."""
+    """`Unsteady` where runs of one program differ in a bit."""
     first, *others = (run(target, case) for _ in range(4))
     for name, *found in zip(Results._fields, first, *others, strict=True):
         if found[0] is not None:
@@ -83,7 +87,7 @@ def twice(target: Target, case: Case) -> Results:
                 try:
                     chex.assert_trees_all_equal(found[0].view(np.uint8), other.view(np.uint8))
                 except AssertionError as error:
-                    raise AssertionError(f"{name} differs between two runs of one program") from error
+                    raise Unsteady(f"{name} differs between two runs of one program") from error
     return first
 
 

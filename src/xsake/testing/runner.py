@@ -42,7 +42,7 @@ def plan(target: Target, *, quick: bool, only: list[str]) -> Plan:
 class Checkers:
     """Processes that run checks. On a CPU there are two, since most of the time one core compiles."""
 
-    def __init__(self, name: str, *, quick: bool, limit: float, start: Callable[..., Caller] = Worker) -> None:
+    def __init__(self, name: str, *, quick: bool, limit: float, start: Callable[..., Caller]) -> None:
         self._limit, self._factory = limit, partial(Checker, name, quick)
         self._start, self._idle = start, queue.SimpleQueue[Caller]()
         self._all: list[Caller] = []
@@ -74,17 +74,17 @@ class Checkers:
             verdict: Verdict = worker.call("check", check.title, plan.parts, limit=limit)
             if verdict.holds:
                 return verdict
-            return dataclasses.replace(verdict, code=self._smallest(worker, plan, check, verdict.results))
+            return dataclasses.replace(verdict, code=self._smallest(worker, plan, check, verdict))
         except Failed as failed:
             wrong: dict[str, Any] = dict.fromkeys(sorted(plan.parts), str(failed))
             return Verdict(**wrong, code=by_title(plan.target, check))
         finally:
             self._idle.put(worker)
 
-    def _smallest(self, worker: Caller, plan: Plan, check: Check, results: tuple[str, ...]) -> str:
+    def _smallest(self, worker: Caller, plan: Plan, check: Check, verdict: Verdict) -> str:
         """A small call that shows it; the check itself where the kernel hangs or dies in smaller calls."""
         try:
-            return worker.call("smallest", check.title, results, limit=SECONDS + self._limit)
+            return worker.call("smallest", check.title, verdict, limit=SECONDS + self._limit)
         except Failed:
             return by_title(plan.target, check)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ from xsake.testing.checks import Check
 from xsake.testing.target import Target
 
 SECONDS = 10.0  # to look for a call
+_TIMES = 4  # a call is repeated where its results are to differ
 _GRADIENT_OF = {"d_query": 0, "d_key": 1, "d_value": 2}
 
 
@@ -50,15 +52,19 @@ class Sizes:
         return f"jax.random.normal(jax.random.key({key}), {shape}{of})"
 
 
-def code(target: Target, check: Check, results: Sequence[str]) -> str:
-    """The first of a few calls, small ones first, that differs from the XLA backend's result; else the check itself."""
+def code(target: Target, check: Check, results: Sequence[str], *, again: bool = False) -> str:
+    """The first of a few calls, small ones first, whose result differs from the XLA backend's, or, with `again`, from
+    that of the same call; else the check itself.
+    """
     case, deadline = check.case(target), time.monotonic() + SECONDS
-    for result in results if target.name != "xla" else ():
+    ours = f"f({target.name!r})"
+    shows = f"max(abs({ours} - {ours}).max() for _ in range({_TIMES}))" if again else f"abs({ours} - f('xla')).max()"
+    for result in results if again or target.name != "xla" else ():
         for lines in _calls(target, case, result):
             if time.monotonic() > deadline:
                 break
-            if (shown := _difference(lines, target)) is not None:
-                return _text(target, [*lines, f"print(abs(f({target.name!r}) - f('xla')).max())  # {shown}"])
+            if (shown := _difference(lines, target, again)) is not None:
+                return _text(target, [*lines, f"print({shows})  # {shown}"])
     return by_title(target, check)
 
 
@@ -182,9 +188,9 @@ def _mask(case: Case, sizes: Sizes) -> str:
 
 
 @cache
-def _difference(lines: tuple[str, str], target: Target) -> str | None:
+def _difference(lines: tuple[str, str], target: Target, again: bool) -> str | None:
     """How far the implementation is from the XLA backend in such a call, or what it raises; None where it is no further
-    away than rounding, or the call is not possible.
+    away than rounding, or the call is not possible. With `again`: how far it is from its own results.
     """
     names: dict[str, Any] = {"jax": jax, "xsake": xsake}
     try:
@@ -194,14 +200,21 @@ def _difference(lines: tuple[str, str], target: Target) -> str | None:
         return None
     try:
         with target.context():
-            found = np.asarray(names["f"](target.name), np.float64)
+            runs = [np.asarray(names["f"](target.name), np.float64) for _ in range(2 * _TIMES if again else 1)]
     except NotImplementedError:
         return None
     except Exception as error:
         return type(error).__name__
+    if again:
+        apart = max(_apart(one, other) for one, other in itertools.batched(runs, 2))
+        return f"{apart:.3g}" if apart else None
     eps, wanted = float(jax.numpy.finfo(wanted.dtype).eps), np.asarray(wanted, np.float64)
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-    apart = np.where(same, 0.0, np.abs(found - wanted)).max()
+    apart = _apart(runs[0], wanted)
     largest = np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()
     allowed = (64 if eps < 1e-5 else 4) * eps * max(1.0, largest)
     return None if apart <= allowed else f"{apart:.3g}"
+
+
+def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    return float(np.where(same, 0.0, np.abs(found - wanted)).max())

@@ -8,21 +8,20 @@ from functools import cached_property
 
 import jax
 
+from xsake._op.registry import Unsupported
 from xsake.autotune.measure.isolation import Service
 from xsake.testing import smallest
 from xsake.testing.case import run
-from xsake.testing.checks import CHECKS, FORWARD, Check, NotHere
+from xsake.testing.checks import CHECKS, FORWARD, Check, NotHere, Unsteady
 from xsake.testing.target import Target, target_of
-
-_REFUSED = "no implementation supports this call: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run.
 
-    `results` are those that are wrong, `code` the smallest call that shows it. `no_gradients` is why the backend has
-    none for a call whose forward holds.
+    `results` are those that are wrong, `code` the smallest call that shows it, and `unsteady` says that runs of one
+    program differ. `no_gradients` is why the backend has none for a call whose forward holds.
     """
 
     forward: str | None = None
@@ -30,6 +29,7 @@ class Verdict:
     refused: str | None = None
     no_gradients: str | None = None
     results: tuple[str, ...] = ()
+    unsteady: bool = False
     code: str = ""
 
     @property
@@ -39,19 +39,20 @@ class Verdict:
 
 def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
     """Run a check; `parts` of "forward" and "gradients" are judged."""
-    found, refused, no_gradients = _found(target, check, forward_only="gradients" not in parts)
+    found = _found(target, check, forward_only="gradients" not in parts)
     told: dict[str, str | None] = {"forward": None, "gradients": None}
-    for name, problem in found.items():
+    for name, problem in found.problems.items():
         part = "forward" if name in FORWARD else "gradients"
         if part in parts:
             told[part] = told[part] or problem
-    results = tuple(name for name in found if ("forward" if name in FORWARD else "gradients") in parts)
+    results = tuple(name for name in found.problems if ("forward" if name in FORWARD else "gradients") in parts)
     return Verdict(
         forward=told["forward"],
         gradients=told["gradients"],
-        refused=refused,
-        no_gradients=no_gradients,
+        refused=found.refused,
+        no_gradients=found.no_gradients,
         results=results,
+        unsteady=found.unsteady,
     )
 
 
@@ -68,27 +69,37 @@ def assert_holds(target: Target, check: Check) -> None:
     assert verdict.holds, "\n".join(filter(None, (verdict.forward, verdict.gradients)))
 
 
-def _found(target: Target, check: Check, *, forward_only: bool) -> tuple[dict[str, str], str | None, str | None]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Found:
     """What is wrong with each result, why the check was not run, and why there are no gradients."""
+
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: str | None = None
+    no_gradients: str | None = None
+    unsteady: bool = False
+
+
+def _found(target: Target, check: Check, *, forward_only: bool) -> _Found:
     try:
-        return check.problems(target, forward_only=forward_only), None, None
+        return _Found(problems=check.problems(target, forward_only=forward_only))
     except NotHere as reason:
-        return {}, str(reason), None
+        return _Found(refused=str(reason))
     except AssertionError as problem:
         said = _one_line(str(problem))
-        return {"d_query" if said.startswith("d_") else "out": said}, None, None
+        result = "d_query" if said.startswith("d_") else "out"
+        return _Found(problems={result: said}, unsteady=isinstance(problem, Unsteady))
+    except Unsupported as refusal:
+        return _Found(refused=_one_line(refusal.reasons[target.name]))
     except Exception as error:
         said = _one_line(str(error))
         refuses = isinstance(error, NotImplementedError)
-        if refuses and _REFUSED in said:
-            return {}, said.partition(_REFUSED)[2].removeprefix(f"{target.name!r}: "), None
         raised = f"raises {type(error).__name__}: {said}"
     if forward_only or check.how is not run:
-        return {"out": raised}, None, None
-    forward, refused, _ = _found(target, check, forward_only=True)
-    if refuses and not forward and refused is None:
-        return {}, None, said
-    return (forward if forward else {"d_query": raised}), refused, None
+        return _Found(problems={"out": raised})
+    forward = _found(target, check, forward_only=True)
+    if forward.problems or forward.refused is not None:
+        return forward
+    return _Found(no_gradients=said) if refuses else _Found(problems={"d_query": raised})
 
 
 def _one_line(text: str) -> str:
@@ -122,6 +133,6 @@ class Checker(Service):
             raise RuntimeError(f"the device answers no more; {verdict.forward or verdict.gradients}")
         return verdict
 
-    def smallest(self, title: str, results: tuple[str, ...]) -> str:
-        """A small call that shows what is wrong with these results of a check."""
-        return smallest.code(self.target, CHECKS[title], results)
+    def smallest(self, title: str, verdict: Verdict) -> str:
+        """A small call that shows what is wrong with the results of a check."""
+        return smallest.code(self.target, CHECKS[title], verdict.results, again=verdict.unsteady)
