@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -9,12 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import pytest
 from rich.console import Console
 
 import xsake
 from xsake._cli import info
 from xsake._op import plugins, registry, tuned
+from xsake.backend import Call
 
 NAMES = (
     "HONOURS, Config, backward, default_blocks, default_config, forward, misfit, search_space, unavailable, unsupported"
@@ -202,6 +205,16 @@ def test_names_that_cannot_be_registered(write):
             xsake.register_backend(name, module)
     with pytest.raises(ValueError, match="before='cudnn' must be None or one of"):
         xsake.register_backend("mine", write(), before="cudnn")
+
+
+def test_the_contract_is_documented_field_by_field():
+    text = (pages.ROOT / "docs/api/backends.md").read_text()
+    fields, _, names = text.partition("field by field")[2].partition("```")[0].partition("### The mask")
+    assert re.findall(r"^\| `(\w+)` \|", fields, re.MULTILINE) == [f.name for f in dataclasses.fields(Call)]
+    assert all(f"`{name}`" in fields for name, of in vars(Call).items() if isinstance(of, property))
+    told = re.findall(r"`(\w+)(?:\(\))?`", "".join(re.findall(r"^\|([^|]+)\|", names, re.MULTILINE)))
+    mask = xsake.patterns.causal(32, 32, block_q=16, block_kv=16)
+    assert {"kv_indices", "to_listed"} <= set(told) and [name for name in told if not hasattr(mask, name)] == []
 
 
 def test_the_names_of_the_contract():
