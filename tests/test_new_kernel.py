@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import jax
@@ -19,12 +19,8 @@ from typer.testing import CliRunner
 
 import xsake
 from xsake._cli import app, new_kernel
-from xsake._op import plugins, registry
+from xsake._op import registry
 from xsake._op.arguments import build_call
-from xsake._race import paired
-from xsake.autotune.measure import contest, isolation
-from xsake.autotune.measure.interference import Contention
-from xsake.autotune.search import last_race
 from xsake.testing import CHECKS, target_of
 
 _number = itertools.count()
@@ -107,47 +103,34 @@ def test_names_and_options_that_cannot_be(tmp_path):
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """The example's package, built and installed into an environment of its own."""
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-compile"]
+def environment(tmp_path):
+    """The interpreter of an environment on top of this one, into which pip installed the example."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    (below,) = folder.glob("lib/python*/site-packages")
+    roots = {str(Path(module.__file__).parents[1]) for module in (jax, pytest, xsake)}
+    (below / "below.pth").write_text("".join(f"import site; site.addsitedir({root!r})\n" for root in sorted(roots)))
     source = tmp_path / "source"  # so that the build leaves nothing in the checkout
-    source.mkdir()
     for path in [EXAMPLE / "pyproject.toml", *(EXAMPLE / "simple_kernel").glob("*.py")]:
         copy = source / path.relative_to(EXAMPLE)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(exist_ok=True, parents=True)
         copy.write_bytes(path.read_bytes())
-    subprocess.run([*command, "--target", str(site), str(source)], check=True, capture_output=True)
-    monkeypatch.setattr(plugins, "installed", plugins.cache(plugins.installed.__wrapped__))
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    python = folder / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
+    options = ["--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, *options, str(source)], check=True, capture_output=True)
+    return python
 
 
-def test_the_example_is_checked_tuned_raced_and_gated_by_the_commands(installed, tmp_path, monkeypatch):
-    """As its README says, with little time, and on a machine that others use."""
-    assert xsake.implementations()["simple_kernel"] is None
-    assert registry.source("simple_kernel") == "simple-kernel 0.1.0"
-    monkeypatch.setattr(contest, "contention", lambda: contextlib.nullcontext(Contention()))
-    monkeypatch.setattr(last_race, "disturbance", lambda *race: None)
-    check = ["check", "simple_kernel", "--quick", "--only", "vmap,positions"]
-    tune = ["autotune", "--implementation", "simple_kernel", "--from-call", "1x96x2x16,block=16,causal,density=0.5"]
-    tune += ["--no-isolate", "--budget", "30s", "--out", str(tmp_path / "db")]
-    monkeypatch.setattr(isolation, "Worker", isolation.Here)  # for the race: checks have processes of their own
-    race = ["race", "--shape", "1x96x2x16,block=16,causal", "--against", "simple_kernel", "--rounds", "2"]
-    monkeypatch.setattr(paired, "disturbance", lambda *race: None)
-    quickly = ["--storage", str(tmp_path / "kept"), "--rounds", "3", "--round-seconds", "0.001"]
-    gate = ["gate", "--record", "--shape", "1x96x2x16,block=16,causal", "--implementation", "simple_kernel", *quickly]
-    told = "2 of 2 checks hold", "1 workload-density pairs", "simple_kernel", "recorded in"
-    for words, says in zip((check, tune, race, gate), told, strict=True):
-        said = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
-        assert said.exit_code == 0 and says in said.output, said.output
-    said = CliRunner().invoke(app, ["gate", *quickly], env={"COLUMNS": "150"})
-    assert "simple_kernel forward" in said.output and "allowed" in said.output, (
-        said.output
-    )  # so short, it may be slower
+def test_the_example_is_checked_tuned_raced_and_gated_by_the_commands(environment, tmp_path):
+    """As its README says, with little time."""
+    script = Path(__file__).with_name("workbench.py")
+    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(xsake.__file__).parents[1])}}
+    run = subprocess.run([environment, script, tmp_path, EXAMPLE], capture_output=True, text=True, **where)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_the_example_differs_from_a_new_package_in_its_kernel_alone():
     files = new_kernel.package("simple_kernel", "xla")
-    for path in ("pyproject.toml", "tests/conftest.py", "tests/test_contract.py"):
+    for path in ("pyproject.toml", "gate.py", "tests/conftest.py", "tests/test_contract.py"):
         assert (EXAMPLE / path).read_text() == files[path]

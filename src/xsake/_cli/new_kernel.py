@@ -20,6 +20,7 @@ _KINDS = {
 }
 _FILES = {
     "README.md": "README.md.txt",
+    "gate.py": "gate.py.txt",
     "pyproject.toml": "pyproject.toml.txt",
     "my_kernel/__init__.py": "__init__.py.txt",
     "my_kernel/backend.py": "backend.py.txt",
