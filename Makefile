@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests parity-transformers test-torch test-trackers serve-test wheel clean web check-web test-web browser
+.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests recipes recipe-flax recipe-tokamax recipe-keras recipe-ejkernel recipe-easydel parity-transformers test-torch test-trackers serve-test wheel clean web check-web test-web browser
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -59,17 +59,39 @@ peer-tests: $(STAMP)
 	.venv-peers/bin/python -m pip install --quiet --no-deps ejkernel==0.0.80.3
 	.venv-peers/bin/python tests/peers/run.py $(PEERS)
 
+# The recipes of docs/coming_from.md, run with the real libraries; RECIPES="keras easydel" runs only these two. ejkernel and
+# EasyDeL ask for an older JAX: each has an environment of its own. EasyDeL's has torch, some gigabytes.
+RECIPES ?= flax tokamax keras ejkernel easydel
+recipes: $(addprefix recipe-,$(RECIPES))
+
+recipe-flax recipe-tokamax recipe-keras:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -e . -r tests/peers/requirements.txt
+	KERAS_BACKEND=jax .venv-peers/bin/python examples/$(@:recipe-%=%)_*.py
+
+recipe-ejkernel:
+	$(PYTHON) -m venv .venv-ejkernel
+	.venv-ejkernel/bin/python -m pip install --quiet -e . ejkernel==0.0.80.3
+	.venv-ejkernel/bin/python examples/ejkernel_attention.py
+
+recipe-easydel:
+	$(PYTHON) -m venv .venv-easydel
+	.venv-easydel/bin/python -m pip install --quiet -e . -r tests/peers/easydel_requirements.txt
+	.venv-easydel/bin/python -m pip install --quiet --no-deps easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78
+	.venv-easydel/bin/python examples/easydel_model.py
+
 # Every family of models against transformers' own; torch is some gigabytes, so it has an environment of its own.
 parity-transformers:
 	$(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -e '.[model]' torch transformers sentencepiece
 	.venv-transformers/bin/python tests/parity_transformers.py
 
-# Models of transformers that attend by xsake, in the same environment.
+# Models of transformers that attend by xsake, in the same environment, and torch's flex_attention beside xsake.compat.flex.
 test-torch:
 	$(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -e '.[dev,torch]'
 	.venv-transformers/bin/python -m pytest -q -rs tests/test_torch.py
+	.venv-transformers/bin/python tests/peers/flex_torch.py
 
 # sglang-jax on the CPU, with xsake in it, asked by a real client. It pins a JAX: an environment of its own, 1 GB.
 serve-test:
@@ -124,7 +146,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-track .venv-transformers .venv-serve build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
+	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-ejkernel .venv-easydel .venv-track .venv-transformers .venv-serve build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
 # By uv, in a fifth of pip's time; by pip, whose settings uv does not read, where uv finds no packages.
 # Every editable installation warns of folders that may take precedence over the package: here they are the package.

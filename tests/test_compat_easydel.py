@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,14 @@ import pytest
 from jax.sharding import Mesh
 from sweep import sweep
 
-from xsake.compat.easydel import AttentionOutput, BlockSparseAttn, MaskInfo, OperationMetadata, OperationRegistry
+from xsake.compat.easydel import (
+    AttentionOutput,
+    BlockSparseAttn,
+    MaskInfo,
+    OperationMetadata,
+    OperationRegistry,
+    register,
+)
 from xsake.kernels_xla_ref import oracle
 
 B, T, H, K, D = 2, 50, 4, 2, 16
@@ -135,3 +143,9 @@ def test_wrong_metadata_and_names():
         OperationMetadata(blocksize_q=0)
     with pytest.raises(ValueError, match=r"operation 'flash' is unknown; it must be one of \['blocksparse'\]"):
         OperationRegistry.get("flash")
+
+
+def test_registering_without_easydel_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "easydel", None)
+    with pytest.raises(ModuleNotFoundError, match=r"EasyDeL, in which register\(\) enters xsake, is not installed"):
+        register()

@@ -1,4 +1,4 @@
-"""The names and signatures of other libraries, on top of XSAKE: `xsake.compat.ejkernel` and `xsake.compat.easydel`."""
+"""The names and signatures of other libraries, on top of XSAKE: `xsake.compat.ejkernel`, `easydel` and `flex`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xsake.compat import easydel, ejkernel
+    from xsake.compat import easydel, ejkernel, flex
 
-__all__ = ["easydel", "ejkernel"]
+__all__ = ["easydel", "ejkernel", "flex"]
 
 
 def __getattr__(name: str) -> Any:

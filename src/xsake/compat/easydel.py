@@ -229,3 +229,115 @@ def _over_mesh(meta: OperationMetadata, q: Array, k: Array, v: Array, mask: Any,
         return placed(out, spec)
 
     return jax.jit(run)(q, k, v)
+
+
+def register(name: str = "blocksparse") -> type:
+    """Enter xsake in EasyDeL's own `OperationRegistry`: models with `attn_mechanism=name` then attend by xsake.
+
+    It takes the place of the operation that EasyDeL has under this name, and needs EasyDeL installed. Requirements,
+    caches and modes are those of EasyDeL's block-sparse operation. Meshes, `mask_info`, biases, windows, sinks and soft
+    caps are honoured, with the meaning that EasyDeL's "vanilla" gives them. Dropout of weights, `cum_seqlens_*`,
+    `normalize_output=False`, windows over a cache and unknown arguments are refused by name.
+    """
+    try:
+        from easydel.operations import AttentionOutput as Output
+        from easydel.operations import OperationRegistry as Registry
+        from easydel.operations.kernels.blocksparse_attention import BlockSparseAttn as Theirs
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "easydel":
+            raise
+        raise ModuleNotFoundError(
+            "EasyDeL, in which register() enters xsake, is not installed: see the page 'Coming from another library'",
+            name="easydel",
+        ) from error
+
+    class OnXsake(Theirs):
+        @classmethod
+        def get_impl_name(cls) -> str:
+            return name
+
+        def forward_native(self, query: Any, key: Any, value: Any, **given: Any) -> Any:
+            return Output(
+                attention_weights=None, attention_outputs=_as_vanilla(self.metadata, query, key, value, **given)
+            )
+
+    return Registry.register(OnXsake)
+
+
+# Arguments of EasyDeL's other kernels, and of caches, whose keys and values and masks the call has.
+_CHANGE_NO_NUMBER = {
+    *("cache_metadata", "cache_view", "compute_dtype", "dropout_rng", "fused_backward", "mask_value", "optimized"),
+    *("policy", "precision", "prevent_cse", "vmem_limit_bytes"),
+}
+
+
+def _as_vanilla(
+    metadata: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    softmax_aux: Any = None,
+    mask_info: Any = None,
+    bias: Any = None,
+    init_bias: Callable | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: Any = None,
+    causal: bool = True,
+    deterministic: bool = True,
+    dropout_prob: float = 0.0,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    normalize_output: bool = True,
+    **of_other_kernels: Any,
+) -> Array:
+    """The output that EasyDeL's "vanilla" gives."""
+    refused = dict(cum_seqlens_q=cum_seqlens_q is not None, cum_seqlens_k=cum_seqlens_k is not None)
+    refused |= dict(dropout_prob=bool(dropout_prob) and not deterministic, normalize_output=not normalize_output)
+    refused |= {x: value is not None for x, value in of_other_kernels.items() if x not in _CHANGE_NO_NUMBER}
+    if any(refused.values()):
+        raise NotImplementedError(f"{', '.join(name for name, is_given in refused.items() if is_given)}: not honoured")
+    q, k, v = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
+    batch, tokens, heads, _ = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if mask_info is None and bias is None and init_bias is not None:
+        bias = init_bias()
+    if tokens == 1:
+        causal = False  # decoding: the mask says which keys of the cache are filled
+    window = sliding_window
+    if window is not None and tokens != keys:  # vanilla counts both from 0, whatever the place of the queries
+        if any(side is not None and side < keys - 1 for side in Band.of(False, window)):
+            raise NotImplementedError(
+                f"sliding_window={window} for {tokens} queries and {keys} keys, whose distances are not told"
+            )
+        window = None
+    segments, elements = None, None
+    if mask_info is not None and bias is None:  # a bias goes before the mask
+        # The properties of the same names compute the one from the other.
+        allowed, of_queries, of_keys = (
+            getattr(mask_info, f"_{name}") for name in ("attention_mask", "q_segment_ids", "kv_segment_ids")
+        )
+        if allowed is None:
+            segments = (of_queries, of_keys)
+        elif tokens == 1 and allowed.ndim == 4 and allowed.shape[1] == 1:
+            allowed = jnp.broadcast_to(allowed[:, 0, :1, :keys] != 0, (batch, 1, keys))
+            segments = jnp.zeros((batch, 1), jnp.int32), jnp.where(allowed[:, 0], 0, -1)
+        else:
+            elements = allowed[..., :tokens, :keys] if allowed.ndim == 4 else allowed
+    if np.shape(softmax_aux) in ((heads,), (kv_heads,)):  # here, one sink per head
+        softmax_aux = softmax_aux[:, None]
+    blocks = OperationMetadata(mesh=metadata.mesh)
+    sizes = dict(block_q=blocks.blocksize_q, block_kv=blocks.blocksize_k, q_len=tokens, kv_len=keys)
+    elements = None if elements is None else as_elements(elements, batch, heads, sizes)
+    options: dict[str, Any] = dict(
+        bias=bias,
+        scale=softmax_scale,
+        is_causal=causal,
+        local_window_size=window,
+        segment_ids=segments,
+        sinks=sinks_of(softmax_aux, heads, kv_heads),
+        logits_soft_cap=logits_soft_cap,
+    )
+    mask = mask_of(sizes, batch, elements=elements, band=Band.of(causal, window))
+    return _over_mesh(blocks, q, k, v, mask, options)

@@ -107,8 +107,7 @@ def flex_attention(
         sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         block_mask, options = _options_of(score_mod, sizes, block_mask, q.shape[3] ** -0.5 if scale is None else scale)
     found = xsake.attention(q, k, v, block_mask, return_lse=return_lse, **options)
-    out, lse = found if return_lse else (found, None)
-    return (out.swapaxes(1, 2), lse.swapaxes(1, 2)) if return_lse else out.swapaxes(1, 2)
+    return tuple(x.swapaxes(1, 2) for x in found) if return_lse else found.swapaxes(1, 2)
 
 
 def _options_of(
@@ -119,7 +118,7 @@ def _options_of(
     inner = 1.0 if rule.outer is None else rule.outer  # c tanh(x) = |c| tanh(sign(c) x), and the op caps by |c|
     bias = None
     if rule.bias is not None:
-        bias = over_indices(lambda *place: found.rule_at(*place).bias.value, rule.bias.of, sizes)
+        bias = over_indices(found.part("bias"), rule.bias.of, sizes)
         bias = bias.astype(jnp.float32) * np.float32(inner)
         if rule.outer is not None:  # tanh(-inf) is -1, and not deleted
             bias = jnp.clip(bias, jnp.finfo(jnp.float32).min, jnp.finfo(jnp.float32).max)
@@ -127,7 +126,7 @@ def _options_of(
         batch, heads, q_len, kv_len = sizes
         blocks = (128, 128) if mask is None else (mask.block_q, mask.block_kv)
         grid = Grid.of(*blocks, q_len, kv_len, is_causal=False, window=None)
-        kept = _mask_of(lambda *place: found.rule_at(*place).keep.value, batch, heads, grid, "score_mod")
+        kept = _mask_of(found.part("keep"), batch, heads, grid, "score_mod")
         mask = kept if mask is None else mask & kept
     cap = None if rule.outer is None else abs(rule.outer)
     return mask, dict(scale=scale * rule.factor * inner, bias=bias, logits_soft_cap=cap)

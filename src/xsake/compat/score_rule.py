@@ -68,6 +68,10 @@ class Recognised:
     rule: ScoreRule
     rule_at: Callable[..., ScoreRule]
 
+    def part(self, name: str) -> Callable:
+        """The function of (b, h, q_idx, kv_idx) that gives `bias` or `keep`, which the rule must have."""
+        return lambda *place: getattr(self.rule_at(*place), name).value
+
     @classmethod
     def of(cls, score_mod: Callable, sizes: Sequence[int]) -> Recognised:
         """The rule of a score_mod for indices below `sizes`, held against the function at sampled places.
@@ -115,7 +119,7 @@ def over_indices(function: Callable, of: frozenset[int], sizes: Sequence[int]) -
     return at_places(function, *(jnp.arange(size if i in of else 1, dtype=jnp.int32) for i, size in enumerate(sizes)))
 
 
-def at_places(function: Callable, *places: Array) -> Array:
+def at_places(function: Callable, *places: Array | np.ndarray) -> Array:
     """A function of four scalars for every combination of four vectors."""
     for i in reversed(range(4)):
         function = jax.vmap(function, in_axes=[0 if i == j else None for j in range(4)])
@@ -127,8 +131,8 @@ def _rule_of(program: Jaxpr, consts: Sequence[Any], *indices: Any) -> ScoreRule:
     (out,) = _run(program, [OfIndices(x) for x in consts], given)
     if not isinstance(out, ScoreRule) or out.factor == 0 or out.outer == 0:
         raise _refusal("returns a value that does not depend on the score")
-    if program.outvars[0].aval.dtype != jnp.float32:
-        raise _refusal(f"returns {program.outvars[0].aval.dtype} for a float32 score")
+    if (dtype := _aval(program.outvars[0]).dtype) != jnp.float32:
+        raise _refusal(f"returns {dtype} for a float32 score")
     return out
 
 
@@ -174,7 +178,7 @@ def _run(program: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[An
     known: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
 
     def read(x: Any) -> Any:
-        return OfIndices(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else known[x]
+        return OfIndices(np.asarray(x.val, _aval(x).dtype)) if isinstance(x, Literal) else known[x]
 
     later = {*_operands(program.eqns), *(x for x in program.outvars if not isinstance(x, Literal))}
     for eqn in program.eqns:
@@ -192,6 +196,10 @@ def _run(program: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[An
     return [read(x) for x in program.outvars]
 
 
+def _aval(x: Any) -> Any:
+    return x.aval
+
+
 def _operands(eqns: Sequence[JaxprEqn]) -> list[Any]:
     """The variables that are read, each once."""
     return list(dict.fromkeys(x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal)))
@@ -202,7 +210,7 @@ def _of_score(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     if name in ("jit", "pjit", "closed_call"):
         inner: ClosedJaxpr = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
         return _run(inner.jaxpr, [OfIndices(x) for x in inner.consts], values)
-    if name not in _STEPS or len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != ():
+    if name not in _STEPS or len(eqn.outvars) != 1 or _aval(eqn.outvars[0]).shape != ():
         raise _refusal(f"applies {name} to the score")
     return [_STEPS[name](eqn, *values)]
 
