@@ -102,7 +102,7 @@ def dense(q, k, v, score_mod, mask_mod):
     """float32[B, H, T, D] and its logsumexp, from all scores."""
     k, v = (jnp.repeat(x, H // K, 1) for x in (k, v))
     scores = modified(jnp.einsum("bhtd,bhsd->bhts", q, k, precision="highest") * D**-0.5, score_mod)
-    scores = jnp.where(at_places(mask_mod, *places()), scores, -jnp.inf)
+    scores = jnp.where(at_places(mask_mod, *places()) & ~jnp.isneginf(scores), scores, -jnp.inf)  # no gradient at -inf
     lse = jax.nn.logsumexp(scores, -1)
     some = jnp.isfinite(lse)
     weights = jnp.exp(scores - jnp.where(some, lse, 0)[..., None])
