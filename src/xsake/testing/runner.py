@@ -56,7 +56,7 @@ class Checkers:
     def target(self) -> Target:
         """The sizes that suit the backend. `Failed` where it supports none, or cannot be imported."""
         (first,) = self._all
-        target, platform = first.call("sizes", limit=self._limit)
+        target, platform = first.call("importing", limit=self._limit)
         self._on_cpu = platform == "cpu"
         return target
 

@@ -120,8 +120,9 @@ class Checker(Service):
     def target(self) -> Target:
         return target_of(self._name)
 
-    def sizes(self) -> tuple[Target, str]:
-        """The backend's target, and the platform of this process: the parent must not open the device."""
+    def importing(self) -> tuple[Target, str]:
+        """The backend's target, and the platform of this process: the parent must not open the device, nor import a
+        backend. A backend that hangs is told by this name: "importing did not end within 60 s"."""
         return self.target, jax.default_backend()
 
     def check(self, title: str, parts: frozenset[str]) -> Verdict:
