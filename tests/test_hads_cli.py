@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli import hads as cli
-from xsake._cli.progress import shown_progress
+from xsake._ground.progress import shown_progress
 from xsake.hads import HadsProfile
 from xsake.hads.study.bootstrap import Difference
 from xsake.hads.study.result import table

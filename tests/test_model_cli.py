@@ -139,7 +139,7 @@ def test_a_model_without_a_profile_is_calibrated_once(folder, monkeypatch, tmp_p
         asked.append((tokens.shape, name, block))
         return dataclasses.replace(hads_case.ONE_LAYER, block=block, block_q=block, digests=("0" * 16,) * len(tokens))
 
-    monkeypatch.setattr("xsake.hads.calibration.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("xsake.hads.calibration.own_profile.calibrate", calibrate)
     words = ["generate", "-", "--model", folder, "--max-new-tokens", 2, "--hads", 0.9]
     first = xsake(*words, input="hello " * 150)
     assert "has no HADS profile yet: calibrating on 4 texts of 512 tokens, once" in first.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,10 +85,11 @@ def generate(
         import jax.numpy as jnp
 
         import xsake
-        from xsake._cli.own_profile import own_profile
         from xsake._ground.cache import keep_compiled
         from xsake._ground.fields import check
         from xsake._ground.kinds import maybe, number
+        from xsake.hads.calibration.own_profile import own_profile
+        from xsake.hads.profile.budgets import uniform_counts
         from xsake.model import HadsBudget, load_pretrained, load_tokenizer, stream
         from xsake.model.generation.generation import check_request
         from xsake.model.generation.memory import check_memory
@@ -121,8 +123,16 @@ def generate(
             check_memory(opened.config, **sizes, itemsize=jnp.dtype(dtype).itemsize, profile=learned)
         transformer = load_pretrained(opened, dtype=dtype, param_dtype=dtype)
         if hads is not None and budget is None:
-            about: dict[str, Any] = dict(name=name_of(model), length=len(tokens), budget=hads)
-            found = own_profile(transformer, tokenizer.encode, **about)
+            found = own_profile(
+                transformer,
+                lambda: transformer,
+                tokenizer.encode,
+                name=name_of(model),
+                length=len(tokens),
+                context=transformer.config.context,
+                slow=jax.default_backend() == "cpu",
+                check=partial(uniform_counts, opened.config.layers, opened.config.q_heads, hads),
+            )
             request["hads"] = HadsBudget(found, hads, decode_budget)
             check_request(opened.config, [tokens], **request)
 

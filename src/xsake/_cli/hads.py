@@ -11,8 +11,8 @@ import typer
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import check_file_out, check_folder_out, load_profile
-from xsake._cli.progress import shown_progress
 from xsake._ground.cache import keep_compiled
+from xsake._ground.progress import shown_progress
 from xsake.model.weights.published import name_of
 
 Model = Annotated[str, typer.Option(help="A published model (smollm2), a GGUF or safetensors file, or a training run.")]

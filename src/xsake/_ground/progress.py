@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import typer
 
 _LINE_SECONDS = 10
 
@@ -40,4 +39,5 @@ class _Lines:
         if done == of or what not in self._begun or now - self._last >= _LINE_SECONDS:
             self._last = now
             self._begun.add(what)
-            typer.echo(f"{what}: {done} of {of}, after {now - self._start:.0f} s", err=self._err)
+            file = sys.stderr if self._err else sys.stdout
+            print(f"{what}: {done} of {of}, after {now - self._start:.0f} s", file=file, flush=True)
