@@ -5,109 +5,35 @@ torch and transformers are some gigabytes: `make test-torch` runs these in an en
 
 from __future__ import annotations
 
+import os
 import runpy
 import warnings
 from pathlib import Path
+from pydoc_data.topics import topics
 
-import hads_case as case
+import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from xsake import hads
+from xsake.model import load_pretrained, load_tokenizer, save_pretrained
+from xsake.model.weights import fetch
 
 torch = pytest.importorskip("torch", reason="torch and transformers have an environment of their own: make test-torch")
 transformers = pytest.importorskip("transformers", reason="make test-torch")
 
+from torch_case import FAMILIES, SIZES, check_same, model_of, padding, prompts, read, tensors  # noqa: E402
+
 import xsake.torch as xsake_torch  # noqa: E402
-from xsake.torch import masks  # noqa: E402
+from xsake.torch import crossing  # noqa: E402
 from xsake.torch import of_tensors as call  # noqa: E402
-from xsake.torch import transformers as of_transformers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-WINDOW = dict(sliding_window=24)
-FAMILIES = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, **WINDOW),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
-    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **WINDOW, head_dim=16),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **WINDOW, head_dim=16),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=97,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, **WINDOW, head_dim=16, num_local_experts=4, num_experts_per_tok=2
-    ),
-}
 BY_EAGER = ("gemma2", "gpt_oss")  # sdpa has no soft cap and no sinks
-TOKENS, PADDED = 50, 9
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     xsake_torch.register()
-
-
-def model_of(family: str):
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
-
-
-def prompts():
-    return torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-
-
-def padding(side: str | None):
-    if side is None:
-        return None
-    if side == "holes":
-        return (torch.arange(TOKENS) % 11 != 5).long().expand(2, -1) * padding("left")
-    mask = torch.ones(2, TOKENS, dtype=torch.int64)
-    if side != "none of it":
-        mask[0, slice(PADDED) if side == "left" else slice(-PADDED, None)] = 0
-    return mask
-
-
-def read(model, implementation: str, **given):
-    """Logits where tokens are, and the gradients of every parameter."""
-    model.set_attn_implementation(implementation)
-    model.zero_grad()
-    logits = model(prompts(), **given).logits
-    mask = given.get("attention_mask")
-    if mask is not None and mask.ndim == 2:
-        logits = logits * mask[..., None]
-    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
-    (logits * cotangent).sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check_same(model, reference: str, tolerance: float = 2e-5, **given):
-    (wanted, wanted_grads), (got, grads) = (read(model, name, **given) for name in (reference, "xsake"))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
-    assert grads.keys() == wanted_grads.keys()
-    for name, grad in wanted_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=0, atol=tolerance * max(1.0, grad.abs().max().item()))
 
 
 @pytest.mark.parametrize("side", [None, "none of it", "left", "right"])
@@ -177,11 +103,6 @@ def test_what_xsake_does_not_compute_is_torchs_and_said_once():
     torch.testing.assert_close(logits["xsake"], logits["sdpa"])
 
 
-def tensors(tokens: int = 70, dtype=torch.float32):
-    torch.manual_seed(3)
-    return [torch.randn(2, heads, tokens, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_tensors_that_are_not_contiguous(is_causal: bool):
     q, k, v = tensors()
@@ -196,16 +117,64 @@ def test_tensors_that_are_not_contiguous(is_causal: bool):
     )
 
 
-def test_wrong_tensors_are_refused():
+def test_wrong_tensors_are_refused(monkeypatch):
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"the query is torch.float64: convert it"):
         xsake_torch.attention(q.double(), k, v)
+    with pytest.raises(ValueError, match=r"of one dtype, and are torch.float32, torch.float64 and torch.float32"):
+        xsake_torch.attention(q, k.double(), v)
     with pytest.raises(ValueError, match=r"on one device, and are on \['cpu', 'meta'\]"):
         xsake_torch.attention(q, k.to("meta"), v)
+    with pytest.raises(ValueError, match=r"on one device, and are on \['cpu', 'meta'\]"):
+        xsake_torch.attention(q, k, v, sinks=torch.zeros(4, device="meta"))
+    with pytest.raises(ValueError, match=r"on a CPU or on an NVIDIA GPU, and these are on 'meta': move them"):
+        xsake_torch.attention(*(x.to("meta") for x in (q, k, v)))
+    with monkeypatch.context() as two_gpus:
+        two_gpus.setattr(jax, "local_devices", lambda backend: [0, 1] if backend == "gpu" else [0])
+        crossing.check_device.cache_clear()
+        crossing.check_device(torch.device("cuda", 1))
+        with pytest.raises(ValueError, match=r"the tensors are on 'cuda:2', and JAX has .* only: pip install"):
+            crossing.check_device(torch.device("cuda", 2))
+    crossing.check_device.cache_clear()
     (grad,) = torch.autograd.grad(xsake_torch.attention(q, k, v, is_causal=True).sum(), q)
     assert grad.shape == q.shape
     with pytest.raises(NotImplementedError, match="no second derivatives: leave out create_graph"):
         torch.autograd.grad(xsake_torch.attention(q, k, v, is_causal=True).sum(), q, create_graph=True)
+
+
+def test_tensors_that_learn_where_nothing_is_learned():
+    q, k, v = tensors()
+    wanted = xsake_torch.attention(q, k, v, is_causal=True)
+    for quiet in (torch.inference_mode, torch.no_grad):
+        with quiet():
+            got = xsake_torch.attention(q, k, v, is_causal=True)
+        assert not got.requires_grad and torch.equal(got, wanted)
+    with torch.inference_mode():
+        mine = [x * 1 for x in (q, k, v)]
+    assert torch.equal(xsake_torch.attention(*mine, is_causal=True), wanted)
+
+
+def test_autocast_is_as_near_to_float32_as_torchs():
+    model = model_of("llama")
+    exact, _ = read(model, "sdpa", attention_mask=padding("left"))
+    errors = {}
+    for name in ("sdpa", "xsake"):
+        with torch.autocast("cpu", torch.bfloat16):
+            errors[name] = (read(model, name, attention_mask=padding("left"))[0] - exact).norm()
+    assert 0 < errors["xsake"] < 1.2 * errors["sdpa"]
+
+
+@pytest.mark.parametrize("given", [{}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}])
+def test_jax_leaves_a_gpus_memory_to_torch(given: dict, monkeypatch, recwarn):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    xsake_torch._leave_memory_to_torch()
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == given.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert ["JAX was used before xsake.torch was imported" in str(one.message) for one in recwarn] == [True][
+        : not given
+    ]
 
 
 def test_a_model_compiled_by_torch_is_right():
@@ -217,100 +186,35 @@ def test_a_model_compiled_by_torch_is_right():
     torch.testing.assert_close(got * padding("left")[..., None], wanted, rtol=0, atol=2e-5)
 
 
-PROFILE = case.random_profile(q_heads=4, kv_heads=2, head_dim=16, block=16)
-
-
-@pytest.mark.parametrize("side", [None, "left", "right", "holes"])
-def test_hads_with_all_blocks_is_dense(side: str | None):
-    model = model_of("llama")
-    model.set_attn_implementation("xsake")
-    xsake_torch.hads(model, PROFILE, 1.0, policy="always")
-    check_same(model, "sdpa", attention_mask=padding(side))
-    with torch.no_grad():  # gradients of padded prompts are dense
-        logits = {}
-        for name in ("sdpa", "xsake"):
-            model.set_attn_implementation(name)
-            logits[name] = model(prompts(), attention_mask=padding(side)).logits
-    text = torch.ones(2, TOKENS, dtype=torch.bool) if side is None else padding(side).bool()
-    torch.testing.assert_close(logits["xsake"][text], logits["sdpa"][text], rtol=0, atol=2e-5)
-
-
-def test_hads_leaves_a_mask_alone_that_is_not_causal():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, is_causal=False, attn_implementation="xsake")
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        wanted = model(prompt_of()).logits
-        xsake_torch.hads(model, PROFILE, 0.6, policy="always")
-        mask = torch.ones(1, 250, dtype=torch.int64)
-        mask[0, :9] = 0
-        module = model.model.layers[0].self_attn
-        q, k, v = (x.detach()[:1] for x in tensors(250))
-        one = masks.tokens_mask(1, 250, 250, mask_function=masks.bidirectional_mask_function, attention_mask=mask)
-        assert not masks.said_by(one, 250, 250).is_causal
-        out, _ = of_transformers.forward(module, q, k, v, one)
-        seen = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.bool()[:, None, None], enable_gqa=True
-        )
-    torch.testing.assert_close(out.transpose(1, 2)[:, :, 9:], seen[:, :, 9:], rtol=0, atol=1e-5)
-    assert wanted.isfinite().all()
-
-
-def prompt_of(tokens: int = 250):
-    return torch.randint(3, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
-
-
-def test_hads_reads_a_prompt_as_hads_attention_does():
-    q, k, v = (x.detach() for x in tensors(250))
-    attention = hads.Attention(PROFILE, 0.6, policy="always")
-    ends = torch.full((2,), 250, dtype=torch.int32)
-    for layer in range(2):
-        text = torch.zeros_like(ends), ends, torch.zeros((2, 250), dtype=torch.int32)
-        sparse = call.Sparse(attention, layer, text)
-        got = xsake_torch.attention(q, k, v, is_causal=True, sparse=sparse)
-        wanted = attention(*(jnp.asarray(x.transpose(1, 2).numpy()) for x in (q, k, v)), layer=layer)
-        np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-6)
-    dense = xsake_torch.attention(q, k, v, is_causal=True)
-    assert (got - dense).abs().max() > 1e-3
-
-
-def test_hads_in_a_model_with_and_without_padding():
-    model, prompt = model_of("llama"), prompt_of()
-    model.set_attn_implementation("xsake")
-    dense = model(prompt).logits
-    xsake_torch.hads(model, PROFILE, 0.6, policy="always")
-    with torch.no_grad():
-        sparse = model(prompt).logits
-    assert (sparse - dense).abs().max() > 1e-4
-    padded = torch.cat([torch.zeros(1, 30, dtype=torch.int64), prompt], 1)
-    mask = (padded != 0).long()
-    with torch.no_grad():
-        got = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0)).logits[:, 30:]
-    torch.testing.assert_close(got, sparse, rtol=0, atol=2e-5)
-    trained = model(prompt).logits
-    torch.testing.assert_close(trained, sparse, rtol=0, atol=2e-5)
-    trained[:, -1].sum().backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
-    assert tokens[0, 250] == sparse[0, -1].argmax()
-    xsake_torch.hads(model, None)
-    torch.testing.assert_close(model(prompt).logits, dense, rtol=0, atol=0)
-
-
-def test_hads_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="the profile of 'random' has 2 layers, and the model 3: calibrate this model"):
-        config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3})
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="xsake")
-        xsake_torch.hads(model, PROFILE)
-    with pytest.raises(ValueError, match="the model attends by 'sdpa', which knows no HADS"):
-        xsake_torch.hads(model_of("llama"), PROFILE)
-    with pytest.raises(ValueError, match="Linear has no layers with a layer_idx"):
-        xsake_torch.hads(torch.nn.Linear(2, 2), PROFILE)
-
-
 def test_padded_lengths():
     assert [call.bucket(n) for n in (1, 2, 64, 65, 1000, 5000)] == [1, 64, 64, 128, 1024, 5120]
 
 
 def test_the_example_runs():
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "transformers_on_torch.py"))
+
+
+@pytest.mark.pretrained
+@pytest.mark.skipif(not fetch.place("smollm2").exists(), reason="fetch it first: xsake model fetch smollm2")
+def test_smollm2(tmp_path, capsys):
+    """Published weights: logits, gradients and tokens as by sdpa, and the profile that comes with xsake."""
+    save_pretrained(load_pretrained("smollm2", dtype=jnp.float32), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    text = torch.tensor(load_tokenizer("smollm2").encode(topics["assignment"])[:200])[None]
+    found = {}
+    for name in ("sdpa", "xsake"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        out = model(text, labels=text)
+        out.loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            tokens = model.generate(text[:, :50], attention_mask=torch.ones(1, 50), max_new_tokens=8, do_sample=False)
+        found[name] = out.logits.detach(), grads, tokens
+    (wanted, wanted_grads, tokens), (got, grads, same) = found.values()
+    assert torch.equal(tokens, same)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4)
+    for name, grad in wanted_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-4 * grad.abs().max().item())
+    xsake_torch.hads(model, 0.2)
+    assert "by a profile from" in capsys.readouterr().err

@@ -53,14 +53,7 @@ class Attention:
     policy: Literal["auto", "always"] | Policy = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("budget", "decode"):
-            share = getattr(self, name)
-            if share is None and name == "decode":
-                continue
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ValueError(f"{name}={share!r} must be a share of the blocks, above 0 and at most 1")
-        if not isinstance(self.policy, Policy) and self.policy not in ("auto", "always"):
-            raise ValueError(f'policy={self.policy!r} must be "auto", "always" or a hads.Policy')
+        check_options(self.budget, self.decode, self.policy)
 
     @property
     def policy_in_force(self) -> Policy:
@@ -149,6 +142,17 @@ class Attention:
                 f"this call of attention has {said[0]}, and the profile of {self.profile.model!r} was made for "
                 f"{said[1]}, which matters at {length} tokens: calibrate this model"
             )
+
+
+def check_options(budget: Any, decode: Any, policy: Any) -> None:
+    """Raise ValueError if an `Attention` cannot have these."""
+    for name, share in (("budget", budget), ("decode", decode)):
+        if share is None and name == "decode":
+            continue
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"{name}={share!r} must be a share of the blocks, above 0 and at most 1")
+    if not isinstance(policy, Policy) and policy not in ("auto", "always"):
+        raise ValueError(f'policy={policy!r} must be "auto", "always" or a hads.Policy')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -171,6 +171,8 @@ class _Learned(NamedTuple):
 def _watched(apply: Any, length: int, layers: int | None) -> Watched:
     if isinstance(apply, Layered) or hasattr(apply, "layered"):
         return ByLayer(apply, length)
+    if isinstance(apply, Watched):
+        return apply
     return Whole(apply, length, layers)
 
 

@@ -122,8 +122,7 @@ class Whole:
         call = self._calls[0]
         heads = (jax.ShapeDtypeStruct(shape, call.dtype) for shape in (call.query, call.key))
         shape = jax.eval_shape(partial(observation, grid=grid), *heads)
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shape))
-        together = max(AT_ONCE // (size * len(tokens)), 1)
+        together = layers_at_once(shape, len(tokens))
         rows = [jnp.asarray(row[None], jnp.int32) for row in tokens]
         for begin in range(first, self.number, together):
             group = self._chosen[begin : begin + together]
@@ -173,6 +172,12 @@ class Whole:
                     f"{self._count - 1}, each once in a forward"
                 )
         return [one.seen for one in told]
+
+
+def layers_at_once(observed: Any, sequences: int) -> int:
+    """How many layers' observations, of this shape and of all sequences, may wait on the host."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(observed))
+    return max(AT_ONCE // (size * sequences), 1)
 
 
 class _Call(NamedTuple):

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import xsake
 from xsake.hads.attention.attention import Attention
-from xsake.torch.crossing import DTYPES, to_jax, to_torch
+from xsake.torch.crossing import DTYPES, check_device, to_jax, to_torch
 
 _UNIT = 64  # tokens
 PADDING = -1  # the segment of a token that is not there
@@ -37,15 +37,17 @@ class Where(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """A prompt that HADS reads: the function and the layer's number.
+    """A prompt that HADS reads, or a chunk of it: the function and the layer's number.
 
     `text` is where each sequence's text begins and ends, int32 [B], and its tokens' segments, int32 [B, T]; None where
-    all is text and keeps its length, which gradients need.
+    all is text and keeps its length, which gradients need. The queries are tokens from `start` on; a later chunk has
+    all keys before it, and no padding before its texts.
     """
 
     attention: Attention
     layer: int
     text: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    start: int = 0
 
 
 class _Static(NamedTuple):
@@ -53,7 +55,7 @@ class _Static(NamedTuple):
 
     hads: Attention | None
     layer: int | None  # of a model whose layers are not alike; else its number is data
-
+    start: int  # of a chunk that HADS reads
     is_causal: bool
     scale: float | None
     window: int | None
@@ -86,10 +88,9 @@ def attention(
       window: with `is_causal`, a query attends itself and the `window - 1` tokens before it.
       sinks: [H] logits that take part in every row's softmax with a value of 0.
       soft_cap: c * tanh(logits / c).
-      sparse: of a whole prompt that HADS reads, in place of `where`.
+      sparse: of a prompt or a chunk that HADS reads, in place of `where`.
     """
-    tensors = [query, key, value, *(x for x in (bias, sinks) if x is not None)]
-    _check(query, tensors)
+    _check(query, key, value, [x for x in (bias, sinks, *(where or ())) if x is not None])
     q_len, k_len = query.shape[2], key.shape[2]
     # Keys after the last query are never seen; elsewhere segments tell which keys are padding.
     if where is None and not (is_causal and q_len == k_len) and bucket(k_len) != k_len and bias is None:
@@ -97,18 +98,23 @@ def attention(
         is_causal = True
     if sparse is not None:
         where = None
+        if not sparse.start:
+            key, value, k_len = key[:, :, :q_len], value[:, :, :q_len], q_len
     keeps_length = bias is not None or (sparse is not None and sparse.text is None)
     q_more, k_more = (0 if keeps_length else bucket(n) - n for n in (q_len, k_len))
     if sparse is not None and sparse.text is not None:
         begins, ends, segments = sparse.text
         segments = functional.pad(segments, (0, q_more), value=PADDING).contiguous()
         sparse = sparse._replace(text=(begins, ends, segments))
+        if sparse.start:
+            k_more = max(sparse.start + q_len + q_more - k_len, 0)
     query, key, value = (_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more)))
     layouts = tuple(_tokens_first(x) for x in (query, key, value))
     layer = sparse.layer if sparse is not None and sparse.attention.profile.windowed else None
     static = _Static(
         sparse and sparse.attention,
         layer,
+        0 if sparse is None else sparse.start,
         is_causal,
         scale,
         window,
@@ -132,11 +138,18 @@ def bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _check(query: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: list[torch.Tensor]) -> None:
     if query.dtype not in DTYPES:
         raise ValueError(f"xsake computes in float32, bfloat16 and float16, and the query is {query.dtype}: convert it")
-    if len({x.device for x in tensors}) > 1:
-        raise ValueError(f"all tensors must be on one device, and are on {sorted({str(x.device) for x in tensors})}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value must be of one dtype, and are {query.dtype}, {key.dtype} and {value.dtype}: convert "
+            "them"
+        )
+    if len({x.device for x in (query, key, value, *more)}) > 1:
+        devices = sorted({str(x.device) for x in (query, key, value, *more)})
+        raise ValueError(f"all tensors must be on one device, and are on {devices}")
+    check_device(query.device)
 
 
 def _numbered(query: torch.Tensor, k_len: int, is_causal: bool) -> Where:
@@ -205,7 +218,11 @@ def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> A
     options: dict[str, Any] = {"scale": static.scale, "sinks": sinks, "logits_soft_cap": static.soft_cap}
     if static.hads is not None:
         layer, text = known["sparse"]
-        if text is not None:
+        if static.window is not None:
+            options["local_window_size"] = (static.window - 1, 0)
+        if static.start:
+            options |= {"start": static.start, "lengths": text[1]}
+        elif text is not None:
             options |= dict(zip(("left_padding", "lengths", "segment_ids"), text, strict=True))
         layer = layer if static.layer is None else static.layer
         return static.hads(query, key, value, layer=layer, is_causal=True, **options)  # type: ignore[no-any-return]

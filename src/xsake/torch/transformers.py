@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from xsake.torch.crossing import DTYPES
+from xsake.hads.selection.rules import Rules
+from xsake.torch.crossing import DTYPES, say_once
 from xsake.torch.masks import elements, said_by, tokens_mask
 from xsake.torch.of_tensors import attention
 from xsake.torch.sparse import NAMES, sparse_prompt
+from xsake.torch.watched import is_watched, shown
 
 
 def register(name: str = "xsake") -> None:
@@ -43,8 +44,11 @@ def forward(
 ) -> tuple[torch.Tensor, None]:
     """An attention of transformers: query [B, H, T, D], keys and values [B, K, S, D]; gives ([B, T, H, D], None)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if torch.is_autocast_enabled(query.device.type):  # rotary positions leave queries and keys in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) if x.dtype in DTYPES else x for x in (query, key, value))
     q_length, kv_length = query.shape[2], key.shape[2]
-    where, window, bias, sparse = None, None, None, None
+    where, window, bias, sparse, is_plain = None, None, None, None, attention_mask is None and position_bias is None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         said = said_by(attention_mask, q_length, kv_length)
         where = said.where
@@ -54,8 +58,9 @@ def forward(
                 "another attn_implementation"
             )
         window, is_causal = sliding_window if said.has_window else None, True
-        if window is None and not said.is_packed and said.is_causal:
-            sparse = sparse_prompt(module, query, key, where)
+        is_plain = position_bias is None and not said.is_packed and said.is_causal
+        if is_plain:
+            sparse = sparse_prompt(module, query, key, where, attention_mask, window)
     elif attention_mask is not None:
         bias, is_causal = _as_bias(attention_mask, kv_length), False
     elif q_length == 1:
@@ -63,7 +68,7 @@ def forward(
     elif is_causal and kv_length > q_length:  # and an empty static cache is one that nothing was written to
         key, value = key[:, :, :q_length], value[:, :, :q_length]
     if attention_mask is None and is_causal:
-        sparse = sparse_prompt(module, query, key, None)
+        sparse = sparse_prompt(module, query, key, None, None, None)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
         if where is not None:
@@ -73,7 +78,7 @@ def forward(
         what, refused = _why(dropout, query), {"softcap": softcap, "sinks (s_aux)": s_aux}
         if also := [name for name, value in refused.items() if value is not None]:
             raise NotImplementedError(f"{what} with {' and '.join(also)}: neither xsake nor torch's sdpa has it")
-        _say_once(f"{what} is computed by torch's sdpa, not by xsake")
+        say_once(f"{what} is computed by torch's sdpa, not by xsake")
         mask = attention_mask if where is None else elements(where, window)
         given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal if where is None else False)
         return sdpa_attention_forward(module, query, key, value, mask, **given, position_bias=position_bias, **options)
@@ -90,6 +95,9 @@ def forward(
         soft_cap=softcap,
         sparse=sparse if bias is None else None,
     )
+    if is_watched(module):
+        rules = Rules(window, scaling)
+        out = shown(module, query=query, key=key, value=value, out=out, rules=rules, is_causal=is_causal and is_plain)
     return out, None
 
 
@@ -104,12 +112,3 @@ def _why(dropout: float, query: torch.Tensor) -> str:
     if dropout:
         return f"dropout={dropout}"
     return f"{query.dtype}" if query.dtype not in DTYPES else "a paged cache of transformers"
-
-
-_said: set[str] = set()
-
-
-def _say_once(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        warnings.warn(what, RuntimeWarning, stacklevel=3)
