@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests recipes recipe-flax recipe-tokamax recipe-keras recipe-ejkernel recipe-easydel parity-transformers test-torch test-trackers serve-test wheel clean web check-web test-web browser
+.PHONY: test kernel demo docs lint bench slow interpret pretrained compile-gpu compile-tpu compare-code peer-tests recipes recipe-flax recipe-tokamax recipe-keras recipe-ejkernel recipe-easydel parity-transformers test-torch torch-peer-tests test-trackers serve-test wheel clean web check-web test-web browser
 
 # With INTERPRETED=1 also what `make interpret` runs, in the same processes: each imports the package only once.
 test: $(STAMP)
@@ -79,6 +79,12 @@ recipe-easydel:
 	.venv-easydel/bin/python -m pip install --quiet -e . -r tests/peers/easydel_requirements.txt
 	.venv-easydel/bin/python -m pip install --quiet --no-deps easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78
 	.venv-easydel/bin/python examples/easydel_model.py
+
+# transformers' own generation tests, on torch: an environment of its own, of some gigabytes. See tests/peers.
+torch-peer-tests:
+	$(PYTHON) -m venv .venv-torch-peers
+	.venv-torch-peers/bin/python -m pip install --quiet -e '.[torch]' -r tests/peers/torch_requirements.txt
+	.venv-torch-peers/bin/python tests/peers/run.py transformers
 
 # Every family of models against transformers' own; torch is some gigabytes, so it has an environment of its own.
 parity-transformers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -28,13 +29,18 @@ def main() -> None:
     for name in given.peers or PEERS:
         print(f"\n== {name}", flush=True)
         peer = tomllib.loads((HERE / f"{name}.toml").read_text())
+        if lacks := [module for module in peer.get("needs", []) if importlib.util.find_spec(module) is None]:
+            print(f"not run: this environment has no {' and no '.join(lacks)}; see README.md")
+            failed += [name] if name in given.peers else []
+            continue
         try:
             files = published(name, peer["source"]) if "package" in peer["source"] else checked_out(peer["source"])
         except FileNotFoundError as missing:
             print(f"not run: {missing}")
             failed += [name] if name in given.peers else []
             continue
-        failed += [name] if run(name, [HERE / peer["cases"]] if "cases" in peer else files, given.k) else []
+        files = [HERE / peer["cases"]] if "cases" in peer else files
+        failed += [name] if run(name, files, given.k, peer.get("mark", "")) else []
     sys.exit(f"\nnot as expected: {', '.join(failed)}" if failed else 0)
 
 
@@ -77,12 +83,13 @@ def check(file: Path, digest: str) -> None:
         sys.exit(f"{file} is not the version that is expected: its sha256 is {found}, not {digest}")
 
 
-def run(name: str, files: list[Path], chosen: str) -> int:
+def run(name: str, files: list[Path], chosen: str, mark: str) -> int:
     """pytest's exit code, under neither our settings nor the peer's."""
     settings = SOURCES / "pytest.ini"
     settings.write_text("[pytest]\n")
-    options = ["-c", settings, "--rootdir", SOURCES, "--noconftest", "--import-mode=importlib", "-q", "-k", chosen]
+    options = ["-c", settings, "--rootdir", SOURCES, "--noconftest", "--import-mode=importlib", "-q"]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options += ["-k", chosen, "-m", mark]
     command = [sys.executable, "-m", "pytest", *options, "-p", "outcomes", "--peer", HERE / f"{name}.toml", *files]
     return subprocess.run(command, env=dict(os.environ, PYTHONPATH=path)).returncode
 
