@@ -17,7 +17,7 @@ from tiny_model import TINY
 
 import xsake
 from xsake import hads
-from xsake.hads.attention.budget import forced_share, kept_by_length
+from xsake.hads.profile.by_length import forced_share, kept_by_length
 from xsake.hads.selection.pooled_keys import PooledKeys
 from xsake.model.network.cache import KVCache
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 import xsake
 from xsake._ground.buckets import density_bucket
 from xsake._ground.device import platform_of
-from xsake.hads.attention.budget import forced_share, kept_by_length
+from xsake.hads.profile.by_length import forced_share, kept_by_length
 from xsake.hads.attention.policy import ALWAYS, AUTO, Decision, Kind, Policy, Situation
 from xsake.hads.attention.step import NEW_TOKENS, Step, forced_share_of_step
 from xsake.hads.profile.budgets import layer_counts

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from xsake._op import ragged
 from xsake._op.ragged_batch import Cache
 from xsake._op.ragged_layout import Layout
-from xsake.hads.attention.budget import forced_share
+from xsake.hads.profile.by_length import forced_share
 from xsake.hads.attention.policy import Policy, Situation
 from xsake.hads.profile.budgets import row_counts
 from xsake.hads.profile.causal_grid import CausalGrid

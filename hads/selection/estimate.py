@@ -30,9 +30,13 @@ def block_logits(pooled: Pooled, estimator: Estimator, rows: Rows) -> Float[Arra
     # The default precision (TF32 on a GPU) is far finer than the error of the estimate.
     products = jnp.einsum("bkgid,bkjd->bkgij", weighted.reshape(b, kv_heads, -1, number, width), pooled.key)
     bias = jnp.asarray(estimator.distance)[:, bucket_of(grid.distance()[rows.first :])]
-    bias = bias.at[:, :, 0].add(jnp.asarray(estimator.sink)[:, None])
+    sink = jnp.asarray(estimator.sink)
+    if rows.packed is None:
+        bias = bias.at[:, :, 0].add(sink[:, None])[None]
+    else:
+        bias = bias[None] + jnp.where(rows.column() == 0, sink[None, :, None, None], 0.0)
     tokens = jnp.asarray(estimator.tokens)[None, :, None, None] * pooled.tokens
-    logits = products.reshape(b, h, number, grid.columns) + (bias[None] + tokens)
+    logits = products.reshape(b, h, number, grid.columns) + (bias + tokens)
     return jnp.where(rows.allowed(), logits, _LOWEST)
 
 

@@ -7,6 +7,8 @@ every 128 queries are 256 / T of dense attention's products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -36,11 +38,15 @@ def with_exact_rows(
     begin = jnp.asarray(rows.begin_of_exact(ends), jnp.int32)
     which = (begin[:, :, None] + jnp.arange(rows.exact, dtype=jnp.int32)[None, None]).reshape(b, -1)
 
+    segments = None if rows.packed is None else rows.packed.segments
+
     def of_row(row: Int[Array, "B"]) -> Float[Array, "B H n"]:
         q = jax.vmap(lambda queries, at: queries[at])(queries, row - rows.first)
-        _, square = jax.vmap(
-            lambda q, key, row, asking: row_statistics(q[None], key[None], row, grid, asking[1], begin=asking[0])
-        )(q, key, row, asking)
+
+        def statistics(q: Array, key: Array, row: Array, asking: Array, segments: Array | None) -> Any:
+            return row_statistics(q[None], key[None], row, grid, asking[1], begin=asking[0], segments=segments)
+
+        _, square = jax.vmap(statistics)(q, key, row, asking, segments)
         root = jnp.sqrt(square).reshape(b, h, grid.columns)
         return root / jnp.maximum(root.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
@@ -58,22 +64,27 @@ def row_statistics(
     length: Array | int,
     *,
     begin: Array | int = 0,
+    segments: Int[Array, "S"] | None = None,
 ) -> tuple[Float[Array, "B K G n"], Float[Array, "B K G n"]]:
     """The means over row i's queries of the attention that they give to each block, and of its square.
 
     Only the first `length` tokens exist, and only those from `begin` on ask; the keys are the first S, all that these
-    queries see.
+    queries see, of their own segments.
     """
     place = i * grid.block_q + jnp.arange(grid.block_q)
     in_row: Bool[Array, "block_q"] = (place >= begin) & (place < length)
-    by_block = block_sums(attention_rows(q, key, i, grid), grid)
+    by_block = block_sums(attention_rows(q, key, i, grid, segments), grid)
     by_block = jnp.where(in_row[None, None, None, :, None], by_block, 0)
     queries = jnp.maximum(in_row.sum(), 1).astype(jnp.float32)
     return by_block.sum(-2) / queries, jnp.square(by_block).sum(-2) / queries
 
 
 def attention_rows(
-    q: Float[Array, "B K G block_q D"], key: Float[Array, "B S K D"], i: Array, grid: CausalGrid
+    q: Float[Array, "B K G block_q D"],
+    key: Float[Array, "B S K D"],
+    i: Array,
+    grid: CausalGrid,
+    segments: Int[Array, "S"] | None = None,
 ) -> Float[Array, "B K G block_q S"]:
     """Causal attention weights of the queries of row i; the keys are the first S, all that these queries see."""
     # Products of 16-bit numbers are exact in float32, whatever the precision.
@@ -84,6 +95,9 @@ def attention_rows(
     seen = back >= 0 if grid.window is None else (back >= 0) & (back < grid.window)
     if grid.window is not None:  # queries past the end of the last block may see nothing: their weights do not count
         seen |= back >= grid.length
+    if segments is not None:  # queries past the sequence's end are of none, and see themselves
+        place = jnp.minimum(i * grid.block_q + jnp.arange(grid.block_q), len(segments) - 1)
+        seen &= segments[place][:, None] == segments[None]
     return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1)
 
 

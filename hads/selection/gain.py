@@ -64,9 +64,8 @@ def sorted_gains(
     mass: Float[Array, "B H rows n"], rows: Rows, sensitivity: Any, burstiness: Any
 ) -> tuple[Int[Array, "B H rows n"], Int[Array, "B H rows n"], Float[Array, "B H rows n"]]:
     """(keys, the keys with every row sorted upwards, gains of the sorted keys); all -1 for blocks that do not exist."""
-    row = jnp.arange(rows.first, rows.grid.rows, dtype=jnp.int32)[None, None, :, None]
-    column = jnp.arange(rows.grid.columns, dtype=jnp.int32)[None, None, None]
-    keys = jnp.where(rows.allowed(), key_of(mass.astype(jnp.float32), row, column, rows.grid), -1)
+    keys = key_of(mass.astype(jnp.float32), rows.row(), rows.column(), rows.grid)
+    keys = jnp.where(rows.allowed(), keys, -1)
     in_order = jnp.sort(keys, -1)
     omega, phi = (jnp.asarray(x)[None, :, None, None] for x in (sensitivity, burstiness))
     gain = gains_of_sorted(in_order, omega * rows.weights(), phi)

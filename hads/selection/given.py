@@ -16,3 +16,4 @@ class Given(NamedTuple):
     sensitivity: Any
     burstiness: Any
     kept: dict[str, Any]
+    segments: Any = None  # of packed documents; `kept` then holds the `table` and `there` of `Packed.counts`

@@ -69,7 +69,7 @@ def row_counts(
     """
     cut = _largest_cut(order, count, axes)[..., None, None]
     reach, above = (order >= cut).sum(-1), (order > cut).sum(-1)
-    left = jnp.broadcast_to(count, above.shape[:-1]) - _over(axes, above.sum(-1))
+    left = jnp.broadcast_to(count, above.shape[:-1]) - over_shards(axes, above.sum(-1))
     equal = reach - above
     later = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1] - equal
     if axes:
@@ -91,13 +91,13 @@ def _largest_cut(order: UInt[Array, "*B rows n"], count: Int[Array, "*#B"], axes
     def four_bits(at: Array, cut: Array) -> Array:
         shift = jnp.asarray(28 - 4 * at, jnp.uint32)
         cuts = cut[..., None] + (digits << shift)
-        reach = _over(axes, (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2)))
+        reach = over_shards(axes, (order[..., None] >= cuts[..., None, None, :]).sum((-3, -2)))
         return cut + ((reach >= wanted).sum(-1).astype(jnp.uint32) << shift)
 
     cut = vary(jnp.zeros(order.shape[:-2], jnp.uint32), varying_axes((order, wanted)) - set(axes))
     return jax.lax.fori_loop(0, 8, four_bits, cut, unroll=jax.default_backend() != "cpu")
 
 
-def _over(axes: tuple[str, ...], counts: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+def over_shards(axes: tuple[str, ...], counts: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
     """The sum over all shards."""
     return jax.lax.psum(counts, axes) if axes else counts

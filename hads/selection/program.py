@@ -19,6 +19,7 @@ from xsake.hads.selection.cut import TOGETHER, Cut
 from xsake.hads.selection.devices.partitioned import partitioned
 from xsake.hads.selection.estimate import layer_mass
 from xsake.hads.selection.given import Given
+from xsake.hads.selection.packed import Packed
 from xsake.hads.selection.rows import Rows
 
 _MAX_COLUMNS = 8192  # blocks per row: four warps sort a row in their registers
@@ -28,7 +29,8 @@ def chosen(grid: CausalGrid, heads: int, given: Given, *, room: int | None = Non
     """The blocks that a layer's mask keeps, bool[B, heads, rows, n]; with `room`, their lists, `room` slots a head."""
     own = partial(partitioned, _by_kernels, _by_xla) if jit_may_partition() else _by_kernels
     kernels, xla = (partial(by, grid, heads, room, cut=cut) for by in (own, _by_xla))
-    return on_gpu(kernels, xla, given) if unsupported(given.query.shape[-1], grid) is None else xla(given)
+    served = given.segments is None and unsupported(given.query.shape[-1], grid) is None
+    return on_gpu(kernels, xla, given) if served else xla(given)
 
 
 def by_kernels_or_xla(kernels: Callable, xla: Callable, why_not: str | None, *given: Any) -> Any:
@@ -51,11 +53,15 @@ def unsupported(head_dim: int, grid: CausalGrid) -> str | None:
 
 
 def _by_xla(grid: CausalGrid, heads: int, room: int | None, given: Given, *, cut: Cut = TOGETHER) -> Any:
-    mass = layer_mass(given.query, given.key, given.estimator, Rows(grid))
+    rows, kept = Rows(grid), given.kept
+    if given.segments is not None:
+        packed = Packed.of(given.segments, grid)
+        rows, kept = Rows(grid, packed=packed), {"count": packed.counts(**given.kept, grid=grid)}
+    mass = layer_mass(given.query, given.key, given.estimator, rows)
     sensitivity, burstiness = given.sensitivity, given.burstiness
     if heads < mass.shape[1]:
         mass, sensitivity, burstiness = share_by_group(mass, sensitivity, burstiness, heads)
-    blocks = choose(mass, Rows(grid), sensitivity=sensitivity, burstiness=burstiness, cut=cut, **given.kept)
+    blocks = choose(mass, rows, sensitivity=sensitivity, burstiness=burstiness, cut=cut, **kept)
     return blocks if room is None else compact(blocks, grid.full(), room)
 
 

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake.hads.profile.causal_grid import CausalGrid
+from xsake.hads.selection.packed import Packed
 
 
 class Rows(NamedTuple):
@@ -21,6 +22,9 @@ class Rows(NamedTuple):
     `span` [B, 2] says which tokens of each sequence ask, where that is not known while tracing: those from the first
     on, before the second, where the keys end too. Rows without such a token get nothing. For XLA's program alone.
 
+    `packed` says which documents a whole sequence holds. Rows and blocks count from their document's first ones, and
+    every document has last rows; only the sequence's last ones are exact. For XLA's program alone.
+
     XLA's program takes masks of the rows' blocks and tokens. A kernel gets the lengths as an `input`, and passes its
     reference to the methods that ask for `length_ref`.
     """
@@ -30,6 +34,7 @@ class Rows(NamedTuple):
     lengths: Int[Array, "B"] | None = None
     answers: Int[Array, "B A"] | None = None
     span: Int[Array, "B 2"] | None = None
+    packed: Packed | None = None
 
     @property
     def number(self) -> int:
@@ -50,6 +55,8 @@ class Rows(NamedTuple):
     def allowed(self) -> Bool[Array | np.ndarray, "#B 1 rows n"]:
         """The blocks that causality and the window allow, where the sequence has tokens."""
         causal = self.grid.causal()[None, None, self.first :]
+        if self.packed is not None:
+            return causal & self.packed.visible(self.grid)
         if self.lengths is None:
             return causal
         begin, end = jnp.zeros_like(self.lengths)[:, None], self.lengths[:, None]
@@ -61,16 +68,30 @@ class Rows(NamedTuple):
 
     def weights(self) -> Float[Array | np.ndarray, "#B 1 rows 1"]:
         """How much an error in each row counts (`Rule.last_weight`)."""
-        if self.lengths is None:
+        if self.lengths is None and self.packed is None:
             return self.grid.row_weights()[None, None, self.first :, None]
         return jnp.where(self.last(), jnp.float32(self.grid.rule.last_weight), 1.0)
 
     def last(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
         """The last rows of a sequence and before each answer (`CausalGrid.first_last`)."""
+        if self.packed is not None:
+            return self.packed.row(self.grid) >= self.grid.first_last(self.packed.length(self.grid))
         if self.lengths is None:
             return self.grid.last_rows()[None, None, self.first :, None]
         ends = self.ends()
         return self._between(self.grid.first_last(ends), self.grid.rows_of(ends))
+
+    def row(self) -> Int[Array, "#B 1 rows #n"]:
+        """The numbers of the rows."""
+        if self.packed is not None:
+            return self.packed.row(self.grid)
+        return jnp.arange(self.first, self.grid.rows, dtype=jnp.int32)[None, None, :, None]
+
+    def column(self) -> Int[Array, "#B 1 #rows n"]:
+        """The numbers of the blocks of keys."""
+        if self.packed is not None:
+            return self.packed.column(self.grid)
+        return jnp.arange(self.grid.columns, dtype=jnp.int32)[None, None, None]
 
     def exact_mask(self) -> Bool[Array | np.ndarray, "#B 1 rows 1"]:
         """The rows whose masses are exact."""

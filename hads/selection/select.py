@@ -17,12 +17,14 @@ from xsake._ground.programs import newest_programs
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.hads.mask.lists.order import Order, OrderName
 from xsake.hads.profile.budgets import head_counts, layer_counts, threshold
+from xsake.hads.profile.by_length import kept_by_length
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.cut import TOGETHER, Cut
 from xsake.hads.selection.devices.explicit_axes import over_explicit_axes
 from xsake.hads.selection.devices.heads_of_shard import divides, heads_of_shard
 from xsake.hads.selection.given import Given
+from xsake.hads.selection.packed import segments_of
 from xsake.hads.selection.program import chosen
 
 Mode = Literal["exact", "elastic", "static"]
@@ -43,6 +45,8 @@ def select(
     shards: int | None = None,
     order: OrderName = "contiguous",
     heads_axis: str | tuple[str, ...] | None = None,
+    segment_ids: Any = None,
+    spare: float = 1.0,
 ) -> BlockMask:
     """The causal mask of one layer that keeps the model closest to itself at a budget.
 
@@ -73,6 +77,10 @@ def select(
         their counts are equal to one block if the rows divide. Query and key are in the sequence's own order.
       heads_axis: only inside `jax.shard_map`: the mesh axis, or axes, over which the caller has sharded the heads.
         Query is the shard's part, key its part or all KV heads; the profile is the whole model's, the mask the shard's.
+      segment_ids: of documents that are packed into the sequence, [B, T] or [1, T]. Each document then chooses among
+        its own blocks, and keeps as many as if it stood alone: `budget`, a float, is a share of these. A row of blocks
+        that holds parts of two documents counts as the former's. The choice is made by XLA.
+      spare: with segment_ids: a document keeps at least so many times the blocks that are always on in it.
 
     Raises ValueError for a profile of other heads, a layer that the profile does not have, queries and keys of
     different lengths, and a budget that does not cover the forced blocks. Lengths beyond calibration are served:
@@ -93,9 +101,23 @@ def select(
             f"{heads_axis=} has {cut.axis_size} shards, which cut KV heads or masks in parts: there are "
             f"{profile.q_heads} query heads, {profile.kv_heads} KV heads and {heads} masks"
         )
-    kept = _kept(profile, budget, mode, heads, grid.length, profile.row(layer))
+    segments = None
+    if segment_ids is None:
+        if spare != 1:
+            raise ValueError(f"{spare=} is for packed documents: give segment_ids, or leave spare out")
+        kept = _kept(profile, budget, mode, heads, grid.length, profile.row(layer))
+    else:
+        if mode != "exact" or shards is not None or heads != profile.q_heads or not isinstance(budget, int | float):
+            raise ValueError(
+                'segment_ids: packed documents have mode="exact", per="query_head", no shards, and a budget as a float'
+            )
+        table, there = kept_by_length(profile, float(budget), float(spare), grid.length)
+        kept = {"table": jnp.asarray(table)[:, profile.row(layer)], "there": there}
+        segments = segments_of(segment_ids, query.shape[0], grid.length)
 
-    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, Given(query, key, *profile.weights(layer), kept)))
+    known = profile.on_device() if isinstance(layer, jax.Array) else profile
+    given = Given(query, key, *known.weights(layer), kept, segments)
+    given = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, given))
     options: dict[str, Any] = dict(
         block_q=grid.block_q, block_kv=grid.block, q_len=grid.length, kv_len=grid.length, is_causal=True
     )

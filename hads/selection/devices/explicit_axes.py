@@ -51,6 +51,8 @@ def over_explicit_axes(make: Callable[[Cut, Given], Any], cut: Cut, masks: int, 
         )
     query, key = specs_of_shards(batch or None, heads, kv_heads, shards)
     specs = jax.tree.map(lambda x: P(*(None,) * x.ndim), given)._replace(query=query, key=key)
+    if given.segments is not None:
+        specs = specs._replace(segments=P(batch or None))
     return jax.shard_map(
         partial(make, dataclasses.replace(cut, heads_axes=cut.heads_axes or heads)),
         mesh=mesh,

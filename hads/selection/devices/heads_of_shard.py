@@ -42,6 +42,8 @@ def heads_of_shard(given: Given, kv_heads: int, axes: tuple[str, ...]) -> Given:
     def part(x: Array) -> Any:
         return jax.lax.dynamic_slice_in_dim(x, index * mine, mine, 0)
 
-    kept = {name: part(x) if x.ndim else x for name, x in given.kept.items()}
+    kept = given.kept
+    if given.segments is None:  # the counts of packed documents are of all heads
+        kept = {name: part(x) if x.ndim else x for name, x in kept.items()}
     estimator, sensitivity, burstiness = jax.tree.map(part, (given.estimator, given.sensitivity, given.burstiness))
-    return Given(given.query, key, estimator, sensitivity, burstiness, kept)
+    return Given(given.query, key, estimator, sensitivity, burstiness, kept, given.segments)
