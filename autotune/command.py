@@ -144,6 +144,8 @@ def refresh(*, out: Path | None, isolate: bool) -> int:
 
 def _is_old(entry: Entry, facts: Facts) -> bool:
     name = entry.key.implementation
+    if entry.key.operation == tuning_db.HADS:
+        return False  # `--hads` races them again
     if not registry.loads(name):
         return True
     return entry.about.get("environment") != facts.environment_id or entry.about.get("kernel") != kernel_hash(name)

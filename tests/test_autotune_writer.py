@@ -67,11 +67,11 @@ def test_an_unreadable_file_is_set_aside(path, text):
 
 def test_a_file_of_the_future_is_left_alone(path):
     path.parent.mkdir()
-    path.write_text('{"schema_version": 3}')
+    path.write_text('{"schema_version": 4}')
     for write in (lambda: merge(path, entry(1)), lambda: writer.check_writable(path)):
-        with pytest.raises(writer.CannotWrite, match="left alone: its schema_version is 3"):
+        with pytest.raises(writer.CannotWrite, match="left alone: its schema_version is 4"):
             write()
-    assert path.read_text() == '{"schema_version": 3}'
+    assert path.read_text() == '{"schema_version": 4}'
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

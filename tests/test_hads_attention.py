@@ -127,6 +127,19 @@ def test_padding_on_either_side_changes_no_text(budget: float):
     CLOSE(behind[1:, :150], jax.jit(partial(attention, layer=0))(*alone))
 
 
+def test_gradients_of_texts_with_padding_before_them():
+    pads, arrays = np.array([0, 50], np.int32), qkv()
+    text = np.arange(LENGTH)[None] >= pads[:, None]
+    weight = jnp.asarray(np.cos(np.arange(LENGTH)) * text)[:, :, None, None]
+
+    def gradients(attend: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: (attend(*x) * weight).sum(), (0, 1, 2)))(*arrays)
+
+    found = gradients(lambda *x: always(1.0)(*x, layer=0, left_padding=pads))
+    wanted = gradients(lambda *x: xsake.attention(*x, is_causal=True, segment_ids=text.astype(np.int32)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), found, wanted)
+
+
 def test_packed_documents_do_not_see_one_another():
     arrays = qkv(batch=1)
     segments = jnp.asarray((np.arange(LENGTH) >= 90)[None].astype(np.int32))
@@ -212,13 +225,16 @@ def test_our_own_model_reads_and_writes_with_it():
 
 def test_the_policy_says_what_runs():
     attention = hads.Attention(HUGE, 0.1, decode=0.1)
+    guess = ": a guess, for no race of such calls on 'a chip' is known (xsake autotune --hads)"
 
     def said(**call: Any) -> str:
-        return str(hads.explain(attention, platform="gpu", **call))
+        return str(hads.explain(attention, device="a chip", **call))
 
-    assert said(queries=2048) == "dense: 2048 tokens are fewer than the 4096 from which on a sparse prompt is faster"
+    assert said(queries=2048) == (
+        f"dense: 2048 tokens are fewer than the 4096 from which on a sparse prompt is faster{guess}"
+    )
     assert said(queries=4096).startswith("18.3% of the blocks: 9.1% are always on, and with fewer than 2 times as many")
-    assert said(queries=32768) == "10.0% of the blocks: sparse from 4096 tokens on"
+    assert said(queries=32768) == f"10.0% of the blocks: sparse from 4096 tokens on{guess}"
     assert said(queries=4096, training=True).startswith(
         "dense: 4096 tokens are fewer than the 8192 from which on sparse t"
     )
@@ -226,10 +242,35 @@ def test_the_policy_says_what_runs():
     assert said(queries=1, keys=32768).startswith(
         "dense: 32768 cached tokens of all sequences are fewer than the 524288"
     )
-    assert said(queries=1, keys=32768, batch=32).startswith("10.0% of the blocks")
+    many = said(queries=1, keys=32768, batch=32)
+    assert many == (
+        f"10.0% of the blocks: sparse from 524288 cached tokens of all sequences on{guess}; densely while a sequence "
+        "has 1856 tokens or fewer"
+    )
     assert "there is no budget" in str(hads.explain(hads.Attention(HUGE, 0.1), queries=1, keys=32768))
     everywhere = dataclasses.replace(attention, policy="always")
     assert str(hads.explain(everywhere, queries=2048)) == "17.8% of the blocks: 17.8% are always on"
+    with pytest.raises(ValueError, match="queries=9 must be at least 1, and at most the 8 keys"):
+        said(queries=9, keys=8)
+
+
+@pytest.mark.parametrize(
+    "call, why",
+    [
+        (dict(queries=64, left_padding=True, bias=True), "a bias belongs to places"),
+        (dict(queries=20, keys=64, left_padding=True), "the cache's blocks are not those of the texts"),
+        (dict(queries=1, keys=64, left_padding=True), "the cache's blocks are not those of the texts"),
+        (dict(queries=64, layer=1), "this layer has a window, and others have none"),
+        (dict(queries=9, keys=10, training=True), None),
+    ],
+)
+def test_what_hads_does_not_choose_for_is_told(call: dict[str, Any], why: str | None):
+    attention = hads.Attention(dataclasses.replace(PROFILE, windowed=(1,)), 0.9, decode=0.9, policy="always")
+    if why is None:
+        with pytest.raises(ValueError, match="training=True is of whole sequences: got 9 queries and 10 keys"):
+            hads.explain(attention, **call)
+    else:
+        assert why in hads.explain(attention, **call).why
 
 
 HUGE = dataclasses.replace(PROFILE, block=64, block_q=64)
@@ -257,6 +298,14 @@ def test_a_layer_with_a_window_is_left_alone_where_others_have_none():
     "call, error, message",
     [
         (lambda q, k, v: always(0.5)(q, k, v, layer=2), ValueError, "layer=2 must be an int from 0 to 1"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=1.0), TypeError, "layer=1.0 must be the layer's number"),
+        (
+            lambda q, k, v: always(0.5)(q, k, v, layer=0, lengths=np.array([9])),
+            ValueError,
+            r"lengths of int64\(1,\) must",
+        ),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, left_padding=[0, -1]), ValueError, r"=\[0, -1\] must be from 0"),
+        (lambda q, k, v: always(0.5)(q, k, v, layer=0, segment_ids=(q, k)), ValueError, "give one array"),
         (lambda q, k, v: always(0.5)(q, q, q, layer=0), ValueError, r"is for .*=\(4, 2, 8\).* have \(4, 4, 8\)"),
         (lambda q, k, v: always(0.5)(q[:, 9:], k, v, layer=0), ValueError, "191 queries and 200 keys: say where"),
         (lambda q, k, v: always(0.5)(q, k, v, layer=0, dropout_rate=0.1), NotImplementedError, "dropout_rate=0.1"),

@@ -21,7 +21,8 @@ LENGTHS = [121, 86, 128]
 
 
 def counts(start, end, length, budget=BUDGET, policy=ALWAYS):
-    return ragged.counts_of_chunk(PROFILE, budget, policy, start=start, end=end, length=length, platform="cpu")
+    here = dict(device="cpu", dtype="float32")
+    return ragged.counts_of_chunk(PROFILE, budget, policy, start=start, end=end, length=length, **here)
 
 
 def test_counts_of_chunks_sum_to_those_of_the_prompt():

@@ -211,7 +211,7 @@ BAD_FILES = {
     "corrupt": "\x00\x01 not JSON",
     "a list": "[]",
     "no schema": '{"entries": []}',
-    "future schema": json.dumps({"schema_version": 3, "entries": "of another kind"}),
+    "future schema": json.dumps({"schema_version": 4, "entries": "of another kind"}),
     "no entries": json.dumps({"schema_version": 1, "device_kind": "cpu", "environments": {}}),
     "deeply nested": '{"schema_version": 1, "entries": ' + "[" * 100_000,
     "a number of 5000 digits": "1" * 5000,
@@ -227,7 +227,7 @@ def test_a_bad_file_is_ignored_with_one_warning(user, caplog, what):
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert str(user / "cpu.json") in caplog.text
     if what == "future schema":
-        assert "schema_version is 3, and this version of xsake knows 1 to 2" in caplog.text
+        assert "schema_version is 4, and this version of xsake knows 1 to 3" in caplog.text
 
 
 def test_a_file_that_is_not_text(user, caplog):

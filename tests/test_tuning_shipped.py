@@ -28,6 +28,8 @@ def test_files_hold_to_the_schema(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_entries_suit_their_backends(path):
     for entry in Database.read(path).entries:
+        if entry.key.operation == tuning_db.HADS:
+            continue  # `Entry.parse` has checked it
         backend = registry.get(entry.key.implementation)
         assert entry.key.direction in tuned.directions(backend)
         assert tuned.make_part(backend, entry.key.direction, entry.config)

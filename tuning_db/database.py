@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xsake.tuning_db.key import Key, places_near
+from xsake.tuning_db.key import HADS, Key, places_near
 
-SCHEMA_VERSION = 2  # the newest that is read; the oldest is 1, whose entries do not say how sure their gain is
-SOURCES = ("measured", "schedule")
+# The newest that is read. Entries of version 1 do not say how sure their gain is; those of version 3 may be of HADS.
+SCHEMA_VERSION = 3
+SOURCES = ("measured", "schedule", "record")
 
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "operation": (str,),
@@ -30,6 +31,7 @@ _ABOUT_TYPES: dict[str, tuple[type, ...]] = {
     "environment": (str,),
     "speedup": (int, float),
     "gain": (dict,),
+    "record": (str,),
 }
 
 
@@ -43,7 +45,7 @@ class UnknownSchema(UnreadableDatabase):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One direction's configuration with every field given, and how it was found.
+    """One direction's configuration with every field given, and how it was found; of HADS, whether a call is sparse.
 
     `about` holds the rest of the line: kernel hash, source, date, timings, trials, seed, errors, environment.
     """
@@ -69,6 +71,8 @@ class Entry:
             raise UnreadableDatabase(f"config must be an object with every field of the configuration, got {config!r}")
         if source not in SOURCES:
             raise UnreadableDatabase(f"source={reprlib.repr(source)} must be one of {SOURCES}")
+        if key["operation"] == HADS and not (list(config) == ["sparse"] and isinstance(config["sparse"], bool)):
+            raise UnreadableDatabase(f"the config of an entry for HADS must say whether it is sparse, got {config!r}")
         for name, kinds in _ABOUT_TYPES.items():
             if name in given:
                 _check_type(name, given[name], kinds)
@@ -118,7 +122,12 @@ class Database:
     def any_of_blocks(self, block_q: int, block_kv: int) -> bool:
         """Whether there are entries for masks of such blocks."""
         keys = (entry.key for places in self._families.values() for entry in places.values())
-        return any((key.block_q, key.block_kv) == (block_q, block_kv) for key in keys)
+        return any((k.block_q, k.block_kv) == (block_q, block_kv) for k in keys if k.operation != HADS)
+
+    def races_of_hads(self, kind: str) -> list[Entry]:
+        """The races of sparse and dense attention in calls of this kind."""
+        families = (places.values() for places in self._families.values())
+        return [e for entries in families for e in entries if (e.key.operation, e.key.direction) == (HADS, kind)]
 
     # -- the file --------------------------------------------------------------------------------------------------
 
@@ -152,7 +161,8 @@ class Database:
 
         Its schema_version is the oldest that knows all fields of its entries.
         """
-        version = SCHEMA_VERSION if any("gain" in e.about for e in self.entries) else 1
+        of_hads = any(e.key.operation == HADS for e in self.entries)
+        version = 3 if of_hads else 2 if any("gain" in e.about for e in self.entries) else 1
         used = {e.about.get("environment") for e in self.entries}
         lines = ",\n".join(json.dumps(e.json()) for e in self.entries)
         environments = ",\n".join(

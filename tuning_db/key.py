@@ -9,6 +9,7 @@ from typing import Any
 
 from xsake._ground.buckets import density_bucket, half_octaves, nearest_power_of_two
 
+HADS = "hads"  # the operation of entries that say whether a call of HADS is faster than dense attention
 REACH = 3.0  # octaves: an entry farther away is no better than the heuristic
 UNKNOWN_DENSITY = 0.5  # assumed for a mask of unknown density, if no entry was tuned for unknown densities
 
@@ -20,9 +21,9 @@ _BUCKETS = ("q_len", "kv_len", "heads", "density")
 class Key:
     """One direction of one operation on calls of about one size.
 
-    `direction` is a field of the implementation's Config. `q_len`, `kv_len` and `heads` (batch times query heads) are
-    powers of two; `density` is a bucket of half an octave, or None if unknown: then entries that were tuned for unknown
-    densities are nearest, and after them those near `UNKNOWN_DENSITY`.
+    `direction` is a field of the implementation's Config, or what a call of HADS does. `q_len`, `kv_len` and `heads`
+    (batch times query heads) are powers of two; `density` is a bucket of half an octave, or None if
+    unknown: then entries that were tuned for unknown densities are nearest, and then those near `UNKNOWN_DENSITY`.
 
     >>> key = Key.of(implementation="xla", direction="forward", dtype="float32", head_dim=64, value_dim=64, group=1,
     ...              block_q=128, block_kv=128, causal=True, q_len=5000, kv_len=5000, heads=8, density=0.5)

@@ -52,6 +52,19 @@ def find(device_kind: str, key: Key) -> Found | None:
     return None
 
 
+def find_race(device_kind: str, key: Key) -> Found | None:
+    """The race of sparse and dense attention that tells most about a call of HADS, or None for the heuristic."""
+    from xsake.tuning_db.races import telling_race  # HADS alone needs it, and `import xsake` does not
+
+    for group in _sources(device_kind):
+        races = [(entry, origin) for origin, database in group for entry in database.races_of_hads(key.direction)]
+        number = telling_race([entry for entry, _ in races], key)
+        if number is not None:
+            entry, origin = races[number]
+            return Found(entry, origin, entry.key == key)
+    return None
+
+
 def any_of_blocks(device_kind: str, *, block_q: int, block_kv: int) -> bool:
     """Whether there are entries for masks of such blocks. If not, such masks have one configuration at any density."""
     return any(found.any_of_blocks(block_q, block_kv) for group in _sources(device_kind) for _, found in group)

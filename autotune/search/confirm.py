@@ -16,7 +16,7 @@ from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.last_race import Race
 from xsake.autotune.search.referee import Referee
 from xsake.autotune.workloads import Workload
-from xsake.tuning_db import Database, Entry, Key
+from xsake.tuning_db import HADS, Database, Entry, Key
 
 CONFIRMED, REFUTED, BUSY, ABSENT = "confirmed", "not confirmed", "no verdict", "cannot run here"
 MARGIN = 1.1  # an entry may promise so many times the gain that its race can show
@@ -38,7 +38,11 @@ def confirm(database: Database, worker: Caller) -> Iterator[Finding]:
         yield from (Finding(entry, ABSENT, why) for entry in database.entries)
         return
     alike: dict[Key, list[Entry]] = {}
+    of_hads = [entry for entry in database.entries if entry.key.operation == HADS]
+    yield from (Finding(entry, ABSENT, "xsake autotune --hads races it again") for entry in of_hads)
     for entry in database.entries:
+        if entry.key.operation == HADS:
+            continue
         alike.setdefault(dataclasses.replace(entry.key, direction="", density=None), []).append(entry)
     for entries in alike.values():
         try:

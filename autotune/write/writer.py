@@ -29,7 +29,7 @@ def check_writable(path: Path) -> None:
 
 
 def merge(path: Path, device_kind: str, entries: Iterable[Entry], environments: Mapping[str, Any]) -> Database:
-    """Merge entries into the file. If a key has two, a measured entry stays before an estimated, else the later entry.
+    """Merge entries into the file. If a key has two, a measured entry stays before another, else the later entry.
 
     A file that cannot be read is renamed first. A file of another schema is never touched: `CannotWrite`.
     """

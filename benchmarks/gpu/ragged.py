@@ -119,7 +119,8 @@ def _hads(batch: Batch, requests: Requests, budget: float) -> Callable[[], Any]:
     def kept(new: int, length: int) -> np.ndarray:
         if new == 1:
             return np.full(1, DENSE, np.int32)
-        where: dict[str, Any] = dict(start=length - new, end=length, length=length, platform=jax.default_backend())
+        where: dict[str, Any] = dict(start=length - new, end=length, length=length)
+        where |= dict(device=jax.local_devices()[0].device_kind, dtype="bfloat16")
         return counts_of_chunk(profile, budget, ALWAYS, **where)
 
     counts = jnp.asarray(np.stack([kept(*request) for request in requests]))

@@ -200,7 +200,8 @@ def _trial(trial: Any) -> dict[str, Any]:
 
 
 def _database_entry(identity: str, origin: str, path: Path, database: Any) -> dict[str, Any]:
-    gains = [gain for entry in database.entries if (gain := number(entry.about.get("speedup"))) and gain > 0]
+    configurations = [entry for entry in database.entries if entry.key.operation != tuning_db.HADS]
+    gains = [gain for entry in configurations if (gain := number(entry.about.get("speedup"))) and gain > 0]
     return {
         "id": identity,
         "device": database.device_kind,

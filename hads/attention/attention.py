@@ -15,11 +15,11 @@ from jaxtyping import Float, Int
 
 import xsake
 from xsake._ground.buckets import density_bucket
-from xsake._ground.device import platform_of
-from xsake.hads.profile.by_length import forced_share, kept_by_length
-from xsake.hads.attention.policy import ALWAYS, AUTO, Decision, Kind, Policy, Situation
+from xsake._ground.device import device_kind, platform_of
+from xsake.hads.attention.policy import ALWAYS, AUTO, Decision, Kind, Policy, Situation, default_dtype
 from xsake.hads.attention.step import NEW_TOKENS, Step, forced_share_of_step
 from xsake.hads.profile.budgets import layer_counts
+from xsake.hads.profile.by_length import forced_share, kept_by_length
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.chunk import LayerWeights, select_chunk
 from xsake.hads.selection.pooled_keys import PooledKeys
@@ -96,12 +96,15 @@ class Attention:
         """
         passed = {name: rules.pop(name) for name in _PASSED if rules.get(name) is not None}
         known = Rules.of({name: x for name, x in rules.items() if name not in _PASSED})
+        _check_number(layer)
         alone = self.profile.row(layer) is None
         check_heads(query, key, self.profile, None if alone else layer)
         if not alone:
             self._check_window(known, key.shape[1])
-        call = _Call(self, layer, alone, known, passed, left_padding)
+        call = _Call(self, layer, known, passed, left_padding)
         tokens, slots = query.shape[1], key.shape[1]
+        for name, given in (("lengths", lengths), ("left_padding", left_padding)):
+            _check_per_sequence(name, given, len(query), slots)
         if positions is not None:
             if not isinstance(positions, tuple):
                 raise NotImplementedError("positions of a whole sequence: HADS takes tokens in their order")
@@ -122,8 +125,28 @@ class Attention:
         there = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (len(key), slots))
         return call.new_tokens(query, key, value, ends, pooled, (places, there))
 
-    def decide(self, kind: Kind, *, batch: int, queries: int, keys: int, platform: str) -> Decision:
-        """What such a call runs, and why."""
+    def decide(
+        self,
+        kind: Kind,
+        *,
+        batch: int,
+        queries: int,
+        keys: int,
+        device: str,
+        dtype: str,
+        layer: Any = None,
+        bias: bool = False,
+        left_padding: bool = False,
+    ) -> Decision:
+        """What such a call runs, and why. No other place decides."""
+        if isinstance(layer, int | np.integer) and not 0 <= layer < self.profile.model_layers:
+            self.profile.check_layer(layer)
+        if layer is not None and self.profile.row(layer) is None:
+            return Decision(None, "this layer has a window, and others have none")
+        if left_padding and kind in ("chunk", "decode"):
+            return Decision(None, "with padding before the texts, the cache's blocks are not those of the texts")
+        if left_padding and bias:
+            return Decision(None, "a bias belongs to places, from which texts with padding before them are moved")
         budget, forced = self.budget, forced_share(self.profile.grid(keys))
         if kind == "decode":
             if self.decode is None:
@@ -131,8 +154,14 @@ class Attention:
             if queries > NEW_TOKENS:
                 return Decision(None, f"{queries} new tokens are more than the {NEW_TOKENS} that share their blocks")
             budget, forced = self.decode, forced_share_of_step(self.profile, keys, queries)
-        situation = Situation(kind, batch, queries, keys, budget, forced, platform)
-        return self.policy_in_force.decide(situation)
+        situation = Situation(kind, batch, queries, keys, budget, forced, device, dtype, self.profile)
+        decision = self.policy_in_force.decide(situation)
+        if kind != "decode" or decision.budget is None:
+            return decision
+        if decision.budget == 1:
+            return Decision(None, "all blocks are kept")
+        shortest = Step.of(self.profile, decision.budget, queries, keys).shortest
+        return decision._replace(why=f"{decision.why}; densely while a sequence has {shortest} tokens or fewer")
 
     def _check_window(self, rules: Rules, length: int) -> None:
         ours, its = rules.window, self.profile.window
@@ -162,45 +191,39 @@ class _Call:
 
     own: Attention
     layer: Any
-    alone: bool
     rules: Rules
     passed: dict[str, Any]
     left_padding: Any
 
     def sequence(self, query: Array, key: Array, value: Array, lengths: Any, segment_ids: Any) -> Any:
-        padded = lengths is not None or self.left_padding is not None
-        if padded:
-            return self._padded(query, key, value, lengths, segment_ids)
-        if self.alone:
-            return self._attend(query, key, value, segment_ids=segment_ids, **self.rules.arguments())
-        arrays = {"query": query, "key": key, "value": value, "layer": self.layer, "segment_ids": segment_ids}
+        arrays = {"query": query, "key": key, "value": value, "layer": self.layer}
+        arrays["segment_ids"] = _of_sequence(segment_ids)
+        if padded := lengths is not None or self.left_padding is not None:
+            batch, tokens = query.shape[:2]
+            before = 0 if self.left_padding is None else self.left_padding
+            ends = tokens if lengths is None else lengths
+            arrays |= {name: _spread(x, batch) for name, x in (("left_padding", before), ("lengths", ends))}
         static = {name: x for name, x in self.passed.items() if name not in ("bias", "sinks")}
         arrays |= {name: x for name, x in self.passed.items() if name in ("bias", "sinks")}
         number = None if isinstance(self.layer, jax.Array) else int(arrays.pop("layer"))
-        return _sequence(_Run(self.own, number, self.rules, tuple(static.items())), arrays)
+        moved = padded and self.left_padding is not None
+        return _sequence(_Run(self.own, number, self.rules, tuple(static.items()), padded, moved), arrays)
 
-    def _padded(self, query: Array, key: Array, value: Array, lengths: Any, segment_ids: Any) -> Any:
+    def padded_prompt(
+        self, query: Array, key: Array, value: Array, before: Array, ends: Array, segments: Array, budget: float
+    ) -> Any:
         """Sequences of different lengths. Padding before a text is moved behind it while blocks are chosen."""
-        batch, tokens = query.shape[:2]
-        before = jnp.zeros(batch, jnp.int32) if self.left_padding is None else jnp.asarray(self.left_padding, jnp.int32)
-        ends = jnp.full(batch, tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-        place = jnp.arange(tokens, dtype=jnp.int32)[None]
-        text = (place >= before[:, None]) & (place < ends[:, None])
-        segments = jnp.where(text, 0 if segment_ids is None else segment_ids, -1).astype(jnp.int32)
-        decision = self._decide("prompt", query, tokens)
-        if decision.budget is None or "bias" in self.passed:
-            return self._attend(query, key, value, segment_ids=segments, **self.rules.arguments())
         if self.left_padding is not None:
             query, key, value, segments = (_rolled(x, -before) for x in (query, key, value, segments))
-        mask = self._chosen(query, key, 0, ends - before, None, decision.budget)
+        mask = self._chosen(query, key, 0, ends - before, None, budget)
         out = self._attend(query, key, value, mask, segment_ids=segments, **self.rules.arguments())
         return out if self.left_padding is None else jax.tree.map(lambda x: _rolled(x, before), out)
 
     def chunk(self, query: Array, key: Array, value: Array, start: int, lengths: Any, pooled: PooledKeys | None) -> Any:
         end = start + query.shape[1]
-        decision = self._decide("prompt", query, end)
+        decision = self._decide("chunk" if start or self.left_padding is not None else "prompt", query, end)
         options = self._of_chunk(query, key[:, :end].shape, start)
-        if decision.budget is None or self.left_padding is not None:
+        if decision.budget is None:
             padding = self._padding(query.shape[1], end)
             return self._attend(query, key[:, :end], value[:, :end], **options, **padding)
         window = self.own.profile.window
@@ -226,7 +249,7 @@ class _Call:
         options = {"positions": positions, **self.rules.arguments()}
         dense = partial(self._attend, query, key, value, **options, **self._padding(query.shape[1], key.shape[1]))
         decision = self._decide("decode", query, key.shape[1])
-        if decision.budget is None or decision.budget == 1 or self.left_padding is not None:
+        if decision.budget is None:
             return dense()
         step = Step.of(self.own.profile, decision.budget, query.shape[1], key.shape[1])
         # XLA alone would cut the whole cache into tiles before it takes the blocks that a mask lists.
@@ -236,10 +259,8 @@ class _Call:
         return jax.lax.cond(jnp.min(lengths) > step.shortest, lambda: step.attend(*given, by_mask), dense)
 
     def _decide(self, kind: Kind, query: Array, keys: int) -> Decision:
-        batch, queries = query.shape[:2]
-        if self.alone:
-            return Decision(None, "this layer has a window, and others have none")
-        return self.own.decide(kind, batch=batch, queries=queries, keys=keys, platform=platform_of(query))
+        asked = dict(layer=self.layer, bias="bias" in self.passed, left_padding=self.left_padding is not None)
+        return self.own.decide(kind, **_sizes(query, keys), **asked)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Any = None, **options: Any) -> Any:
         return xsake.attention(query, key, value, mask, **options, **self.passed)
@@ -305,23 +326,37 @@ class _Run:
     layer: int | None
     rules: Rules
     static: tuple[tuple[str, Any], ...]
+    padded: bool = False
+    moved: bool = False  # there is padding before the texts
 
     def __call__(self, kind: Kind, arrays: Mapping[str, Any]) -> Any:
         given = dict(arrays)
         query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-        layer = given.pop("layer", self.layer)
+        layer, segments = given.pop("layer", self.layer), given.pop("segment_ids")
         own, length = self.own, query.shape[1]
-        where: dict[str, Any] = dict(batch=len(query), queries=length, keys=length, platform=platform_of(query))
-        decision, mask = own.decide(kind, **where), None
+        asked: dict[str, Any] = dict(layer=layer, bias="bias" in given, left_padding=self.moved)
+        decision, mask = own.decide(kind, **_sizes(query, length), **asked), None
+        if self.padded:
+            before, ends = given.pop("left_padding"), given.pop("lengths")
+            place = jnp.arange(length, dtype=jnp.int32)[None]
+            text = (place >= before[:, None]) & (place < ends[:, None])
+            segments = jnp.where(text, 0 if segments is None else segments, -1).astype(jnp.int32)
+            if decision.budget is not None and kind == "prompt":
+                call = _Call(own, layer, self.rules, given | dict(self.static), before if self.moved else None)
+                return call.padded_prompt(query, key, value, before, ends, segments, decision.budget)
         if decision.budget is not None:
             profile: HadsProfile = own.profile
             budget: float | Array = decision.budget
-            if self.layer is None:  # traced: the counts of all layers, of which the program takes one
+            options: dict[str, Any] = dict(transpose=kind == "training", density_hint=decision.budget)
+            if segments is not None:  # each document has a count of its own, and padding is one more document
+                budget = own.budget
+                options |= dict(segment_ids=segments, spare=own.policy_in_force.spare)
+            elif self.layer is None:  # traced: the counts of all layers, of which the program takes one
                 budget = jnp.asarray(layer_counts(profile, decision.budget, length), jnp.int32)
                 profile = profile.on_device()
-            options: dict[str, Any] = dict(transpose=kind == "training", density_hint=decision.budget)
             mask = select(self.rules.scaled(query), key, profile, budget, layer=layer, **options)
-        return xsake.attention(query, key, value, mask, **self.rules.arguments(), **given, **dict(self.static))
+        rules = self.rules.arguments() | dict(self.static)
+        return xsake.attention(query, key, value, mask, segment_ids=segments, **rules, **given)
 
 
 # Lists for the gradients are made only where gradients are taken.
@@ -344,24 +379,47 @@ def explain(
     keys: int | None = None,
     batch: int = 1,
     training: bool = False,
-    platform: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    layer: int | None = None,
+    bias: bool = False,
+    left_padding: bool = False,
 ) -> Decision:
     """What `attention` runs for so many queries and keys in each of `batch` sequences, and why.
 
     As many queries as keys are a whole prompt or, with `training`, a training step; up to 8 queries of more keys are
-    new tokens; others are a chunk. `platform` is "gpu", "tpu" or "cpu", by default JAX's own.
+    new tokens; others are a chunk. It is the decision that such a call takes.
+
+    Args:
+      device: its kind, as `jax.devices()[0].device_kind` names it; by default this device.
+      dtype: of the queries; by default float32 on a CPU and bfloat16 elsewhere.
+      layer: its number, where some layers have a window and others none.
+      bias, left_padding: whether the call has them.
 
     >>> from xsake.hads import Attention, HadsProfile, explain
-    >>> attention = Attention(HadsProfile.shipped("smollm2", 8192), 0.2)
-    >>> print(explain(attention, queries=8192, platform="gpu"))
-    20.0% of the blocks: sparse from 4096 tokens on
-    >>> explain(attention, queries=1, keys=8192, platform="gpu").budget is None
+    >>> attention = Attention(HadsProfile.shipped("smollm2", 8192), 0.2, policy="always")
+    >>> print(explain(attention, queries=8192))
+    20.0% of the blocks: always
+    >>> explain(attention, queries=1, keys=8192).budget is None
     True
     """
     keys = queries if keys is None else keys
-    kind: Kind = "training" if training else "decode" if queries <= NEW_TOKENS and queries < keys else "prompt"
-    where = platform or jax.default_backend()
-    return attention.decide(kind, batch=batch, queries=queries, keys=keys, platform=where)
+    if queries > keys or queries < 1:
+        raise ValueError(f"{queries=} must be at least 1, and at most the {keys} keys")
+    if training and queries < keys:
+        raise ValueError(f"training=True is of whole sequences: got {queries} queries and {keys} keys")
+    kind: Kind = "training" if training else "prompt"
+    if queries < keys:
+        kind = "decode" if queries <= NEW_TOKENS else "chunk"
+    device = device or jax.local_devices()[0].device_kind
+    sizes: dict[str, Any] = dict(batch=batch, queries=queries, keys=keys, device=device)
+    asked: dict[str, Any] = dict(layer=layer, bias=bias, left_padding=left_padding)
+    return attention.decide(kind, **sizes, dtype=dtype or default_dtype(device), **asked)
+
+
+def _sizes(query: Array, keys: int) -> dict[str, Any]:
+    batch, queries = query.shape[:2]
+    return dict(batch=batch, queries=queries, keys=keys, device=device_kind(query), dtype=query.dtype.name)
 
 
 def _constant(start: Any, tokens: int, slots: int) -> int:
@@ -372,6 +430,37 @@ def _constant(start: Any, tokens: int, slots: int) -> int:
     if start < 0 or start + tokens > slots:
         raise ValueError(f"{tokens} queries from token {start} on need {start + tokens} keys; got {slots}")
     return int(start)
+
+
+def _check_number(layer: Any) -> None:
+    whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
+    if not whole and not (hasattr(layer, "dtype") and jnp.issubdtype(layer.dtype, jnp.integer) and layer.ndim == 0):
+        raise TypeError(f"layer={layer!r} must be the layer's number: an int, or a traced integer in a scan")
+
+
+def _check_per_sequence(name: str, given: Any, batch: int, most: int) -> None:
+    """Raise ValueError unless there is one int per sequence; a traced one is not looked at."""
+    if given is None:
+        return
+    given = given if hasattr(given, "dtype") else np.asarray(given)
+    if given.shape != (batch,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"{name} of {given.dtype}{given.shape} must be integers [{batch}], one per sequence")
+    if isinstance(given, np.ndarray) and not ((given >= 0) & (given <= most)).all():
+        raise ValueError(f"{name}={given.tolist()} must be from 0 to {most}, the number of keys")
+
+
+def _of_sequence(segment_ids: Any) -> Any:
+    """The segments of queries and keys, which are the same tokens."""
+    if not isinstance(segment_ids, tuple):
+        return segment_ids
+    first, second = segment_ids
+    if first is not second:
+        raise ValueError("segment_ids of queries and of keys: they are the same tokens here, so give one array [B, T]")
+    return first
+
+
+def _spread(x: Any, batch: int) -> Array:
+    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch,))
 
 
 def _rolled(x: Array, by: Array) -> Array:

@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from xsake._op import ragged
 from xsake._op.ragged_batch import Cache
 from xsake._op.ragged_layout import Layout
-from xsake.hads.profile.by_length import forced_share
 from xsake.hads.attention.policy import Policy, Situation
 from xsake.hads.profile.budgets import row_counts
+from xsake.hads.profile.by_length import forced_share
 from xsake.hads.profile.causal_grid import CausalGrid
 from xsake.hads.profile.profile import HadsProfile
 from xsake.hads.selection.choice import choose
@@ -32,7 +32,7 @@ DENSE = -1  # the count of a request that attends to all blocks
 
 
 def counts_of_chunk(
-    profile: HadsProfile, budget: float, policy: Policy, *, start: int, end: int, length: int, platform: str
+    profile: HadsProfile, budget: float, policy: Policy, *, start: int, end: int, length: int, device: str, dtype: str
 ) -> Int[np.ndarray, "L"]:
     """How many blocks each layer keeps in the tokens from `start` to `end` of a prompt of `length` tokens, over all its
     heads; `DENSE` where the policy says that dense attention is better.
@@ -40,21 +40,18 @@ def counts_of_chunk(
     The prompt's length decides for all of its chunks. Chunks of whole rows sum to the prompt's counts; a row that two
     chunks share counts in both.
     """
-    kept = _kept_before(profile, float(budget), policy, length, platform)
-    if kept is None:
+    forced = forced_share(profile.grid(length))
+    situation = Situation("prompt", 1, length, length, float(budget), forced, device, dtype, profile)
+    share = policy.decide(situation).budget
+    if share is None:
         return np.full(profile.layers, DENSE, np.int32)
+    kept = _kept_before(profile, share, length)
     return kept[-(-end // profile.block_q)] - kept[start // profile.block_q]
 
 
 @lru_cache(maxsize=1024)  # a server asks for every chunk of a prompt
-def _kept_before(
-    profile: HadsProfile, budget: float, policy: Policy, length: int, platform: str
-) -> Int[np.ndarray, "rows_and_one L"] | None:
-    """The counts of the first 0, 1, ... rows of a prompt; None for dense attention."""
-    forced = forced_share(profile.grid(length))
-    share = policy.decide(Situation("prompt", 1, length, length, budget, forced, platform)).budget
-    if share is None:
-        return None
+def _kept_before(profile: HadsProfile, share: float, length: int) -> Int[np.ndarray, "rows_and_one L"]:
+    """The counts of the first 0, 1, ... rows of a prompt."""
     sums = np.cumsum(row_counts(profile, share, length), 1, dtype=np.int64)
     return np.pad(sums, ((0, 0), (1, 0))).T.astype(np.int32)
 

@@ -111,11 +111,16 @@ def prune(
     """Drop entries whose kernels changed since they were tuned."""
     from xsake._op import registry, tuned
     from xsake.autotune.write import writer
+    from xsake.hads.attention.code import code_hash
 
     database = _read(file)
 
     def fresh(entry: Entry) -> bool:
         name = entry.key.implementation
+        if entry.about["source"] == "record":
+            return True  # a record names the revision that it measured
+        if entry.key.operation == tuning_db.HADS:
+            return registry.loads(name) and entry.about.get("kernel") == code_hash(name)
         return registry.loads(name) and entry.about.get("kernel") == tuned.kernel_hash(name)
 
     kept = sum(map(fresh, database.entries))
@@ -214,6 +219,8 @@ def _config_problem(entry: Entry) -> str | None:
 
     try:
         registry.check_name(entry.key.implementation)
+        if entry.key.operation == tuning_db.HADS:
+            return None
         backend = registry.get(entry.key.implementation)
         if entry.key.direction not in tuned.directions(backend):
             return f"{entry.key}: {entry.key.implementation!r} has the directions {tuned.directions(backend)}"

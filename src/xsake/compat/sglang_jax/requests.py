@@ -10,6 +10,7 @@ from jax import Array
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake.compat.sglang_jax.settings import Settings
+from xsake.hads.attention.policy import default_dtype
 from xsake.hads.attention.ragged import DENSE, counts_of_chunk
 
 _LEAST = 16  # tables are as long as a request may get, or so many times shorter
@@ -40,9 +41,10 @@ class Counts(NamedTuple):
             end, lengths[n] = int(batch.seq_lens[n]), max(request.length, batch.seq_lens[n])
             budget = settings.budget(request.extra_key)
             if budget is not None:
-                of_chunk = dict(start=int(batch.extend_prefix_lens[n]), end=end, length=int(lengths[n]))
-                platform = jax.default_backend()
-                counts[n] = counts_of_chunk(profile, budget, settings.policy, **of_chunk, platform=platform)
+                of_chunk: dict[str, Any] = dict(start=int(batch.extend_prefix_lens[n]), end=end, length=int(lengths[n]))
+                device = jax.local_devices()[0].device_kind
+                of_chunk |= dict(device=device, dtype=default_dtype(device))
+                counts[n] = counts_of_chunk(profile, budget, settings.policy, **of_chunk)
         if (counts == DENSE).all():
             return cls()
         own = -(-batch.seq_lens // page_size)
