@@ -72,6 +72,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tpu_schedule": tpu.tpu_schedule,
     "train_gpu": model.train_gpu,
     "tuning": tuning.shipped,
+    "tuning_races": tuning.races,
 }
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -35,6 +35,9 @@ app = typer.Typer(
 )
 
 
+_INFO = dict(budget=0.2, decode_budget=0.1, tokens=None, batch=1, model=None, profile=None)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"xsake {xsake.__version__}")
@@ -49,11 +52,32 @@ def _options(
 
 
 @app.command("info")
-def _info() -> None:
+def _info(
+    hads: Annotated[bool, typer.Option("--hads", help="Show instead what HADS runs for some sizes, and why.")] = False,
+    budget: Annotated[float, typer.Option(help="With --hads: the share of a prompt's blocks.")] = 0.2,
+    decode_budget: Annotated[float, typer.Option(help="With --hads: the share of a new token's blocks.")] = 0.1,
+    tokens: Annotated[int | None, typer.Option(help="With --hads: this length alone.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="With --hads: so many sequences at once.", min=1)] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="With --hads: look for the profile of this model, by its weights.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="With --hads: this profile.", exists=True)] = None,
+) -> None:
     """Show devices, versions, the implementation that serves a call here, and where its tuning comes from."""
     from xsake._cli import info
 
-    info.show()
+    given = dict(budget=budget, decode_budget=decode_budget, tokens=tokens, batch=batch, model=model, profile=profile)
+    with plain_errors():
+        if hads:
+            if model is not None and profile is not None:
+                raise ValueError("--model looks for a profile: leave out --profile, or --model")
+            from xsake._cli import info_hads
+
+            info_hads.show(**given)  # type: ignore[arg-type]
+        elif told := [f"--{name.replace('_', '-')}" for name, value in given.items() if value != _INFO[name]]:
+            raise ValueError(f"{' and '.join(told)} {'are' if len(told) > 1 else 'is'} for --hads")
+        else:
+            info.show()
 
 
 @app.command("demo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,19 @@ _OF_TUNING = (
     "--implementation",
     "--report",
 )
-_DENSITIES = "1,0.5,0.43,0.25,0.1"
+_NOT_OF_HADS = (
+    "--workloads",
+    "--from-call",
+    "--calls",
+    "--blocks",
+    "--implementation",
+    "--trials",
+    "--storage",
+    "--report",
+    "--seed",
+    "--refresh",
+)
+_DENSITIES, _BUDGETS = "1,0.5,0.43,0.25,0.1", "0.1,0.2,0.43"
 
 
 def duration(text: str) -> float:
@@ -66,6 +78,10 @@ def _check_together(given: dict[str, object]) -> None:
         raise typer.BadParameter(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
     if given.get("refresh") and (other := [o for o in told if o in _OF_TUNING]):
         raise typer.BadParameter(f"--refresh races what is in the database: leave out {' and '.join(other)}")
+    if given.get("hads") and (other := [o for o in told if o in _NOT_OF_HADS]):
+        raise typer.BadParameter(f"--hads races the calls of HADS's models: leave out {' and '.join(other)}")
+    if given.get("profile") and not given.get("hads"):
+        raise typer.BadParameter("--profile is for --hads: give both")
     own = {"--from-call": ("--blocks",), "--calls": ("--blocks", "--densities", "--dtype", "--implementation")}
     for source in sources:
         if twice := [option for option in own.get(source, ()) if option in told]:
@@ -104,14 +120,38 @@ def autotune(
         bool,
         typer.Option("--refresh", help="Race the entries of an earlier driver, JAX or kernel again, and tune nothing."),
     ] = False,
+    hads: Annotated[
+        bool,
+        typer.Option(
+            "--hads",
+            help="Race sparse and dense attention instead: where does HADS pay on this device? --densities are its "
+            "budgets, by default 0.1,0.2,0.43.",
+        ),
+    ] = False,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --hads: race in a model of this profile, instead of those that come with xsake. May be given "
+            "several times.",
+            exists=True,
+        ),
+    ] = None,
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
-    _check_together(context.params)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    _check_together({name: x for name, x in context.params.items() if "DEFAULT" not in str(sources[name])})
     try:
         from xsake.autotune import command
         from xsake.autotune.measure.isolation import Failed
         from xsake.autotune.search.direction import Settings
 
+        if hads:
+            from xsake.autotune.hads import command as of_hads
+
+            settings = Settings(budget=duration(budget), limit=duration(limit))
+            budgets = _densities(densities or _BUDGETS)
+            where: dict[str, Any] = dict(dtype=dtype or None, out=out, isolate=isolate)
+            raise typer.Exit(of_hads.run(profiles=profile or [], budgets=budgets, settings=settings, **where))
         if refresh:
             raise typer.Exit(command.refresh(out=out, isolate=isolate))
         exit_code = command.run(
