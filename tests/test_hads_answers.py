@@ -75,7 +75,7 @@ def test_budgets_are_exact_with_answers(inputs):
 
 def test_answers_of_a_model():
     """What is read depends on where answers are said to be, and wrong places are refused."""
-    model, hads_budget = case.one_layer(), HadsBudget(case.ONE_LAYER, 0.7)
+    model, hads_budget = case.one_layer(), HadsBudget(case.ONE_LAYER, 0.7, policy="always")
     read = partial(read_prompts, model, case.PROMPTS, capacity=256, hads=hads_budget)
     last, none = read(answers=[[60, 100], []]).last, read(answers=[[], []]).last
     assert jnp.array_equal(none, read().last) and not jnp.array_equal(last[0], none[0])

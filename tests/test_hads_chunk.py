@@ -165,7 +165,10 @@ def dense(model):
     return generate(model, PROMPTS, max_new_tokens=3)
 
 
-EVERYTHING = {"dense": dict(chunk=128), "all blocks": dict(hads=HadsBudget(MODEL_PROFILE, 1.0), chunk=128)}
+EVERYTHING = {
+    "dense": dict(chunk=128),
+    "all blocks": dict(hads=HadsBudget(MODEL_PROFILE, 1.0, policy="always"), chunk=128),
+}
 
 
 @pytest.mark.parametrize("name", sweep(list(EVERYTHING), slow=["all blocks"]))
@@ -178,7 +181,7 @@ def test_chunks_of_everything_change_nothing(model, dense, name):
 def test_a_sparse_prompt_is_read_as_in_one_forward(model, profile):
     """The last states, and the cache, padded, against the model's own forward with `HadsMask`."""
     prompt = PROMPTS[1]
-    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(profile, 0.7), pad_to=256)
+    read = read_prompts(model, [prompt], capacity=256, hads=HadsBudget(profile, 0.7, policy="always"), pad_to=256)
     masks = hads.HadsMask.of(profile, 0.7, len(prompt))
     expected = run(model, np.asarray([prompt]), mask_fn=masks)[:, -1]
     np.testing.assert_allclose(model.logits(model.norm(read.last))[:, 0], expected, rtol=2e-3, atol=2e-3)
@@ -189,7 +192,9 @@ def test_budgets_share_a_program_unless_attention_is_tuned_for_their_blocks(mode
     def programs(*budgets):
         before = prefill._read_block._cache_size()
         for budget in budgets:
-            read_prompts(model, PROMPTS[1:], capacity=320, hads=HadsBudget(MODEL_PROFILE, budget), pad_to=256)
+            read_prompts(
+                model, PROMPTS[1:], capacity=320, hads=HadsBudget(MODEL_PROFILE, budget, policy="always"), pad_to=256
+            )
         return prefill._read_block._cache_size() - before
 
     with tuning_db.heuristics_only():
@@ -202,7 +207,9 @@ def test_budgets_share_a_program_unless_attention_is_tuned_for_their_blocks(mode
 
 def test_weights_that_change_between_prompts_are_seen(model):
     def last():
-        return read_prompts(model, PROMPTS[1:], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7), pad_to=256).last
+        return read_prompts(
+            model, PROMPTS[1:], capacity=256, hads=HadsBudget(MODEL_PROFILE, 0.7, policy="always"), pad_to=256
+        ).last
 
     before, scale = last(), model.blocks[0].mlp_norm.scale
     scale[...] *= 2
@@ -225,7 +232,7 @@ def test_windows_need_a_profile_that_knows_them(windowed):
     with pytest.raises(
         ValueError, match="has a window of 40 tokens, and the profile of 'random' was made for no window"
     ):
-        generate(windowed, PROMPTS, max_new_tokens=2, hads=HadsBudget(MODEL_PROFILE, 0.7))
+        generate(windowed, PROMPTS, max_new_tokens=2, hads=HadsBudget(MODEL_PROFILE, 0.7, policy="always"))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +240,11 @@ def test_windows_need_a_profile_that_knows_them(windowed):
     [
         (dict(chunk=100), "chunk=100 must be a multiple of 64 tokens"),
         (
-            dict(chunk=40, hads=HadsBudget(MODEL_PROFILE, 0.7)),
+            dict(chunk=40, hads=HadsBudget(MODEL_PROFILE, 0.7, policy="always")),
             "chunk=40 must be a multiple of the profile's rows of 16",
         ),
         (
-            dict(hads=HadsBudget(PROFILE, 0.7)),
+            dict(hads=HadsBudget(PROFILE, 0.7, policy="always")),
             r"the profile of 'random' is for .*=\(2, 4, 2, 8\); this model has \(1, 4, 2, 16\)",
         ),
         (dict(chunk=64, mask_fn=lambda *_: None), "give it without hads and chunk"),

@@ -346,7 +346,7 @@ def test_answers_are_those_of_generate(chunk):
         for tokens, one in zip(found, PROMPTS, strict=True):
             how: dict[str, Any] = {"chunk": chunk}
             if which.method == "hads":
-                how |= {"hads": HadsBudget(PROFILE, 0.6)}
+                how |= {"hads": HadsBudget(PROFILE, 0.6, policy="always")}
             elif which.method != "dense":
                 how |= {"mask_fn": mask_of("mean_top_k", PROFILE, len(one))}
             assert tokens == generate(model, [one], max_new_tokens=3, **how)[0], which

@@ -193,13 +193,30 @@ def model():
 
 
 def test_writing_with_all_blocks_is_writing_densely(model):
-    dense = generate(model, FOUR_PROMPTS, max_new_tokens=3, hads=HadsBudget(ONE_LAYER, 0.8))
-    assert generate(model, FOUR_PROMPTS, max_new_tokens=3, hads=HadsBudget(ONE_LAYER, 0.8, decode=1.0)) == dense
+    dense = generate(model, FOUR_PROMPTS, max_new_tokens=3, hads=HadsBudget(ONE_LAYER, 0.8, policy="always"))
+    assert (
+        generate(model, FOUR_PROMPTS, max_new_tokens=3, hads=HadsBudget(ONE_LAYER, 0.8, decode=1.0, policy="always"))
+        == dense
+    )
+
+
+def test_a_prompt_read_densely_by_its_policy_is_written_after_sparsely(model):
+    """All blocks, chosen or not, are dense attention; the keys that a dense prompt pools are those of a sparse one."""
+    options = dict(max_new_tokens=3)
+    ways = (
+        HadsBudget(ONE_LAYER, None, decode=0.6, policy="always"),
+        HadsBudget(ONE_LAYER, 1.0, decode=0.6, policy="always"),
+        HadsBudget(ONE_LAYER, 0.8, decode=0.6, policy=hads.Policy(decode=0, spare=1.0, most=1.0)),
+    )
+    found = [generate(model, PROMPTS, **options, hads=way) for way in ways]
+    assert found[0] == found[1] == found[2]
+    decisions = ways[2].decisions([150, 203], chunk=None, dtype=jnp.float32)
+    assert decisions["prompt"].budget is None and decisions["decode"].budget == 0.6
 
 
 @pytest.mark.slow
 def test_sequences_are_written_alone_as_in_a_batch(model):
-    options = dict(max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8, decode=0.35))
+    options = dict(max_new_tokens=6, hads=HadsBudget(ONE_LAYER, 0.8, decode=0.35, policy="always"))
     together = generate(model, PROMPTS, **options)
     assert [generate(model, [prompt], **options)[0] for prompt in PROMPTS] == together
 
@@ -207,7 +224,7 @@ def test_sequences_are_written_alone_as_in_a_batch(model):
 @pytest.fixture(scope="module")
 def read(model):
     """Prompts that are read densely: the cache, and its pooled keys by a budget of all blocks."""
-    return read_prompts(model, PROMPTS, capacity=256, hads=HadsBudget(ONE_LAYER, 1.0))
+    return read_prompts(model, PROMPTS, capacity=256, hads=HadsBudget(ONE_LAYER, 1.0, policy="always"))
 
 
 NEW = np.random.default_rng(9).integers(512, size=(2, 8)).astype(np.int32)  # after 150 and 203 tokens: two blocks
@@ -229,7 +246,9 @@ def test_several_tokens_at_once_are_what_one_after_the_other_are(model, read, to
     for row, (prompt, new) in zip(whole, zip(PROMPTS, NEW, strict=True), strict=True):
         row[: len(prompt) + 8] = prompt + new.tolist()
     wanted = np.asarray(jax.jit(lambda w, t: nnx.merge(graph, w)(t))(weights, whole))
-    step = sparse_decode.StepRule.of(HadsBudget(ONE_LAYER, 1.0, decode=1.0), shortest=150, capacity=256, tokens=tokens)
+    step = sparse_decode.StepRule.of(
+        HadsBudget(ONE_LAYER, 1.0, decode=1.0, policy="always"), shortest=150, capacity=256, tokens=tokens
+    )
     dense, *_ = after(graph, None, weights, NEW[:, :tokens], read.cache, read.pooled)
     sparse, cache, pooled = after(graph, step, weights, NEW[:, :tokens], read.cache, read.pooled)
     for row, prompt in enumerate(PROMPTS):
@@ -243,7 +262,7 @@ def test_several_tokens_at_once_are_what_one_after_the_other_are(model, read, to
 
 
 def test_wrong_numbers_of_tokens_are_refused(model, read):
-    budget = HadsBudget(ONE_LAYER, 1.0, decode=0.45)
+    budget = HadsBudget(ONE_LAYER, 1.0, decode=0.45, policy="always")
     with pytest.raises(ValueError, match="tokens=9 at once must be from 1 to 8"):
         sparse_decode.StepRule.of(budget, shortest=150, capacity=256, tokens=9)
     step = sparse_decode.StepRule.of(budget, shortest=150, capacity=256)

@@ -54,7 +54,12 @@ PROMPTS = case.PROMPTS
 def test_all_blocks_of_the_window_are_dense_attention(model, chunk):
     """In a prompt that is read whole or in chunks, and in the tokens that follow it."""
     dense = generate(model, PROMPTS, max_new_tokens=4)
-    assert generate(model, PROMPTS, max_new_tokens=4, hads=HadsBudget(PROFILE, 1.0, decode=1.0), chunk=chunk) == dense
+    assert (
+        generate(
+            model, PROMPTS, max_new_tokens=4, hads=HadsBudget(PROFILE, 1.0, decode=1.0, policy="always"), chunk=chunk
+        )
+        == dense
+    )
 
 
 def test_profiles_of_other_windows_are_refused(model, tmp_path):
@@ -63,16 +68,16 @@ def test_profiles_of_other_windows_are_refused(model, tmp_path):
     assert again.window == WINDOW and again.grid(LENGTH) == GRID
     other = dataclasses.replace(PROFILE, window=None)
     with pytest.raises(ValueError, match="a window of 70 tokens, and the profile of 'random' was made for no window"):
-        generate(model, PROMPTS, max_new_tokens=1, hads=HadsBudget(other, 1.0))
+        generate(model, PROMPTS, max_new_tokens=1, hads=HadsBudget(other, 1.0, policy="always"))
     short = [PROMPTS[0][:68]]
     with pytest.raises(ValueError, match="which matters at 72 tokens"):
-        generate(model, short, max_new_tokens=4, hads=HadsBudget(other, 1.0, decode=1.0))
+        generate(model, short, max_new_tokens=4, hads=HadsBudget(other, 1.0, decode=1.0, policy="always"))
     two, message = (
         case.random_profile(head_dim=16),
         r"in this model layers \[0\], and the profile of 'random' leaves out no",
     )
     with pytest.raises(ValueError, match=message):
-        generate(build(config=SOME), PROMPTS, max_new_tokens=1, hads=HadsBudget(two, 1.0))
+        generate(build(config=SOME), PROMPTS, max_new_tokens=1, hads=HadsBudget(two, 1.0, policy="always"))
 
 
 # One layer with a window and positions of its own, then one without, as in Gemma 3.
@@ -87,7 +92,7 @@ def test_layers_with_a_window_are_left_alone_where_others_have_none(tmp_path, ch
     assert (profile.layers, profile.model_layers, profile.row(0), profile.row(1)) == (1, 2, None, 0)
     options = dict(max_new_tokens=3, chunk=chunk)
     dense = generate(model, PROMPTS, **options)
-    assert generate(model, PROMPTS, **options, hads=HadsBudget(profile, 1.0, decode=1.0)) == dense
+    assert generate(model, PROMPTS, **options, hads=HadsBudget(profile, 1.0, decode=1.0, policy="always")) == dense
     query, key = case.random_inputs(2, LENGTH, profile)
     mask_fn = hads.HadsMask.of(profile, 0.7, LENGTH)
     assert mask_fn(0, query, key) is None

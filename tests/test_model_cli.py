@@ -91,10 +91,10 @@ LONG = "hello world " * 25
 
 def test_generate_reads_a_long_prompt_with_hads(model, folder, profile):
     tokenizer = load_tokenizer(folder)
-    budget = HadsBudget(HadsProfile.load(profile), 0.6)
+    budget = HadsBudget(HadsProfile.load(profile), 0.6, policy="always")
     new = generate(model, [tokenizer.encode(LONG)], max_new_tokens=4, hads=budget, chunk=128)[0]
     options = ["--hads", 0.6, "--chunk", 128, "--profile", profile, "--max-new-tokens", 4]
-    result = xsake("generate", LONG, "--model", folder, *options)
+    result = xsake("generate", LONG, "--model", folder, *options, "--hads-policy", "always")
     assert result.stdout == "".join(tokenizer.decode_stream(new)) + "\n"
     assert re.search(r"time to first token \d+\.\d\d s \(\d+ tokens read\), then \d+\.\d tokens/s", result.stderr)
 
@@ -187,7 +187,8 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
             [*AT_LONG, "--hads", 0.6, "--profile", "OTHER"],
             "is the profile of 'random', not of 'model0': calibrate this model",
         ),
-        ([*AT_LONG, "--hads", 0.01, "--profile", "PROFILE"], "budget=0.01 is below"),
+        ([*AT_LONG, "--hads", 0.01, "--hads-policy", "always", "--profile", "PROFILE"], "budget=0.01 is below"),
+        ([*AT_LONG, "--hads", 0.6, "--hads-policy", "no", "--profile", "PROFILE"], "policy='no' must be"),
         ([*AT_LONG, "--hads", 2, "--profile", "PROFILE"], "Invalid value for '--hads'"),
         ([*AT_LONG, "--hads", 0, "--profile", "PROFILE"], "prompt=0.0 must be a finite number, above 0 and at most 1"),
         (
@@ -195,7 +196,7 @@ HELLO = ["generate", "hello", "--model", "FOLDER"]
             "chunk=40 must be a multiple of the profile's rows of 16 tokens",
         ),
         (
-            [*AT_LONG, "--hads", 0.6, "--decode-budget", 0.1, "--profile", "PROFILE"],
+            [*AT_LONG, "--hads", 0.6, "--hads-policy", "always", "--decode-budget", 0.1, "--profile", "PROFILE"],
             "a budget of 0.1 for new tokens is below 0.",
         ),
         (

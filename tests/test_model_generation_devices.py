@@ -29,8 +29,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense in chunks": {"chunk": 64},
     "with masks": {"mask_fn": window},
-    "HADS, then dense": {"hads": HadsBudget(PROFILE, 0.8)},
-    "HADS in chunks and in decode": {"hads": HadsBudget(PROFILE, 0.8, decode=0.7), "chunk": 64},
+    "HADS, then dense": {"hads": HadsBudget(PROFILE, 0.8, policy="always")},
+    "HADS in chunks and in decode": {"hads": HadsBudget(PROFILE, 0.8, decode=0.7, policy="always"), "chunk": 64},
 }
 
 

@@ -56,7 +56,7 @@ def dense(model):
 @pytest.fixture(scope="module")
 def sparse(model, dense):
     """At the budget; prompts too short to leave out a block are dense."""
-    budget = HadsBudget(PROFILE, BUDGET)
+    budget = HadsBudget(PROFILE, BUDGET, policy="always")
     found = list(dense)
     for n in LONG:
         found[n] = generate(model, [PROMPTS[n]], max_new_tokens=NEW, hads=budget)[0]

@@ -56,7 +56,7 @@ def read(
     if profile is None:
         raise ValueError(f"{way} needs a profile of the model")
     if way.method == "hads":
-        hads = HadsBudget(profile, way.budget)
+        hads = HadsBudget(profile, way.budget, policy="always")
         return read_prompts(model, prompts, capacity=capacity, hads=hads, chunk=chunk, pad_to=capacity)
     return read_masked(model, prompts, capacity=capacity, method=way.method, budget=way.budget, profile=profile)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from xsake.model.network.cache import KVCache
 from xsake.model.network.config import ModelConfig
 from xsake.model.network.sharding import check_generation, shard_model
 from xsake.model.network.transformer import Transformer
+
+_log = logging.getLogger("xsake")
 
 
 def generate(
@@ -53,7 +56,8 @@ def generate(
       stop: tokens that end a sequence.
       seed: for a sampler that draws.
       mask_fn: masks for the prompt, as in `Transformer.hidden`; new tokens attend to all tokens before them.
-      hads: read the prompt with HADS, and write with it if it has a budget for that. Not together with `mask_fn`.
+      hads: read the prompt with HADS, and write with it if it has a budget for that, where its policy says so. Not
+        together with `mask_fn`.
       chunk: read this many tokens of the prompt at a time, in multiples of the profile's rows (without HADS, of 64):
         the memory of a forward follows the chunk. Not together with `mask_fn`. Prompts that do not fit the device are
         refused before anything runs, with the chunk that would fit.
@@ -101,10 +105,18 @@ def stream(
     """`generate`, step by step: yields the next token of every sequence, i32[B]. No token stops it."""
     if mask_fn is not None and (hads is not None or chunk is not None):
         raise ValueError("mask_fn masks a prompt that is read in one piece: give it without hads and chunk")
+    check_answers(prompts, answers, hads)
+    if hads is not None:
+        _check_prompts(model.config, prompts, max_new_tokens, seed)
+        hads.check(model.config, max(map(len, prompts)) + (0 if hads.decode is None else max_new_tokens))
+        decisions = hads.decisions([len(prompt) for prompt in prompts], chunk=chunk, dtype=model.dtype)
+        for what, decision in decisions.items():
+            _log.info("HADS, %s: %s", what, decision)
+        hads = hads.as_decided(decisions)
+        answers = None if hads.prompt is None else answers
     capacity, step = check_request(
         model.config, prompts, max_new_tokens=max_new_tokens, seed=seed, hads=hads, chunk=chunk
     )
-    check_answers(prompts, answers, hads)
     lengths, profile = [len(prompt) for prompt in prompts], None if hads is None else hads.profile
     if profile is not None:
         tell_beyond_calibration(profile, max(lengths))
@@ -158,7 +170,8 @@ def check_request(
     block = check_reading(config, prompts, capacity=capacity, hads=hads, chunk=chunk)
     if hads is None:
         return capacity, None
-    chunk_counts(hads.profile, hads.prompt, lengths, chunk or -(-max(lengths) // block) * block)
+    if hads.prompt is not None:
+        chunk_counts(hads.profile, hads.prompt, lengths, chunk or -(-max(lengths) // block) * block)
     if hads.decode is None:
         return capacity, None
     hads.check(config, longest)

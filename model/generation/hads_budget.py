@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, Literal
 
+import jax
+
+from xsake._ground import kinds
 from xsake._ground.fields import check_fields, field
 from xsake._ground.kinds import maybe, number
-from xsake.hads import HadsProfile, LayerWeights
+from xsake.hads import Attention, HadsProfile, LayerWeights, Policy
+from xsake.hads.attention.policy import Decision, Kind
 from xsake.model.network.config import ModelConfig
+
+_POLICY = kinds.Kind(
+    lambda value: isinstance(value, Policy) or value in ("auto", "always"), '"auto", "always" or a hads.Policy'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +28,47 @@ class HadsBudget:
     Args:
       profile: of this model, from `xsake.hads.calibrate`.
       prompt: the share of the causal blocks that is read, over the whole prompt; every chunk has an exact part of it.
+        None for all blocks.
       decode: the share of the cache's blocks that every new token attends to, in every layer; None for all blocks.
+      policy: as in `hads.Attention`: "auto" reads and writes densely where sparse attention would not be faster, and
+        keeps more blocks where few would harm the answer; "always" keeps to the shares.
     """
 
     profile: HadsProfile
-    prompt: float = field(number(above=0, most=1))
+    prompt: float | None = field(maybe(number(above=0, most=1)))
     decode: float | None = field(maybe(number(above=0, most=1)), default=None)
+    policy: Literal["auto", "always"] | Policy = field(_POLICY, default="auto")
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def _attention(self) -> Attention:
+        return Attention(self.profile, self.prompt or 1.0, decode=self.decode, policy=self.policy)
+
+    def decisions(
+        self, lengths: Sequence[int], *, chunk: int | None, dtype: Any, device: str | None = None
+    ) -> dict[str, Decision]:
+        """What reading prompts of these lengths, and writing after them, runs: "prompt" and "decode", where there is a
+        share for it. The longest prompt decides for all of its chunks, the shortest one for what is written."""
+        if self.policy == "always":
+            shares = {"prompt": self.prompt, "decode": self.decode}
+            return {name: Decision(share, "always") for name, share in shares.items() if share is not None}
+        known: dict[str, Any] = dict(batch=len(lengths), device=device or jax.local_devices()[0].device_kind)
+        known["dtype"] = jax.numpy.dtype(dtype).name
+        attention, found, longest = self._attention(), {}, max(lengths)
+        if self.prompt is not None:
+            whole = chunk is None or not 0 < chunk < longest
+            queries = longest if whole or chunk is None else chunk
+            kind: Kind = "prompt" if whole else "chunk"
+            found["prompt"] = attention.decide(kind, queries=queries, keys=longest, **known)
+        if self.decode is not None:
+            found["decode"] = attention.decide("decode", queries=1, keys=min(lengths) + 1, **known)
+        return found
+
+    def as_decided(self, decisions: dict[str, Decision]) -> HadsBudget:
+        """The shares that were decided, None where that is dense."""
+        shares = {name: decisions[name].budget if name in decisions else None for name in ("prompt", "decode")}
+        return HadsBudget(self.profile, **shares, policy="always")
 
     @cached_property
     def learned(self) -> tuple[LayerWeights | None, ...]:

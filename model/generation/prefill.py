@@ -146,7 +146,7 @@ class _Reader:
             blocks: dict[str, Any] = dict(block=profile.block, block_q=profile.block_q, rule=profile.rule)
             # One program serves all budgets, unless attention is tuned for densities.
             tuned = any_of_blocks(jax.local_devices()[0].device_kind, block_q=profile.block_q, block_kv=profile.block)
-            hint = density_bucket(hads.prompt) if tuned else None
+            hint = density_bucket(hads.prompt) if tuned and hads.prompt is not None else None
             self.static = self.static._replace(**blocks, density_hint=hint)
 
     def read(
@@ -163,8 +163,9 @@ class _Reader:
         learned: Any = [None] * number
         rows: Any = range(number)  # of the layers, in the counts
         counts: Any = [None] * chunks
-        if self.hads is not None:
+        if self.hads is not None and (self.hads.prompt or self.hads.decode):
             learned = self.hads.learned
+        if self.hads is not None and self.hads.prompt is not None:
             rows = [self.hads.profile.row(layer) for layer in rows]
             kept = chunk_counts(self.hads.profile, self.hads.prompt, lengths.tolist(), chunk, answers)
             counts = np.zeros((chunks, *kept.shape[1:]), np.int32)  # chunks of padding alone keep nothing
@@ -262,12 +263,8 @@ def _read_block(
         # be a copy. Other functions, and rules of positions, would compute what is past the end too.
         as_it_is = static.attention_fn is xsake.attention and static.window is None
         seen = (key, value) if start == 0 else (k, v) if as_it_is else (k[:, :end], v[:, :end])
-        if learned is None or counts is None:
-            first = 0 if static.window is None else max(start - static.window + 1, 0) // UNIT * UNIT
-            seen = (seen[0][:, first:], seen[1][:, first:])  # the chunk's windows reach no key before it
-            options = _dense(start - first, static.window, query.shape[:2])
-        else:
-            assert static.block is not None and static.rule is not None
+        if learned is not None:
+            assert static.block is not None
             pooled = before[2] if before is not None else None
             if pooled is None:
                 batch, _, kv_heads, head_dim = key.shape
@@ -275,6 +272,12 @@ def _read_block(
                 pooled = PooledKeys.empty(batch=batch, kv_heads=kv_heads, blocks=blocks, head_dim=head_dim)
             new = pooled.write(key, lengths, start=start, block=static.block)
             new = PooledKeys(static.hold(new.features, "data", "model"))
+        if learned is None or counts is None:
+            first = 0 if static.window is None else max(start - static.window + 1, 0) // UNIT * UNIT
+            seen = (seen[0][:, first:], seen[1][:, first:])  # the chunk's windows reach no key before it
+            options = _dense(start - first, static.window, query.shape[:2])
+        else:
+            assert static.block is not None and static.rule is not None and new is not None
             mask = select_chunk(
                 query,
                 seen[0],

@@ -49,6 +49,12 @@ def generate(
             help="With --hads: the share of the cache's blocks that a new token attends to, such as 0.1.", min=0, max=1
         ),
     ] = None,
+    hads_policy: Annotated[
+        str,
+        typer.Option(
+            help="With --hads: auto reads and writes densely where that is as fast, and always does not.",
+        ),
+    ] = "auto",
     chunk: Annotated[
         int | None,
         typer.Option(help="Read so many tokens of the prompt at a time, in multiples of the profile's rows.", min=1),
@@ -111,18 +117,27 @@ def generate(
             check("prompt", hads, share)
             check("decode", decode_budget, maybe(share))
             if profile is not None:
-                budget = HadsBudget(load_profile(profile, name_of(model)), hads, decode_budget)
+                budget = HadsBudget(load_profile(profile, name_of(model)), hads, decode_budget, hads_policy)  # type: ignore[arg-type]
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
+
+        def decided(given: HadsBudget) -> HadsBudget:
+            given.check(opened.config, len(tokens))
+            decisions = given.decisions([len(tokens)], chunk=chunk, dtype=dtype)
+            for what, decision in decisions.items():
+                typer.echo(f"HADS, {'reading' if what == 'prompt' else 'writing'}: {decision}", err=True)
+            return given.as_decided(decisions)
+
+        budget = None if budget is None else decided(budget)
         request: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, hads=budget, chunk=chunk)
-        known = hads is None or budget is not None  # a chunk is a multiple of the profile's rows
+        known = hads is None or profile is not None  # a chunk is a multiple of the profile's rows
         capacity, _ = check_request(opened.config, [tokens], **request if known else request | {"chunk": None})
 
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # a CPU is slower in bfloat16
         if window is None:
             sizes: dict[str, Any] = dict(batch=1, length=len(tokens), capacity=capacity, chunk=chunk)
             learned = None if budget is None else budget.profile
             check_memory(opened.config, **sizes, itemsize=jnp.dtype(dtype).itemsize, profile=learned)
         transformer = load_pretrained(opened, dtype=dtype, param_dtype=dtype)
-        if hads is not None and budget is None:
+        if hads is not None and profile is None:
             found = own_profile(
                 transformer,
                 lambda: transformer,
@@ -133,7 +148,7 @@ def generate(
                 slow=jax.default_backend() == "cpu",
                 check=partial(uniform_counts, opened.config.layers, opened.config.q_heads, hads),
             )
-            request["hads"] = HadsBudget(found, hads, decode_budget)
+            request["hads"] = decided(HadsBudget(found, hads, decode_budget, hads_policy))  # type: ignore[arg-type]
             check_request(opened.config, [tokens], **request)
 
         def sparse(layer, query, key):
