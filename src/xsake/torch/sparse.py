@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import jax
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -176,7 +177,8 @@ def _sparse_chunk(
         return None
     end, rows = chunk.start + query.shape[2], attention.profile.block_q
     size: dict[str, Any] = dict(batch=query.shape[0], queries=query.shape[2], keys=end)
-    if attention.decide("prompt", **size, platform="gpu" if query.is_cuda else "cpu").budget is None:
+    size |= dict(device=jax.local_devices()[0].device_kind, dtype=str(query.dtype).removeprefix("torch."))
+    if attention.decide("chunk" if chunk.start else "prompt", **size).budget is None:
         return None
     if not chunk.solid or chunk.start % rows:
         why = f"it does not begin at a multiple of {rows} tokens" if chunk.solid else "it has padding before a text"
