@@ -8,11 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from xsake._cli.options import SHAPE
+from xsake._cli.options import SHAPE, duration
 from xsake._ground.extras import missing
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_LONGEST = 1000 * 3600
 _OF_TUNING = (
     "--workloads",
     "--from-call",
@@ -36,22 +34,6 @@ _NOT_OF_HADS = (
     "--refresh",
 )
 _DENSITIES, _BUDGETS = "1,0.5,0.43,0.25,0.1", "0.1,0.2,0.43"
-
-
-def duration(text: str) -> float:
-    """
-    >>> duration("3m")
-    180.0
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if not 0 < seconds <= _LONGEST:
-        raise typer.BadParameter(f"{_short(text)} is no duration of up to 1000h; write 90s, 5m or 1h")
-    return seconds
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) < 60 else f"{text[:57]}...")
 
 
 def _densities(text: str) -> list[float]:

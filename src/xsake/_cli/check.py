@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xsake._cli.autotune import duration
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import duration
 
 if TYPE_CHECKING:
     from xsake.testing.checks import Check

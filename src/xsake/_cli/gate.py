@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xsake._cli.autotune import duration
 from xsake._cli.errors import plain_errors
+from xsake._cli.options import duration
 
 if TYPE_CHECKING:
     from xsake._race.gate import Gate, Measurer, Outcome
@@ -30,7 +30,9 @@ def gate(
             help="With --record: 1x4096x8x64,causal,density=0.4, as in `xsake race`. May be given several times."
         ),
     ] = None,
-    implementation: Annotated[str, typer.Option(help="With --record: a backend; xsake takes the best.")] = "xsake",
+    implementation: Annotated[
+        str, typer.Option(help="With --record: a backend; xsake: what a call without a name runs.")
+    ] = "xsake",
     gradients: Annotated[bool, typer.Option(help="With --record: forward and backward together, too.")] = False,
     storage: Annotated[Path, typer.Option(help="Folder of the baselines, which pytest-benchmark reads.")] = Path(
         ".benchmarks"

@@ -12,7 +12,7 @@ import typer
 
 from xsake._cli.errors import plain_errors
 
-# By the option's value: PLATFORM of the backend, and what the kernel is for, in words.
+# Value of --for: (the right-hand side of `PLATFORM = ...` in backend.py, the devices and the language, in words).
 _KINDS = {
     "xla": ("None  # or 'gpu', 'tpu': the one platform that the kernel runs on", "any device, in plain XLA"),
     "gpu": ("'gpu'  # elsewhere it runs inside xsake.interpret()", "NVIDIA GPUs, in Pallas"),
@@ -32,7 +32,7 @@ _FILES = {
 
 
 def new_kernel(
-    name: Annotated[str, typer.Argument(help="Of the package and of the implementation, such as my_kernel.")],
+    name: Annotated[str, typer.Argument(help="Name of the package and of the implementation, such as my_kernel.")],
     kind: Annotated[str, typer.Option("--for", help="xla, gpu or tpu: what the first kernel is written in.")] = "xla",
     out: Annotated[Path, typer.Option(help="Folder to make the package's folder in.")] = Path("."),
 ) -> None:
@@ -42,7 +42,7 @@ def new_kernel(
         _check(name, kind, folder)
         for path, text in package(name, kind).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
+            (folder / path).write_text(text, encoding="utf-8")
     typer.echo(f"{folder}: a package with a kernel for {_KINDS[kind][1]}. Next, in that folder:")
     typer.echo(f"  pytest                              its tests\n  xsake check {name}/backend.py --quick")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from xsake._ground import atomic
 
@@ -13,6 +16,25 @@ if TYPE_CHECKING:
     from xsake.hads import HadsProfile
 
 SHAPE = "BxTxHxD[,kv=K or SxK][,dv=DV][,block=Q or QxKV][,causal][,density=D][,dtype=NAME]"  # `autotune.problem.CALL`
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_LONGEST = 1000 * 3600
+
+
+def duration(text: str) -> float:
+    """Seconds of a time on the command line.
+
+    >>> duration("3m")
+    180.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise typer.BadParameter(f"{_short(text)} is no duration of up to 1000h; write 90s, 5m or 1h")
+    return seconds
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 60 else f"{text[:57]}...")
 
 
 def named_as(configuration: type, given: Mapping[str, Any]) -> dict[str, Any]:

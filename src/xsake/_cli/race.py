@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xsake._cli.autotune import duration
 from xsake._cli.errors import plain_errors
-from xsake._cli.options import SHAPE, check_file_out
+from xsake._cli.options import SHAPE, check_file_out, duration
 
 if TYPE_CHECKING:
     from xsake._race.one import Finished
@@ -30,7 +29,10 @@ def race(
     ] = None,
     against: Annotated[
         str,
-        typer.Option(help="Contestants: implementations, or their files, dense, cudnn, tokamax, flex, fa4."),
+        typer.Option(
+            help="Contestants beside xsake, separated by commas: implementations or their files, "
+            "dense, cudnn, tokamax, flex, fa4."
+        ),
     ] = "dense",
     gradients: Annotated[bool, typer.Option(help="Race forward and backward together, too.")] = False,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=2)] = 5,

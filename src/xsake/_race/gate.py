@@ -154,7 +154,7 @@ def _calm(gate: Gate, measure: Measurer) -> Paired:
         kept.append(measure(gate))
         return {"disturbed": kept[-1].disturbed}
 
-    judge(again, lambda result: result["disturbed"])
+    judge(again, lambda result: result["disturbed"] and "no measurement was calm")
     return kept[-1]
 
 

@@ -209,10 +209,11 @@ def run_forward(target: Target, case: Case, *, config: Any = None) -> Results:
 def collect(case: Case, results, grads) -> Results:
     """The results as numpy arrays, after a check of the dtypes that the contract promises."""
     out, lse = results
-    assert out.dtype == case.query.dtype, out.dtype
-    assert lse.dtype == np.float32, lse.dtype
+    assert out.dtype == case.query.dtype, f"out has dtype {out.dtype}, and the query {case.query.dtype}"
+    assert lse.dtype == np.float32, f"lse has dtype {lse.dtype}, and must have float32"
     for name, grad in grads.items():
-        assert grad.dtype == case.inputs[name].dtype, (name, grad.dtype)
+        wanted = case.inputs[name].dtype
+        assert grad.dtype == wanted, f"d_{name} has dtype {grad.dtype}, and {name} {wanted}"
     return Results(np.asarray(out), np.asarray(lse), **{f"d_{k}": np.asarray(v) for k, v in grads.items()})
 
 

@@ -13,6 +13,9 @@ import xsake
 from xsake._op import registry
 from xsake._op.arguments import build_call
 
+_DTYPES = ("float32", "bfloat16", "float16")
+_SIZES = ((24, 16), (64, 64), (128, 128))  # (head_dim, value_dim), the first to be tried first
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -25,7 +28,7 @@ class Target:
 
     name: str
     interpret: bool = False
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    dtypes: tuple[str, ...] = _DTYPES
     unit: int = 1
     head_dim: int = 24
     value_dim: int = 16
@@ -37,12 +40,11 @@ class Target:
         return xsake.interpret() if self.interpret else contextlib.nullcontext()
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_SIZES = ((24, 16), (64, 64), (128, 128))  # (head_dim, value_dim), the first to be tried first
-
-
 def name_of(backend: str) -> str:
-    """The name of a backend that is given by its name, or as the path of its file, which is registered."""
+    """The name of a backend that is given by its name or by the path of its file.
+
+    A file is registered under its own name, but `__init__.py`, `backend.py` and `kernel.py` under their folder's.
+    """
     path = Path(backend)
     if path.suffix != ".py" and "/" not in backend:
         return backend
@@ -77,7 +79,7 @@ def target_of(name: str) -> Target:
 
 
 def _refusal(target: Target, dtype: str) -> str | None:
-    """Why the backend does not support a call of the target's sizes, a mask per head and several blocks, or None."""
+    """Why the backend does not support a causal call of the target's sizes, with a mask of several blocks, or None."""
     length, block = target.size(75), target.size(16)
     query, key, value = (
         jnp.zeros((1, length, heads, dim), dtype)
