@@ -145,6 +145,7 @@ FAULTS = {
     "NaN": (f"{FORWARD}return out.at[0, 3].set(float('nan')), lse", "out: 16 of 256 elements are not finite"),
     "a wrong shape": (f"{FORWARD}return out[..., :1], lse", "raises TypeError: implementation"),
     "an error": (f"{FORWARD}raise IndexError('tile 3\\nof 2')", "raises IndexError: tile 3"),
+    "an assertion without words": (f"{FORWARD}assert lse.ndim == 7", "raises AssertionError"),
     "zeros": (f"{FORWARD}return out, lse * 0", "lse: max error"),
 }
 
@@ -154,6 +155,13 @@ def test_faults_of_the_forward_are_plain_findings(planted, fault):
     body, says = FAULTS[fault]
     verdict = judge(target(planted(body)), small(), frozenset({"forward"}))
     assert verdict.forward.startswith(says) and "\n" not in verdict.forward and verdict.gradients is None
+
+
+@pytest.mark.parametrize("fault", ["an error", "an assertion without words"])
+def test_gradients_alone_do_not_hold_where_the_forward_raises(planted, fault):
+    body, says = FAULTS[fault]
+    verdict = judge(target(planted(body)), small(), frozenset({"gradients"}))
+    assert verdict.gradients.startswith(says) and verdict.forward is None and verdict.results == ("out",)
 
 
 def test_gradients_that_raise_leave_the_forward_s_verdict(planted):

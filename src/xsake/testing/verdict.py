@@ -12,7 +12,7 @@ from xsake._op.registry import Unsupported
 from xsake.autotune.measure.isolation import Service
 from xsake.testing import smallest
 from xsake.testing.case import run
-from xsake.testing.checks import CHECKS, FORWARD, Check, NotHere, Unsteady
+from xsake.testing.checks import CHECKS, FORWARD, GRADIENTS, Check, NotHere, Unsteady
 from xsake.testing.target import Target, target_of
 
 
@@ -41,17 +41,20 @@ def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
     """Run a check; `parts` of "forward" and "gradients" are judged."""
     found = _found(target, check, forward_only="gradients" not in parts)
     told: dict[str, str | None] = {"forward": None, "gradients": None}
+    results: list[str] = []
     for name, problem in found.problems.items():
         part = "forward" if name in FORWARD else "gradients"
+        if found.ended and part not in parts:
+            (part,) = parts  # nothing was compared: the part that was asked for does not hold either
         if part in parts:
             told[part] = told[part] or problem
-    results = tuple(name for name in found.problems if ("forward" if name in FORWARD else "gradients") in parts)
+            results.append(name)
     return Verdict(
         forward=told["forward"],
         gradients=told["gradients"],
         refused=found.refused,
         no_gradients=found.no_gradients,
-        results=results,
+        results=tuple(results),
         unsteady=found.unsteady,
     )
 
@@ -71,9 +74,13 @@ def assert_holds(target: Target, check: Check) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is wrong with each result, why the check was not run, and why there are no gradients."""
+    """What is wrong with each result, why the check was not run, and why there are no gradients.
+
+    `ended`: the check raised an error before it could compare, or one that names no result.
+    """
 
     problems: dict[str, str] = dataclasses.field(default_factory=dict)
+    ended: bool = False
     refused: str | None = None
     no_gradients: str | None = None
     unsteady: bool = False
@@ -86,8 +93,10 @@ def _found(target: Target, check: Check, *, forward_only: bool) -> _Found:
         return _Found(refused=str(reason))
     except AssertionError as problem:
         said = _one_line(str(problem))
+        named = said.partition(" ")[0].rstrip(":") in (*FORWARD, *GRADIENTS)
         result = "d_query" if said.startswith("d_") else "out"
-        return _Found(problems={result: said}, unsteady=isinstance(problem, Unsteady))
+        problems = {result: said or "raises AssertionError"}
+        return _Found(problems=problems, ended=not named, unsteady=isinstance(problem, Unsteady))
     except Unsupported as refusal:
         return _Found(refused=_one_line(refusal.reasons[target.name]))
     except Exception as error:
@@ -95,11 +104,11 @@ def _found(target: Target, check: Check, *, forward_only: bool) -> _Found:
         refuses = isinstance(error, NotImplementedError)
         raised = f"raises {type(error).__name__}: {said}"
     if forward_only or check.how is not run:
-        return _Found(problems={"out": raised})
+        return _Found(problems={"out": raised}, ended=True)
     forward = _found(target, check, forward_only=True)
     if forward.problems or forward.refused is not None:
         return forward
-    return _Found(no_gradients=said) if refuses else _Found(problems={"d_query": raised})
+    return _Found(no_gradients=said) if refuses else _Found(problems={"d_query": raised}, ended=True)
 
 
 def _one_line(text: str) -> str:
