@@ -14,6 +14,7 @@ from xsake._cli import app, options
 from xsake._op import registry
 from xsake._race import contestants, one, sustained
 from xsake._race.case import BOTH, FORWARD
+from xsake._race.nvidia_smi import Monitor
 from xsake.autotune import problem
 from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Here
@@ -84,6 +85,26 @@ def test_a_contestant_that_ends_the_process_leaves_the_others(killed):
     (row,) = found.rows
     assert row["contestant"] == "xsake" and row["sustained"]["rounds"] == 2 and row["errors"]
     assert found.reasons == {"dense": f"the process ended during {killed[0]} with exit code -11"}
+
+
+def test_a_contestant_that_cannot_be_prepared_again_falls_out():
+    """Also where another contestant ends the process after its last turn."""
+
+    class Once(Killed):
+        def call(self, method, *arguments, limit):
+            if method == "prepare" and self.restarts and arguments[0] == "xsake":
+                raise Died("out of memory")
+            return super().call(method, *arguments, limit=limit)
+
+    found = finished(["xla", "xsake", "dense"], worker=Once("turn", 2))
+    assert [row["contestant"] for row in found.rows] == ["xla"]
+    assert found.reasons["xsake"] == "out of memory" and "dense" in found.reasons
+
+
+def test_a_gpu_that_does_not_tell_its_power():
+    monitor = Monitor()
+    monitor._samples = [(at, ["1980", "[N/A]", "41", "0x04"]) for at in (1.0, 2.0, 9.0)]
+    assert monitor.during([(0.0, 3.0)]) == {"sm_mhz": 1980, "celsius": 41, "throttled_by": ["power cap"], "samples": 2}
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ import threading
 import time
 from typing import Any
 
-_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+_NUMBERS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
+_FIELDS = (*_NUMBERS.values(), "clocks_event_reasons.active")
 _REASONS = {
     0x1: "idle",
     0x4: "power cap",
@@ -47,13 +48,14 @@ class Monitor:
             self._samples.append((time.monotonic(), [word.strip() for word in line.split(",")]))
 
     def during(self, spans: list[tuple[float, float]]) -> dict[str, Any]:
-        """Medians over the samples inside the spans, and all reasons for throttling; {} without samples."""
+        """Medians over the samples inside the spans, and all reasons for throttling; {} without samples.
+
+        A number that the GPU does not tell ("[N/A]") is left out.
+        """
         inside = [s for at, s in list(self._samples) if any(a <= at <= b for a, b in spans) and len(s) == len(_FIELDS)]
         if not inside:
             return {}
-        clock, watts, celsius = (statistics.median(float(s[i]) for s in inside) for i in range(3))
-        active = 0
-        for sample in inside:
-            active |= int(sample[3], 16)
-        reasons = [name for bit, name in _REASONS.items() if active & bit]
-        return {"sm_mhz": clock, "watts": watts, "celsius": celsius, "throttled_by": reasons, "samples": len(inside)}
+        *columns, active = ([word for word in column if word[:1].isdigit()] for column in zip(*inside, strict=True))
+        numbers = {name: statistics.median(map(float, c)) for name, c in zip(_NUMBERS, columns, strict=True) if c}
+        reasons = [name for bit, name in _REASONS.items() if any(int(word, 16) & bit for word in active)]
+        return numbers | {"throttled_by": reasons, "samples": len(inside)}

@@ -178,6 +178,8 @@ def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit:
         field.prepare(name)
     with Monitor() as monitor:
         found = raced(list(field.ready), field.turn, rounds, monitor)
+    # A contestant may also fall out after its last turn, when a new process cannot prepare it.
+    found = {name: times for name, times in found.items() if name in field.ready}
     if not found:
         every = "; ".join(f"{name}: {why}" for name, why in field.reasons.items())
         raise ValueError(f"no contestant can race {direction}: {every}")
