@@ -1,4 +1,4 @@
-"""A worker process that may hang, crash or poison its device without taking the tuner with it.
+"""A worker process that may hang, crash or poison its device without taking its parent with it.
 
 The parent never touches the device: the parent sends a request and waits for the reply, at most `limit` seconds. After
 that the parent kills the worker and starts a new one.

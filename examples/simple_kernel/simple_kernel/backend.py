@@ -94,7 +94,7 @@ def backward(
 
 
 def _logits(call: Call, t: Array) -> tuple[Array, Array]:
-    """Of query t: logits [B, H, S], -inf where it does not attend, and the slope of the soft cap, 0 there."""
+    """Query t's logits [B, H, S], -inf where it does not attend, and the slope of the soft cap, 0 there."""
     x = jnp.einsum("bhd,bshd->bhs", call.query[:, t].astype(jnp.float32), _per_query_head(call, call.key)) * call.scale
     if call.bias is not None:
         x = x + call.bias[:, :, jnp.minimum(t, call.bias.shape[2] - 1)].astype(jnp.float32)

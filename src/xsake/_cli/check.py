@@ -26,7 +26,10 @@ def check(
     only: Annotated[
         str, typer.Option(help="Parts or groups, separated by commas: forward, gradients, masks, rules, padding, ...")
     ] = "",
-    limit: Annotated[str, typer.Option(help="Time after which a check counts as hanging.")] = "60s",
+    limit: Annotated[
+        str,
+        typer.Option(help="Time after which a check counts as hanging; a check that compiles many programs gets more."),
+    ] = "60s",
 ) -> None:
     """Hold a backend to the contract: values and gradients beside float64, for every argument that it claims."""
     console = Console()

@@ -16,7 +16,7 @@ from xsake.autotune.measure.chain import chain
 from xsake.autotune.workloads import Workload
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
-FORWARDS = {FORWARD: 1.0, BOTH: 3.5}  # operations, in those of a forward
+FORWARDS = {FORWARD: 1.0, BOTH: 3.5}  # operations, as a multiple of the forward's
 
 
 def in_direction(attend: Callable[..., Array], direction: str) -> Callable[..., Any]:

@@ -231,7 +231,7 @@ class Backend(Protocol):
         with_bias: bool,
     ) -> tuple[Array, Array, Array, Array | None]:
         """Gradients of query, key, value and, if `with_bias`, bias. `delta` is rowsum(d_out * out) - d_lse, and 0 for a
-        row that attends nothing.
+        row that attends nothing; `DeltaParts` lack this 0, which their `of_live_rows` puts in.
 
         If the gradient of the bias is None, the operation computes that gradient by the XLA backend.
         """

@@ -30,6 +30,7 @@ class DeltaParts(NamedTuple):
         return weight if self.d_lse is None else weight - self.d_lse
 
     def of_live_rows(self, q_segments: Int[Array, "B T"] | None, lse: Array, d_out: Array) -> Array:
+        """delta [B, H, T], but 0 for a row that attends nothing."""
         return of_live_rows(q_segments, lse, self.summed(lse, d_out))
 
 

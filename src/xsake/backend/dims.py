@@ -21,7 +21,7 @@ def call_dims(call: Call) -> Call:
 
     def dims(field: dataclasses.Field, x: Array) -> Dims:
         declared = field.metadata.get("dims", "b").split()
-        # Heads that are keys and values by turns are not as many as query heads, even where K/V heads are.
+        # An array of keys and values has 2 K heads: these are not cut with the query heads, even where K is H.
         kv_heads = "k" if call.fused else _heads(call, call.kv_heads)
         names: list[str | None] = [kv_heads if name == "k" else name for name in declared]
         if call.page_table is not None and field.name in ("key", "value"):
@@ -42,7 +42,7 @@ def _heads(call: Call, heads: int) -> str:
 
 
 def _named(x: Array, names: list[str | None]) -> Dims:
-    """The names for the sizes of an array, None for what has none."""
+    """The names, None for a dimension of size 1, and for the dimensions after the last name."""
     padded = (*names, *(None,) * (x.ndim - len(names)))
     return tuple(None if size == 1 else name for size, name in zip(x.shape, padded, strict=True))
 
