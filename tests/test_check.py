@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -21,8 +22,8 @@ from xsake._op import registry
 from xsake.autotune.measure import isolation
 from xsake.autotune.measure.isolation import Died, Hung
 from xsake.testing import smallest, target_of
-from xsake.testing.case import make
-from xsake.testing.checks import CHECKS, Check
+from xsake.testing.case import make, run
+from xsake.testing.checks import CHECKS, Check, twice, vmapped
 from xsake.testing.runner import PARTS, Checkers, plan
 from xsake.testing.target import Target, name_of
 from xsake.testing.verdict import Verdict, judge
@@ -169,9 +170,16 @@ def test_gradients_that_raise_leave_the_forward_s_verdict(planted):
     assert verdict.forward is None and verdict.gradients == "raises ValueError: no"
 
 
-def test_a_backend_without_gradients_says_so(planted):
-    verdict = judge(target(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')")), small(), BOTH)
+@pytest.mark.parametrize("how", [run, twice, vmapped])
+def test_a_backend_without_gradients_says_so(planted, how):
+    check = dataclasses.replace(small(mask=(1, 1)), how=how)
+    verdict = judge(target(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')")), check, BOTH)
     assert verdict.holds and verdict.no_gradients == "dense alone"
+
+
+def test_a_wrong_backward_leaves_the_forward_alone_right(planted):
+    check = dataclasses.replace(small(mask=(1, 1)), how=twice)
+    assert judge(target(planted(f"{BACKWARD}raise ValueError('no')")), check, frozenset({"forward"})).holds
 
 
 def test_what_is_not_claimed_is_refused_by_name(planted):
@@ -209,7 +217,8 @@ def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs(
     assert died.code.splitlines()[-1] == f'CHECKS["{check.title}"].run(target_of("xla"))'
 
 
-def test_sizes_that_suit_a_backend(any_jax):
+def test_sizes_that_suit_a_backend(any_jax, planted):
+    assert target(planted("HONOURS = frozenset()")).dtypes == Target("xla").dtypes  # no causal call either
     assert target_of("xla") == Target("xla")
     assert target_of("mosaic_tpu") == Target("mosaic_tpu", interpret=jax.default_backend() != "tpu")
 

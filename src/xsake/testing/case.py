@@ -34,6 +34,7 @@ class Case:
     elements: np.ndarray | None = None  # bool[b, h, T, S]: these elements of the blocks, by bitmaps
     chosen: np.ndarray | None = None  # bool[b, h, T, nK]: the blocks of each token; all blocks are listed
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gradients: bool = True  # whether a run computes them
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -91,8 +92,8 @@ class Case:
         return {k: v for k, v in self.arrays.items() if k not in ("bias", "sinks")}
 
     @property
-    def cotangents(self) -> tuple:
-        return jnp.asarray(self.d_out), jnp.asarray(self.d_lse)
+    def cotangents(self) -> tuple | None:
+        return (jnp.asarray(self.d_out), jnp.asarray(self.d_lse)) if self.gradients else None
 
     def replace(self, **changes) -> Case:
         return dataclasses.replace(self, **changes)
@@ -173,7 +174,9 @@ def attend(target: Target, inputs, mask, rest, *, config: Any = None, **options)
 
 
 def with_grads(function, inputs, cotangents):
-    """`function(inputs)`, and the gradients of all inputs."""
+    """`function(inputs)`, and the gradients of all inputs; no gradients where `cotangents` is None."""
+    if cotangents is None:
+        return function(inputs), {}
     results, vjp = jax.vjp(function, inputs)
     return results, vjp(cotangents)[0]
 
@@ -190,20 +193,12 @@ def compiled(target: Target, config: Any, options: tuple):
 
 
 def run(target: Target, case: Case, *, mask: Any = "own", config: Any = None) -> Results:
-    """Output, lse and all gradients by the implementation, under jit."""
+    """Output, lse and, where the case wants them, all gradients by the implementation, under jit."""
     mask = case.mask() if isinstance(mask, str) else mask
     everything = compiled(target, config, tuple(case.options.items()))
     with target.context():
         results, grads = everything(case.inputs, mask, case.rest, case.cotangents)
     return collect(case, results, grads)
-
-
-def run_forward(target: Target, case: Case, *, config: Any = None) -> Results:
-    """Output and lse alone: interpreted gradients take most of the time."""
-    forward = jax.jit(lambda *given: attend(target, *given, config=config, **case.options))
-    with target.context():
-        results = forward(case.inputs, case.mask(), case.rest)
-    return collect(case, results, {})
 
 
 def collect(case: Case, results, grads) -> Results:
@@ -239,7 +234,8 @@ def check(case: Case, actual: Results, *, factor: float = 4.0) -> None:
 
 
 def check_forward(target: Target, case: Case, *, config: Any = None) -> None:
-    check(case, run_forward(target, case, config=config))
+    """Output and lse alone: interpreted gradients take most of the time."""
+    check(case, run(target, case.replace(gradients=False), config=config))
 
 
 def check_run(target: Target, case: Case, **options) -> Results:

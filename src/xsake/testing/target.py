@@ -79,12 +79,16 @@ def target_of(name: str) -> Target:
 
 
 def _refusal(target: Target, dtype: str) -> str | None:
-    """Why the backend does not support a causal call of the target's sizes, with a mask of several blocks, or None."""
+    """Why the backend supports no call of the target's sizes with a mask of several blocks, causal or not, or None."""
     length, block = target.size(75), target.size(16)
     query, key, value = (
         jnp.zeros((1, length, heads, dim), dtype)
         for heads, dim in ((4, target.head_dim), (2, target.head_dim), (2, target.value_dim))
     )
-    mask = xsake.patterns.causal(length, length, block_q=block, block_kv=2 * block)
+    reasons = []
     with target.context():
-        return registry.unsupported(target.name, build_call(query, key, value, mask, default_blocks=(block, block)))
+        for pattern in (xsake.patterns.causal, xsake.patterns.dense):
+            mask = pattern(length, length, block_q=block, block_kv=2 * block)
+            call = build_call(query, key, value, mask, default_blocks=(block, block))
+            reasons.append(registry.unsupported(target.name, call))
+    return None if None in reasons else reasons[0]

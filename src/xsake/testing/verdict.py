@@ -11,7 +11,6 @@ import jax
 from xsake._op.registry import Unsupported
 from xsake.autotune.measure.isolation import Service
 from xsake.testing import smallest
-from xsake.testing.case import run
 from xsake.testing.checks import CHECKS, FORWARD, GRADIENTS, Check, NotHere, Unsteady
 from xsake.testing.target import Target, target_of
 
@@ -103,7 +102,7 @@ def _found(target: Target, check: Check, *, forward_only: bool) -> _Found:
         said = _one_line(str(error))
         refuses = isinstance(error, NotImplementedError)
         raised = f"raises {type(error).__name__}: {said}"
-    if forward_only or check.how is not run:
+    if forward_only:
         return _Found(problems={"out": raised}, ended=True)
     forward = _found(target, check, forward_only=True)
     if forward.problems or forward.refused is not None:
