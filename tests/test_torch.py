@@ -21,7 +21,7 @@ from xsake.model.weights import fetch
 torch = pytest.importorskip("torch", reason="torch and transformers have an environment of their own: make test-torch")
 transformers = pytest.importorskip("transformers", reason="make test-torch")
 
-from torch_case import FAMILIES, SIZES, check_same, model_of, padding, prompts, read, tensors  # noqa: E402
+from torch_case import FAMILIES, SIZES, TOKENS, check_same, model_of, padding, prompts, read, tensors  # noqa: E402
 
 import xsake.torch as xsake_torch  # noqa: E402
 from xsake.torch import crossing  # noqa: E402
