@@ -154,7 +154,7 @@ wheel: $(STAMP)
 clean:
 	rm -rf .venv .venv-jax-* .venv-cuda .venv-peers .venv-ejkernel .venv-easydel .venv-track .venv-transformers .venv-serve build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks docs/_build out dashboard/web/node_modules
 
-# By uv, in a fifth of pip's time; by pip, whose settings uv does not read, where uv finds no packages.
+# By uv, which is faster; by pip, whose settings uv does not read, where uv finds no packages.
 # Every editable installation warns of folders that may take precedence over the package: here they are the package.
 $(STAMP): export PYTHONWARNINGS = ignore:Editable installation
 $(STAMP): PINS = $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))

@@ -188,7 +188,7 @@ def test_chunks_off_the_grid_are_dense_and_say_so():
 
 
 def test_hads_in_a_window():
-    """Of a model whose every layer has one: whole prompts, padded and not, by a dynamic and by a static cache."""
+    """A model whose every layer has a window: whole prompts, padded and not, by a dynamic and by a static cache."""
     model, prompt = model_of("mistral"), prompt_of()
     model.set_attn_implementation("xsake")
     dense = model(prompt).logits

@@ -112,7 +112,7 @@ def _by_budget(way: str) -> tuple[bool, int]:
 
 
 def whole_seconds(row: Row, way: str) -> float:
-    """Of all layers, where only some were read."""
+    """The seconds of all layers, in proportion where only some were read."""
     return median(row, way) * row["of"] / row["layers"]
 
 

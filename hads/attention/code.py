@@ -14,6 +14,6 @@ _CHOOSING = ("select", "chunk", "step.mask")  # of `hads.selection`, with what t
 
 @cache
 def code_hash(implementation: str) -> str:
-    """Of an implementation's kernels and of the choice of blocks."""
+    """The hash of an implementation's kernels and of the code that chooses blocks."""
     choosing = [kernel_hash(importlib.import_module(f"xsake.hads.selection.{name}")) for name in _CHOOSING]
     return hashlib.sha256(" ".join([tuned.kernel_hash(implementation), *choosing]).encode()).hexdigest()[:16]

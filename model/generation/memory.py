@@ -36,7 +36,7 @@ class ReadingMemory(NamedTuple):
         itemsize: int,
         profile: HadsProfile | None = None,
     ) -> ReadingMemory:
-        """Of `read_prompts` on one device, with arrays of `itemsize` bytes per number.
+        """The memory of `read_prompts` on one device, with arrays of `itemsize` bytes per number.
 
         In the MLP its two products and their combination live beside three arrays of the stream; in attention the
         queries before and after they are turned, the output, and keys and values twice, beside two.
