@@ -1,4 +1,4 @@
-"""Workloads, timing, and the tuner that fills `xsake.tuning_db`. Importing this package does not import Optuna."""
+"""Workloads, and the tuner that fills `xsake.tuning_db`. Importing this package does not import Optuna."""
 
 from __future__ import annotations
 

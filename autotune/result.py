@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from xsake.autotune.measure.gain import Gain
-from xsake.autotune.measure.timing import Timing
+from xsake._measure.ratio import Gain
+from xsake._measure.timing import Timing
 from xsake.autotune.problem import Part, StudyPlan
 from xsake.tuning_db import Entry
 

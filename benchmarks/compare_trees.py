@@ -22,8 +22,8 @@ from benchmarks.harness import checkouts
 from benchmarks.harness.masks import CALLS
 from benchmarks.harness.script import Record, listed, parser, show
 from benchmarks.harness.two_trees import OTHER, THIS, compared, distance, race, runners
+from xsake._measure.timing import Timing
 from xsake._race.case import DIRECTIONS
-from xsake.autotune.measure.timing import Timing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
 

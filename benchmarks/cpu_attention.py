@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, parser, show
+from xsake._measure.interference import contention, disturbance
+from xsake._measure.timing import race
 from xsake._race.case import BOTH, DIRECTIONS, Case
 from xsake._race.contestants import dense, sparse
-from xsake.autotune.measure.interference import contention, disturbance
-from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 WHO = ("xsake", "jax.nn")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks import record
 from xsake._cli import app
+from xsake._measure.isolation import Worker
 from xsake._race import gate
 from xsake._race.gate import GateService, Measurer
-from xsake.autotune.measure.isolation import Worker
 
 STORAGE = record.ROOT / ".benchmarks" / "make_bench"  # apart from what a reader of the pages records
 DENSITIES = (0.43, 0.1)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from xsake import kernels_xla_ref
+from xsake._measure.interference import Contention
 from xsake._op import registry
 from xsake.autotune.measure import contest
 from xsake.autotune.measure.device_service import DeviceService
-from xsake.autotune.measure.interference import Contention
 from xsake.kernels_xla_ref import HONOURS, Tiling, default_blocks, unavailable, unsupported  # noqa: F401
 
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import xsake
 from xsake import tuning_db
 from xsake._cli import app, tuning
+from xsake._measure import isolation
+from xsake._measure.isolation import Here
 from xsake._op import tuned
 from xsake.autotune import calls, command, problem, record_calls
-from xsake.autotune.measure import isolation
-from xsake.autotune.measure.isolation import Here
 from xsake.autotune.search import last_race
 from xsake.autotune.search.storage import CannotOpen, open_storage
 from xsake.tuning_db import Database, Entry

@@ -12,8 +12,9 @@ import pytest
 from tuning_fakes import tune
 
 import xsake
+from xsake._measure import verify
 from xsake._op import registry, tuned
-from xsake.autotune.measure import environment, verify
+from xsake.autotune.measure import environment
 from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.problem import Problem, from_call, named
 from xsake.autotune.search import last_race

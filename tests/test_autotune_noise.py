@@ -12,10 +12,10 @@ import tuning_fakes
 from tuning_fakes import DEFAULT, ONE_DENSITY, Quiet, part, tune
 
 from xsake import tuning_db
+from xsake._measure.interference import Contention
+from xsake._measure.isolation import Here, Hung
+from xsake._measure.ratio import FEWEST_ROUNDS, Gain
 from xsake.autotune.measure.contest import Round
-from xsake.autotune.measure.gain import FEWEST_ROUNDS, Gain
-from xsake.autotune.measure.interference import Contention
-from xsake.autotune.measure.isolation import Here, Hung
 from xsake.autotune.search import confirm, direction, pace, referee, tuner
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.storage import open_storage

@@ -18,7 +18,7 @@ import tuning_fakes
 from rich.console import Console
 from tuning_fakes import ONE_DENSITY, PROBLEM, part, run_tuner, start, tune
 
-from xsake.autotune.measure.isolation import Died, Hung, Raised, Worker
+from xsake._measure.isolation import Died, Hung, Raised, Worker
 from xsake.autotune.search import direction, pace, referee, tuner
 from xsake.autotune.search.storage import open_storage
 from xsake.autotune.search.study import Candidate, Study
@@ -409,7 +409,7 @@ def test_a_worker_is_replaced_after_a_failure(worker):
 def test_a_hanging_worker_ends_with_its_parent_and_its_own_worker_too(tmp_path):
     code = """
 import tuning_fakes
-from xsake.autotune.measure.isolation import Worker
+from xsake._measure.isolation import Worker
 worker = Worker(tuning_fakes.WithWorker)
 print(worker._process.pid, worker.call("child", limit=60.0), flush=True)
 worker.call("race", "forward", 1.0, [tuning_fakes.part(1, "hangs")], limit=600.0)

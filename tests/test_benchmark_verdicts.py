@@ -20,12 +20,12 @@ from benchmarks import gate as own_gates
 from benchmarks.harness import checkouts, tree_runner, two_trees
 from benchmarks.record import ROOT
 from tests import machine_code as code
+from xsake._measure import interference
+from xsake._measure.interference import Contention, contention, disturbance
+from xsake._measure.timing import Timing
 from xsake._op import registry
 from xsake._race import gate
 from xsake._race.verdict import Busy, Slower, judge
-from xsake.autotune.measure import interference
-from xsake.autotune.measure.interference import Contention, contention, disturbance
-from xsake.autotune.measure.timing import Timing
 
 
 def slowness(result):

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import xsake
 from xsake._cli import app
+from xsake._measure import isolation
+from xsake._measure.isolation import Died, Hung
 from xsake._op import registry
-from xsake.autotune.measure import isolation
-from xsake.autotune.measure.isolation import Died, Hung
 from xsake.testing import smallest, target_of
 from xsake.testing.case import make, run
 from xsake.testing.checks import CHECKS, Check, twice, vmapped

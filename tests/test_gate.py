@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli.gate import _gates
+from xsake._measure import isolation
+from xsake._measure.isolation import Died, Here, Hung
 from xsake._race import gate, verdict
 from xsake._race.paired import Paired
-from xsake.autotune.measure import isolation
-from xsake.autotune.measure.isolation import Died, Here, Hung
 
 SHAPE = "1x256x2x16,causal,density=0.5"
 

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake.kernels_xla_ref",
     ),
     ("xsake._op",),
-    ("xsake._selection", "xsake._sequence"),
+    ("xsake._measure", "xsake._selection", "xsake._sequence"),
     ("xsake",),  # the door to the operation and to masks
     ("xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),

@@ -10,7 +10,7 @@ from executed import counting_matmul_flops
 from sweep import sweep
 
 import xsake
-from xsake.autotune.measure.timing import race
+from xsake._measure.timing import race
 from xsake.testing.case import check, check_run, compiled, make, run
 from xsake.testing.reference import attends
 

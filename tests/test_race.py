@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 import xsake
 from xsake._cli import app, options
+from xsake._measure import isolation
+from xsake._measure.isolation import Died, Here
 from xsake._op import registry
 from xsake._race import contestants, one, sustained
 from xsake._race.case import BOTH, FORWARD
 from xsake._race.nvidia_smi import Monitor
 from xsake.autotune import problem
-from xsake.autotune.measure import isolation
-from xsake.autotune.measure.isolation import Died, Here
 
 SHAPE = "1x96x4x16,kv=2,causal,block=16"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xsake.autotune.measure import timing
-from xsake.autotune.measure.timing import Timing, race
+from xsake._measure import timing
+from xsake._measure.timing import Timing, race
 
 
 @pytest.fixture

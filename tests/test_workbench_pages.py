@@ -11,8 +11,8 @@ import workbench
 from test_plugins import WHOLE
 
 import xsake
+from xsake._measure.isolation import Here
 from xsake.autotune import command
-from xsake.autotune.measure.isolation import Here
 
 ENDS = {"xsake gate": (0, 1, 3)}  # in so little time a call may seem slower
 WRITTEN = {"race": ["race.json", "race.png"], "keep_it_fast": [".benchmarks"]}

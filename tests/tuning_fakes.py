@@ -11,10 +11,10 @@ import textwrap
 import time
 from pathlib import Path
 
-from xsake.autotune.measure import isolation
+from xsake._measure import isolation
+from xsake._measure.isolation import Here, Worker
 from xsake.autotune.measure.contest import Round, Verdict
 from xsake.autotune.measure.environment import Facts
-from xsake.autotune.measure.isolation import Here, Worker
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.ledger import Ledger

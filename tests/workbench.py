@@ -14,11 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from xsake._cli import app
+from xsake._measure import isolation, timing
+from xsake._measure.interference import Contention
 from xsake._op import registry
 from xsake._race import one, paired, sustained
-from xsake.autotune.measure import contest, isolation, timing
+from xsake.autotune.measure import contest
 from xsake.autotune.measure.device_service import DeviceService
-from xsake.autotune.measure.interference import Contention
 from xsake.autotune.search import last_race
 
 # What a command gets besides, so that it takes a second or two. All share a shape, and with it programs.

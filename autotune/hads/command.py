@@ -9,9 +9,9 @@ from time import monotonic
 from rich.console import Console
 
 from xsake import tuning_db
+from xsake._measure.isolation import Failed, Here, Worker
 from xsake.autotune.hads.calls import default_profiles, planned
 from xsake.autotune.hads.race import HadsService, decided
-from xsake.autotune.measure.isolation import Failed, Here, Worker
 from xsake.autotune.problem import DEFAULT_SETS, DTYPES
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.write import writer

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._measure.interference import ATTEMPTS, Contention, contention, disturbance
+from xsake._measure.isolation import Caller, Service
+from xsake._measure.ratio import Gain
+from xsake._measure.timing import Timing, default_pause, in_turns, seconds_per_call
 from xsake._op import registry, tuned
 from xsake.autotune.hads.calls import HadsCall
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import Round
-from xsake.autotune.measure.gain import Gain
-from xsake.autotune.measure.interference import ATTEMPTS, Contention, contention, disturbance
-from xsake.autotune.measure.isolation import Caller, Service
-from xsake.autotune.measure.timing import Timing, default_pause, in_turns, seconds_per_call
 from xsake.autotune.result import Measured, of_race
 from xsake.hads import Attention, PooledKeys
 from xsake.hads.attention.code import code_hash

@@ -17,13 +17,13 @@ import numpy as np
 from jax import Array
 
 from xsake._ground.buckets import power_of_two_at_least
+from xsake._measure import verify
+from xsake._measure.interference import Contention, contention
+from xsake._measure.timing import default_pause, in_turns, seconds_per_call
 from xsake._op import registry, tuned
 from xsake._op.arguments import build_call
-from xsake.autotune.measure import verify
-from xsake.autotune.measure.interference import Contention, contention
 from xsake.autotune.measure.lowering import Lowering
 from xsake.autotune.measure.program import Program
-from xsake.autotune.measure.timing import default_pause, in_turns, seconds_per_call
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.backend.contract import RESULTS, Call
 from xsake.hads.mask.block_mask import BlockMask

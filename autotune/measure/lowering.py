@@ -13,7 +13,7 @@ import jax
 from jax import export
 
 from xsake._ground.device import Gpu, lowering_for
-from xsake.autotune.measure.isolation import Service, Worker
+from xsake._measure.isolation import Service, Worker
 from xsake.autotune.measure.program import Program
 
 MOST_CHILDREN = 8  # of about 400 MB each

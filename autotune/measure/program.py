@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax import Array
 
+from xsake._measure.chain import chain
 from xsake._op import registry
-from xsake.autotune.measure.chain import chain
 from xsake.backend.contract import RESULTS, Call
 
 _GRADIENTS = RESULTS["backward"]

@@ -7,10 +7,10 @@ import math
 import statistics
 from time import monotonic
 
+from xsake._measure.isolation import Failed
+from xsake._measure.ratio import FEWEST_ROUNDS
 from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS
-from xsake.autotune.measure.gain import FEWEST_ROUNDS
-from xsake.autotune.measure.isolation import Failed
 from xsake.autotune.problem import Part, Problem, label
 from xsake.autotune.result import Result, Tried, geometric_mean
 from xsake.autotune.search.last_race import last_race

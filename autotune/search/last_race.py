@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xsake._measure.interference import Contention, disturbance
+from xsake._measure.isolation import Failed
+from xsake._measure.ratio import Gain
+from xsake._measure.timing import Timing
 from xsake.autotune.measure.contest import Round
-from xsake.autotune.measure.gain import Gain
-from xsake.autotune.measure.interference import Contention, disturbance
-from xsake.autotune.measure.isolation import Failed
-from xsake.autotune.measure.timing import Timing
 from xsake.autotune.problem import Part, StudyPlan
 from xsake.autotune.result import Measured, Result, Tried, geometric_mean
 from xsake.autotune.search.pace import FINALISTS

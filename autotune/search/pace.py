@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from time import monotonic
 
-from xsake.autotune.measure.gain import FEWEST_ROUNDS
+from xsake._measure.ratio import FEWEST_ROUNDS
 from xsake.autotune.problem import StudyPlan
 
 FINALISTS = 2  # configurations that meet the heuristic's in the last race

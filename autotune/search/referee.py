@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
+from xsake._measure.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.measure.contest import COMPILERS, Round, Verdict
-from xsake.autotune.measure.isolation import Caller, Died, Failed, Hung
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
 # Limits of the other requests, as multiples of the limit of a race.

@@ -26,8 +26,8 @@ from jax import Array
 import xsake
 from benchmarks.harness.contestants import relative_difference
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
+from xsake._measure.timing import race
 from xsake._race.contestants import dense
-from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import Workload
 
 HEADS = {"qwen2.5-1.5b": (12, 2), "llama3-8b": (32, 8)}

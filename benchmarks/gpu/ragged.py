@@ -27,7 +27,7 @@ import xsake
 from benchmarks.gpu.mask_cost import random_profile
 from benchmarks.harness.contestants import relative_difference
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
-from xsake.autotune.measure.timing import race
+from xsake._measure.timing import race
 from xsake.hads.attention.policy import ALWAYS
 from xsake.hads.attention.ragged import DENSE, attend, counts_of_chunk
 from xsake.hads.profile.causal_grid import CausalGrid

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hads.study import Study
-from xsake.autotune.measure.timing import seconds_per_call
+from xsake._measure.timing import seconds_per_call
 from xsake.hads.profile.budgets import layer_counts
 from xsake.hads.study import layerwise
 from xsake.hads.study.methods.mask import MethodMask, causal_mask

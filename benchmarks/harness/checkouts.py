@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -40,9 +41,13 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def of_this_checkout(path: str) -> ModuleType:
-    """The module in a file of this checkout, in a process whose `xsake` may be the other checkout's."""
-    spec = importlib.util.spec_from_file_location(f"of_this_checkout_{Path(path).stem}", ROOT / path)
+    """The module in a file of this checkout, in a process whose `xsake` may be the other checkout's.
+
+    From then on this process has it under its name, also where the other checkout has none of that name.
+    """
+    name = ".".join(Path(path).relative_to("src").with_suffix("").parts)
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

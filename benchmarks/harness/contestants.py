@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xsake.autotune.measure.timing import race
+from xsake._measure.timing import race
 
 WORST = 0.02  # of the norm of our result: about five times what bfloat16 explains
 MOST_CHARACTERS = 400  # of another library's error that a record keeps

@@ -12,9 +12,9 @@ import jax
 
 from benchmarks.harness import turns
 from benchmarks.harness.script import Record, Row
+from xsake._measure.timing import race
 from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import Contestants
-from xsake.autotune.measure.timing import race
 from xsake.autotune.workloads import Workload
 
 

@@ -20,9 +20,12 @@ from jax import Array, lax
 import xsake
 from benchmarks.harness.checkouts import of_this_checkout
 from benchmarks.harness.masks import CALLS, masks_of
-from xsake.autotune.measure.timing import seconds_per_call
 
-_case = of_this_checkout("src/xsake/_race/case.py")  # the other checkout may be from before it
+# The other checkout may be from before these, or have them elsewhere. `case` imports `chain`.
+_timing, _, _case = (
+    of_this_checkout(f"src/xsake/{name}.py") for name in ("_measure/timing", "_measure/chain", "_race/case")
+)
+seconds_per_call = _timing.seconds_per_call
 FORWARD, Case, compile_all = _case.FORWARD, _case.Case, _case.compile_all
 SAMPLE = 2000  # numbers of each result
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.harness import checkouts
+from xsake._measure.timing import Timing, in_turns
 from xsake._race.sustained import PAUSE
-from xsake.autotune.measure.timing import Timing, in_turns
 
 THIS, OTHER = "this", "other"
 

@@ -46,7 +46,7 @@ from benchmarks import record
 from benchmarks.harness import turns
 from benchmarks.harness.script import Record, Row, listed, parser
 from xsake._ground import atomic
-from xsake.autotune.measure.timing import Timing, race
+from xsake._measure.timing import Timing, race
 from xsake.hads.selection.mask_function import mask_shape
 from xsake.model.data.shards import write_shard
 from xsake.model.network.config import PRESETS

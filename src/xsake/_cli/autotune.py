@@ -123,8 +123,8 @@ def autotune(
     sources = {name: context.get_parameter_source(name) for name in context.params}
     _check_together({name: x for name, x in context.params.items() if "DEFAULT" not in str(sources[name])})
     try:
+        from xsake._measure.isolation import Failed
         from xsake.autotune import command
-        from xsake.autotune.measure.isolation import Failed
         from xsake.autotune.search.direction import Settings
 
         if hads:

@@ -34,8 +34,8 @@ def check(
     """Hold a backend to the contract: values and gradients beside float64, for every argument that it claims."""
     console = Console()
     with plain_errors("test"):
+        from xsake._measure.isolation import Failed, Worker, reason
         from xsake._op import registry
-        from xsake.autotune.measure.isolation import Failed, Worker, reason
         from xsake.testing.runner import Checkers, plan
         from xsake.testing.target import name_of
 

@@ -48,10 +48,10 @@ def gate(
     """
     console = Console()
     with plain_errors("tune"):
+        from xsake._measure.isolation import Failed, Worker, reason
         from xsake._op import registry
         from xsake._race.contestants import OURS
         from xsake._race.gate import GateService, Measurer
-        from xsake.autotune.measure.isolation import Failed, Worker, reason
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")

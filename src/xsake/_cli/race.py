@@ -43,9 +43,9 @@ def race(
     """Race implementations in random order with equal pauses, each checked beside the oracle."""
     console = Console()
     with plain_errors("tune"):
+        from xsake._measure.isolation import Failed, Worker, reason
         from xsake._race import contestants, one
         from xsake._race.case import BOTH, FORWARD
-        from xsake.autotune.measure.isolation import Failed, Worker, reason
         from xsake.testing.target import name_of
 
         for path in filter(None, (out, chart)):

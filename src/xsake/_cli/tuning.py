@@ -156,8 +156,8 @@ def validate(
 def _race(paths: list[Path], drop: bool) -> int:
     """The exit code of `validate --race`."""
     try:
+        from xsake._measure.isolation import Failed, Worker
         from xsake.autotune.measure.device_service import DeviceService
-        from xsake.autotune.measure.isolation import Failed, Worker
         from xsake.autotune.search import confirm
         from xsake.autotune.write import writer
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import xsake
-from xsake.autotune.measure.chain import chain
+from xsake._measure.chain import chain
 from xsake.autotune.workloads import Workload
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")

@@ -15,13 +15,13 @@ import jax
 import xsake
 from xsake._ground import atomic
 from xsake._ground.read import read_json
+from xsake._measure.isolation import Caller, Failed, Service, reason
 from xsake._race import contestants
 from xsake._race.case import Case
 from xsake._race.one import usual_dtype
 from xsake._race.paired import Paired
 from xsake._race.verdict import Busy, Slower, judge
 from xsake.autotune import problem
-from xsake.autotune.measure.isolation import Caller, Failed, Service, reason
 
 LEAST = 0.05  # a smaller slowdown is let through, whatever the noise
 _NOISES = 2.0  # and so many times the noise of both measurements

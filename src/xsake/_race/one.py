@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake._measure import verify
+from xsake._measure.interference import Contention, disturbance
+from xsake._measure.isolation import Caller, Failed, Service, reason
+from xsake._measure.timing import race
 from xsake._race import contestants
 from xsake._race.case import BOTH, FORWARD, Case
 from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import Racer, Turn, raced, sustained_row
-from xsake.autotune.measure import verify
-from xsake.autotune.measure.interference import Contention, disturbance
-from xsake.autotune.measure.isolation import Caller, Failed, Service, reason
-from xsake.autotune.measure.timing import race
 from xsake.autotune.problem import Problem, from_call
 
 MOST_CHECKED = {"gpu": 2**34}  # elements of one group's logits that the oracle computes, by platform

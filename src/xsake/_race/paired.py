@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xsake.autotune.measure.interference import contention, disturbance
-from xsake.autotune.measure.timing import Timing, race_rounds
+from xsake._measure.interference import contention, disturbance
+from xsake._measure.timing import Timing, race_rounds
 
 
 @dataclasses.dataclass(frozen=True)

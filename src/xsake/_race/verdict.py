@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xsake.autotune.measure.interference import ATTEMPTS
+from xsake._measure.interference import ATTEMPTS
 
 PATIENCE = 120.0  # seconds after which nothing is measured again
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import jax
 
+from xsake._measure.isolation import Service
 from xsake._op.registry import Unsupported
-from xsake.autotune.measure.isolation import Service
 from xsake.testing import smallest
 from xsake.testing.checks import CHECKS, FORWARD, GRADIENTS, Check, NotHere, Unsteady
 from xsake.testing.target import Target, target_of

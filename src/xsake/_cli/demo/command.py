@@ -14,7 +14,7 @@ from rich.table import Table
 
 import xsake
 from xsake._ground.device import memory_limit
-from xsake.autotune.measure.timing import Timing, race
+from xsake._measure.timing import Timing, race
 from xsake.autotune.workloads import Workload
 from xsake.kernels_xla_ref import oracle
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from xsake.autotune.measure.timing import Timing
+from xsake._measure.timing import Timing
 
 ATTEMPTS = 3  # a disturbed measurement is repeated until it was made so many times
 SPREAD = 0.2  # a measurement is not calm if its quartiles are further apart, over the median

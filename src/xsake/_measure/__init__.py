@@ -1,0 +1,1 @@
+"""How things are measured: processes that may hang, turns, times, ratios, what disturbs them, and right results."""
