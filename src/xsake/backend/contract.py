@@ -121,6 +121,8 @@ class Call:
             asked_for = field.default is not dataclasses.MISSING and "permission" not in field.metadata
             if asked_for and not neutral:
                 used[field.name] = field.metadata.get("argument", field.name)
+        if "sink_lse" in used and self.mask.traced and not self.mask.complete:
+            used["sink_lse"] = "a mask that is built under jit and may overflow (`sink_lse` says in which heads)"
         return used
 
     @property
