@@ -21,9 +21,9 @@ from xsake._cli import app
 from xsake._measure import isolation
 from xsake._measure.isolation import Died, Hung
 from xsake._op import registry
-from xsake.testing import smallest, target_of
+from xsake.testing import assert_holds, smallest, target_of
 from xsake.testing.case import make, run
-from xsake.testing.checks import CHECKS, Check, twice, vmapped
+from xsake.testing.checks import CHECKS, Check, NotHere, twice, vmapped
 from xsake.testing.runner import PARTS, Checkers, plan
 from xsake.testing.target import Target, name_of
 from xsake.testing.verdict import Verdict, judge
@@ -158,6 +158,28 @@ def test_faults_of_the_forward_are_plain_findings(planted, fault):
     assert verdict.forward.startswith(says) and "\n" not in verdict.forward and verdict.gradients is None
 
 
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_an_error_of_the_kernel_is_told_with_its_line(planted, part):
+    """The kernel's own line, which an error inside JAX led through; in pytest, its traceback too."""
+    path = planted({"forward": FORWARD, "backward": BACKWARD}[part] + "assert jax.numpy.ones(3).reshape(2).ndim, 'no'")
+    path.write_text(f"import jax\n{path.read_text()}")
+    at = target(path)
+    said = judge(at, small(), BOTH).at
+    lines = path.read_text().splitlines()
+    assert said == f"{path}:{len(lines)}, in {part}: assert jax.numpy.ones(3).reshape(2).ndim, 'no'"
+    with pytest.raises(AssertionError, match="raises TypeError: cannot reshape") as found:
+        assert_holds(at, small())
+    assert isinstance(found.value.__cause__, TypeError) and said in str(found.value)
+
+
+def test_what_this_machine_cannot_run_is_no_refusal():
+    def elsewhere(target, case):
+        raise NotHere("there is one device")
+
+    verdict = judge(Target("xla"), dataclasses.replace(small(), how=elsewhere), BOTH)
+    assert (verdict.refused, verdict.not_here) == (None, "there is one device")
+
+
 @pytest.mark.parametrize("fault", ["an error", "an assertion without words"])
 def test_gradients_alone_do_not_hold_where_the_forward_raises(planted, fault):
     body, says = FAULTS[fault]
@@ -184,7 +206,9 @@ def test_a_wrong_backward_leaves_the_forward_alone_right(planted):
 
 def test_what_is_not_claimed_is_refused_by_name(planted):
     path = planted("HONOURS = frozenset({'band'})")
-    assert judge(target(path), small(logits_soft_cap=2.0), BOTH).refused == "it does not honour logits_soft_cap"
+    at = target(path)
+    assert judge(at, small(logits_soft_cap=2.0), BOTH).refused == "it does not honour logits_soft_cap"
+    assert judge(at, small(sinks=(1,)), BOTH).refused == "it does not honour sinks"
 
 
 class Broken:

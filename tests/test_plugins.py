@@ -110,8 +110,8 @@ def test_calls_without_a_name_try_it_only_where_that_is_asked_for(write, caplog)
 
 BROKEN = {
     "has no Config, HONOURS, backward, default_blocks": dict(whole="forward = len\n"),
-    "does not import: ModuleNotFoundError: No module named 'nothing_such'": dict(more="import nothing_such\n"),
-    "does not import: SystemExit: 3": dict(more="raise SystemExit(3)\n"),
+    "does not import: ModuleNotFoundError: No module named 'nothing_such' (": dict(more="import nothing_such\n"),
+    ".py:2)": dict(more="raise SystemExit(3)\n"),
     "HONOURS names windows, which no call has": dict(more="HONOURS = HONOURS | {'windows'}\n"),
     "HONOURS must be a frozenset of names; it is a list": dict(more="HONOURS = ['bias']\n"),
     "Config must be a frozen dataclass": dict(more="Config = dict\n"),
@@ -136,12 +136,26 @@ def test_a_broken_backend_is_named_in_one_line_and_harms_nothing_else(write, say
 
 def test_questions_that_raise_are_reasons(write, caplog):
     """Where another program lists backends, or tries this one before another."""
-    xsake.register_backend("asked", write("def unavailable():\n    raise OSError('no\\nlibrary')\n"))
-    assert xsake.implementations()["asked"] == "its unavailable() raised OSError: no"
+    path = write("def unavailable():\n    raise OSError('no\\nlibrary')\n")
+    xsake.register_backend("asked", path)
+    assert xsake.implementations()["asked"] == f"its unavailable() raised OSError: no ({path}:3)"
     xsake.register_backend("first", write("def unsupported(call):\n    return call.nothing\n"), before="xla")
     with caplog.at_level("INFO", logger="xsake"):
         call(None)
     assert "runs on 'xla'; not 'first': its unsupported() raised AttributeError" in caplog.text
+
+
+def test_a_mask_that_may_overflow_is_refused_as_that(write):
+    xsake.register_backend("without", write("HONOURS = HONOURS - {'sink_lse'}\n"))
+
+    def attend(blocks):
+        mask = xsake.BlockMask.from_blocks(blocks, block_q=8, block_kv=8, q_len=32, kv_len=32, capacity=3)
+        return call("without", mask=mask)
+
+    with pytest.raises(NotImplementedError, match="does not honour a mask that is built under jit and may"):
+        jax.eval_shape(attend, jnp.ones((1, 1, 4, 4), bool))
+    with pytest.raises(NotImplementedError, match="'without': it does not honour sinks"):
+        call("without", sinks=jnp.ones(2))
 
 
 def test_a_platform_is_needed_as_of_our_own(write):

@@ -58,10 +58,12 @@ def check(
     _tell_findings(console, verdicts)
     wrong = sum(not verdict.holds for verdict in verdicts.values())
     refused = sum(verdict.refused is not None for verdict in verdicts.values())
-    holds = len(verdicts) - wrong - refused
+    not_here = sum(verdict.not_here is not None for verdict in verdicts.values())
+    holds = len(verdicts) - wrong - refused - not_here
     alone = sum(verdict.no_gradients is not None for verdict in verdicts.values())
     told = f"{holds} of {len(verdicts)} checks hold{f' ({alone} without gradients)' if alone else ''}"
-    console.print(f"{name}: {told}, {wrong} fail, {refused} were refused by name")
+    missing = f", {not_here} cannot run on this machine" if not_here else ""
+    console.print(f"{name}: {told}, {wrong} fail, {refused} were refused by name{missing}")
     raise typer.Exit(int(wrong > 0 or holds == 0))
 
 
@@ -78,8 +80,8 @@ def _table(planned: Plan, verdicts: dict[Check, Verdict]) -> Table:
     parts = [part for part in ("forward", "gradients") if part in planned.parts]
     table = Table("check", *parts, "")
     for check, verdict in verdicts.items():
-        if verdict.refused is not None:
-            table.add_row(escape(check.title), *("–" for _ in parts), escape(verdict.refused))
+        if verdict.not_run is not None:
+            table.add_row(escape(check.title), *("–" for _ in parts), escape(verdict.not_run))
             continue
         found = [getattr(verdict, part) for part in parts]
         marks = ["[green]holds[/green]" if problem is None else "[red]FAILS[/red]" for problem in found]
@@ -103,8 +105,8 @@ def _tell_findings(console: Console, verdicts: dict[Check, Verdict]) -> None:
     for code, found in by_code.items():
         first, others = verdicts[found[0]], f" and {len(found) - 1} more" if len(found) > 1 else ""
         console.print(f"\n[red]{escape(found[0].title)}[/red]{others}")
-        for part in filter(None, (first.forward, first.gradients)):
-            console.print(escape(part), soft_wrap=True)
+        for line in filter(None, (first.forward, first.gradients, first.at)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(f"\n{code}", markup=False, highlight=False, soft_wrap=True)
     if by_code:
         console.print()

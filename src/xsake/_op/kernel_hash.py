@@ -9,15 +9,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from xsake._ground.room import room_of
+
 
 def kernel_hash(module: ModuleType) -> str:
     """The hash of a backend's module and of the modules of its room that it imports, directly or indirectly.
 
-    A room is a subpackage of xsake, or another package, or a module that is in none. Its other files, such as
-    developers' tools, do not count. Nor do imports from outside the room: the code they bring is not hashed, so that
-    code may move there without a new hash.
+    The room's other files, such as developers' tools, do not count. Nor do imports from outside the room: the code they
+    bring is not hashed, so that code may move there without a new hash.
     """
-    room = ".".join(module.__name__.split(".")[: 2 if module.__name__.startswith("xsake.") else 1])
+    room = room_of(module.__name__)
     trees = _imported_modules(module, room)
     text = "\n".join(f"{name} {_canonical(_Stripped(room).visit(tree))}" for name, tree in sorted(trees.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

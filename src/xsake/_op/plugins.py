@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+from xsake._ground.room import raised_in, room_of
 from xsake.backend.contract import CONTRACT, RESULTS, Backend, Call
 
 GROUP = "xsake.backends"
@@ -35,7 +36,7 @@ class Plugin:
         try:
             module = load(self.origin)
         except (Exception, SystemExit) as error:
-            return f"{self._told} does not import: {_one_line(error)}"
+            return f"{self._told} does not import: {self.in_one_line(error)}"
         missing = problem(module)
         return f"{self._told} is no backend: {missing}" if missing else module
 
@@ -55,10 +56,12 @@ class Plugin:
     def platform(self) -> str | None:
         return getattr(self.module, "PLATFORM", None)
 
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    def in_one_line(self, error: BaseException) -> str:
+        """An error that the backend raised, and where."""
+        text = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        at = raised_in(room_of(_module_name(self.origin)), error)
+        return said if at is None else f"{said} ({at.partition(', in ')[0]})"
 
 
 @cache
@@ -95,20 +98,33 @@ def of_module(name: str, module: ModuleType | str | Path) -> Plugin:
 
 def load(origin: str) -> ModuleType:
     """The module of this name, or in this file or folder."""
-    if not origin.endswith(".py") and "/" not in origin:
-        return importlib.import_module(origin)
-    path = Path(origin)
-    path = path / "__init__.py" if path.is_dir() else path
-    parts, folder = [path.stem] if path.stem != "__init__" else [], path.parent
-    while (folder / "__init__.py").exists():  # a file of a package is imported as the package's
-        parts, folder = [folder.name, *parts], folder.parent
-    name = ".".join(parts)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    name = _module_name(origin)
+    if name == origin:
+        return importlib.import_module(name)
+    path = _file(origin)
+    folder = str(path.parents[name.count(".") + (path.stem == "__init__")])
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     module = importlib.import_module(name)
     if module.__file__ is None or Path(module.__file__).resolve() != path.resolve():
         raise ImportError(f"another module is named {name!r}, that of {module.__file__}: give the file another name")
     return module
+
+
+def _file(origin: str) -> Path:
+    path = Path(origin)
+    return path / "__init__.py" if path.is_dir() else path
+
+
+def _module_name(origin: str) -> str:
+    """What a file or folder is imported as: a file of a package as the package's."""
+    if not origin.endswith(".py") and "/" not in origin:
+        return origin
+    path = _file(origin)
+    parts, folder = [path.stem] if path.stem != "__init__" else [], path.parent
+    while (folder / "__init__.py").exists():
+        parts, folder = [folder.name, *parts], folder.parent
+    return ".".join(parts)
 
 
 def problem(module: ModuleType) -> str | None:

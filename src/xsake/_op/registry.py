@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
+from xsake._ground import room
 from xsake._ground.trace import interpreting
 from xsake.backend.contract import Backend, Call
 
@@ -135,6 +136,11 @@ def get(name: str) -> Backend:
     return cast(Backend, plugin.module)
 
 
+def raised_in(name: str, error: BaseException) -> str | None:
+    """The innermost line of a backend's own code that led to an error."""
+    return room.raised_in(room.room_of(cast("ModuleType", get(name)).__name__), error)
+
+
 def loads(name: str) -> bool:
     """Whether there is such a backend and its module imports, wherever it can run."""
     plugin = _plugin(name)
@@ -214,7 +220,7 @@ def _reason(plugin: Plugin | None, question: Callable[..., str | None], *given: 
     try:
         return question(*given)
     except Exception as error:
-        return f"its {question.__name__}() raised {type(error).__name__}: {error}".partition("\n")[0]
+        return f"its {question.__name__}() raised {plugin.in_one_line(error)}"
 
 
 def choose(names: list[str], call: Call) -> str:

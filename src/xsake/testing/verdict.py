@@ -9,6 +9,7 @@ from functools import cached_property
 import jax
 
 from xsake._measure.isolation import Service
+from xsake._op import registry
 from xsake._op.registry import Unsupported
 from xsake.testing import smallest
 from xsake.testing.checks import CHECKS, FORWARD, GRADIENTS, Check, NotHere, Unsteady
@@ -17,70 +18,90 @@ from xsake.testing.target import Target, target_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run.
+    """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run:
+    the backend `refused` the call, or this machine cannot run the check (`not_here`).
 
-    `results` are those that are wrong, `code` the smallest call that shows it, and `unsteady` says that runs of one
-    program differ. `no_gradients` is why the backend has none for a call whose forward holds.
+    `results` are those that are wrong, `code` the smallest call that shows it, `at` the line of the backend that raised
+    an error, and `unsteady` says that runs of one program differ. `no_gradients` is why the backend has none for a call
+    whose forward holds.
     """
 
     forward: str | None = None
     gradients: str | None = None
     refused: str | None = None
+    not_here: str | None = None
     no_gradients: str | None = None
     results: tuple[str, ...] = ()
     unsteady: bool = False
+    at: str | None = None
     code: str = ""
 
     @property
     def holds(self) -> bool:
         return self.forward is None and self.gradients is None
 
+    @property
+    def not_run(self) -> str | None:
+        return self.refused or self.not_here
+
 
 def judge(target: Target, check: Check, parts: frozenset[str]) -> Verdict:
     """Run a check; `parts` of "forward" and "gradients" are judged."""
+    return _judge(target, check, parts)[0]
+
+
+def _judge(target: Target, check: Check, parts: frozenset[str]) -> tuple[Verdict, Exception | None]:
+    """The verdict, and the error that ended the check."""
     found = _found(target, check, forward_only="gradients" not in parts)
     told: dict[str, str | None] = {"forward": None, "gradients": None}
     results: list[str] = []
     for name, problem in found.problems.items():
         part = "forward" if name in FORWARD else "gradients"
-        if found.ended and part not in parts:
+        if found.ended is not None and part not in parts:
             (part,) = parts  # nothing was compared: the part that was asked for does not hold either
         if part in parts:
             told[part] = told[part] or problem
             results.append(name)
-    return Verdict(
+    verdict = Verdict(
         forward=told["forward"],
         gradients=told["gradients"],
         refused=found.refused,
+        not_here=found.not_here,
         no_gradients=found.no_gradients,
         results=tuple(results),
         unsteady=found.unsteady,
+        at=found.at,
     )
+    return verdict, found.ended
 
 
 def assert_holds(target: Target, check: Check) -> None:
     """The verdict of `xsake check` in pytest: AssertionError with what is wrong, a skip with the reason for a refusal.
 
-    Where a backend has no gradients for the call, its forward must hold.
+    Where a backend has no gradients for the call, its forward must hold. An error of the kernel is the assertion's
+    cause, with its traceback.
     """
     import pytest
 
-    verdict = judge(target, check, frozenset({"forward", "gradients"}))
-    if verdict.refused is not None:
-        pytest.skip(verdict.refused)
-    assert verdict.holds, "\n".join(filter(None, (verdict.forward, verdict.gradients)))
+    verdict, ended = _judge(target, check, frozenset({"forward", "gradients"}))
+    if verdict.not_run is not None:
+        pytest.skip(verdict.not_run)
+    if not verdict.holds:
+        raise AssertionError("\n".join(filter(None, (verdict.forward, verdict.gradients, verdict.at)))) from ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is wrong with each result, why the check was not run, and why there are no gradients.
+    """What is wrong with each result; or why the check was not run; or why there are no gradients.
 
-    `ended`: the check raised an error before it could compare, or one that names no result.
+    `ended`: the error that ended the check before results were compared, `at` a line of the backend.
     """
 
     problems: dict[str, str] = dataclasses.field(default_factory=dict)
-    ended: bool = False
+    ended: Exception | None = None
+    at: str | None = None
     refused: str | None = None
+    not_here: str | None = None
     no_gradients: str | None = None
     unsteady: bool = False
 
@@ -89,25 +110,25 @@ def _found(target: Target, check: Check, *, forward_only: bool) -> _Found:
     try:
         return _Found(problems=check.problems(target, forward_only=forward_only))
     except NotHere as reason:
-        return _Found(refused=str(reason))
-    except AssertionError as problem:
-        said = _one_line(str(problem))
-        named = said.partition(" ")[0].rstrip(":") in (*FORWARD, *GRADIENTS)
-        result = "d_query" if said.startswith("d_") else "out"
-        problems = {result: said or "raises AssertionError"}
-        return _Found(problems=problems, ended=not named, unsteady=isinstance(problem, Unsteady))
+        return _Found(not_here=str(reason))
     except Unsupported as refusal:
         return _Found(refused=_one_line(refusal.reasons[target.name]))
     except Exception as error:
-        said = _one_line(str(error))
-        refuses = isinstance(error, NotImplementedError)
-        raised = f"raises {type(error).__name__}: {said}"
+        ended = error
+    at, said = registry.raised_in(target.name, ended), _one_line(str(ended))
+    if isinstance(ended, AssertionError) and at is None and said:  # of the check itself
+        named = said.partition(" ")[0].rstrip(":") in (*FORWARD, *GRADIENTS)
+        problems = {"d_query" if said.startswith("d_") else "out": said}
+        return _Found(problems=problems, ended=None if named else ended, unsteady=isinstance(ended, Unsteady))
+    raised = f"raises {type(ended).__name__}" + (f": {said}" if said else "")
     if forward_only:
-        return _Found(problems={"out": raised}, ended=True)
+        return _Found(problems={"out": raised}, ended=ended, at=at)
     forward = _found(target, check, forward_only=True)
-    if forward.problems or forward.refused is not None:
+    if forward.problems or forward.refused or forward.not_here:
         return forward
-    return _Found(no_gradients=said) if refuses else _Found(problems={"d_query": raised}, ended=True)
+    if isinstance(ended, NotImplementedError):
+        return _Found(no_gradients=said)
+    return _Found(problems={"d_query": raised}, ended=ended, at=at)
 
 
 def _one_line(text: str) -> str:
