@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from xsake._measure.ratio import Gain
+from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing
 from xsake.autotune.problem import Part, StudyPlan
 from xsake.tuning_db import Entry
@@ -29,7 +29,8 @@ class Tried:
 class Measured:
     """Times in the last race at one density: of the heuristic's configuration and of the tuned one.
 
-    `density` is the mask's, `asked` the density that its workload was asked for.
+    `density` is the mask's, `asked` the density that its workload was asked for, and `gain` the heuristic's time over
+    the tuned one's.
     """
 
     workload: str
@@ -37,7 +38,7 @@ class Measured:
     density: float
     default: Timing
     tuned: Timing
-    gain: Gain
+    gain: Ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Result:
     plan: StudyPlan
     tried: Sequence[Tried]
     config: Part | None = None
-    gain: Gain | None = None
+    gain: Ratio | None = None
     waited: float = 0.0
     measured: Sequence[Measured] = ()
     errors: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -79,7 +80,7 @@ class Result:
         return Entry(self.plan.key, self.config, about)
 
 
-def of_race(gain: Gain, measured: Sequence[Measured], waited: float) -> dict[str, Any]:
+def of_race(gain: Ratio, measured: Sequence[Measured], waited: float) -> dict[str, Any]:
     """What an entry says of the race that decided it."""
     return {
         "speedup": round(gain.median, 4),

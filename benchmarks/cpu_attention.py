@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, parser, show
-from xsake._measure.interference import contention, disturbance
-from xsake._measure.timing import race
+from xsake._measure.timing import Timing
 from xsake._race.case import BOTH, DIRECTIONS, Case
 from xsake._race.contestants import dense, sparse
+from xsake._race.paired import Paired
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 WHO = ("xsake", "jax.nn")
@@ -31,27 +31,29 @@ def ours_and_bytes(case: Case, density: float) -> tuple[Callable[[], Any], float
     return run, float(mask.density()), run.func.memory_analysis().temp_size_in_bytes
 
 
-def comparison(workload: Workload, density: float, direction: str) -> Callable[[], Row]:
-    """Compiles the contestants; the function that it returns measures them at each call."""
-    case = Case(workload, direction, jnp.float32, calls=1)
-    ours, true_density, our_bytes = ours_and_bytes(case, density)
-    theirs: Any = case.compiled(dense("xla"))
-    their_bytes = theirs.func.memory_analysis().temp_size_in_bytes
+class Comparison:
+    """A workload by XSAKE and by `jax.nn`, compiled."""
 
-    def measure() -> Row:
-        with contention() as contended:
-            times = race({"xsake": ours, "jax.nn": theirs}, rounds=5, min_seconds=0.5)
+    def __init__(self, workload: Workload, density: float, direction: str) -> None:
+        case = Case(workload, direction, jnp.float32, calls=1)
+        self._ours, true_density, our_bytes = ours_and_bytes(case, density)
+        self._theirs: Any = case.compiled(dense("xla"))
+        self.temporary_bytes = {"xsake": our_bytes, "jax.nn": self._theirs.func.memory_analysis().temp_size_in_bytes}
+        self._about = {"workload": workload.name, "direction": direction, "density": true_density}
+
+    def measure(self) -> Paired:
+        return Paired.race(self._ours, self._theirs, rounds=8, round_seconds=0.5)
+
+    def row(self) -> Row:
+        paired = self.measure()
+        times = dict(zip(WHO, map(Timing.of, (paired.call, paired.reference)), strict=True))
         return {
-            "workload": workload.name,
-            "direction": direction,
-            "density": true_density,
+            **self._about,
             "seconds": {name: dataclasses.asdict(t) for name, t in times.items()},
             "speedup": times["jax.nn"].median / times["xsake"].median,
-            "disturbed": disturbance(times, contended),
-            "temporary_bytes": {"xsake": our_bytes, "jax.nn": their_bytes},
+            "disturbed": paired.disturbed,
+            "temporary_bytes": self.temporary_bytes,
         }
-
-    return measure
 
 
 def long_sequence() -> Row:
@@ -79,7 +81,7 @@ def main() -> None:
     rows.add(long_sequence())  # first: the peak memory of the process is then its own
     for density in (0.43, 0.1):
         for direction in DIRECTIONS:
-            rows.add(comparison(WORKLOADS["cpu4k"], density, direction)())
+            rows.add(Comparison(WORKLOADS["cpu4k"], density, direction).row())
     columns = ["workload", "direction", "density", *WHO, "speed-up", "temporary memory"]
     show(columns, map(line_of, rows))
 

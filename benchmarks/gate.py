@@ -4,7 +4,7 @@
     python -m benchmarks.gate --record    record a new baseline
 
 `make bench` is this. Baselines are in .benchmarks, in pytest-benchmark's storage. The exit codes are those of
-`xsake gate`: 1 if a call is slower or fails, 3 if the machine was too busy for a verdict.
+`xsake gate`: 1 if a call is slower or fails, 3 if there is no verdict on one.
 """
 
 from __future__ import annotations

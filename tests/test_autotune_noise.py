@@ -14,7 +14,7 @@ from tuning_fakes import DEFAULT, ONE_DENSITY, Quiet, part, tune
 from xsake import tuning_db
 from xsake._measure.interference import Contention
 from xsake._measure.isolation import Here, Hung
-from xsake._measure.ratio import FEWEST_ROUNDS, Gain
+from xsake._measure.ratio import FEWEST_ROUNDS, Ratio
 from xsake.autotune.measure.contest import Round
 from xsake.autotune.search import confirm, direction, pace, referee, tuner
 from xsake.autotune.search.direction import Settings
@@ -117,12 +117,12 @@ def test_intervals():
     noise = random.Random(1)
     missed = 0
     for _ in range(2000):
-        gain = Gain.of([noise.lognormvariate(0, 1) for _ in range(15)])
+        gain = Ratio.of([noise.lognormvariate(0, 1) for _ in range(15)])
         missed += not gain.low <= 1 <= gain.high
     assert missed / 2000 < 0.02, "they hold the median 99 times in 100"
-    assert Gain.of([1.1] * FEWEST_ROUNDS).is_shown and not Gain.of([1.1] * (FEWEST_ROUNDS - 1) + [0.9]).is_shown
+    assert Ratio.of([1.1] * FEWEST_ROUNDS).low > 1 > Ratio.of([1.1] * (FEWEST_ROUNDS - 1) + [0.9]).low
     with pytest.raises(ValueError, match="7 rounds are too few for an interval: race 8 at least"):
-        Gain.of([2.0] * (FEWEST_ROUNDS - 1))
+        Ratio.of([2.0] * (FEWEST_ROUNDS - 1))
 
 
 @pytest.mark.parametrize("slow", referee._STEPS)

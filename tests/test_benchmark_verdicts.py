@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -22,49 +23,54 @@ from benchmarks.record import ROOT
 from tests import machine_code as code
 from xsake._measure import interference
 from xsake._measure.interference import Contention, contention, disturbance
+from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing
 from xsake._op import registry
 from xsake._race import gate
-from xsake._race.verdict import Busy, Slower, judge
+from xsake._race.paired import Paired
+from xsake._race.verdict import judge
 
-
-def slowness(result):
-    return f"{result['ratio']:.3f} of dense attention's time" if result["ratio"] > 0.3 else None
+BUSY = "threads waited"
+THEN = Ratio.of([0.98, 0.99, 1.0, 1.01, 1.02] * 3)
 
 
 @pytest.mark.parametrize(
-    ("results", "outcome"),
+    ("measurements", "told"),
     [
-        (["fast"], None),
-        (["slow", "fast"], None),
-        (["busy slow", "busy slow", "fast"], None),
-        (["busy fast"], None),
-        (["slow", "slow", "slow"], Slower),
-        (["busy slow", "slow", "busy slow"], Slower),
-        (["busy slow", "busy slow", "busy slow"], Busy),
+        ([(1.0, None)], "ok"),
+        ([(1.4, BUSY), (1.0, None)], "ok"),
+        ([(1.4, None)] * 3, "slower"),
+        ([(1.4, BUSY), (1.4, None), (1.4, BUSY)], "slower"),
+        ([(1.4, None), (1.0, None), (1.0, None)], "no verdict"),
+        ([(1.0, BUSY)] * 3, "no verdict"),
     ],
     ids=str,
 )
-def test_verdicts(results, outcome):
-    waiting = [
-        {"ratio": 0.4 if "slow" in r else 0.2, "disturbed": "others ran" if "busy" in r else None} for r in results
-    ]
-    measured = lambda: judge(lambda: waiting.pop(0), slowness)  # noqa: E731
-    if outcome is None:
-        assert measured()["ratio"] == 0.2
-    else:
-        with pytest.raises(outcome, match=r"0.400 of dense") as caught:
-            measured()
-        assert ("the machine is busy: no verdict" in str(caught.value)) == (outcome is Busy)
-    assert not waiting, "every measurement was asked for"
+def test_verdicts(measurements, told):
+    """Measurements go on until one tells that the call is as fast; rounds of calm ones count together."""
+    waiting = [Paired([slower] * 15, [1.0] * 15, disturbed) for slower, disturbed in measurements]
+    verdict = judge(lambda: waiting.pop(0), THEN)
+    assert verdict.told == told and not waiting
+    assert (verdict.reason == "the machine is busy (threads waited)") == all(busy for _, busy in measurements)
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("slower", [1.0, 1.25])
+def test_no_noise_makes_a_slower_call_ok(spread, slower):
+    """Nor an equally fast one slower: at worst there is no verdict."""
+    noise = random.Random(1)
+
+    def paired(times):
+        return Paired([times * noise.lognormvariate(0, spread) for _ in range(15)], [1.0] * 15)
+
+    told = [judge(lambda: paired(slower), paired(1.0).ratio).told for _ in range(200)]
+    assert told.count("ok" if slower > 1 else "slower") <= 2, told
 
 
 def test_the_projects_own_gates_record_once(tmp_path):
     first = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
     assert first[3:6] == ["--record", "--gradients", "--shape"] and "1x4096x8x64,causal,density=0.43" in first
-    recorded = dict(
-        shape="1x4096x8x64", implementation="xsake", direction="forward", dtype="float32", ratio=0.1, noise=0.0
-    )
+    recorded = dict(shape="1x4096x8x64", implementation="xsake", direction="forward", dtype="float32", ratios=[0.1] * 8)
     own_gates.gate.save([{"extra_info": recorded}], tmp_path, "cpu")
     again = own_gates.words(tmp_path, "cpu", "cpu", record_anew=False)
     assert again == ["gate", "--storage", str(tmp_path)]
@@ -104,7 +110,7 @@ def test_a_slowed_kernel_is_measured_as_such(tmp_path, monkeypatch):
     xsake.register_backend("slowed", tmp_path / "slowed_for_a_gate.py")
     about = dict(shape="1x128x2x16,causal,block=64,density=0.5", direction="forward", dtype="float32")
     plain, slow = (
-        gate.Gate(implementation=name, **about).measure(rounds=3, round_seconds=0.001).over("dense").median
+        Paired.race(*gate.Gate(implementation=name, **about).programs(), rounds=8, round_seconds=0.001).ratio.median
         for name in ("xla", "slowed")
     )
     assert slow > 2 * plain

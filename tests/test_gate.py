@@ -13,7 +13,8 @@ from xsake._cli import app
 from xsake._cli.gate import _gates
 from xsake._measure import isolation
 from xsake._measure.isolation import Died, Here, Hung
-from xsake._race import gate, verdict
+from xsake._race import verdict
+from xsake._race.gate import GateService
 from xsake._race.paired import Paired
 
 SHAPE = "1x256x2x16,causal,density=0.5"
@@ -24,11 +25,11 @@ def measured(monkeypatch):
     """Let measurements give these seconds; the gated call's are 0.1 s of dense attention's 1 s, times `slower`."""
     monkeypatch.setattr(verdict, "PATIENCE", 0.0)
     monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setattr(GateService, "prepare", lambda self, gate: 0.0)
 
     def measure(slower=1.0, spread=0.01, disturbed=None):
-        rounds = [1 - spread, 1 - spread, 1.0, 1 + spread, 1 + spread]
-        seconds = {"xsake": [0.1 * slower * x for x in rounds], "dense": [1.0] * len(rounds)}
-        monkeypatch.setattr(gate.Gate, "measure", lambda self, *how: Paired(seconds, disturbed))
+        call = [0.1 * slower * (1 + spread * x) for x in (-1, -0.5, 0, 0.5, 1) * 3]
+        monkeypatch.setattr(GateService, "race", lambda self, *how: Paired(call, [1.0] * len(call), disturbed))
 
     return measure
 
@@ -43,11 +44,14 @@ def test_a_baseline_and_later_measurements(measured, tmp_path):
     assert said.exit_code == 0 and "0001_xsake-gate.json" in said.output, said.output
     for then, exit_code, says in (
         (dict(), 0, "ok"),
-        (dict(slower=1.04), 0, "1.04x"),
-        (dict(slower=1.5), 1, "1.50x of the recorded time, and the noise lets 1.08x through"),
-        (dict(slower=1.5, spread=0.5), 0, "ok"),
-        (dict(slower=1.5, disturbed="threads waited for a core"), 3, "the machine is busy: no verdict"),
+        (dict(slower=1.04), 0, "1.04x (1.02-1.06)"),
+        (dict(slower=1.5), 1, "1.50x of the recorded time, surely between 1.48x and 1.52x"),
         (dict(slower=0.5), 0, "0.50x"),
+        (dict(slower=1.08), 1, "slower"),
+        (dict(spread=0.2), 3, "the rounds are too far apart: surely between 0.89x and 1.11x of the recorded time"),
+        (dict(slower=1.2, spread=0.5), 3, "no verdict"),
+        (dict(disturbed="threads waited for a core"), 3, "the machine is busy (threads waited for a core)"),
+        (dict(slower=1.5, disturbed="threads waited for a core"), 3, "the machine is busy"),
     ):
         measured(**then)
         said = xsake(tmp_path)
@@ -63,7 +67,8 @@ def test_a_second_recording_keeps_the_calls_of_the_first(measured, tmp_path):
     measured(slower=2.0)
     said = xsake(tmp_path)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.output.splitlines() if "│" in line]
-    assert [(row[2], row[4], row[6]) for row in rows] == [("0002", "1.00x", "ok"), ("0001", "2.00x", "slower")]
+    told = [(row[2], row[3].partition(" ")[0], row[4]) for row in rows]
+    assert told == [("0002", "1.00x", "ok"), ("0001", "2.00x", "slower")]
     assert said.exit_code == 1
 
 
@@ -96,27 +101,50 @@ def test_a_call_that_hangs_or_ends_the_process_leaves_the_others(measured, tmp_p
 
     class Broken(Here):
         def call(self, method, *arguments, limit):
-            if method == "measure" and arguments[0].shape[0] in failures:
+            if method == "prepare" and arguments[0].shape[0] in failures:
                 raise failures[arguments[0].shape[0]]
             return super().call(method, *arguments, limit=limit)
 
     monkeypatch.setattr(isolation, "Worker", Broken)
-    died, hung = Died("the process ended during measure with exit code -11"), Hung("measure did not end within 120 s")
+    died, hung = Died("the process ended during prepare with exit code -11"), Hung("prepare did not end within 120 s")
     failures = {"2": died}
     said = xsake(tmp_path, "--record", *shapes)
     assert said.exit_code == 1 and "0001_xsake-gate.json" in said.output, said.output
     assert "2x256x2x16,causal,density=0.5 float32 is not recorded: the process ended" in said.output
     failures = {"3": hung}
     said = xsake(tmp_path)
-    assert said.exit_code == 1 and "3x256x2x16,causal,density=0.5 float32: measure did not end" in said.output
+    assert said.exit_code == 1 and "3x256x2x16,causal,density=0.5 float32: prepare did not end" in said.output
     rows = [line for line in said.output.splitlines() if line.startswith("│")]
     assert ["failed" in row for row in rows] == [False, True] and "ok" in rows[0], said.output
 
 
-def test_a_busy_machine_records_nothing(measured, tmp_path):
-    measured(disturbed="threads waited for a core")
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (dict(disturbed="threads waited for a core"), "nothing recorded: the machine is busy (threads waited for"),
+        (dict(spread=0.2), "are too far apart, from 0.090 to 0.110"),
+    ],
+)
+def test_a_busy_machine_records_nothing(measured, tmp_path, how, says):
+    measured(**how)
     said = xsake(tmp_path, "--record", "--shape", SHAPE)
-    assert said.exit_code == 3 and "nothing recorded" in said.output and not list(tmp_path.iterdir())
+    assert said.exit_code == 3 and says in said.output and not list(tmp_path.iterdir()), said.output
+
+
+def test_a_baseline_without_rounds_is_named(measured, tmp_path):
+    """As earlier versions recorded it: a ratio and a noise. Recording the call again is enough."""
+    measured()
+    xsake(tmp_path, "--record", "--shape", SHAPE)
+    (path,) = tmp_path.rglob("*.json")
+    kept = json.loads(path.read_text())
+    for one in kept["benchmarks"]:
+        one["extra_info"] |= {"ratio": 0.1, "noise": 0.02}
+        del one["extra_info"]["ratios"]
+    path.write_text(json.dumps(kept))
+    said = xsake(tmp_path)
+    assert said.exit_code == 1 and "0001_xsake-gate.json: of an earlier xsake, which kept no rounds" in said.output
+    xsake(tmp_path, "--record", "--shape", SHAPE)
+    assert xsake(tmp_path).exit_code == 0
 
 
 def test_wrong_words_and_baselines(measured, tmp_path):

@@ -15,7 +15,7 @@ from jax import Array
 
 from xsake._measure.interference import ATTEMPTS, Contention, contention, disturbance
 from xsake._measure.isolation import Caller, Service
-from xsake._measure.ratio import Gain
+from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing, default_pause, in_turns, seconds_per_call
 from xsake._op import registry, tuned
 from xsake.autotune.hads.calls import HadsCall
@@ -116,7 +116,7 @@ class Outcome:
     """A race's gain of sparse over dense attention, and its entry; None, and why, where the machine was busy."""
 
     call: HadsCall
-    gain: Gain
+    gain: Ratio
     entry: Entry | None
     busy: str | None
 
@@ -138,7 +138,7 @@ def decided(call: HadsCall, worker: Caller, facts: environment.Facts, *, rounds:
         raced = calm if len(calm) == rounds else [*calm, *crowded]
         times = {name: Timing.of([one.seconds[i] for one in raced]) for i, name in enumerate(("dense", "sparse"))}
         contended = sum((one.contended for one in raced), Contention())
-        gain = Gain.of([one.seconds[0] / one.seconds[1] for one in raced])
+        gain = Ratio.of([one.seconds[0] / one.seconds[1] for one in raced])
         busy = disturbance(times, contended)
         if busy is None or gain.low > CLEAR or gain.high < 1 / CLEAR:
             break
@@ -164,4 +164,4 @@ def decided(call: HadsCall, worker: Caller, facts: environment.Facts, *, rounds:
         "environment": facts.environment_id,
         "conditions": conditions,
     }
-    return Outcome(call, gain, Entry(key, {"sparse": gain.is_shown}, about), None)
+    return Outcome(call, gain, Entry(key, {"sparse": gain.low > 1}, about), None)

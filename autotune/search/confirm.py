@@ -104,7 +104,7 @@ def _race(entry: Entry, referee: Referee, workload: str, facts: Facts) -> tuple[
         return BUSY, f"the machine is busy ({disturbed}); {told}", None
     if (problem := referee.verify(plan, config).problem) is not None:
         return REFUTED, f"its result is wrong: {problem}", None
-    if not gain.is_shown:
+    if gain.low <= 1:
         return REFUTED, told, None
     raced = of_race(gain, race.measured(1, workload), race.contended.share)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

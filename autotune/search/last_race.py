@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from xsake._measure.interference import Contention, disturbance
 from xsake._measure.isolation import Failed
-from xsake._measure.ratio import Gain
+from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing
 from xsake.autotune.measure.contest import Round
 from xsake.autotune.problem import Part, StudyPlan
@@ -33,9 +33,9 @@ class Race:
         self._rounds = calm if len(calm) == rounds else [*calm, *busy]
         self.gains = [self._gain(i, range(len(plan.densities))) for i in range(len(parts))]
 
-    def _gain(self, i: int, densities: Sequence[int]) -> Gain:
+    def _gain(self, i: int, densities: Sequence[int]) -> Ratio:
         """Of configuration i, the geometric mean over the densities."""
-        return Gain.of(
+        return Ratio.of(
             [geometric_mean([at[d].seconds[0] / at[d].seconds[i] for d in densities]) for at in self._rounds]
         )
 
@@ -107,6 +107,6 @@ def last_race(study: Study, referee: Referee, workload: str, rounds: int) -> Res
     )
 
 
-def _ranking(gains: Sequence[Gain]) -> list[int]:
+def _ranking(gains: Sequence[Ratio]) -> list[int]:
     """Indices of the finalists that beat the heuristic (index 0), fastest first, and then 0."""
-    return [*sorted((i for i, gain in enumerate(gains) if gain.is_shown), key=lambda i: -gains[i].median), 0]
+    return [*sorted((i for i, gain in enumerate(gains) if gain.low > 1), key=lambda i: -gains[i].median), 0]

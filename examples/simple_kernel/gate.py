@@ -1,7 +1,7 @@
 """Is the kernel as fast as it was on this machine?
 
     python gate.py --record    measure the calls below, and keep them as the baseline, in .benchmarks
-    python gate.py             measure them again; exits with 1 where one is slower than noise explains
+    python gate.py             measure them again; exits with 1 where one is surely slower
 
 The package must be installed. "Keep it fast" in XSAKE's documentation says how calls are compared.
 """

@@ -7,6 +7,8 @@ import datetime
 import json
 import platform
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,15 @@ import xsake
 from xsake._ground import atomic
 from xsake._ground.read import read_json
 from xsake._measure.isolation import Caller, Failed, Service, reason
+from xsake._measure.ratio import Ratio
+from xsake._measure.timing import seconds_per_call
 from xsake._race import contestants
 from xsake._race.case import Case
 from xsake._race.one import usual_dtype
 from xsake._race.paired import Paired
-from xsake._race.verdict import Busy, Slower, judge
+from xsake._race.verdict import RULED_OUT, Busy, Verdict, calm, judge
 from xsake.autotune import problem
 
-LEAST = 0.05  # a smaller slowdown is let through, whatever the noise
-_NOISES = 2.0  # and so many times the noise of both measurements
 _REFERENCE = "dense"
 _NAME = "xsake-gate"
 
@@ -42,45 +44,47 @@ class Gate:
     def name(self) -> str:
         return f"{self.implementation} {self.direction} {self.shape} {self.dtype}"
 
-    def measure(self, rounds: int, round_seconds: float) -> Paired:
-        """Compile and race; the gated call is the first program."""
+    def programs(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The call and dense attention, compiled."""
         given = problem.from_call(self.shape, self.dtype, [1.0], None)
         (density,) = given.densities
         assert density is not None
         case, mask = Case(given.workload, self.direction, given.dtype, calls=1), given.workload.mask(density)
-        who = (self.implementation, _REFERENCE)
-        return Paired.race({name: contestants.contestant(name, case, mask) for name in who}, rounds, round_seconds)
+        call, reference = (contestants.contestant(name, case, mask) for name in (self.implementation, _REFERENCE))
+        return call, reference
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A gate in a file of the storage: its time over dense attention's, and the noise of that measurement."""
+    """A gate in a file of the storage, and its time over dense attention's.
+
+    The ratio is None in a file of an earlier xsake, which kept no rounds.
+    """
 
     gate: Gate
-    ratio: float
-    noise: float
+    ratio: Ratio | None
     path: Path
 
     @classmethod
     def of(cls, path: Path, extra: dict[str, Any]) -> Recorded:
         gate = Gate(**{field.name: extra[field.name] for field in dataclasses.fields(Gate)})
-        return cls(gate, float(extra["ratio"]), float(extra["noise"]), path)
+        return cls(gate, Ratio.of(extra["ratios"]) if "ratios" in extra else None, path)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A recorded gate now. `now` is its time over dense attention's; `verdict` is "ok", "slower", "busy", or "failed"
-    where the call does not run to its end."""
+    """A recorded gate now; without a verdict where the call does not run to its end, for this reason."""
 
     recorded: Recorded
-    verdict: str
-    now: float | None = None
-    allowed: float | None = None
-    reason: str = ""
+    verdict: Verdict | None
+    reason: str
 
 
 class GateService(Service):
     """The service in the process that measures. Its parent must not open the device."""
+
+    def __init__(self) -> None:
+        self._programs: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
     def device(self) -> str:
         return jax.devices()[0].device_kind
@@ -91,13 +95,22 @@ class GateService(Service):
     def usual_dtype(self) -> str:
         return usual_dtype()
 
-    def measure(self, gate: Gate, rounds: int, round_seconds: float) -> Paired:
-        return gate.measure(rounds, round_seconds)
+    def prepare(self, gate: Gate) -> float:
+        """Compile the programs of a gate; the seconds that a call of each takes."""
+        self._programs = None  # free the memory of the gate before
+        self._programs = gate.programs()
+        for program in self._programs:
+            jax.block_until_ready(program())
+        return sum(seconds_per_call(program, 1) for program in self._programs)
+
+    def race(self, rounds: int, round_seconds: float) -> Paired:
+        assert self._programs is not None
+        return Paired.race(*self._programs, rounds=rounds, round_seconds=round_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurer:
-    """Measures gates in another process. `limit` is in seconds: after that, a measurement counts as hanging."""
+    """Measures gates in another process. `limit` is in seconds: after that, compiling counts as hanging."""
 
     worker: Caller
     rounds: int
@@ -111,14 +124,9 @@ class Measurer:
         return self.worker.call("platform", limit=self.limit)
 
     def __call__(self, gate: Gate) -> Paired:
-        turns = 2 * (self.rounds + 1) * self.round_seconds
-        return self.worker.call("measure", gate, self.rounds, self.round_seconds, limit=self.limit + 2 * turns)
-
-
-def noise(paired: Paired) -> float:
-    """How far apart the rounds' ratios are: their quartiles' distance over the median."""
-    ratio = paired.over(_REFERENCE)
-    return (ratio.high - ratio.low) / ratio.median
+        once = self.worker.call("prepare", gate, limit=self.limit)
+        turns = 4 * (self.rounds + 1) * (once + self.round_seconds)
+        return self.worker.call("race", self.rounds, self.round_seconds, limit=self.limit + 2 * turns)
 
 
 def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | None, dict[str, str]]:
@@ -128,13 +136,20 @@ def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | 
     found, reasons = [], {}
     for gate in gates:
         try:
-            paired = _calm(gate, measure)
+            paired = calm(partial(measure, gate), _tells)
         except Failed as failed:
             reasons[gate.name] = reason(failed)
             continue
-        extra = dataclasses.asdict(gate) | {"ratio": paired.over(_REFERENCE).median, "noise": noise(paired)}
-        found.append(_benchmark(gate.name, paired.seconds[gate.implementation], extra))
+        if not _tells(paired.ratio):
+            ratio = paired.ratio
+            raise Busy(f"the rounds of {gate.name} are too far apart, from {ratio.low:.3f} to {ratio.high:.3f}")
+        found.append(_benchmark(gate.name, paired.call, dataclasses.asdict(gate) | {"ratios": paired.ratios}))
     return (save(found, storage, measure.device()) if found else None), reasons
+
+
+def _tells(ratio: Ratio) -> bool:
+    """Whether a later measurement can be compared with this one: it is surer than a slowdown of RULED_OUT."""
+    return ratio.high < RULED_OUT * ratio.low
 
 
 def save(benchmarks: list[dict[str, Any]], storage: Path, device: str) -> Path:
@@ -145,17 +160,6 @@ def save(benchmarks: list[dict[str, Any]], storage: Path, device: str) -> Path:
     path = folder / f"{number:04}_{_NAME}.json"
     atomic.write_text(path, json.dumps(_file(benchmarks, device), indent=1) + "\n")
     return path
-
-
-def _calm(gate: Gate, measure: Measurer) -> Paired:
-    kept: list[Paired] = []
-
-    def again() -> dict[str, Any]:
-        kept.append(measure(gate))
-        return {"disturbed": kept[-1].disturbed}
-
-    judge(again, lambda result: result["disturbed"] and "no measurement was calm")
-    return kept[-1]
 
 
 def baseline(storage: Path, here: str) -> list[Recorded]:
@@ -174,6 +178,9 @@ def baseline(storage: Path, here: str) -> list[Recorded]:
         raise ValueError(f"{folder} has baselines of {devices}, and this is {here}: make one with --record")
     if not newest:
         raise ValueError(f"{folder} has no baseline: make one with --record and --shape")
+    if old := sorted({str(one.path) for one in newest.values() if one.ratio is None}):
+        told = "of an earlier xsake, which kept no rounds to compare with"
+        raise ValueError(f"{', '.join(old)}: {told}; record these calls again, or delete the file")
     return list(newest.values())
 
 
@@ -187,30 +194,12 @@ def _read(path: Path) -> tuple[str, list[Recorded]]:
 
 
 def compare(recorded: Recorded, measure: Measurer) -> Outcome:
-    """Measure a gate until it is as fast as recorded, or slower in a calm measurement."""
-    then, last = recorded.ratio, dict[str, Any]()
-
-    def again() -> dict[str, Any]:
-        paired = measure(recorded.gate)
-        allowed = 1 + max(LEAST, _NOISES * (recorded.noise + noise(paired)))
-        last.update(now=paired.over(_REFERENCE).median, allowed=allowed)
-        return last | {"disturbed": paired.disturbed}
-
-    def slowness(result: dict[str, Any]) -> str | None:
-        slower = result["now"] / then
-        if slower <= result["allowed"]:
-            return None
-        return f"{slower:.2f}x of the recorded time, and the noise lets {result['allowed']:.2f}x through"
-
+    assert recorded.ratio is not None
     try:
-        judge(again, slowness)
-    except Slower as why:
-        return Outcome(recorded, "slower", **last, reason=str(why))
-    except Busy as why:
-        return Outcome(recorded, "busy", **last, reason=str(why))
+        verdict = judge(partial(measure, recorded.gate), recorded.ratio)
     except Failed as failed:
-        return Outcome(recorded, "failed", reason=reason(failed))
-    return Outcome(recorded, "ok", **last)
+        return Outcome(recorded, None, reason(failed))
+    return Outcome(recorded, verdict, verdict.reason)
 
 
 # -- pytest-benchmark's storage ----------------------------------------------------------------------------------------

@@ -1,34 +1,42 @@
-"""A program's time over that of others in the same rounds: the machine's own speed is in both, and cancels."""
+"""A call and the reference that it is timed against, in turns: the machine's own speed is in both, and cancels."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from xsake._measure.interference import contention, disturbance
+from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing, race_rounds
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """Seconds of each program in every round. The first program is the one that is judged."""
+    """Seconds of the call and of its reference in every round, and what disturbed them, or None."""
 
-    seconds: dict[str, list[float]]
-    disturbed: str | None
+    call: list[float]
+    reference: list[float]
+    disturbed: str | None = None
 
     @classmethod
-    def race(cls, programs: Mapping[str, Callable[[], Any]], rounds: int, round_seconds: float) -> Paired:
+    def race(
+        cls, call: Callable[[], Any], reference: Callable[[], Any], *, rounds: int, round_seconds: float
+    ) -> Paired:
         with contention() as contended:
-            seconds = race_rounds(programs, rounds=rounds, min_seconds=round_seconds)
-        times = {who: Timing.of(rounds_of) for who, rounds_of in seconds.items()}
-        return cls(seconds, disturbance(times, contended))
+            found = race_rounds({"call": call, "reference": reference}, rounds=rounds, min_seconds=round_seconds)
+        times = {f"the {who}": Timing.of(seconds) for who, seconds in found.items()}
+        return cls(found["call"], found["reference"], disturbance(times, contended))
+
+    def __add__(self, other: Paired) -> Paired:
+        """The rounds of both."""
+        return Paired(self.call + other.call, self.reference + other.reference, self.disturbed or other.disturbed)
 
     @property
-    def times(self) -> dict[str, Timing]:
-        return {who: Timing.of(rounds_of) for who, rounds_of in self.seconds.items()}
+    def ratios(self) -> list[float]:
+        """The call's time over the reference's, round by round: within a round they run right after one another."""
+        return [call / reference for call, reference in zip(self.call, self.reference, strict=True)]
 
-    def over(self, who: str) -> Timing:
-        """The first program's time over another's, round by round: within a round they run right after one another."""
-        first = next(iter(self.seconds.values()))
-        return Timing.of([ours / theirs for ours, theirs in zip(first, self.seconds[who], strict=True)])
+    @property
+    def ratio(self) -> Ratio:
+        return Ratio.of(self.ratios)

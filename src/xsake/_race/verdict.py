@@ -1,43 +1,73 @@
-"""Verdicts on speed that tell a slower program from a busy machine: they wait for a calm measurement."""
+"""Verdicts on speed that tell a slower call from a busy machine, and from times too far apart to tell anything."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 from xsake._measure.interference import ATTEMPTS
+from xsake._measure.ratio import Ratio
+from xsake._race.paired import Paired
 
-PATIENCE = 120.0  # seconds after which nothing is measured again
-
-
-class Slower(AssertionError):
-    """Slower than allowed, in a calm measurement, and in every repetition."""
+LEAST = 1.05  # a smaller slowdown is let through, however surely it is shown
+RULED_OUT = 1.1  # a call is as fast as it was if it is surely not so many times slower
+PATIENCE = 120.0  # seconds after which nothing is measured again on a busy machine
 
 
 class Busy(Exception):
-    """Slower than allowed in every measurement, but the machine was busy in each: no verdict."""
+    """The machine was busy in every measurement."""
 
 
-def judge(measure: Callable[[], dict[str, Any]], slowness: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
-    """The first result that is not slower than allowed.
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`slowdown` is the call's ratio now over the ratio then; None where no measurement was calm."""
 
-    `measure` gives a result, whose "disturbed" says what disturbed it or is None; `slowness` says why a result is
-    slower than allowed, or None. After a slower result, `measure` is called again, ATTEMPTS times at most and not after
-    PATIENCE seconds on a busy machine. Raises `Slower` if one of the slower results was calm, and `Busy` otherwise.
-    """
-    calm: list[str] = []
+    told: Literal["ok", "slower", "no verdict"]
+    slowdown: Ratio | None
+    reason: str
+
+
+def calm(measure: Callable[[], Paired], enough: Callable[[Ratio], bool]) -> Paired:
+    """The rounds of all calm measurements; measures until they are `enough`, ATTEMPTS times at most. Raises `Busy`."""
+    found = None
     busy: list[str] = []
     end = time.monotonic() + PATIENCE
-    while len(calm) + len(busy) < ATTEMPTS and not (busy and time.monotonic() > end):
-        result = measure()
-        why = slowness(result)
-        if why is None:
-            return result
-        if result["disturbed"] is None:
-            calm.append(why)
+    for _ in range(ATTEMPTS):
+        paired = measure()
+        if paired.disturbed is None:
+            found = paired if found is None else found + paired
         else:
-            busy.append(f"{why}; {result['disturbed']}")
-    if calm:
-        raise Slower(calm[0])
-    raise Busy(f"the machine is busy: no verdict ({busy[0]})")
+            busy.append(paired.disturbed)
+        if (found is not None and enough(found.ratio)) or (busy and time.monotonic() > end):
+            break
+    if found is None:
+        raise Busy(f"the machine is busy ({busy[0]})")
+    return found
+
+
+def judge(measure: Callable[[], Paired], then: Ratio) -> Verdict:
+    """Whether a call takes longer, over its reference, than it took then.
+
+    It is slower if the whole interval of the slowdown is above LEAST after all measurements, and as fast if the whole
+    interval is below RULED_OUT. Everything else is no verdict: a busy machine, or an interval that is too wide.
+    """
+    try:
+        slowdown = calm(measure, lambda now: _is_as_fast(now.over(then))).ratio.over(then)
+    except Busy as busy:
+        return Verdict("no verdict", None, str(busy))
+    if slowdown.low > LEAST:
+        return Verdict("slower", slowdown, f"{slowdown.median:.2f}x of the recorded time, {_between(slowdown)}")
+    if _is_as_fast(slowdown):
+        return Verdict("ok", slowdown, "")
+    told = f"the rounds are too far apart: {_between(slowdown)} of the recorded time; give more --rounds"
+    return Verdict("no verdict", slowdown, told)
+
+
+def _is_as_fast(slowdown: Ratio) -> bool:
+    return slowdown.low <= LEAST and slowdown.high < RULED_OUT
+
+
+def _between(slowdown: Ratio) -> str:
+    return f"surely between {slowdown.low:.2f}x and {slowdown.high:.2f}x"
