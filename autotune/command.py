@@ -9,13 +9,13 @@ import optuna
 from rich.console import Console
 
 from xsake import tuning_db
+from xsake._measure.environment import Facts
 from xsake._measure.isolation import Here, Worker
 from xsake._op import registry
 from xsake._op.tuned import kernel_hash
 from xsake.autotune import problem
 from xsake.autotune.calls import read_calls
 from xsake.autotune.measure.device_service import DeviceService
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Problem
 from xsake.autotune.search import confirm
 from xsake.autotune.search.direction import Settings

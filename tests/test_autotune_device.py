@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,8 @@ import pytest
 from tuning_fakes import tune
 
 import xsake
-from xsake._measure import verify
+from xsake._measure import environment, nvidia_smi, verify
 from xsake._op import registry, tuned
-from xsake.autotune.measure import environment
 from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.problem import Problem, from_call, named
 from xsake.autotune.search import last_race
@@ -164,12 +164,34 @@ def test_masks_of_workloads_carry_their_density():
 
 
 def test_conditions_are_what_the_machine_tells(monkeypatch, tmp_path):
-    assert environment.conditions("cpu")["load"] >= 0
+    assert environment.conditions(None)["load"] >= 0
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '1980, [N/A], 41, 312.5'\n")
+    tool.write_text('#!/bin/sh\n[ "$1" = --id=0000:17:00.0 ] && echo "1980, [N/A], 41, 312.5"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = environment.conditions("gpu")
+    found = environment.conditions("0000:17:00.0")
     assert found | {"load": 0} == {"load": 0, "sm_mhz": 1980.0, "celsius": 41.0, "watts": 312.5}
     monkeypatch.setenv("PATH", "")
-    assert list(environment.conditions("gpu")) == ["load"], "without the tool nothing is made up"
+    assert list(environment.conditions("0000:17:00.0")) == ["load"], "without the tool nothing is made up"
+
+
+@pytest.mark.parametrize(("jax_counts", "bus"), [(0, "0000:C1:00.0"), (1, "0000:17:00.0")])
+def test_the_gpu_of_nvidia_smi_is_that_of_jax(monkeypatch, jax_counts, bus):
+    """CUDA sees two GPUs in an order of its own; it says on which bus each is."""
+
+    class Cuda:
+        def cuInit(self, flags):
+            return 0
+
+        def cuDeviceGet(self, handle, ordinal):
+            handle._obj.value = 10 + ordinal
+            return 0
+
+        def cuDeviceGetPCIBusId(self, name, length, handle):
+            name.value = {10: b"0000:C1:00.0", 11: b"0000:17:00.0"}[handle.value]
+            return 0
+
+    device = types.SimpleNamespace(platform="gpu", local_hardware_id=jax_counts)
+    monkeypatch.setattr(nvidia_smi.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(nvidia_smi.ctypes, "CDLL", lambda name: Cuda())
+    assert nvidia_smi.gpu_of_this_process() == bus

@@ -14,10 +14,10 @@ import xsake
 from benchmarks import record
 from benchmarks.harness import contestants, masks, race, sanitizer, script
 from benchmarks.harness.contestants import largest_difference
+from xsake._measure.nvidia_smi import Monitor
 from xsake._race import sustained
 from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
 from xsake._race.contestants import dense, sparse
-from xsake._race.nvidia_smi import Monitor
 from xsake.autotune.workloads import Workload
 
 SMALL = Workload(name="small", batch=1, q_heads=2, kv_heads=1, length=64, head_dim=8, is_causal=True, block=16)
@@ -84,7 +84,9 @@ def test_turns_have_a_burst_and_go_on(monkeypatch):
     monkeypatch.setattr(sustained, "BURST", 1e-4)
     monkeypatch.setattr(sustained, "SUSTAINED", 2e-4)
     waited: list[np.ndarray] = []
-    found = sustained.sustained_race({"a": lambda: np.zeros(1), "b": lambda: np.ones(1)}, 3, waited.append, Monitor())
+    found = sustained.sustained_race(
+        {"a": lambda: np.zeros(1), "b": lambda: np.ones(1)}, 3, waited.append, Monitor(None)
+    )
     assert list(found) == ["a", "b"] and waited
     row = sustained.sustained_row(found["a"], calls=8, flops=1e12)
     assert row["burst"]["rounds"] == row["sustained"]["rounds"] == 3 and row["chip"] == {}

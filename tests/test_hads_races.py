@@ -14,11 +14,11 @@ from benchmarks.hads import races
 from xsake import hads, tuning_db
 from xsake._cli import app
 from xsake._cli.tuning import problems_of
+from xsake._measure.environment import Facts
 from xsake.autotune.hads import calls
 from xsake.autotune.hads.calls import HadsCall
 from xsake.autotune.hads.race import decided
 from xsake.autotune.measure.contest import Round
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.write import writer
 from xsake.hads.attention.policy import race_key

@@ -13,10 +13,10 @@ import xsake
 from xsake._cli import app, options
 from xsake._measure import isolation
 from xsake._measure.isolation import Died, Here
+from xsake._measure.nvidia_smi import Monitor
 from xsake._op import registry
 from xsake._race import contestants, one, sustained
 from xsake._race.case import BOTH, FORWARD
-from xsake._race.nvidia_smi import Monitor
 from xsake.autotune import problem
 
 SHAPE = "1x96x4x16,kv=2,causal,block=16"
@@ -102,7 +102,7 @@ def test_a_contestant_that_cannot_be_prepared_again_falls_out():
 
 
 def test_a_gpu_that_does_not_tell_its_power():
-    monitor = Monitor()
+    monitor = Monitor(None)
     monitor._samples = [(at, ["1980", "[N/A]", "41", "0x04"]) for at in (1.0, 2.0, 9.0)]
     assert monitor.during([(0.0, 3.0)]) == {"sm_mhz": 1980, "celsius": 41, "throttled_by": ["power cap"], "samples": 2}
 

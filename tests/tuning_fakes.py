@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from xsake._measure import isolation
+from xsake._measure.environment import Facts
 from xsake._measure.isolation import Here, Worker
 from xsake.autotune.measure.contest import Round, Verdict
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.ledger import Ledger

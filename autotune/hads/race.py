@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._measure import environment
 from xsake._measure.interference import ATTEMPTS, Contention, contention, disturbance
 from xsake._measure.isolation import Caller, Service
 from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing, default_pause, in_turns, seconds_per_call
 from xsake._op import registry, tuned
 from xsake.autotune.hads.calls import HadsCall
-from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import Round
 from xsake.autotune.result import Measured, of_race
 from xsake.hads import Attention, PooledKeys
@@ -127,7 +127,7 @@ def decided(call: HadsCall, worker: Caller, facts: environment.Facts, *, rounds:
     A busy round is raced again, and so is a race on a busy machine, `ATTEMPTS` times at most; there only a ratio of at
     least `CLEAR`, over the whole interval, decides. The entry says how long threads waited for a core.
     """
-    conditions = environment.conditions(facts.platform)
+    conditions = environment.conditions(facts.gpu)
     implementation = worker.call("open", call, limit=4 * limit)
     for _ in range(ATTEMPTS):
         calm: list[Round] = []

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 
 from xsake._ground.device import target_gpu
+from xsake._measure import environment
 from xsake._measure.isolation import Service
-from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS, Contest, Round, Verdict
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan

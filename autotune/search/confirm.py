@@ -7,9 +7,9 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
+from xsake._measure.environment import Facts
 from xsake._measure.interference import ATTEMPTS
 from xsake._measure.isolation import Caller, Failed
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Problem
 from xsake.autotune.result import of_race
 from xsake.autotune.search.direction import Settings

@@ -7,9 +7,9 @@ import math
 import statistics
 from time import monotonic
 
+from xsake._measure import environment
 from xsake._measure.isolation import Failed
 from xsake._measure.ratio import FEWEST_ROUNDS
-from xsake.autotune.measure import environment
 from xsake.autotune.measure.contest import COMPILERS
 from xsake.autotune.problem import Part, Problem, label
 from xsake.autotune.result import Result, Tried, geometric_mean
@@ -40,7 +40,7 @@ class Direction:
         self._problem, self._studies, self._referee = problem, studies, referee
         self._pace, self._settings, self._ledger = pace, settings, ledger
         self.compile_seconds = 0.0  # most seconds per configuration
-        self._conditions = environment.conditions(ledger.facts.platform)
+        self._conditions = environment.conditions(ledger.facts.gpu)
 
     def tune(self) -> bool:
         """Tune, and write an entry per study. Returns whether no study has anything left to try or to race again."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from xsake import tuning_db
-from xsake.autotune.measure.environment import Facts
+from xsake._measure.environment import Facts
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 from xsake.autotune.result import Result
 from xsake.autotune.write import writer

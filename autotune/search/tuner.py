@@ -8,9 +8,9 @@ from time import monotonic
 
 import optuna
 
+from xsake._measure.environment import Facts
 from xsake._measure.interference import ATTEMPTS
 from xsake._measure.isolation import Caller, Failed
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Problem
 from xsake.autotune.search.direction import Direction, Settings
 from xsake.autotune.search.ledger import Ledger, Observer

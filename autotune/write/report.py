@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from xsake._measure.environment import Facts
 from xsake._measure.timing import Timing
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Part
 from xsake.autotune.result import Result
 

@@ -31,9 +31,9 @@ from benchmarks.harness.contestants import WORST, of_torch, relative_difference,
 from benchmarks.harness.masks import hads_like
 from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
+from xsake._measure.nvidia_smi import Monitor
 from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
 from xsake._race.contestants import sparse
-from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import sustained_race, sustained_row
 from xsake.autotune.workloads import WORKLOADS, Workload
 from xsake.hads.mask.block_mask import BlockMask

@@ -30,9 +30,9 @@ from benchmarks.harness.contestants import check_agreement, of_torch
 from benchmarks.harness.masks import CALLS, MLA, masks_of, with_small_blocks
 from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
+from xsake._measure.nvidia_smi import Monitor
 from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
 from xsake._race.contestants import dense
-from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import sustained_race, sustained_row
 
 OURS, ANY_ORDER, SMALL_BLOCKS = "xsake", "xsake, any order", "xsake, blocks of 64"

@@ -12,8 +12,9 @@ import jax
 
 from benchmarks.harness import turns
 from benchmarks.harness.script import Record, Row
+from xsake._measure import nvidia_smi
+from xsake._measure.nvidia_smi import Monitor
 from xsake._measure.timing import race
-from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import Contestants
 from xsake.autotune.workloads import Workload
 
@@ -46,7 +47,7 @@ def run_all(
     turns.begin()
     start = time.monotonic()
     records: dict[str, Record] = {}
-    with Monitor() as monitor:
+    with Monitor(nvidia_smi.gpu_of_this_process()) as monitor:
         for one in races:
             if time.monotonic() - start > seconds:
                 break

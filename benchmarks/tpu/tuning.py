@@ -25,9 +25,9 @@ import xsake
 from benchmarks.harness.tpu_cycles import cycles
 from benchmarks.tpu.schedule import run_case
 from xsake import tuning_db
-from xsake.autotune.measure import environment
+from xsake._measure import environment
+from xsake._measure.environment import Facts
 from xsake.autotune.measure.contest import Contest, Verdict
-from xsake.autotune.measure.environment import Facts
 from xsake.autotune.problem import Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
 from xsake.autotune.write import writer

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._measure import verify
+from xsake._measure import nvidia_smi, verify
 from xsake._measure.interference import Contention, disturbance
 from xsake._measure.isolation import Caller, Failed, Service, reason
+from xsake._measure.nvidia_smi import Monitor
 from xsake._measure.timing import race
 from xsake._race import contestants
 from xsake._race.case import BOTH, FORWARD, Case
-from xsake._race.nvidia_smi import Monitor
 from xsake._race.sustained import Racer, Turn, raced, sustained_row
 from xsake.autotune.problem import Problem, from_call
 
@@ -67,6 +67,9 @@ class RaceService(Service):
 
     def device(self) -> str:
         return jax.devices()[0].device_kind
+
+    def gpu(self) -> str | None:
+        return nvidia_smi.gpu_of_this_process()
 
     def density(self) -> float:
         return float(self._mask.density())
@@ -176,7 +179,7 @@ def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit:
     field = _Field(worker, direction, limit)
     for name in names:
         field.prepare(name)
-    with Monitor() as monitor:
+    with Monitor(worker.call("gpu", limit=limit)) as monitor:
         found = raced(list(field.ready), field.turn, rounds, monitor)
     # A contestant may also fall out after its last turn, when a new process cannot prepare it.
     found = {name: times for name, times in found.items() if name in field.ready}

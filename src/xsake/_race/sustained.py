@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from xsake._measure.interference import Contention, contention
+from xsake._measure.nvidia_smi import Monitor
 from xsake._measure.timing import Timing, in_turns, seconds_per_call
-from xsake._race.nvidia_smi import Monitor
 
 PAUSE, BURST, SUSTAINED = 0.1, 0.02, 0.25  # seconds
 Contestants = Mapping[str, Callable[[], Any]]

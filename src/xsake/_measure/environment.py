@@ -1,4 +1,4 @@
-"""Where tuning happens: the device, the software versions, and the load and clocks of the machine."""
+"""Where things are measured: the device, the software versions, and the load and clocks of the machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 from importlib import metadata
 from typing import Any
 
+import jax
+
 import xsake
+from xsake._measure import nvidia_smi
 
 _PACKAGES = ("jax", "jaxlib", "triton", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _CLOCKS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temperature.gpu", "watts": "power.draw"}
@@ -24,6 +26,7 @@ class Facts:
     device_kind: str
     platform: str
     environment: dict[str, Any]
+    gpu: str | None = None  # by which `nvidia-smi` finds it
 
     @property
     def environment_id(self) -> str:
@@ -32,9 +35,7 @@ class Facts:
 
 
 def facts() -> Facts:
-    import jax
-
-    device = jax.local_devices()[0]
+    device, gpu = jax.local_devices()[0], nvidia_smi.gpu_of_this_process()
     environment = {
         "versions": {"xsake": xsake.__version__} | {name: v for name in _PACKAGES if (v := _version(name))},
         "python": platform.python_version(),
@@ -42,29 +43,17 @@ def facts() -> Facts:
         "cores": os.cpu_count(),
     }
     if device.platform == "gpu":
-        environment["driver"] = _nvidia_smi("driver_version")[0]
+        environment["driver"] = nvidia_smi.read(gpu, "driver_version")[0]
     if device.platform == "cpu":
         environment["processor"] = _processor()
-    return Facts(device.device_kind, device.platform, environment)
+    return Facts(device.device_kind, device.platform, environment, gpu)
 
 
-def conditions(platform_name: str) -> dict[str, Any]:
-    """Load, clocks, temperature and power at this moment, as far as the machine reports them."""
+def conditions(gpu: str | None) -> dict[str, Any]:
+    """Load, and the GPU's clocks, temperature and power, at this moment, as far as the machine reports them."""
     found: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-    if platform_name == "gpu":
-        values = _nvidia_smi(*_CLOCKS.values())
-        found |= {name: float(v) for name, v in zip(_CLOCKS, values, strict=True) if v and v[0].isdigit()}
-    return found
-
-
-def _nvidia_smi(*fields: str) -> list[str | None]:
-    """The fields of the first GPU; all None if nvidia-smi fails."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return [None] * len(fields)
-    return [value.strip() for value in line.split(",")]
+    values = nvidia_smi.read(gpu, *_CLOCKS.values())
+    return found | {name: float(v) for name, v in zip(_CLOCKS, values, strict=True) if v and v[0].isdigit()}
 
 
 def _version(name: str) -> str | None:

@@ -1,12 +1,16 @@
-"""The state of an NVIDIA GPU while something runs: clock, power, temperature, and the reasons for throttling."""
+"""What `nvidia-smi` says of the GPU that JAX uses: driver, clocks, power, temperature, the reasons for throttling."""
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
+
+import jax
 
 _NUMBERS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
 _FIELDS = (*_NUMBERS.values(), "clocks_event_reasons.active")
@@ -20,16 +24,52 @@ _REASONS = {
 }
 
 
-class Monitor:
-    """A context in which `nvidia-smi` samples the chip; if it is not installed, there are no samples."""
+def gpu_of_this_process() -> str | None:
+    """The PCI bus of the first GPU that JAX uses here, by which `nvidia-smi` finds it; None without one.
 
-    def __init__(self, milliseconds: int = 100):
-        self._command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-        self._command += ["-lms", str(milliseconds)]
+    CUDA counts the GPUs of CUDA_VISIBLE_DEVICES in the order of CUDA_DEVICE_ORDER; `nvidia-smi` counts all of them, in
+    an order of its own.
+    """
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return None
+    handle, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device.local_hardware_id)
+        failed = failed or cuda.cuDeviceGetPCIBusId(name, len(name), handle)
+    except (OSError, AttributeError):
+        return None
+    return None if failed else name.value.decode()
+
+
+def read(gpu: str | None, *fields: str) -> list[str | None]:
+    """What `nvidia-smi` says of a GPU; all None without a GPU or if it fails."""
+    if gpu is None:
+        return [None] * len(fields)
+    try:
+        done = subprocess.run(_query(gpu, fields), capture_output=True, text=True, timeout=10, check=True)
+        line = done.stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return [None] * len(fields)
+    return [value.strip() for value in line.split(",")]
+
+
+def _query(gpu: str, fields: Iterable[str]) -> list[str]:
+    return ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+class Monitor:
+    """A context in which `nvidia-smi` samples a GPU; without a GPU, or if it is not installed, there are no samples."""
+
+    def __init__(self, gpu: str | None, milliseconds: int = 100):
+        self._command = [] if gpu is None else [*_query(gpu, _FIELDS), "-lms", str(milliseconds)]
         self._samples: list[tuple[float, list[str]]] = []
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> Monitor:
+        if not self._command:
+            return self
         try:
             self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         except OSError:
