@@ -200,17 +200,19 @@ def test_an_entry_point_is_an_implementation(write, installed):
 
 
 def test_entry_points_that_cannot_be_used(write, installed, caplog):
-    installed("one", {"twice": write().stem, "xla": write().stem, "gone": "no_such_module"})
+    installed("one", {"twice": write().stem, "xla": write().stem, "dense": write().stem, "gone": "no_such_module"})
     installed("two", {"twice": write().stem})
     registry._say_once.cache_clear()
     reasons = xsake.implementations()
     assert "one 0.1 and two 0.1 both name" in reasons["twice"] or "two 0.1 and one 0.1 both name" in reasons["twice"]
     assert "no_such_module of one 0.1 does not import: ModuleNotFoundError" in reasons["gone"]
     assert reasons["xla"] is None and "one 0.1 names a backend 'xla', which is XSAKE's own" in caplog.text
+    assert "dense" not in reasons and "'dense', which is a contestant of `xsake race`: it is not used" in caplog.text
 
 
 def test_names_that_cannot_be_registered(write):
     for name, module, says in (
+        ("fa4", write(), "a contestant of `xsake race`"),
         ("xla", write(), "XSAKE's own"),
         ("my kernel", write(), "must be an identifier"),
         ("mine", "no/such/file.py", "there is no file no/such/file.py"),

@@ -124,6 +124,10 @@ def test_the_command(tmp_path, monkeypatch):
     assert (tmp_path / "race.png").stat().st_size > 1000
 
 
+def test_no_backend_may_have_a_contestants_name():
+    assert set(registry.CONTESTANTS) == {contestants.OURS, *contestants._PEERS}
+
+
 def test_help_names_every_part_of_a_shape():
     assert options.SHAPE == problem.CALL
 

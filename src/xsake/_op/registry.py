@@ -30,6 +30,8 @@ _BACKENDS: dict[str, tuple[str, str | None]] = {
     "xla": ("xsake.kernels_xla_ref", None),
 }
 
+# What `xsake race` calls the call without a name, and attention of other projects: no backend may stand for these.
+CONTESTANTS = ("xsake", "dense", "cudnn", "tokamax", "flex", "fa4")
 
 # The backends of other packages that a program registered, and before which of ours each is tried (None: never).
 _registered: dict[str, tuple[Plugin, str | None]] = {}
@@ -62,7 +64,7 @@ def register_backend(name: str, module: ModuleType | str | Path, *, before: str 
     error of the calls that ask for it, and of no others.
 
     Args:
-      name: the backend's name, for `implementation=` and in messages.
+      name: the backend's name, for `implementation=` and in messages; no name of XSAKE's or of `xsake race`.
       module: the module, its name, or the path of its file. Processes that the tuner and `xsake check` start find it by
         name or path: it must be a file.
       before: calls that name no implementation try this one before that one of XSAKE's, such as "xla". None: it serves
@@ -74,8 +76,8 @@ def register_backend(name: str, module: ModuleType | str | Path, *, before: str 
 
     if not name.isidentifier():
         raise ValueError(f"{name=} must be an identifier, such as 'my_kernel'")
-    if name in _BACKENDS:
-        raise ValueError(f"{name=} is XSAKE's own: choose another")
+    if whose := _taken(name):
+        raise ValueError(f"{name=} is {whose}: choose another")
     if before is not None and before not in _BACKENDS:
         raise ValueError(f"{before=} must be None or one of {sorted(_BACKENDS)}")
     plugin = plugins.of_module(name, module)
@@ -95,21 +97,30 @@ def registrations() -> list[tuple[str, str, str | None]]:
 def _plugin(name: str) -> Plugin | None:
     if name in _BACKENDS:
         return None
-    if name in _registered:
-        return _registered[name][0]
+    return _registered[name][0] if name in _registered else _installed().get(name)
+
+
+def _installed() -> dict[str, Plugin]:
+    """The backends of installed packages whose names are free. Reads the packages' entry points."""
     from xsake._op import plugins
 
-    return plugins.installed().get(name)
+    found = plugins.installed()
+    for name in sorted(found):
+        if whose := _taken(name):
+            _say_once(f"{found[name].source} names a backend {name!r}, which is {whose}: it is not used")
+    return {name: plugin for name, plugin in found.items() if not _taken(name)}
+
+
+def _taken(name: str) -> str | None:
+    """Whose name this is, where no backend of another package may have it."""
+    if name in _BACKENDS:
+        return "XSAKE's own"
+    return "a contestant of `xsake race`" if name in CONTESTANTS else None
 
 
 def names() -> list[str]:
     """All implementations, best first. Reads the entry points of installed packages."""
-    from xsake._op import plugins
-
-    installed = plugins.installed()
-    for name in sorted(installed.keys() & _BACKENDS.keys()):
-        _say_once(f"{installed[name].source} names a backend {name!r}, which is XSAKE's own: it is not used")
-    return list(dict.fromkeys([*_tried_unasked(), *_registered, *sorted(installed.keys() - _BACKENDS.keys())]))
+    return list(dict.fromkeys([*_tried_unasked(), *_registered, *sorted(_installed())]))
 
 
 def _tried_unasked() -> list[str]:
