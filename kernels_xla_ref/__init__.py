@@ -32,7 +32,7 @@ HONOURS = frozenset(
         "symbolic_batch",
         "bitmaps",
         "page_table",
-        "fused",
+        "joined_kv",
     }
 )
 

@@ -18,7 +18,7 @@ class Shape:
     page: int = 16
     heads: tuple[int, int] = (4, 2)
     dim: int = 16
-    stored_dim: int | None = None  # of fused pages; None for keys and values apart
+    stored_dim: int | None = None  # of pages with keys and values joined; None for keys and values apart
     packing: int = 1
     dtype: str = "float32"
 

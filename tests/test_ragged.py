@@ -17,24 +17,24 @@ from sweep import sweep
 import xsake
 
 SINKS = np.array([0.5, -1.0, 0.0, 2.0], np.float32)
-FUSED = Shape(stored_dim=32, packing=2)
+JOINED = Shape(stored_dim=32, packing=2)
 APART = Shape()
 BLOCKS = Shape(stored_dim=32, packing=2, page=64, pages=5, tokens=400)  # several blocks of keys, several rows
 SHORT = Shape(stored_dim=16, page=8, pages=5, tokens=40)  # pages that blocks are no multiple of
 # (shape, most queries, batches, options of the oracle)
 CASES = {
-    "fused": (FUSED, None, 20, dict(window=(20, 0), sinks=SINKS, cap=3.0, scale=0.2)),
-    "new tokens": (FUSED, 2, 15, dict(window=(20, 0), sinks=SINKS)),
+    "joined": (JOINED, None, 20, dict(window=(20, 0), sinks=SINKS, cap=3.0, scale=0.2)),
+    "new tokens": (JOINED, 2, 15, dict(window=(20, 0), sinks=SINKS)),
     "blocks": (BLOCKS, None, 40, dict(window=(100, 0), sinks=SINKS)),
     "blocks, new tokens": (BLOCKS, 2, 25, dict(window=(100, 0))),
     "blocks, plain": (BLOCKS, None, 60, {}),
     "blocks, not causal": (BLOCKS, None, 40, dict(causal=False, window=(90, 40))),
-    "fused, plain": (FUSED, None, 20, {}),
+    "joined, plain": (JOINED, None, 20, {}),
     "apart": (APART, None, 30, dict(sinks=SINKS)),
     "not causal": (SHORT, None, 30, dict(causal=False, window=(9, 4))),
     "one new token": (APART, 1, 20, {}),
 }
-IN_CI = ("fused", "new tokens", "blocks", "blocks, new tokens")
+IN_CI = ("joined", "new tokens", "blocks", "blocks, new tokens")
 
 
 def program(most, *, window=None, sinks=None, cap=None, scale=None, causal=True, **where):
@@ -148,7 +148,7 @@ def test_wrong_numbers_are_errors_or_nan(number):
     message, change = list(WRONG.items())[number]
     with pytest.raises(ValueError, match=message):
         attend(**change)
-    good, bad = attend("fused"), attend("fused", **change)
+    good, bad = attend("joined"), attend("joined", **change)
     cu = numbers()["cu_seqlens"]
     assert np.isfinite(good).all() and not good[cu[-1] :].any()
     wrong = np.zeros(len(bad), bool)
@@ -164,7 +164,7 @@ def test_wrong_numbers_are_errors_or_nan(number):
 def test_numbers_that_nobody_reads_may_be_anything():
     change = changed("page_table", (3, 2), 99)  # past the length
     change |= {"kv_lengths": changed("kv_lengths", 1, 1 << 30)["kv_lengths"]}  # of a request without queries
-    assert np.isfinite(attend("fused", **change)).all()
+    assert np.isfinite(attend("joined", **change)).all()
 
 
 @pytest.mark.parametrize(

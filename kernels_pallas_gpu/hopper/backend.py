@@ -42,7 +42,7 @@ HONOURS = frozenset(
         "soft_cap",
         "bitmaps",
         "page_table",
-        "fused",
+        "joined_kv",
         "delta_parts",
     }
 )

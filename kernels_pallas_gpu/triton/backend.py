@@ -59,7 +59,7 @@ HONOURS = frozenset(
         "soft_cap",
         "bitmaps",
         "page_table",
-        "fused",
+        "joined_kv",
     }
 )
 

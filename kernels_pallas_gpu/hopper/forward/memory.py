@@ -295,7 +295,7 @@ class _Load:
     def _tokens(self, value: bool, dst: Any, ready: Any, places: Sequence[Any]) -> None:
         """Loads runs of keys or of values."""
         ref, plan = self.cta.v if value else self.cta.k, self.plan
-        head = stored_head(self.kv_head, fused=plan.fused, value=value)
+        head = stored_head(self.kv_head, joined_kv=plan.joined_kv, value=value)
         if plan.page is None:
             self._runs(ref.at[self.item.batch, :, head], dst, ready, places)
         else:

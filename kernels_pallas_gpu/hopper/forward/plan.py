@@ -80,8 +80,8 @@ class ForwardPlan:
     """All that is known of the packed call while tracing: `q_len` and `block_q` count rows.
 
     `has_row_bits`: the bits of a listed block are one word, a bit per query. `q_vectors`, `kv_vectors`: names of the
-    operands with one number per row or key. `page`: keys per page, or None. `fused`: as in `Call`. `own_lists`: whether
-    every head of every batch entry has its own lists.
+    operands with one number per row or key. `page`: keys per page, or None. `joined_kv`: as in `Call`. `own_lists`:
+    whether every head of every batch entry has its own lists.
     """
 
     batch_size: int
@@ -104,7 +104,7 @@ class ForwardPlan:
     q_vectors: tuple[str, ...]
     kv_vectors: tuple[str, ...]
     page: int | None
-    fused: bool
+    joined_kv: bool
     own_lists: bool
     pairing: Pairing
     elements: ElementRule
@@ -140,7 +140,7 @@ class ForwardPlan:
             q_vectors=tuple(f"q_{name}" for name in given),
             kv_vectors=tuple(f"kv_{name}" for name in given),
             page=call.page,
-            fused=call.fused,
+            joined_kv=call.joined_kv,
             own_lists=mask.kv_indices.shape[:2] == (call.batch, heads),
             pairing=config.pairing(pairing),
             elements=ElementRule(band=call.band, kv_len=call.kv_len, q_axis=0, any_position=has_positions),

@@ -135,14 +135,14 @@ def build_call(
     deterministic: Any = True,
     logits_soft_cap: Any = None,
     page_table: Array | None = None,
-    fused: bool = False,
+    joined_kv: bool = False,
 ) -> Call:
     """The validated call. `check_inputs` must have passed (and `paged`'s checks); all other arguments are checked."""
     batch, q_len, num_q_heads, head_dim = query.shape
     kv_len, num_kv_heads = key.shape[1:3]
     if page_table is not None:
         kv_len *= page_table.shape[1]
-    if fused:
+    if joined_kv:
         num_kv_heads //= 2
     is_causal = known_flag("is_causal", is_causal)
     band = Band.of(is_causal, local_window_size)
@@ -190,7 +190,7 @@ def build_call(
         deterministic=_flag("deterministic", deterministic),
         soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, positive=True),
         page_table=page_table,
-        fused=fused,
+        joined_kv=joined_kv,
     )
     call, (q_lengths, kv_lengths) = cut_alike(call, given.lengths)
     call = dataclasses.replace(call, sink_lse=poisoned(call.sink_lse, call.mask.incomplete_heads(), num_q_heads))

@@ -23,7 +23,7 @@ class Cache(NamedTuple):
 
     key: Array
     value: Array
-    fused: bool
+    joined_kv: bool
     dim: int
     value_dim: int
 
@@ -64,9 +64,9 @@ class Cache(NamedTuple):
             return jax.ShapeDtypeStruct((1, *shape), x.dtype)
 
         pages, page, heads, stored = self.key.shape
-        heads //= 2 if self.fused else 1
+        heads //= 2 if self.joined_kv else 1
         keys, values = ((pages * page, heads, x.shape[3]) for x in (self.key, self.value))
-        dim = stored if self.fused else query.shape[2]
+        dim = stored if self.joined_kv else query.shape[2]
         check_inputs(of_shape(query, *query.shape[:2], dim), of_shape(self.key, *keys), of_shape(self.value, *values))
         return self
 
@@ -77,7 +77,7 @@ class Cache(NamedTuple):
     def keys_of(self, table: Int[Array, "n"]) -> Float[Array, "S K D"]:
         """A copy of the keys in these pages; of a page that does not exist, those of another."""
         own = self.key[jnp.clip(table, 0, len(self.key) - 1)]
-        if self.fused:
+        if self.joined_kv:
             own = own[:, :, ::2, : self.dim]
         return own.reshape(-1, *own.shape[2:])
 

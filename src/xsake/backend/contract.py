@@ -41,9 +41,9 @@ def _dims(names: str) -> dict[str, str]:
     return {"dims": names}
 
 
-def stored_head(kv_head: Any, *, fused: bool, value: bool) -> Any:
-    """The head of an array of pages that holds the keys, or the values, of K/V head `kv_head` (`Call.fused`)."""
-    return 2 * kv_head + int(value) if fused else kv_head
+def stored_head(kv_head: Any, *, joined_kv: bool, value: bool) -> Any:
+    """The head of an array of pages that holds the keys, or the values, of K/V head `kv_head` (`Call.joined_kv`)."""
+    return 2 * kv_head + int(value) if joined_kv else kv_head
 
 
 _SEGMENTS = {"argument": "segment_ids"}
@@ -67,8 +67,8 @@ class Call:
     - With `page_table`, key and value are [pages, page, K, D], and page `page_table[b, i]` holds tokens i * page to
       (i + 1) * page of sequence b. Padding may hold NaN, and where a whole page would be padding, its entry may be
       anything. There is no backward.
-    - With `fused`, key and value are one array of pages, [pages, page, 2 K, D]: head 2 k holds the keys of K/V head k,
-      and head 2 k + 1 its values.
+    - With `joined_kv`, key and value are one array of pages, [pages, page, 2 K, D]: head 2 k holds the keys of K/V head
+      k, and head 2 k + 1 its values.
     - With `full_is_known`, the mask's full blocks attend wholly, whatever the positions and segments are.
 
     A field with a default is optional: a call that gives it another value goes only to backends that name the field in
@@ -96,7 +96,7 @@ class Call:
     full_is_known: bool = dataclasses.field(default=False, metadata=_PERMISSION)
     soft_cap: float | None = dataclasses.field(default=None, metadata=_STATIC | {"argument": "logits_soft_cap"})
     page_table: Int[Array, "B n"] | None = dataclasses.field(default=None, metadata=_dims("b"))
-    fused: bool = dataclasses.field(default=False, metadata=_STATIC | {"argument": "keys and values in one array"})
+    joined_kv: bool = dataclasses.field(default=False, metadata=_STATIC | {"argument": "keys and values in one array"})
 
     @classmethod
     def array_fields(cls) -> list[dataclasses.Field]:
@@ -154,11 +154,11 @@ class Call:
 
     @property
     def kv_heads(self) -> int:
-        return self.key.shape[2] // (2 if self.fused else 1)
+        return self.key.shape[2] // (2 if self.joined_kv else 1)
 
     def stored_head(self, kv_head: Any, *, value: bool) -> Any:
         """The head of `key`, or of `value`, that holds K/V head `kv_head`."""
-        return stored_head(kv_head, fused=self.fused, value=value)
+        return stored_head(kv_head, joined_kv=self.joined_kv, value=value)
 
     @property
     def head_dim(self) -> int:

@@ -22,7 +22,7 @@ def call_dims(call: Call) -> Call:
     def dims(field: dataclasses.Field, x: Array) -> Dims:
         declared = field.metadata.get("dims", "b").split()
         # An array of keys and values has 2 K heads: these are not cut with the query heads, even where K is H.
-        kv_heads = "k" if call.fused else _heads(call, call.kv_heads)
+        kv_heads = "k" if call.joined_kv else _heads(call, call.kv_heads)
         names: list[str | None] = [kv_heads if name == "k" else name for name in declared]
         if call.page_table is not None and field.name in ("key", "value"):
             names[:2] = [None, None]  # every device has all pages
