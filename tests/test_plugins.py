@@ -117,7 +117,7 @@ BROKEN = {
     "Config must be a frozen dataclass": dict(more="Config = dict\n"),
     "forward(call) must be forward(call, config)": dict(more="def forward(call): ...\n"),
     "written for version 99 of xsake.backend": dict(more="CONTRACT = 99\n"),
-    "PLATFORM='amd' must be one of": dict(more="PLATFORM = 'amd'\n"),
+    "PLATFORM='cpu' must be one of (None, 'gpu', 'tpu')": dict(more="PLATFORM = 'cpu'\n"),
 }
 
 
@@ -223,14 +223,39 @@ def test_names_that_cannot_be_registered(write):
         xsake.register_backend("mine", write(), before="cudnn")
 
 
+def names_of_rows(text):
+    """The names in code in the first column of its tables, without parentheses and arguments."""
+    return re.findall(r"`(\w+)(?:\([^`]*\))?`", "".join(re.findall(r"^\|([^|]+)\|", text, re.MULTILINE)))
+
+
 def test_the_contract_is_documented_field_by_field():
-    text = (pages.ROOT / "docs/api/backends.md").read_text()
-    fields, _, names = text.partition("field by field")[2].partition("```")[0].partition("### The mask")
-    assert re.findall(r"^\| `(\w+)` \|", fields, re.MULTILINE) == [f.name for f in dataclasses.fields(Call)]
+    text = (pages.ROOT / "docs/api/backends.md").read_text().partition("field by field")[2].partition("```")[0]
+    fields, names = text.split("### The mask")
+    of_mask, names = names.split("These of a `Band` are")
+    of_band, imported = names.split("### What a backend imports")
+    assert names_of_rows(fields) == [f.name for f in dataclasses.fields(Call)]
     assert all(f"`{name}`" in fields for name, of in vars(Call).items() if isinstance(of, property))
-    told = re.findall(r"`(\w+)(?:\(\))?`", "".join(re.findall(r"^\|([^|]+)\|", names, re.MULTILINE)))
     mask = xsake.patterns.causal(32, 32, block_q=16, block_kv=16)
-    assert {"kv_indices", "to_listed"} <= set(told) and [name for name in told if not hasattr(mask, name)] == []
+    assert [name for name in names_of_rows(of_mask) if not hasattr(mask, name)] == []
+    assert [name for name in names_of_rows(of_band) if not hasattr(mask.band, name)] == []
+    assert set(names_of_rows(imported)) == set(xsake.backend.__all__)
+    code = code_of_backends()
+    assert "mask.kv_indices" in code
+    assert set(re.findall(r"\bmask\.(\w+)", code)) - set(names_of_rows(of_mask)) == set()
+    assert set(re.findall(r"\bband\.(\w+)", code)) - set(names_of_rows(of_band)) == set()
+    of_call = set(re.findall(r"\bcall\.(\w+)", code))
+    assert {name for name in of_call if not re.search(rf"`{name}(\(\))?`", fields)} == set()
+
+
+def code_of_backends():
+    """The code of XSAKE's backends, of the examples and of `xsake new-kernel`, without imports."""
+    folders = [pages.ROOT / name for name in ("examples/simple_kernel", "examples/jax_mosaic", "kernels_pallas_gpu")]
+    folders += [pages.ROOT / name for name in ("kernels_pallas_tpu", "src/xsake/kernels_raw_triton")]
+    files = [path for folder in folders for path in folder.rglob("*.py") if "tests" not in path.parts]
+    files += (pages.ROOT / "src/xsake/_cli/kernel_template").glob("*.txt")
+    files.append(pages.ROOT / "kernels_xla_ref/block_sparse.py")
+    lines = "\n".join(path.read_text() for path in files).splitlines()
+    return "\n".join(line for line in lines if not re.match(r"\s*(from|import) ", line))
 
 
 def test_the_names_of_the_contract():

@@ -49,6 +49,7 @@ def one_of(*choices: Any, **rest: Any) -> Any:
 
 
 def flag(**rest: Any) -> Any:
+    """A field for True or False."""
     return field(kinds.FLAG, **rest)
 
 

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xsake._ground.explicit import all_or, axes_of, explicit_mesh, names_of, placed
 from xsake._ground.trace import name_of_mesh
+from xsake._rewrites.dims import Dims, call_dims, flat_dims
 from xsake.backend.contract import Call
-from xsake.backend.dims import Dims, call_dims, flat_dims
 
 Axes = tuple[str, ...]
 

@@ -16,7 +16,7 @@ from xsake._ground.room import raised_in, room_of
 from xsake.backend.contract import CONTRACT, RESULTS, Backend, Call
 
 GROUP = "xsake.backends"
-_PLATFORMS = (None, "cpu", "gpu", "tpu")
+_PLATFORMS = (None, "gpu", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from xsake._ground.device import platform_of
 from xsake._ground.trace import interpret, interpreting, vary, varying_axes
 from xsake._op import registry, tuned
 from xsake._op.partition import over_mesh
+from xsake._rewrites.dims import call_dims
 from xsake.backend.contract import Call
 from xsake.backend.delta import DeltaParts
-from xsake.backend.dims import call_dims
 
 
 def resolve_config(name: str, call: Call, config: Any) -> Any:

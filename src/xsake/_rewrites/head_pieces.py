@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake._rewrites.dims import Dims, call_dims, flat_dims
 from xsake._rewrites.rewrite import Rewrite
 from xsake.backend.contract import Call
-from xsake.backend.dims import Dims, call_dims, flat_dims
 
 
 class HeadPieces(Rewrite):

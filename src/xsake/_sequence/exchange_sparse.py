@@ -17,9 +17,9 @@ from jax import Array
 
 from xsake._ground.trace import vary, varying_axes
 from xsake._op.run import Runner
+from xsake._rewrites.dims import call_dims
 from xsake._rewrites.head_pieces import by_heads, wide
 from xsake.backend.contract import Call
-from xsake.backend.dims import call_dims
 from xsake.hads.mask.row_shards import RowShards
 from xsake.hads.mask.shard_masks import mask_of_columns
 

@@ -189,7 +189,7 @@ class Backend(Protocol):
     ignored.
 
     A backend of another package may also have `CONTRACT`, the version of `xsake.backend` that it is written for, and
-    `PLATFORM`, "gpu" or "tpu" where its kernels run nowhere else.
+    `PLATFORM`, "gpu" or "tpu" where its kernels run nowhere else unless they are interpreted.
     """
 
     Config: type
