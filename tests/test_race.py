@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import jax
 import pytest
 from test_plugins import NAMES
 from typer.testing import CliRunner
@@ -119,7 +120,9 @@ def test_the_command(tmp_path, monkeypatch):
     assert said.output.count("dense") == 2 and "forward+backward" in said.output
     assert said.output.count("in_a_file does not race: implementation='in_a_file' is not available here") == 2
     kept = json.loads((tmp_path / "race.json").read_text())
-    assert [len(r["rows"]) for r in kept["races"]] == [2, 2] and kept["peak"] > 0
+    assert [len(r["rows"]) for r in kept["races"]] == [2, 2] and kept["peak_tflops"] > 0
+    assert kept["dtype"] == "float32" and kept["environment"]["versions"]["jax"] == jax.__version__
+    assert "forward in float32" in said.output and "the peak is" in said.output
     assert set(kept["races"][1]["rows"][0]["errors"]) == {"d_query", "d_key", "d_value"}
     assert (tmp_path / "race.png").stat().st_size > 1000
 
@@ -132,7 +135,7 @@ def test_help_names_every_part_of_a_shape():
     assert options.SHAPE == problem.CALL
 
 
-def test_wrong_words():
+def test_wrong_words(tmp_path, monkeypatch):
     for words, says in (
         (["--shape", SHAPE, "--against", "flash"], "contestants ['flash'] are unknown; there are cudnn, dense, fa4"),
         (["--shape", "4096"], "the query's shape '4096' is not right"),
@@ -142,5 +145,9 @@ def test_wrong_words():
     ):
         said = CliRunner().invoke(app, ["race", *words])
         assert said.exit_code == 1 and says in " ".join(said.output.split()), said.output
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(app, ["race", "--shape", SHAPE, "--chart", "x.png"])
+    assert said.exit_code == 1 and "matplotlib is not installed" in said.output, "before the race"
     with pytest.raises(ModuleNotFoundError, match="pip install tokamax"):
         contestants._dense("tokamax", is_causal=True)

@@ -16,7 +16,7 @@ from xsake._cli.errors import plain_errors
 from xsake._cli.options import SHAPE, check_file_out, duration
 
 if TYPE_CHECKING:
-    from xsake._race.one import Finished
+    from xsake._race.one import Finished, Setting
 
 
 def race(
@@ -50,6 +50,8 @@ def race(
 
         for path in filter(None, (out, chart)):
             check_file_out(path)
+        if chart is not None:
+            import matplotlib  # noqa: F401 before the race, which may take minutes
         names = list(dict.fromkeys([contestants.OURS, *map(name_of, filter(None, against.split(",")))]))
         contestants.check_names(names)
         if density is not None and "density=" in shape:
@@ -59,7 +61,7 @@ def race(
         worker = Worker(one.service(shape, asked))
         try:
             with console.status("compiling and racing"):
-                device, peak = worker.call("device", limit=duration(limit)), worker.call("peak", limit=duration(limit))
+                setting = worker.call("setting", limit=duration(limit))
                 directions = [FORWARD, BOTH] if gradients else [FORWARD]
                 found = [one.run(worker, names, d, rounds=rounds, limit=duration(limit)) for d in directions]
         except Failed as failed:
@@ -67,16 +69,18 @@ def race(
         finally:
             worker.close()
         for finished in found:
-            _show(console, shape, finished, peak)
+            _show(console, shape, finished, setting)
+        product = f"{setting.peak_tflops:.3g} TFLOP/s, a product of large matrices in {setting.dtype}"
+        console.print(f"{setting}; the peak is {product}", soft_wrap=True, highlight=False)
         if out is not None:
-            _write(out, shape, found, peak, device)
+            _write(out, shape, found, setting)
         if chart is not None:
             _draw(chart, shape, found)
 
 
-def _show(console: Console, shape: str, finished: Finished, peak: float) -> None:
+def _show(console: Console, shape: str, finished: Finished, setting: Setting) -> None:
     ours = next((r["sustained"]["median"] for r in finished.rows if r["contestant"] == "xsake"), None)
-    title = f"{shape}, {finished.density:.0%} of the blocks, {finished.direction}"
+    title = f"{shape}, {finished.density:.0%} of the blocks, {finished.direction} in {setting.dtype}"
     columns = ("contestant", "ms per call", "quartiles", "TFLOP/s", "of peak", "xsake is", "error (allowed)")
     table = Table(*columns, title=title, title_justify="left")
     for row in sorted(finished.rows, key=lambda row: row["sustained"]["median"]):
@@ -86,7 +90,7 @@ def _show(console: Console, shape: str, finished: Finished, peak: float) -> None
             f"{time['median'] * 1e3:.3f}",
             f"{time['low'] * 1e3:.2f}-{time['high'] * 1e3:.2f}",
             f"{row['tflops']:.3g}",
-            f"{row['tflops'] * 1e12 / peak:.0%}",
+            f"{row['tflops'] / setting.peak_tflops:.0%}",
             f"{time['median'] / ours:.2f}x" if ours and row["contestant"] != "xsake" else "",
             _error(row["errors"]),
         )
@@ -105,14 +109,12 @@ def _error(errors: dict[str, dict[str, float]]) -> str:
     return f"{errors[worst]['max']:.1e} ({errors[worst]['allowed_max']:.1e})"
 
 
-def _write(path: Path, shape: str, found: list[Finished], peak: float, device: str) -> None:
-    import jax
-
-    import xsake
+def _write(path: Path, shape: str, found: list[Finished], setting: Setting) -> None:
     from xsake._ground import atomic
 
-    about: dict[str, Any] = {"xsake": xsake.__version__, "jax": jax.__version__, "shape": shape}
-    about |= {"device": device, "peak": peak, "races": [dataclasses.asdict(f) for f in found]}
+    about: dict[str, Any] = {"shape": shape, "dtype": setting.dtype, "device": setting.facts.device_kind}
+    about |= {"environment": setting.facts.environment, "peak_tflops": setting.peak_tflops}
+    about |= {"races": [dataclasses.asdict(f) for f in found]}
     atomic.write_text(path, json.dumps(about, indent=1) + "\n")
 
 

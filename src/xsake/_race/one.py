@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake._measure import nvidia_smi, verify
+from xsake._measure import environment, verify
+from xsake._measure.environment import Facts
 from xsake._measure.interference import Contention, disturbance
 from xsake._measure.isolation import Caller, Failed, Service, reason
 from xsake._measure.nvidia_smi import Monitor
@@ -51,6 +52,20 @@ class Ready:
     calls: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where and in which precision a race is; the peak is the rate of a large product of matrices there."""
+
+    facts: Facts
+    dtype: str
+    peak_tflops: float
+
+    def __str__(self) -> str:
+        at = self.facts.environment
+        driver = f", driver {at['driver']}" if at.get("driver") else ""
+        return f"{at.get('processor', self.facts.device_kind)}{driver}, jax {at['versions']['jax']}"
+
+
 class RaceService(Service):
     """The service in the process that races a shape at one density. Its parent must not open the device."""
 
@@ -65,11 +80,11 @@ class RaceService(Service):
         self._racers: dict[tuple[str, str], Racer] = {}
         self._yardsticks: dict[str, verify.Yardstick] | None = None
 
-    def device(self) -> str:
-        return jax.devices()[0].device_kind
+    def facts(self) -> Facts:
+        return environment.facts()
 
-    def gpu(self) -> str | None:
-        return nvidia_smi.gpu_of_this_process()
+    def setting(self) -> Setting:
+        return Setting(environment.facts(), str(jnp.dtype(self._cases[FORWARD].dtype)), self._peak())
 
     def density(self) -> float:
         return float(self._mask.density())
@@ -103,12 +118,12 @@ class RaceService(Service):
     def turn(self, name: str, direction: str) -> Turn:
         return self._racers[direction, name].turn()
 
-    def peak(self) -> float:
-        """Operations per second of a large product of matrices in the workload's precision."""
+    def _peak(self) -> float:
+        """TFLOP/s of a large product of matrices in the race's precision."""
         size = 1024 if self._on_cpu else 8192
         x = jnp.ones((size, size), self._cases[FORWARD].dtype)
         product = jax.jit(lambda x: jnp.dot(x, x))
-        return 2.0 * size**3 / race({"product": lambda: product(x)}, rounds=5)["product"].low
+        return 2e-12 * size**3 / race({"product": lambda: product(x)}, rounds=5)["product"].low
 
 
 def service(shape: str, density: float) -> Callable[[], RaceService]:
@@ -179,7 +194,7 @@ def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit:
     field = _Field(worker, direction, limit)
     for name in names:
         field.prepare(name)
-    with Monitor(worker.call("gpu", limit=limit)) as monitor:
+    with Monitor(worker.call("facts", limit=limit).gpu) as monitor:
         found = raced(list(field.ready), field.turn, rounds, monitor)
     # A contestant may also fall out after its last turn, when a new process cannot prepare it.
     found = {name: times for name, times in found.items() if name in field.ready}
