@@ -47,7 +47,7 @@ def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
     assert ours["errors"]["out"]["max"] <= ours["errors"]["out"]["allowed_max"] and not dense["errors"]
     assert ours["tflops"] * ours["sustained"]["median"] < dense["tflops"] * dense["sustained"]["median"]
     assert 0.5 < found.density < 1
-    assert found.reasons["wrong"].startswith("wrong: beside the oracle out by")
+    assert found.reasons["wrong"].startswith("wrong beside the oracle: out: max error")
     assert "pip install flash-attn-4" in found.reasons["fa4"] and "needs a TPU" in found.reasons["mosaic_tpu"]
 
 

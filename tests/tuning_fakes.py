@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 from xsake._measure import isolation
+from xsake._measure.closeness import Correctness
 from xsake._measure.environment import Facts
 from xsake._measure.isolation import Here, Worker
-from xsake.autotune.measure.contest import Round, Verdict
+from xsake.autotune.measure.contest import Round
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.direction import Settings
 from xsake.autotune.search.ledger import Ledger
@@ -98,9 +99,9 @@ class Service(isolation.Service):
                 raise RuntimeError("out of memory\nwhile allocating")
         return Round([p["tile"] * 1e-3 for p in parts])
 
-    def verify(self, direction: str, density: float, part: Part) -> Verdict:
+    def verify(self, direction: str, density: float, part: Part) -> Correctness:
         errors = {"out": {"max": 1e-7, "rms": 1e-8, "allowed_max": 1e-6}}
-        return Verdict(errors, "out: max error 0.5 (allowed 1e-06)" if part["how"] == "wrong" else None)
+        return Correctness(errors, "out: max error 0.5 (allowed 1e-06)" if part["how"] == "wrong" else None)
 
 
 class Troubled(Service):

@@ -18,6 +18,7 @@ from jax import Array
 
 from xsake._ground.buckets import power_of_two_at_least
 from xsake._measure import verify
+from xsake._measure.closeness import Correctness, Yardstick
 from xsake._measure.interference import Contention, contention
 from xsake._measure.timing import default_pause, in_turns, seconds_per_call
 from xsake._op import registry, tuned
@@ -32,14 +33,6 @@ from xsake.tuning_db import UNKNOWN_DENSITY
 COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # configurations compiled at the same time
 # Below this, dense attention takes an accelerator no longer than Python needs to launch a call: chain the calls.
 SHORT_FLOPS = 2e12
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """`errors` of each result by its name; `problem` says what is wrong, or is None."""
-
-    errors: dict[str, dict[str, float]]
-    problem: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,21 +210,17 @@ class Contest:
     # -- checking --------------------------------------------------------------------------------------------------
 
     @_once
-    def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
+    def verify(self, direction: str, density: float | None, part: Part) -> Correctness:
         """Compare the last group of heads with the oracle, and all heads with the heuristic's results."""
-        results = self._results(direction, density, part)
-        errors: dict[str, dict[str, float]] = {}
-        problems: list[str] = []
+        results, yardsticks = self._results(direction, density, part), self._yardsticks_of(density)
+        found = Correctness.of({n: x[-1:, :, -yardsticks[n].exact.shape[2] :] for n, x in results.items()}, yardsticks)
+        problems = [found.problem] if found.problem is not None else []
         for name, actual in results.items():
-            yardstick = self._yardsticks_of(density)[name]
-            last = np.asarray(actual[-1:, :, -yardstick.exact.shape[2] :])
-            problems += filter(None, [yardstick.problem(name, last)])
-            errors[name] = yardstick.errors(last)
             heuristic = self._heuristic_results(direction, density)[name]
             apart = float(jnp.abs(actual.astype(jnp.float32) - heuristic.astype(jnp.float32)).max())
-            if not apart <= 2 * errors[name]["allowed_max"]:
+            if not apart <= 2 * yardsticks[name].allowed_max:
                 problems.append(f"{name}: differs from the heuristic's result by up to {apart:.3g} in some head")
-        return Verdict(errors, "; ".join(problems) or None)
+        return Correctness(found.errors, "; ".join(problems) or None)
 
     def _results(self, direction: str, density: Any, part: Part) -> dict[str, Array]:
         results = self._program(direction, part)(*self._arguments(direction, density))
@@ -247,7 +236,7 @@ class Contest:
         return self._heuristic[key]
 
     @_once
-    def _yardsticks_of(self, density: Any) -> dict[str, verify.Yardstick]:
+    def _yardsticks_of(self, density: Any) -> dict[str, Yardstick]:
         return verify.yardsticks(*self._inputs, self._d_out, self.masks[density])
 
 

@@ -8,8 +8,9 @@ import jax
 
 from xsake._ground.device import target_gpu
 from xsake._measure import environment
+from xsake._measure.closeness import Correctness
 from xsake._measure.isolation import Service
-from xsake.autotune.measure.contest import COMPILERS, Contest, Round, Verdict
+from xsake.autotune.measure.contest import COMPILERS, Contest, Round
 from xsake.autotune.measure.lowering import MOST_CHILDREN, Lowering
 from xsake.autotune.problem import Part, Problem, StudyPlan
 
@@ -48,7 +49,7 @@ class DeviceService(Service):
     def race(self, direction: str, density: float | None, parts: Sequence[Part]) -> Round:
         return self.contest.race(direction, density, parts)
 
-    def verify(self, direction: str, density: float | None, part: Part) -> Verdict:
+    def verify(self, direction: str, density: float | None, part: Part) -> Correctness:
         return self.contest.verify(direction, density, part)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
+from xsake._measure.closeness import Correctness
 from xsake._measure.isolation import Caller, Died, Failed, Hung
-from xsake.autotune.measure.contest import COMPILERS, Round, Verdict
+from xsake.autotune.measure.contest import COMPILERS, Round
 from xsake.autotune.problem import Part, Problem, StudyPlan, label
 
 # Limits of the other requests, as multiples of the limit of a race.
@@ -80,7 +81,7 @@ class Referee:
         self._make_ready(plan.key.direction, parts)
         return [self._ask("race", plan.key.direction, d, list(parts), limit=self._limit) for d in plan.densities]
 
-    def verify(self, plan: StudyPlan, part: Part) -> Verdict:
+    def verify(self, plan: StudyPlan, part: Part) -> Correctness:
         """Check the part's results at the first density of the plan. Raises `Failed`."""
         self._make_ready(plan.key.direction, [part])
         return self._ask("verify", plan.key.direction, plan.densities[0], part, limit=_VERIFY * self._limit)

@@ -26,8 +26,9 @@ from benchmarks.harness.tpu_cycles import cycles
 from benchmarks.tpu.schedule import run_case
 from xsake import tuning_db
 from xsake._measure import environment
+from xsake._measure.closeness import Correctness
 from xsake._measure.environment import Facts
-from xsake.autotune.measure.contest import Contest, Verdict
+from xsake.autotune.measure.contest import Contest
 from xsake.autotune.problem import Problem, StudyPlan, label, named
 from xsake.autotune.workloads import Workload
 from xsake.autotune.write import writer
@@ -58,7 +59,7 @@ def plans(problem: Problem) -> tuple[list[StudyPlan], dict[float, np.ndarray]]:
 
 
 @cache
-def verified(kernel: str, head_dim: int, block: int, group: int, part: str) -> Verdict:
+def verified(kernel: str, head_dim: int, block: int, group: int, part: str) -> Correctness:
     workload = Workload(
         name="short",
         batch=1,

@@ -1,12 +1,11 @@
-"""Whether a configuration's results are right, compared with the dense oracle in float64.
+"""Yardsticks for the results of a call, from the dense oracle in float64.
 
-Tolerance = `FACTOR` times the error of a plain dense computation on the same inputs, in the precision of the inputs.
-One group of heads is computed, a few rows at a time, so that sequences of any length can be checked.
+The plain computation is dense, on the same inputs, in their precision. One group of heads is computed, a few rows at a
+time, so that sequences of any length can be checked.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,37 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from xsake._measure.closeness import Yardstick
 from xsake.hads.mask.block_mask import BlockMask
 from xsake.kernels_xla_ref import oracle
 
 NAMES = ("out", "lse", "d_query", "d_key", "d_value")
-FACTOR = 4.0  # tolerance / error of the plain computation
 _ELEMENTS = {"gpu": 2**26}  # logits held at once, by platform
 _FEW_ELEMENTS = 2**22
 # The programs run a few times only: XLA's search for the fastest matrix products would take longer than they do.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
-
-
-@dataclasses.dataclass(frozen=True)
-class Yardstick:
-    """The exact result of one group of heads, and the errors that are allowed."""
-
-    exact: np.ndarray
-    allowed_max: float
-    allowed_rms: float
-
-    def errors(self, actual: np.ndarray) -> dict[str, float]:
-        error = np.abs(np.asarray(actual).astype(np.float64) - self.exact)
-        return {"max": float(error.max()), "rms": _rms(error), "allowed_max": self.allowed_max}
-
-    def problem(self, name: str, actual: np.ndarray) -> str | None:
-        found = self.errors(actual)
-        if found["max"] <= self.allowed_max and found["rms"] <= self.allowed_rms:  # false where something is NaN
-            return None
-        return (
-            f"{name}: max error {found['max']:.3g} (allowed {self.allowed_max:.3g}), "
-            f"RMS error {found['rms']:.3g} (allowed {self.allowed_rms:.3g})"
-        )
 
 
 def yardsticks(query: Array, key: Array, value: Array, d_out: Array, mask: BlockMask) -> dict[str, Yardstick]:
@@ -63,7 +40,7 @@ def yardsticks(query: Array, key: Array, value: Array, d_out: Array, mask: Block
         exact, plain = (_over_chunks(formula, q, k, v, do, blocks, mask) for formula in (_exact, _plain))
     noise = _noise(q, k, exact)
     types = dict.fromkeys(NAMES, q.dtype) | {"lse": np.float32}
-    return {name: _yardstick(exact[name], plain[name].astype(types[name]), noise[name]) for name in NAMES}
+    return {name: Yardstick.of(exact[name], plain[name].astype(types[name]), noise[name]) for name in NAMES}
 
 
 def _over_chunks(
@@ -167,11 +144,6 @@ def _noise(q: np.ndarray, k: np.ndarray, exact: dict[str, np.ndarray]) -> dict[s
     noise = {name: (unit * float(np.abs(x).max()), unit / 2 * _rms(x)) for name, x in exact.items()}
     products = float(np.abs(q.astype(np.float64)).max() * np.abs(k.astype(np.float64)).max()) * q.shape[-1] ** 0.5
     return noise | {"lse": (2.0**-24 * products, 2.0**-25 * products)}
-
-
-def _yardstick(exact: np.ndarray, plain: np.ndarray, noise: tuple[float, float]) -> Yardstick:
-    error = np.abs(plain.astype(np.float64) - exact)
-    return Yardstick(exact, FACTOR * max(float(error.max()), noise[0]), FACTOR * max(_rms(error), noise[1]))
 
 
 def _rms(error: np.ndarray) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xsake._measure import environment, verify
+from xsake._measure.closeness import Correctness, Yardstick
 from xsake._measure.environment import Facts
 from xsake._measure.interference import Contention, disturbance
 from xsake._measure.isolation import Caller, Failed, Service, reason
@@ -42,11 +42,11 @@ class Finished:
 class Ready:
     """A contestant that is compiled, and ran once.
 
-    `errors` of its results are {} where they are not comparable, `flops` are those of a call, of which a run makes
+    `correctness` is None where its results are not comparable, `flops` are those of a call, of which a run makes
     `calls`.
     """
 
-    errors: dict[str, dict[str, float]]
+    correctness: Correctness | None
     turn_seconds: float
     flops: float
     calls: int
@@ -78,7 +78,7 @@ class RaceService(Service):
         calls = 1 if self._on_cpu else None
         self._cases = {d: Case(problem.workload, d, problem.dtype, calls=calls) for d in (FORWARD, BOTH)}
         self._racers: dict[tuple[str, str], Racer] = {}
-        self._yardsticks: dict[str, verify.Yardstick] | None = None
+        self._yardsticks: dict[str, Yardstick] | None = None
 
     def facts(self) -> Facts:
         return environment.facts()
@@ -96,24 +96,24 @@ class RaceService(Service):
         results = run()
         wait(results)
         comparable = not is_dense or self.density() == 1
-        errors = self._errors(direction, results) if checked and comparable else {}
+        found = self._correctness(direction, results) if checked and comparable else None
         self._racers[direction, name] = racer = Racer(run, wait)
-        return Ready(errors, racer.turn_seconds, case.flops(None if is_dense else self._mask), case.calls)
+        return Ready(found, racer.turn_seconds, case.flops(None if is_dense else self._mask), case.calls)
 
-    def _errors(self, direction: str, results: Any) -> dict[str, dict[str, float]]:
+    def _correctness(self, direction: str, results: Any) -> Correctness | None:
+        """None where the call is too long for the oracle."""
         group = self._workload.q_heads // self._workload.kv_heads
         elements = group * self._workload.length * (self._workload.kv_length or self._workload.length)
         if elements > MOST_CHECKED.get(jax.default_backend(), _FEWER):
-            return {}
+            return None
         if self._yardsticks is None:
             case = self._cases[BOTH]
             self._yardsticks = verify.yardsticks(*case.inputs, case.cotangent, self._mask)
         found = {}
         for name, x in zip(_RESULTS[direction], jax.tree.leaves(results), strict=True):
-            yardstick = self._yardsticks[name]
-            _, tokens, heads, _ = yardstick.exact.shape
-            found[name] = yardstick.errors(np.asarray(_tokens_first(x, tokens)[-1:, :, -heads:]))
-        return found
+            _, tokens, heads, _ = self._yardsticks[name].exact.shape
+            found[name] = _tokens_first(x, tokens)[-1:, :, -heads:]
+        return Correctness.of(found, self._yardsticks)
 
     def turn(self, name: str, direction: str) -> Turn:
         return self._racers[direction, name].turn()
@@ -159,10 +159,8 @@ class _Field:
         found: Ready | None = self._call("prepare", name, True, limit=self._limit)
         if found is None:
             return
-        wrong = {n: e for n, e in found.errors.items() if not e["max"] <= e["allowed_max"]}  # NaN is wrong
-        if wrong:
-            worst = ", ".join(f"{n} by {e['max']:.2g} ({e['allowed_max']:.2g} allowed)" for n, e in wrong.items())
-            self.reasons[name] = f"wrong: beside the oracle {worst}"
+        if found.correctness is not None and found.correctness.problem is not None:
+            self.reasons[name] = f"wrong beside the oracle: {found.correctness.problem}"
         else:
             self.ready[name] = found
 
@@ -205,7 +203,7 @@ def run(worker: Caller, names: list[str], direction: str, *, rounds: int, limit:
     for name, times in found.items():
         ready = field.ready[name]
         row = {"contestant": name} | sustained_row(times, ready.calls, ready.flops)
-        rows.append(row | {"errors": ready.errors})
+        rows.append(row | {"errors": ready.correctness.errors if ready.correctness is not None else {}})
     contended = sum((times["contended"] for times in found.values()), Contention())
     disturbed = disturbance({name: times["sustained"] for name, times in found.items()}, contended)
     return Finished(direction, worker.call("density", limit=limit), rows, field.reasons, disturbed)
