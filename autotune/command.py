@@ -76,8 +76,9 @@ def run(
             pairs = sum(len(p.densities) for p in planned)
             names = ", ".join(dict.fromkeys(p.workload.name for p in planned))
             console.print(
-                f"plan: {len(planned)} calls ({names}) with {pairs} masks in {settings.budget:g} s at most; the "
-                "numbers of every winner are checked against the oracle",
+                f"plan: {len(planned)} calls ({names}) with {pairs} masks in {settings.budget:g} s at most; every "
+                "configuration's numbers are checked before its time counts, which costs a run of each, and dense "
+                "attention in float64 once per mask",
                 soft_wrap=True,
             )
             try:
@@ -91,6 +92,7 @@ def run(
     for line in tuner.unopened:
         console.print(f"not tuned: {line}", markup=False)
     report.show(tuner.ledger.results, console)
+    console.print(f"The checks against the oracle took {tuner.check_seconds:.1f} s.", highlight=False)
     if tuner.cut_short is not None:
         console.print(f"The budget of {settings.budget:g} s is over: {tuner.cut_short}. Another run goes on here.")
     if tuner.ledger.is_disturbed:

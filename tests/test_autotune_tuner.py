@@ -92,6 +92,14 @@ def test_every_trouble_is_survived_and_recorded(tmp_path):
     assert entry.about["trials"] == {"complete": 2, "slower": 1, "wrong": 1, "failed": 5}
 
 
+def test_a_slow_configuration_is_checked_too(tmp_path):
+    class Wrong(tuning_fakes.Service):
+        parts = (tuning_fakes.DEFAULT, part(3), part(5, "wrong"))
+
+    (result,) = tune(tmp_path, ONE_DENSITY, service=Wrong).results
+    assert tried(result) == {(4, "well"): "complete", (3, "well"): "complete", (5, "wrong"): "wrong"}
+
+
 def test_a_heuristic_that_fails_leaves_no_entry(tmp_path):
     done = tune(tmp_path, service=tuning_fakes.BadHeuristic)
     assert [r.config for r in done.results] == [None, None]

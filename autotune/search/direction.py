@@ -135,7 +135,7 @@ class Direction:
                 self._try(candidate)
 
     def _try(self, candidate: Candidate) -> None:
-        """Race the candidate against the best configuration so far, and check its numbers if it is faster."""
+        """Race the candidate against the best configuration so far. After its first round its numbers are checked."""
         study, part = candidate.study, candidate.part
         plan = study.plan
         is_default = part == plan.default  # the measure of all others, so never stopped early
@@ -147,13 +147,13 @@ class Direction:
             for step in range(self._settings.rounds):
                 with self._pace.race(plan, len(contestants)):
                     one = self._referee.race(plan, contestants)
+                if step == 0 and (problem := self._referee.verify(plan, part).problem):
+                    return candidate.stop("wrong", problem)
                 ratios.append(geometric_mean([at.seconds[0] / at.seconds[-1] for at in one]))
                 value = 1.0 if is_default else best.value * statistics.median(ratios)
                 busy = any(at.contended.is_high for at in one)  # such a round proves nothing: go on
                 if candidate.too_slow(value, step) and not (is_default or busy):
                     return candidate.stop("slower", f"{value:.2f} of the heuristic's time after {step + 1} rounds")
-            if (is_default or value < best.value) and (problem := self._referee.verify(plan, part).problem):
-                return candidate.stop("wrong", problem)
         except Failed as failure:
             return candidate.stop("failed", str(failure))
         candidate.complete(value)

@@ -37,6 +37,7 @@ class Referee:
 
     def __init__(self, worker: Caller, problem: Problem, limit: float, end: float = math.inf):
         self._worker, self._problem, self._limit, self._end = worker, problem, limit, end
+        self.check_seconds = 0.0
         self.plans: list[StudyPlan] = self._open()
 
     def _open(self) -> list[StudyPlan]:
@@ -84,7 +85,11 @@ class Referee:
     def verify(self, plan: StudyPlan, part: Part) -> Correctness:
         """Check the part's results at the first density of the plan. Raises `Failed`."""
         self._make_ready(plan.key.direction, [part])
-        return self._ask("verify", plan.key.direction, plan.densities[0], part, limit=_VERIFY * self._limit)
+        start = monotonic()
+        try:
+            return self._ask("verify", plan.key.direction, plan.densities[0], part, limit=_VERIFY * self._limit)
+        finally:
+            self.check_seconds += monotonic() - start
 
     def _make_ready(self, direction: str, parts: Sequence[Part]) -> None:
         """Compile the parts that the worker has not compiled yet; a new worker has compiled none. Raises `Failed`."""

@@ -41,6 +41,7 @@ class Tuner:
         self.facts: Facts = worker.call("facts", limit=4 * settings.limit)
         self.ledger = Ledger(self.facts, folder, settings.seed, observer)
         self._compile_seconds = 0.0  # most seconds per configuration so far
+        self._referees: list[Referee] = []
         self.unopened: list[str] = []  # problems that could not even be set up, and why
         self.cut_short: str | None = None  # the step that the budget's end cut short
 
@@ -50,6 +51,11 @@ class Tuner:
         now = monotonic()
         enough = self.ledger.has_written or self.ledger.is_disturbed or now < self._end
         return None if enough else 2 * (now - self._start)
+
+    @property
+    def check_seconds(self) -> float:
+        """What the checks against the oracle took."""
+        return sum(referee.check_seconds for referee in self._referees)
 
     def tune(self, problems: Sequence[Problem]) -> None:
         """Tune the problems, small ones first. Problems and their directions share the time evenly.
@@ -86,6 +92,7 @@ class Tuner:
         except Failed as failure:
             self.unopened.append(f"{name}: {failure}")
             return {}
+        self._referees.append(referee)
         opening = monotonic() - start
         directions = list(dict.fromkeys(plan.key.direction for plan in referee.plans))
         directions = [d for d in directions if needs is None or d in needs]
