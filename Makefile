@@ -96,7 +96,7 @@ parity-transformers:
 test-torch:
 	$(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -e '.[dev,torch]'
-	.venv-transformers/bin/python -m pytest -q -rs tests/test_torch.py tests/test_torch_hads.py
+	.venv-transformers/bin/python -m pytest -q -rs tests/test_torch.py tests/test_torch_hads.py tests/test_torch_gpu.py
 	.venv-transformers/bin/python tests/peers/flex_torch.py
 
 # sglang-jax on the CPU, with xsake in it, asked by a real client. It pins a JAX: an environment of its own, 1 GB.

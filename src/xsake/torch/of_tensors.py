@@ -40,8 +40,8 @@ class Sparse(NamedTuple):
     """A prompt that HADS reads, or a chunk of it: the function and the layer's number.
 
     `text` is where each sequence's text begins and ends, int32 [B], and its tokens' segments, int32 [B, T]; None where
-    all is text and keeps its length, which gradients need. The queries are tokens from `start` on; a later chunk has
-    all keys before it, and no padding before its texts.
+    all is text and no padding is added: where gradients are taken, and where the length is a bucket's. The queries are
+    tokens from `start` on; a later chunk has all keys before it, and no padding before its texts.
     """
 
     attention: Attention

@@ -16,7 +16,7 @@ from xsake.hads.attention.step import NEW_TOKENS
 from xsake.hads.calibration.own_profile import own_profile
 from xsake.hads.profile.profile import HadsProfile
 from xsake.torch.crossing import say_once
-from xsake.torch.of_tensors import Sparse, Where
+from xsake.torch.of_tensors import Sparse, Where, bucket
 from xsake.torch.watched import WatchedModel, is_watched, layers_of, weights_of
 
 NAMES: set[str] = set()  # under which xsake is registered
@@ -130,7 +130,7 @@ def sparse_prompt(
         return None
     learns = torch.is_grad_enabled() and query.requires_grad
     if where is None or mask is None:
-        if learns:
+        if learns or bucket(tokens) == tokens:
             return Sparse(attention, module.layer_idx)
         begins, ends = (torch.full((b,), at, dtype=torch.int32, device=query.device) for at in (0, tokens))
         segments = torch.zeros((b, tokens), dtype=torch.int32, device=query.device)
