@@ -44,6 +44,7 @@ def run(
     isolate: bool,
 ) -> int:
     """Tune, print the results, and return the exit code: 0 if an entry was written, 1 if none, 130 after Ctrl-C."""
+    implementation = implementation and registry.name_of(implementation)
     registry.check_name(implementation)
     console = Console()
     optuna.logging.set_verbosity(optuna.logging.WARNING)

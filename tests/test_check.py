@@ -25,7 +25,7 @@ from xsake.testing import assert_holds, smallest, target_of
 from xsake.testing.case import make, run
 from xsake.testing.checks import CHECKS, Check, NotHere, twice, vmapped
 from xsake.testing.runner import PARTS, Checkers, plan
-from xsake.testing.target import Target, name_of
+from xsake.testing.target import Target
 from xsake.testing.verdict import Verdict, judge
 
 RENAMED = f"from xsake.kernels_xla_ref import backward as backward_, forward as forward_, {NAMES}\n"
@@ -59,7 +59,7 @@ def small(**options) -> Check:
 
 
 def target(path) -> Target:
-    return target_of(name_of(str(path)))
+    return target_of(registry.name_of(str(path)))
 
 
 def printed(code: str) -> float:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from test_plugins import WHOLE
 from typer.testing import CliRunner
 
 from xsake._cli import app
 from xsake._cli.gate import _gates
 from xsake._measure import isolation
 from xsake._measure.isolation import Died, Here, Hung
+from xsake._op import registry
 from xsake._race import verdict
 from xsake._race.gate import GateService
 from xsake._race.paired import Paired
@@ -73,7 +75,7 @@ def test_a_second_recording_keeps_the_calls_of_the_first(measured, tmp_path):
 
 
 def test_a_gate_is_named_by_the_precision_that_its_shape_gives():
-    told = [gate.name for gate in _gates([SHAPE, f"{SHAPE},dtype=float16"], "xla", False, "float32")]
+    told = [gate.name for gate in _gates([SHAPE, f"{SHAPE},dtype=float16"], "xla", None, False, "float32")]
     assert told == [f"xla forward {SHAPE} float32", f"xla forward {SHAPE},dtype=float16 float16"]
 
 
@@ -145,6 +147,22 @@ def test_a_baseline_without_rounds_is_named(measured, tmp_path):
     assert said.exit_code == 1 and "0001_xsake-gate.json: of an earlier xsake, which kept no rounds" in said.output
     xsake(tmp_path, "--record", "--shape", SHAPE)
     assert xsake(tmp_path).exit_code == 0
+
+
+def test_a_file_is_gated_and_found_again(measured, tmp_path, monkeypatch):
+    """Which another process does not know by its name."""
+    measured()
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "gated_kernel.py").write_text(WHOLE)
+    file = str(tmp_path / "gated_kernel.py")
+    monkeypatch.setattr(GateService, "prepare", lambda self, gate: gate.programs() and 0.0)
+    assert xsake(tmp_path, "--record", "--shape", SHAPE, "--implementation", file).exit_code == 0
+    registry._registered.clear()
+    assert xsake(tmp_path).exit_code == 0
+    assert "gated_kernel" in registry.names()
+    (tmp_path / "gated_kernel.py").unlink()
+    assert "there is no file" in xsake(tmp_path).output
 
 
 def test_wrong_words_and_baselines(measured, tmp_path):

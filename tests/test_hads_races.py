@@ -169,7 +169,7 @@ class _Worker:
 )
 def test_options_that_do_not_go_together(options, message):
     result = CliRunner().invoke(app, ["autotune", *options], env={"COLUMNS": "200"})
-    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+    assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
 
 
 def test_info_of_hads_has_options_of_its_own():

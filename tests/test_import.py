@@ -174,7 +174,7 @@ try:
 except ModuleNotFoundError as error:
     print(error.name, "|", error)
 """
-    said = "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake"
+    said = "flax is not installed; models need it: pip install 'xsake[model]' (in a checkout: pip install '.[model]')"
     assert python(code) == f"flax | {said}\n"
 
 

@@ -27,9 +27,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "xsake.kernels_xla_ref",
     ),
     ("xsake._op",),
-    ("xsake._measure", "xsake._selection", "xsake._sequence"),
+    ("xsake._selection", "xsake._sequence"),
     ("xsake",),  # the door to the operation and to masks
-    ("xsake.compat", "xsake.hads.profile"),
+    ("xsake._measure", "xsake.compat", "xsake.hads.profile"),
     ("xsake.hads.selection",),
     ("xsake.hads.attention", "xsake.hads.calibration"),
     ("xsake.hads",),  # the door to HADS

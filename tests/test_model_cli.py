@@ -230,5 +230,5 @@ def test_info_of_a_file_with_a_presets_name(folder, tmp_path, monkeypatch):
 def test_a_missing_extra_is_named(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "flax", None)
     monkeypatch.delitem(sys.modules, "xsake.model.weights.pretrained")
-    said = "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake\n"
+    said = "flax is not installed; models need it: pip install 'xsake[model]' (in a checkout: pip install '.[model]')\n"
     assert xsake("model", "info", folder, code=1).stderr == said

@@ -42,7 +42,7 @@ class Tuner:
         self.ledger = Ledger(self.facts, folder, settings.seed, observer)
         self._compile_seconds = 0.0  # most seconds per configuration so far
         self._referees: list[Referee] = []
-        self.unopened: list[str] = []  # problems that could not even be set up, and why
+        self.unopened: list[str] = []  # problems that could not even be set up or leave no choice, and why
         self.cut_short: str | None = None  # the step that the budget's end cut short
 
     @property
@@ -93,6 +93,8 @@ class Tuner:
             self.unopened.append(f"{name}: {failure}")
             return {}
         self._referees.append(referee)
+        if not referee.plans:
+            self.unopened.append(f"{name}: the search space has one configuration, so there is nothing to choose")
         opening = monotonic() - start
         directions = list(dict.fromkeys(plan.key.direction for plan in referee.plans))
         directions = [d for d in directions if needs is None or d in needs]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from xsake._cli.errors import plain_errors
 from xsake._cli.options import SHAPE, duration
-from xsake._ground.extras import missing
 
 _OF_TUNING = (
     "--workloads",
@@ -42,13 +42,13 @@ def _densities(text: str) -> list[float]:
     except ValueError:
         densities = [0.0]
     if not all(0 < x <= 1 for x in densities):
-        raise typer.BadParameter(f"--densities {text!r} must be numbers above 0 and at most 1, separated by commas")
+        raise ValueError(f"--densities {text!r} must be numbers above 0 and at most 1, separated by commas")
     return densities
 
 
 def _blocks(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise typer.BadParameter(f"--blocks {text!r} must be whole numbers, separated by commas")
+        raise ValueError(f"--blocks {text!r} must be whole numbers, separated by commas")
     return [int(x) for x in text.split(",")]
 
 
@@ -57,17 +57,17 @@ def _check_together(given: dict[str, object]) -> None:
     told = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     sources = [option for option in ("--workloads", "--from-call", "--calls") if option in told]
     if len(sources) > 1:
-        raise typer.BadParameter(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
+        raise ValueError(f"give one of --workloads, --from-call and --calls; got {' and '.join(sources)}")
     if given.get("refresh") and (other := [o for o in told if o in _OF_TUNING]):
-        raise typer.BadParameter(f"--refresh races what is in the database: leave out {' and '.join(other)}")
+        raise ValueError(f"--refresh races what is in the database: leave out {' and '.join(other)}")
     if given.get("hads") and (other := [o for o in told if o in _NOT_OF_HADS]):
-        raise typer.BadParameter(f"--hads races the calls of HADS's models: leave out {' and '.join(other)}")
+        raise ValueError(f"--hads races the calls of HADS's models: leave out {' and '.join(other)}")
     if given.get("profile") and not given.get("hads"):
-        raise typer.BadParameter("--profile is for --hads: give both")
+        raise ValueError("--profile is for --hads: give both")
     own = {"--from-call": ("--blocks",), "--calls": ("--blocks", "--densities", "--dtype", "--implementation")}
     for source in sources:
         if twice := [option for option in own.get(source, ()) if option in told]:
-            raise typer.BadParameter(f"{source} says that itself: leave out {' and '.join(twice)}")
+            raise ValueError(f"{source} says that itself: leave out {' and '.join(twice)}")
 
 
 def autotune(
@@ -84,7 +84,9 @@ def autotune(
     densities: Annotated[str, typer.Option(help=f"Densities of the masks; by default {_DENSITIES}.")] = "",
     blocks: Annotated[str, typer.Option(help="Mask blocks of named workloads; by default this device's set.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; by default this device's usual one.")] = "",
-    implementation: Annotated[str, typer.Option(help="A backend; by default the best that serves the calls.")] = "",
+    implementation: Annotated[
+        str, typer.Option(help="A backend, or its file; by default the best that serves the calls.")
+    ] = "",
     budget: Annotated[
         str,
         typer.Option(help="Total time, such as 90s, 5m or 1h; its last step may take a tenth more."),
@@ -121,37 +123,37 @@ def autotune(
 ) -> None:
     """Find the fastest configurations on this device, check their numbers, and write them to the tuning database."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    _check_together({name: x for name, x in context.params.items() if "DEFAULT" not in str(sources[name])})
-    try:
-        from xsake._measure.isolation import Failed
+    with plain_errors("tune"):
+        _check_together({name: x for name, x in context.params.items() if "DEFAULT" not in str(sources[name])})
+        from xsake._measure.isolation import Failed, reason
         from xsake.autotune import command
         from xsake.autotune.search.direction import Settings
 
-        if hads:
-            from xsake.autotune.hads import command as of_hads
+        try:
+            if hads:
+                from xsake.autotune.hads import command as of_hads
 
-            settings = Settings(budget=duration(budget), limit=duration(limit))
-            budgets = _densities(densities or _BUDGETS)
-            where: dict[str, Any] = dict(dtype=dtype or None, out=out, isolate=isolate)
-            raise typer.Exit(of_hads.run(profiles=profile or [], budgets=budgets, settings=settings, **where))
-        if refresh:
-            raise typer.Exit(command.refresh(out=out, isolate=isolate))
-        exit_code = command.run(
-            workloads=workloads.split(",") if workloads else None,
-            from_call=from_call or [],
-            calls=calls,
-            densities=_densities(densities or _DENSITIES),
-            blocks=_blocks(blocks) if blocks else None,
-            dtype=dtype or None,
-            implementation=implementation or None,
-            settings=Settings(budget=duration(budget), trials=trials, limit=duration(limit), seed=seed),
-            out=out,
-            storage=storage or None,
-            report_folder=report,
-            isolate=isolate,
-        )
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(missing(error.name, "tune")) from error
-    except (ValueError, OSError, Failed) as error:
-        raise typer.BadParameter(str(error)) from error
+                settings = Settings(budget=duration(budget), limit=duration(limit))
+                budgets = _densities(densities or _BUDGETS)
+                where: dict[str, Any] = dict(dtype=dtype or None, out=out, isolate=isolate)
+                exit_code = of_hads.run(profiles=profile or [], budgets=budgets, settings=settings, **where)
+            elif refresh:
+                exit_code = command.refresh(out=out, isolate=isolate)
+            else:
+                exit_code = command.run(
+                    workloads=workloads.split(",") if workloads else None,
+                    from_call=from_call or [],
+                    calls=calls,
+                    densities=_densities(densities or _DENSITIES),
+                    blocks=_blocks(blocks) if blocks else None,
+                    dtype=dtype or None,
+                    implementation=implementation or None,
+                    settings=Settings(budget=duration(budget), trials=trials, limit=duration(limit), seed=seed),
+                    out=out,
+                    storage=storage or None,
+                    report_folder=report,
+                    isolate=isolate,
+                )
+        except Failed as failed:
+            raise ValueError(reason(failed)) from failed
     raise typer.Exit(exit_code)

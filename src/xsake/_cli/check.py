@@ -37,9 +37,8 @@ def check(
         from xsake._measure.isolation import Failed, Worker, reason
         from xsake._op import registry
         from xsake.testing.runner import Checkers, plan
-        from xsake.testing.target import name_of
 
-        name = name_of(backend)
+        name = registry.name_of(backend)
         registry.check_name(name)
         checkers = Checkers(name, quick=quick, limit=duration(limit), start=Worker)
         try:

@@ -31,7 +31,7 @@ def gate(
         ),
     ] = None,
     implementation: Annotated[
-        str, typer.Option(help="With --record: a backend; xsake: what a call without a name runs.")
+        str, typer.Option(help="With --record: a backend, or its file; xsake: what a call without a name runs.")
     ] = "xsake",
     gradients: Annotated[bool, typer.Option(help="With --record: forward and backward together, too.")] = False,
     storage: Annotated[Path, typer.Option(help="Folder of the baselines, which pytest-benchmark reads.")] = Path(
@@ -55,14 +55,16 @@ def gate(
 
         if record != bool(shape):
             raise ValueError("--record needs --shape, and shapes are of no use without --record")
-        registry.check_name(None if implementation == OURS else implementation)
+        name = registry.name_of(implementation)
+        registry.check_name(None if name == OURS else name)
         _check_shapes(shape or [])
         worker = Worker(GateService)
         try:
             measure = Measurer(worker, rounds, round_seconds, duration(limit))
             if record:
                 dtype = worker.call("usual_dtype", limit=measure.limit)
-                exit_code = _record(console, _gates(shape or [], implementation, gradients, dtype), storage, measure)
+                file = implementation if name != implementation else None
+                exit_code = _record(console, _gates(shape or [], name, file, gradients, dtype), storage, measure)
             else:
                 exit_code = _compare(console, storage, measure)
         except Failed as failed:
@@ -80,14 +82,20 @@ def _check_shapes(shapes: list[str]) -> None:
         parsed(shape, 1.0, "float32")
 
 
-def _gates(shapes: list[str], implementation: str, gradients: bool, dtype: str) -> list[Gate]:
+def _gates(shapes: list[str], name: str, file: str | None, gradients: bool, dtype: str) -> list[Gate]:
     from xsake._race.case import BOTH, FORWARD
     from xsake._race.gate import Gate
     from xsake._race.one import parsed
 
     directions = [FORWARD, BOTH] if gradients else [FORWARD]
     return [
-        Gate(shape=shape, implementation=implementation, direction=direction, dtype=parsed(shape, 1.0, dtype).dtype)
+        Gate(
+            shape=shape,
+            implementation=name,
+            direction=direction,
+            dtype=parsed(shape, 1.0, dtype).dtype,
+            file=file,
+        )
         for shape in shapes
         for direction in directions
     ]

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from xsake._ground import atomic
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ def duration(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds <= _LONGEST:
-        raise typer.BadParameter(f"{_short(text)} is no duration of up to 1000h; write 90s, 5m or 1h")
+        raise ValueError(f"{_short(text)} is no duration of up to 1000h; write 90s, 5m or 1h")
     return seconds
 
 

@@ -44,15 +44,15 @@ def race(
     console = Console()
     with plain_errors("tune"):
         from xsake._measure.isolation import Failed, Worker, reason
+        from xsake._op import registry
         from xsake._race import contestants, one
         from xsake._race.case import BOTH, FORWARD
-        from xsake.testing.target import name_of
 
         for path in filter(None, (out, chart)):
             check_file_out(path)
         if chart is not None:
             import matplotlib  # noqa: F401 before the race, which may take minutes
-        names = list(dict.fromkeys([contestants.OURS, *map(name_of, filter(None, against.split(",")))]))
+        names = list(dict.fromkeys([contestants.OURS, *map(registry.name_of, filter(None, against.split(",")))]))
         contestants.check_names(names)
         if density is not None and "density=" in shape:
             raise ValueError(f"--density {density:g} and {shape!r} both give a density: leave out one of them")

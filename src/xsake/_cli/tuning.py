@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xsake import tuning_db
-from xsake._ground.extras import missing
+from xsake._cli.errors import plain_errors
 from xsake.tuning_db import Database, Entry, UnreadableDatabase
 
 app = typer.Typer(help="Show, compare, merge, prune and check tuning databases.", no_args_is_help=True)
@@ -27,7 +27,7 @@ def _read(path: Path) -> Database:
     try:
         return Database.read(path)
     except (OSError, UnreadableDatabase) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _given(files: list[Path] | None) -> list[Path]:
@@ -38,6 +38,7 @@ def _given(files: list[Path] | None) -> list[Path]:
 
 
 @app.command()
+@plain_errors("tune")
 def show(files: _Files = None) -> None:
     """Show what is in a database: one entry per row."""
     console = Console()
@@ -75,6 +76,7 @@ def _short(entry: Entry) -> str:
 
 
 @app.command()
+@plain_errors("tune")
 def diff(old: _File, new: _File) -> None:
     """Show entries that only one of two databases has, and entries whose configuration differs."""
     first, second = _read(old), _read(new)
@@ -90,6 +92,7 @@ def diff(old: _File, new: _File) -> None:
 
 
 @app.command()
+@plain_errors("tune")
 def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Databases to take entries from.")]) -> None:
     """Merge databases into one file. If a key has two entries, a measured entry stays before an estimated one, and the
     later entry otherwise."""
@@ -97,14 +100,12 @@ def merge(into: _File, sources: Annotated[list[Path], typer.Argument(help="Datab
 
     for path in sources:
         database = _read(path)
-        try:
-            result = writer.merge(into, database.device_kind, database.entries, database.environments)
-        except writer.CannotWrite as error:
-            raise typer.BadParameter(str(error)) from error
+        result = writer.merge(into, database.device_kind, database.entries, database.environments)
         typer.echo(f"{into}: {len(result)} entries after {path}")
 
 
 @app.command()
+@plain_errors("tune")
 def prune(
     file: _File, dry_run: Annotated[bool, typer.Option(help="Count the entries to drop, and change nothing.")] = False
 ) -> None:
@@ -125,14 +126,12 @@ def prune(
 
     kept = sum(map(fresh, database.entries))
     if not dry_run:
-        try:
-            kept = len(writer.prune(file, fresh))
-        except (OSError, UnreadableDatabase) as error:
-            raise typer.BadParameter(str(error)) from error
+        kept = len(writer.prune(file, fresh))
     typer.echo(f"{file}: {len(database) - kept} stale entries {'found' if dry_run else 'dropped'}, {kept} kept")
 
 
 @app.command()
+@plain_errors("tune")
 def validate(
     files: _Files = None,
     race: Annotated[
@@ -144,7 +143,7 @@ def validate(
 
     With --race it is also 1 if an entry is not confirmed, or else 3 if the machine was too busy for a verdict."""
     if drop and not race:
-        raise typer.BadParameter("--drop drops what --race does not confirm: give both")
+        raise ValueError("--drop drops what --race does not confirm: give both")
     paths, failed = _given(files), False
     for path in paths:
         problems = problems_of(path)
@@ -155,13 +154,11 @@ def validate(
 
 def _race(paths: list[Path], drop: bool) -> int:
     """The exit code of `validate --race`."""
-    try:
-        from xsake._measure.isolation import Failed, Worker
-        from xsake.autotune.measure.device_service import DeviceService
-        from xsake.autotune.search import confirm
-        from xsake.autotune.write import writer
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(missing(error.name, "tune")) from error
+    from xsake._measure.isolation import Failed, Worker, reason
+    from xsake.autotune.measure.device_service import DeviceService
+    from xsake.autotune.search import confirm
+    from xsake.autotune.write import writer
+
     found: set[str] = set()
     worker = Worker(DeviceService)
     try:
@@ -178,8 +175,8 @@ def _race(paths: list[Path], drop: bool) -> int:
             if drop and refuted:
                 kept = len(writer.prune(path, lambda entry, refuted=refuted: entry not in refuted))  # type: ignore[misc]
                 typer.echo(f"{path}: {len(refuted)} entries dropped, {kept} kept")
-    except (Failed, OSError, UnreadableDatabase) as error:
-        raise typer.BadParameter(str(error)) from error
+    except Failed as failed:
+        raise ValueError(reason(failed)) from failed
     finally:
         worker.close()
     return 1 if confirm.REFUTED in found else 3 if confirm.BUSY in found else 0

@@ -17,6 +17,7 @@ _WHO: dict[Extra, str] = {
 def missing(package: str | None, extra: Extra) -> str:
     """
     >>> missing("flax", "model")
-    "flax is not installed; models need it: pip install '.[model]' in the checkout of xsake"
+    "flax is not installed; models need it: pip install 'xsake[model]' (in a checkout: pip install '.[model]')"
     """
-    return f"{package} is not installed; {_WHO[extra]}: pip install '.[{extra}]' in the checkout of xsake"
+    how = f"pip install 'xsake[{extra}]' (in a checkout: pip install '.[{extra}]')"
+    return f"{package} is not installed; {_WHO[extra]}: {how}"

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import jax
@@ -16,7 +17,6 @@ from xsake._ground.trace import interpreting
 from xsake.backend.contract import Backend, Call
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import ModuleType
 
     from xsake._op.plugins import Plugin
@@ -87,6 +87,22 @@ def register_backend(name: str, module: ModuleType | str | Path, *, before: str 
             f"choose another name than {name!r} for {plugin.origin}, or start a new process"
         )
     _registered[name] = (_registered[name][0] if name in _registered else plugin, before)
+
+
+def name_of(backend: str) -> str:
+    """The name of a backend that is given by its name or by the path of its file.
+
+    A file is registered under its own name, but `__init__.py`, `backend.py` and `kernel.py` under their folder's.
+    """
+    path = Path(backend)
+    if path.suffix != ".py" and "/" not in backend:
+        return backend
+    if not path.exists():
+        raise ValueError(f"there is no file {backend}")
+    inner = path.stem in ("__init__", "backend", "kernel") and path.resolve().parent.name.isidentifier()
+    name = path.resolve().parent.name if inner else path.stem
+    register_backend(name, path)
+    return name
 
 
 def registrations() -> list[tuple[str, str, str | None]]:

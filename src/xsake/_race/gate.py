@@ -20,6 +20,7 @@ from xsake._ground.read import read_json
 from xsake._measure.isolation import Caller, Failed, Service, reason
 from xsake._measure.ratio import Ratio
 from xsake._measure.timing import seconds_per_call
+from xsake._op import registry
 from xsake._race import contestants
 from xsake._race.case import Case
 from xsake._race.one import usual_dtype
@@ -33,12 +34,13 @@ _NAME = "xsake-gate"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A call whose time over dense attention's must stay."""
+    """A call whose time over dense attention's must stay. `file` is the implementation's, where no package has it."""
 
     shape: str
     implementation: str
     direction: str
     dtype: str
+    file: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -46,6 +48,8 @@ class Gate:
 
     def programs(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """The call and dense attention, compiled."""
+        if self.file is not None:
+            registry.name_of(self.file)  # registers it in this process
         given = problem.from_call(self.shape, self.dtype, [1.0], None)
         (density,) = given.densities
         assert density is not None
@@ -67,7 +71,8 @@ class Recorded:
 
     @classmethod
     def of(cls, path: Path, extra: dict[str, Any]) -> Recorded:
-        gate = Gate(**{field.name: extra[field.name] for field in dataclasses.fields(Gate)})
+        names = [field.name for field in dataclasses.fields(Gate) if field.name in extra]
+        gate = Gate(**{name: extra[name] for name in names})
         return cls(gate, Ratio.of(extra["ratios"]) if "ratios" in extra else None, path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,22 +37,6 @@ class Target:
 
     def context(self) -> contextlib.AbstractContextManager:
         return xsake.interpret() if self.interpret else contextlib.nullcontext()
-
-
-def name_of(backend: str) -> str:
-    """The name of a backend that is given by its name or by the path of its file.
-
-    A file is registered under its own name, but `__init__.py`, `backend.py` and `kernel.py` under their folder's.
-    """
-    path = Path(backend)
-    if path.suffix != ".py" and "/" not in backend:
-        return backend
-    if not path.exists():
-        raise ValueError(f"there is no file {backend}")
-    inner = path.stem in ("__init__", "backend", "kernel") and path.resolve().parent.name.isidentifier()
-    name = path.resolve().parent.name if inner else path.stem
-    xsake.register_backend(name, path)
-    return name
 
 
 def target_of(name: str) -> Target:
