@@ -10,7 +10,7 @@ from rich.console import Console
 
 from xsake import tuning_db
 from xsake._measure.environment import Facts
-from xsake._measure.isolation import Here, Worker
+from xsake._measure.isolation import InProcess, Worker
 from xsake._op import registry
 from xsake._op.tuned import kernel_hash
 from xsake.autotune import problem
@@ -68,7 +68,7 @@ def run(
 
         _make_folder(report_folder)
     studies = open_storage(storage or folder / "studies.journal")
-    worker, interrupted = (Worker if isolate else Here)(DeviceService), False
+    worker, interrupted = (Worker if isolate else InProcess)(DeviceService), False
     try:
         with Bar(console, settings.budget) as bar:
             tuner = Tuner(worker, studies, folder, settings, bar)
@@ -115,7 +115,7 @@ def refresh(*, out: Path | None, isolate: bool) -> int:
     Returns the exit code: 3 if the machine was too busy for some of them, otherwise 0.
     """
     console = Console()
-    worker = (Worker if isolate else Here)(DeviceService)
+    worker = (Worker if isolate else InProcess)(DeviceService)
     counts = {"renewed": 0, "dropped": 0, "left as they were": 0}
     try:
         facts = worker.call("facts", limit=4 * Settings.limit)

@@ -26,6 +26,21 @@ class Workload:
     value_dim: int | None = None
     block_kv: int | None = None
 
+    @property
+    def shape(self) -> str:
+        """As it is given to `xsake race`.
+
+        >>> WORKLOADS["llama32k"].shape
+        '1x32768x32x128,kv=8,causal'
+        """
+        kv = [] if self.kv_length in (None, self.length) else [f"{self.kv_length}x{self.kv_heads}"]
+        kv = kv or ([f"{self.kv_heads}"] if self.kv_heads != self.q_heads else [])
+        parts = [f"{self.batch}x{self.length}x{self.q_heads}x{self.head_dim}", *(f"kv={heads}" for heads in kv)]
+        parts += [f"dv={self.value_dim}"] if self.value_dim not in (None, self.head_dim) else []
+        block_kv = self.block_kv or self.block
+        parts += [f"block={self.block}x{block_kv}"] if (self.block, block_kv) != (128, 128) else []
+        return ",".join([*parts, *(["causal"] if self.is_causal else [])])
+
     def inputs(self, dtype: jax.typing.DTypeLike, seed: int = 0) -> tuple[Array, Array, Array]:
         """Random query, key and value."""
         kv_length = self.kv_length or self.length

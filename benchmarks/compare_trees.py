@@ -23,7 +23,7 @@ from benchmarks.harness.masks import CALLS
 from benchmarks.harness.script import Record, listed, parser, show
 from benchmarks.harness.two_trees import OTHER, THIS, compared, distance, race, runners
 from xsake._measure.timing import Timing
-from xsake._race.case import DIRECTIONS
+from xsake._race.course import DIRECTIONS
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the device
 

@@ -16,18 +16,18 @@ import jax.numpy as jnp
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, parser, show
 from xsake._measure.timing import Timing
-from xsake._race.case import BOTH, DIRECTIONS, Case
 from xsake._race.contestants import dense, sparse
+from xsake._race.course import BOTH, DIRECTIONS, Course
 from xsake._race.paired import Paired
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 WHO = ("xsake", "jax.nn")
 
 
-def ours_and_bytes(case: Case, density: float) -> tuple[Callable[[], Any], float, int]:
+def ours_and_bytes(course: Course, density: float) -> tuple[Callable[[], Any], float, int]:
     """A compiled contestant, its true density, and the bytes of temporary memory that the compiler gave it."""
-    mask = case.workload.mask(density)
-    run: Any = case.compiled(sparse, mask)
+    mask = course.workload.mask(density)
+    run: Any = course.compiled(sparse, mask)
     return run, float(mask.density()), run.func.memory_analysis().temp_size_in_bytes
 
 
@@ -35,9 +35,9 @@ class Comparison:
     """A workload by XSAKE and by `jax.nn`, compiled."""
 
     def __init__(self, workload: Workload, density: float, direction: str) -> None:
-        case = Case(workload, direction, jnp.float32, calls=1)
-        self._ours, true_density, our_bytes = ours_and_bytes(case, density)
-        self._theirs: Any = case.compiled(dense("xla"))
+        course = Course(workload, direction, jnp.float32, calls=1)
+        self._ours, true_density, our_bytes = ours_and_bytes(course, density)
+        self._theirs: Any = course.compiled(dense("xla"))
         self.temporary_bytes = {"xsake": our_bytes, "jax.nn": self._theirs.func.memory_analysis().temp_size_in_bytes}
         self._about = {"workload": workload.name, "direction": direction, "density": true_density}
 
@@ -58,7 +58,7 @@ class Comparison:
 
 def long_sequence() -> Row:
     """16384 tokens at 10%: dense attention would need 16 GiB of temporaries for its logits alone."""
-    run, density, used = ours_and_bytes(Case(WORKLOADS["cpu16k"], BOTH, jnp.float32, calls=1), 0.1)
+    run, density, used = ours_and_bytes(Course(WORKLOADS["cpu16k"], BOTH, jnp.float32, calls=1), 0.1)
     return {
         "workload": "cpu16k",
         "direction": BOTH,

@@ -17,14 +17,11 @@ from xsake._cli import app
 from xsake._measure.isolation import Worker
 from xsake._race import gate
 from xsake._race.gate import GateService, Measurer
+from xsake.autotune.problem import DEFAULT_SETS
+from xsake.autotune.workloads import WORKLOADS
 
 STORAGE = record.ROOT / ".benchmarks" / "make_bench"  # apart from what a reader of the pages records
 DENSITIES = (0.43, 0.1)
-# By platform; few enough for a minute or two.
-SHAPES = {
-    "cpu": ("1x4096x8x64,causal",),
-    "gpu": ("4x4096x16x128,causal", "4x4096x12x64,causal", "1x32768x32x128,kv=8,causal", "1x16384x16x128"),
-}
 
 
 def words(storage: Path, platform: str, device: str, *, record_anew: bool) -> list[str]:
@@ -32,7 +29,8 @@ def words(storage: Path, platform: str, device: str, *, record_anew: bool) -> li
     given = ["gate", "--storage", str(storage)]
     if not record_anew and _has_baseline(storage, device):
         return given
-    shapes = [f"{shape},density={density:g}" for shape in SHAPES.get(platform, SHAPES["cpu"]) for density in DENSITIES]
+    workloads, *_ = DEFAULT_SETS.get(platform, DEFAULT_SETS["cpu"])
+    shapes = [f"{WORKLOADS[name].shape},density={density:g}" for name in workloads for density in DENSITIES]
     return [*given, "--record", "--gradients", *(word for shape in shapes for word in ("--shape", shape))]
 
 

@@ -17,7 +17,7 @@ import xsake
 from xsake import tuning_db
 from xsake._cli import app, tuning
 from xsake._measure import isolation
-from xsake._measure.isolation import Here
+from xsake._measure.isolation import InProcess
 from xsake._op import tuned
 from xsake.autotune import calls, command, problem, record_calls
 from xsake.autotune.search import last_race
@@ -116,7 +116,7 @@ def test_info_says_where_a_configuration_comes_from(home):
 def test_autotune_refuses_nonsense(home, arguments, told, monkeypatch):
     """The message is one sentence, and comes before a device is needed."""
     monkeypatch.setattr("xsake.autotune.command.Worker", None)
-    monkeypatch.setattr("xsake.autotune.command.Here", None)
+    monkeypatch.setattr("xsake.autotune.command.InProcess", None)
     (home / "FILE").write_text("a file\n")
     monkeypatch.chdir(home)
     result = CliRunner().invoke(app, ["autotune", *arguments])
@@ -132,7 +132,7 @@ def test_ctrl_c_has_its_exit_code(home, monkeypatch):
     def interrupted(tuner, problems):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "Here", lambda factory: Here(Service))
+    monkeypatch.setattr(command, "InProcess", lambda factory: InProcess(Service))
     monkeypatch.setattr(command.Tuner, "tune", interrupted)
     result = CliRunner().invoke(app, ["autotune", "--no-isolate"])
     assert result.exit_code == 130 and "Nothing was measured." in result.output
@@ -252,7 +252,7 @@ def test_validate_tells_what_is_wrong(home):
 
 
 def test_validate_races_what_is_written(home, monkeypatch):
-    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Service))
+    monkeypatch.setattr(isolation, "Worker", lambda factory: InProcess(Service))
     monkeypatch.setattr(tuning, "problems_of", lambda path: [])  # the fake device's configurations suit no backend
     (good, bad), key = (home / "good.json", home / "bad.json"), entry().key
     for path, tile in ((good, 2), (bad, 8)):
@@ -272,8 +272,8 @@ def test_validate_races_what_is_written(home, monkeypatch):
 
 
 def test_refresh_races_the_entries_of_another_environment(home, monkeypatch):
-    monkeypatch.setattr(isolation, "Worker", lambda factory: Here(Service))
-    monkeypatch.setattr(command, "Worker", lambda factory: Here(Service))
+    monkeypatch.setattr(isolation, "Worker", lambda factory: InProcess(Service))
+    monkeypatch.setattr(command, "Worker", lambda factory: InProcess(Service))
     path = home / tuning_db.file_name("Fake 9000")
     for tile, says in ((2, "1 renewed, 0 dropped, 0 left as they were"), (8, "0 renewed, 1 dropped, 0 left")):
         old = entry(config=part(tile))

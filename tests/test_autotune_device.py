@@ -19,7 +19,7 @@ from xsake._op import registry, tuned
 from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.problem import Problem, from_call, named
 from xsake.autotune.search import last_race
-from xsake.autotune.workloads import Workload
+from xsake.autotune.workloads import WORKLOADS, Workload
 from xsake.kernels_xla_ref import oracle
 
 
@@ -156,6 +156,12 @@ def test_a_call_on_the_command_line():
     mask = p.workload.mask(0.5)
     assert (mask.block_q, mask.block_kv, mask.q_len, mask.kv_len) == (16, 32, 100, 200)
     assert p.densities == (0.5,) and p.dtype == "float16" and not p.workload.is_causal
+
+
+def test_a_workload_says_its_shape():
+    sizes = dict(kv_length=77, value_dim=32, block=64, block_kv=32)
+    for one in (*WORKLOADS.values(), *(dataclasses.replace(w, **sizes) for w in WORKLOADS.values())):
+        assert dataclasses.replace(from_call(one.shape, "float32", [1.0], None).workload, name=one.name) == one
 
 
 def test_masks_of_workloads_carry_their_density():

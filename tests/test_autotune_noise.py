@@ -13,7 +13,7 @@ from tuning_fakes import DEFAULT, ONE_DENSITY, Quiet, part, tune
 
 from xsake import tuning_db
 from xsake._measure.interference import Contention
-from xsake._measure.isolation import Here, Hung
+from xsake._measure.isolation import Hung, InProcess
 from xsake._measure.ratio import FEWEST_ROUNDS, Ratio
 from xsake.autotune.measure.contest import Round
 from xsake.autotune.search import confirm, direction, pace, referee, tuner
@@ -131,7 +131,7 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
     for module in (tuner, direction, pace, referee):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
 
-    class Limited(Here):
+    class Limited(InProcess):
         """A worker whose limits hold: the step `slow` takes 500 s, others take 0.1 s."""
 
         def call(self, method, *arguments, limit):
@@ -164,16 +164,16 @@ def test_a_budget_cuts_a_long_step_short(tmp_path, monkeypatch, slow):
 )
 def test_an_entry_is_raced_again(service, config, speedup, state, told):
     found = dataclasses.replace(tuning_fakes.entry(), config=config, about={"speedup": speedup})
-    (finding,) = confirm.confirm(Database("Fake 9000", [found]), Here(service))
+    (finding,) = confirm.confirm(Database("Fake 9000", [found]), InProcess(service))
     assert finding.entry == found and finding.state == state and told in finding.why
 
 
 def test_entries_that_cannot_run_here():
-    (finding,) = confirm.confirm(Database("NVIDIA H200", [tuning_fakes.entry()]), Here(Noisy))
+    (finding,) = confirm.confirm(Database("NVIDIA H200", [tuning_fakes.entry()]), InProcess(Noisy))
     assert finding.state == confirm.ABSENT
     assert finding.why == "it is for 'NVIDIA H200', and this device is 'Fake 9000'"
     entries = [tuning_fakes.entry(dtype="float64"), tuning_fakes.entry(direction="backward")]
-    findings = list(confirm.confirm(Database("Fake 9000", entries), Here(Noisy)))
+    findings = list(confirm.confirm(Database("Fake 9000", entries), InProcess(Noisy)))
     assert {finding.state for finding in findings} == {confirm.ABSENT}
     assert {finding.why[:15] for finding in findings} == {"dtype='float64'", "here such calls"}
 

@@ -1,4 +1,4 @@
-"""What all benchmark scripts share: cases, contestants that are checked, masks, options, records that grow, races."""
+"""What all benchmark scripts share: courses, contestants that are checked, masks, options, records that grow, races."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.harness import contestants, masks, race, sanitizer, script
 from benchmarks.harness.contestants import largest_difference
 from xsake._measure.nvidia_smi import Monitor
 from xsake._race import sustained
-from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case, in_direction
 from xsake._race.contestants import dense, sparse
+from xsake._race.course import BOTH, DIRECTIONS, FORWARD, Course, in_direction
 from xsake.autotune.workloads import Workload
 
 SMALL = Workload(name="small", batch=1, q_heads=2, kv_heads=1, length=64, head_dim=8, is_causal=True, block=16)
@@ -29,7 +29,7 @@ UNSUPPORTED = "their kernel takes no such call"
 def test_contestants_of_a_case_compute_the_same():
     mask = xsake.patterns.causal(64, 64, block_q=16, block_kv=16)
     for direction in DIRECTIONS:
-        one, many = (Case(SMALL, direction, jnp.float32, calls) for calls in (1, None))
+        one, many = (Course(SMALL, direction, jnp.float32, calls) for calls in (1, None))
         assert many.calls == 8 and len(one.given) == (3 if direction == FORWARD else 4)
         ours = one.contestant(sparse, mask)()
         assert len(jax.tree.leaves(ours)) == (1 if direction == FORWARD else 3)
@@ -38,13 +38,13 @@ def test_contestants_of_a_case_compute_the_same():
 
 
 def test_gradients_come_with_the_output():
-    case = Case(SMALL, BOTH, jnp.float32)
-    out, gradients = in_direction(dense("xla"), BOTH)(*case.given)
-    assert out.shape == case.cotangent.shape and [g.shape for g in gradients] == [x.shape for x in case.inputs]
+    course = Course(SMALL, BOTH, jnp.float32)
+    out, gradients = in_direction(dense("xla"), BOTH)(*course.given)
+    assert out.shape == course.cotangent.shape and [g.shape for g in gradients] == [x.shape for x in course.inputs]
 
 
 def test_a_case_counts_its_direction():
-    assert Case(SMALL, BOTH).flops() == 3.5 * Case(SMALL).flops() == 3.5 * SMALL.flops()
+    assert Course(SMALL, BOTH).flops() == 3.5 * Course(SMALL).flops() == 3.5 * SMALL.flops()
 
 
 def test_options_say_where_the_record_goes():

@@ -28,7 +28,7 @@ from xsake._measure.timing import Timing
 from xsake._op import registry
 from xsake._race import gate
 from xsake._race.paired import Paired
-from xsake._race.verdict import judge
+from xsake._race.slowdown import slowdown_since
 
 BUSY = "threads waited"
 THEN = Ratio.of([0.98, 0.99, 1.0, 1.01, 1.02] * 3)
@@ -49,9 +49,9 @@ THEN = Ratio.of([0.98, 0.99, 1.0, 1.01, 1.02] * 3)
 def test_verdicts(measurements, told):
     """Measurements go on until one tells that the call is as fast; rounds of calm ones count together."""
     waiting = [Paired([slower] * 15, [1.0] * 15, disturbed) for slower, disturbed in measurements]
-    verdict = judge(lambda: waiting.pop(0), THEN)
-    assert verdict.told == told and not waiting
-    assert (verdict.reason == "the machine is busy (threads waited)") == all(busy for _, busy in measurements)
+    slowdown = slowdown_since(THEN, lambda: waiting.pop(0))
+    assert slowdown.told == told and not waiting
+    assert (slowdown.reason == "the machine is busy (threads waited)") == all(busy for _, busy in measurements)
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.3])
@@ -63,7 +63,7 @@ def test_no_noise_makes_a_slower_call_ok(spread, slower):
     def paired(times):
         return Paired([times * noise.lognormvariate(0, spread) for _ in range(15)], [1.0] * 15)
 
-    told = [judge(lambda: paired(slower), paired(1.0).ratio).told for _ in range(200)]
+    told = [slowdown_since(paired(1.0).ratio, lambda: paired(slower)).told for _ in range(200)]
     assert told.count("ok" if slower > 1 else "slower") <= 2, told
 
 

@@ -23,8 +23,8 @@ from xsake._measure.isolation import Died, Hung
 from xsake._op import registry
 from xsake.testing import assert_holds, smallest, target_of
 from xsake.testing.case import make, run
-from xsake.testing.checks import CHECKS, Check, NotHere, twice, vmapped
-from xsake.testing.runner import PARTS, Checkers, plan
+from xsake.testing.checks import CHECKS, Check, NotHere, four_times, vmapped
+from xsake.testing.runner import PARTS, Checkers, checklist
 from xsake.testing.target import Target
 from xsake.testing.verdict import Verdict, judge
 
@@ -84,7 +84,7 @@ def edited(planted):
 @pytest.fixture
 def told(monkeypatch):
     """What `xsake check --quick` says of a wrong backend, and the call that it shows; without processes of its own."""
-    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setattr(isolation, "Worker", isolation.InProcess)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the command adds some
     monkeypatch.setattr(smallest, "SECONDS", 600.0)  # on a machine that others use
 
@@ -192,7 +192,7 @@ def test_gradients_that_raise_leave_the_forward_s_verdict(planted):
     assert verdict.forward is None and verdict.gradients == "raises ValueError: no"
 
 
-@pytest.mark.parametrize("how", [run, twice, vmapped])
+@pytest.mark.parametrize("how", [run, four_times, vmapped])
 def test_a_backend_without_gradients_says_so(planted, how):
     check = dataclasses.replace(small(mask=(1, 1)), how=how)
     verdict = judge(target(planted(f"{BACKWARD}raise NotImplementedError('dense alone\\nhas them')")), check, BOTH)
@@ -200,7 +200,7 @@ def test_a_backend_without_gradients_says_so(planted, how):
 
 
 def test_a_wrong_backward_leaves_the_forward_alone_right(planted):
-    check = dataclasses.replace(small(mask=(1, 1)), how=twice)
+    check = dataclasses.replace(small(mask=(1, 1)), how=four_times)
     assert judge(target(planted(f"{BACKWARD}raise ValueError('no')")), check, frozenset({"forward"})).holds
 
 
@@ -233,7 +233,7 @@ class Broken:
 
 def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs():
     checkers = Checkers("xla", quick=True, limit=5.0, start=Broken)
-    planned = plan(Target("xla"), quick=True, only=["vmap", "meshes", "bias"])
+    planned = checklist(Target("xla"), quick=True, only=["vmap", "meshes", "bias"])
     (_, hung), (check, died), (_, wrong) = checkers.run(planned)
     assert hung.forward == hung.gradients == "check did not end within 5 s"
     assert "exit code -11" in died.forward
@@ -257,7 +257,7 @@ def test_the_command(planted, tmp_path):
 
 
 def test_wrong_words(planted, tmp_path, monkeypatch):
-    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setattr(isolation, "Worker", isolation.InProcess)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     path = tmp_path / "no_backend.py"
     path.write_text("forward = 1\n")
@@ -269,7 +269,7 @@ def test_wrong_words(planted, tmp_path, monkeypatch):
         said = CliRunner().invoke(app, ["check", *words])
         assert said.exit_code == 1 and says in said.output, said.output
     with pytest.raises(ValueError, match=r"\['heights'\] is unknown; there are forward, gradients, masks"):
-        plan(Target("xla"), quick=True, only=["heights"])
+        checklist(Target("xla"), quick=True, only=["heights"])
 
 
 def test_every_kind_of_check_is_quick_once():

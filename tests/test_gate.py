@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from xsake._cli import app
 from xsake._cli.gate import _gates
 from xsake._measure import isolation
-from xsake._measure.isolation import Died, Here, Hung
+from xsake._measure.isolation import Died, Hung, InProcess
 from xsake._op import registry
-from xsake._race import verdict
+from xsake._race import slowdown
 from xsake._race.gate import GateService
 from xsake._race.paired import Paired
 
@@ -25,8 +25,8 @@ SHAPE = "1x256x2x16,causal,density=0.5"
 @pytest.fixture
 def measured(monkeypatch):
     """Let measurements give these seconds; the gated call's are 0.1 s of dense attention's 1 s, times `slower`."""
-    monkeypatch.setattr(verdict, "PATIENCE", 0.0)
-    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setattr(slowdown, "PATIENCE", 0.0)
+    monkeypatch.setattr(isolation, "Worker", isolation.InProcess)
     monkeypatch.setattr(GateService, "prepare", lambda self, gate: 0.0)
 
     def measure(slower=1.0, spread=0.01, disturbed=None):
@@ -101,7 +101,7 @@ def test_a_call_that_hangs_or_ends_the_process_leaves_the_others(measured, tmp_p
     measured()
     shapes = [word for n in (1, 2, 3) for word in ("--shape", f"{n}x256x2x16,causal,density=0.5")]
 
-    class Broken(Here):
+    class Broken(InProcess):
         def call(self, method, *arguments, limit):
             if method == "prepare" and arguments[0].shape[0] in failures:
                 raise failures[arguments[0].shape[0]]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import first_call, packing, prompt, workbench
 from benchmarks.gpu import selection as gpu_selection
 from benchmarks.report import selection
-from xsake._race.case import DIRECTIONS
+from xsake._race.course import DIRECTIONS
 
 UNSUPPORTED = "their kernel takes no such call"
 

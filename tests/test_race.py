@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import xsake
 from xsake._cli import app, options
 from xsake._measure import isolation
-from xsake._measure.isolation import Died, Here
+from xsake._measure.isolation import Died, InProcess
 from xsake._measure.nvidia_smi import Monitor
 from xsake._op import registry
 from xsake._race import contestants, one, sustained
-from xsake._race.case import BOTH, FORWARD
+from xsake._race.course import BOTH, FORWARD
 from xsake.autotune import problem
 
 SHAPE = "1x96x4x16,kv=2,causal,block=16"
@@ -32,7 +32,7 @@ def _quickly(monkeypatch):
 
 
 def finished(names, density=0.5, worker=None):
-    worker = worker or Here(one.service(SHAPE, density))
+    worker = worker or InProcess(one.service(SHAPE, density))
     return one.run(worker, names, FORWARD, rounds=2, limit=60.0)
 
 
@@ -52,7 +52,7 @@ def test_contestants_that_cannot_race_are_named_with_the_reason(tmp_path):
 
 
 def test_fewer_keys_than_queries_race_with_their_gradients():
-    worker = Here(one.service("1x96x4x16,kv=64x2,causal,block=16", 0.5))
+    worker = InProcess(one.service("1x96x4x16,kv=64x2,causal,block=16", 0.5))
     found = one.run(worker, ["xsake", "xla"], BOTH, rounds=2, limit=60.0)
     assert [set(row["errors"]) for row in found.rows] == 2 * [{"d_query", "d_key", "d_value"}], found.reasons
 
@@ -62,7 +62,7 @@ def test_a_race_without_contestants_says_why():
         finished(["fa4"])
 
 
-class Killed(Here):
+class Killed(InProcess):
     """A process that one contestant ends, by its n-th call of a method: what was prepared before is lost with it."""
 
     def __init__(self, during, nth=1):
@@ -110,7 +110,7 @@ def test_a_gpu_that_does_not_tell_its_power():
 
 def test_the_command(tmp_path, monkeypatch):
     """Without a process of its own, which other tests have."""
-    monkeypatch.setattr(isolation, "Worker", Here)
+    monkeypatch.setattr(isolation, "Worker", InProcess)
     files = ["--json", str(tmp_path / "race.json"), "--chart", str(tmp_path / "race.png")]
     (tmp_path / "in_a_file.py").write_text("forward = 1\n")
     against = f"dense,{tmp_path / 'in_a_file.py'}"

@@ -11,7 +11,7 @@ import workbench
 from test_plugins import WHOLE
 
 import xsake
-from xsake._measure.isolation import Here
+from xsake._measure.isolation import InProcess
 from xsake.autotune import command
 
 ENDS = {"xsake gate": (0, 1, 3)}  # in so little time a call may seem slower
@@ -53,5 +53,5 @@ def test_a_kernel_is_written_by_the_commands_of_its_page(tmp_path, monkeypatch):
     assert len(others) > 5
     for line in others:
         if line == "xsake autotune --budget 5m":  # for XSAKE's own kernels: as other tests do, without a device
-            monkeypatch.setattr(command, "Here", lambda service: Here(tuning_fakes.Service))
+            monkeypatch.setattr(command, "InProcess", lambda service: InProcess(tuning_fakes.Service))
         run(line)

@@ -14,7 +14,7 @@ from pathlib import Path
 from xsake._measure import isolation
 from xsake._measure.closeness import Correctness
 from xsake._measure.environment import Facts
-from xsake._measure.isolation import Here, Worker
+from xsake._measure.isolation import InProcess, Worker
 from xsake.autotune.measure.contest import Round
 from xsake.autotune.problem import Part, Problem, StudyPlan
 from xsake.autotune.search.direction import Settings
@@ -177,7 +177,7 @@ class Quiet:
 
 def run_tuner(folder: Path, *problems: Problem, service=Service, storage: str = "", isolate=False, **settings) -> Tuner:
     """A tuner after it tuned the problems (`PROBLEM` without any); studies and entries are in `folder`."""
-    worker = (Worker if isolate else Here)(service)
+    worker = (Worker if isolate else InProcess)(service)
     try:
         studies = open_storage(storage or folder / "studies.journal")
         tuner = Tuner(worker, studies, folder, Settings(**settings), Quiet())

@@ -17,7 +17,7 @@ from xsake._cli import app
 from xsake._measure import isolation, timing
 from xsake._measure.interference import Contention
 from xsake._op import registry
-from xsake._race import gate, one, paired, sustained, verdict
+from xsake._race import gate, one, paired, slowdown, sustained
 from xsake.autotune.measure import contest
 from xsake.autotune.measure.device_service import DeviceService
 from xsake.autotune.search import last_race
@@ -41,9 +41,9 @@ def set_up(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XSAKE_TUNING_DIR", str(folder / "tuned"))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # `xsake check` adds some
-    monkeypatch.setattr(isolation, "Worker", isolation.Here)
+    monkeypatch.setattr(isolation, "Worker", isolation.InProcess)
     monkeypatch.setattr(paired, "disturbance", lambda *race: None)
-    monkeypatch.setattr(verdict, "RULED_OUT", 1e9)
+    monkeypatch.setattr(slowdown, "RULED_OUT", 1e9)
     monkeypatch.setattr(gate, "RULED_OUT", 1e9)
     monkeypatch.setattr(last_race, "disturbance", lambda *race: None)
     monkeypatch.setattr(contest, "contention", lambda: contextlib.nullcontext(Contention()))

@@ -9,7 +9,7 @@ from time import monotonic
 from rich.console import Console
 
 from xsake import tuning_db
-from xsake._measure.isolation import Failed, Here, Worker
+from xsake._measure.isolation import Failed, InProcess, Worker
 from xsake.autotune.hads.calls import default_profiles, planned
 from xsake.autotune.hads.race import HadsService, decided
 from xsake.autotune.problem import DEFAULT_SETS, DTYPES
@@ -36,7 +36,7 @@ def run(
     console, end = Console(), monotonic() + settings.budget
     given = [HadsProfile.load(path) for path in profiles]
     folder = out or tuning_db.user_directory()
-    worker = (Worker if isolate else Here)(HadsService)
+    worker = (Worker if isolate else InProcess)(HadsService)
     written = busy = 0
     try:
         facts = worker.call("facts", limit=4 * settings.limit)

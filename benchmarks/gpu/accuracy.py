@@ -15,8 +15,8 @@ import numpy as np
 
 import xsake
 from benchmarks.harness.script import Record, listed, parser, show
-from xsake._race.case import BOTH, Case, in_direction
 from xsake._race.contestants import dense
+from xsake._race.course import BOTH, Course, in_direction
 from xsake.autotune.workloads import Workload
 
 NAMES = ("output", "d_query", "d_key", "d_value")
@@ -44,10 +44,10 @@ def main() -> None:
     for dtype in args.dtypes:
         for head_dim in (64, 128):
             sizes: dict[str, Any] = dict(batch=1, q_heads=4, kv_heads=4, length=1024, head_dim=head_dim)
-            case = Case(Workload(name="accuracy", is_causal=True, **sizes), BOTH, jnp.dtype(dtype))
-            truth = exact(*case.given)
+            course = Course(Workload(name="accuracy", is_causal=True, **sizes), BOTH, jnp.dtype(dtype))
+            truth = exact(*course.given)
             for who, attend in attends.items():
-                found = jax.tree.leaves(jax.jit(in_direction(attend, BOTH))(*case.given))
+                found = jax.tree.leaves(jax.jit(in_direction(attend, BOTH))(*course.given))
                 for name, got, want in zip(NAMES, found, truth, strict=True):
                     error = np.asarray(got).astype(np.float64) - want
                     rms = float(np.sqrt(np.mean(error**2) / np.mean(want**2)))

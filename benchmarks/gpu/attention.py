@@ -28,8 +28,8 @@ from benchmarks.harness import turns
 from benchmarks.harness.contestants import of_torch
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, listed, need_gpu, parser, show
-from xsake._race.case import BOTH, DIRECTIONS, FORWARD, Case
 from xsake._race.contestants import dense, sparse
+from xsake._race.course import BOTH, DIRECTIONS, FORWARD, Course
 from xsake.autotune.workloads import WORKLOADS, Workload
 
 DENSITIES = (1.0, 0.5, 0.43, 0.25, 0.1)
@@ -45,19 +45,19 @@ def one_shape(workload: Workload, make: Callable[..., xsake.BlockMask], **option
 
 
 class Bench:
-    """One case: its masks and its contestants."""
+    """One course: its masks and its contestants."""
 
     def __init__(self, workload: Workload, direction: str):
-        self.case, self.workload = Case(workload, direction), workload
-        self.dense = self.case.contestant(dense(is_causal=workload.is_causal))
-        self._ours = self.case.program(sparse)
+        self.course, self.workload = Course(workload, direction), workload
+        self.dense = self.course.contestant(dense(is_causal=workload.is_causal))
+        self._ours = self.course.program(sparse)
         densities = LONG_DENSITIES if workload.length > 8192 else DENSITIES
         self.masks = {d: one_shape(workload, workload.mask, density=d) for d in densities}
         self.small = {d: one_shape(workload, workload.mask, density=d, block=64) for d in SMALL_BLOCK_DENSITIES}
         self.uneven = one_shape(workload, workload.uneven_mask)
 
     def ours(self, mask: xsake.BlockMask) -> Callable[[], Any]:
-        return partial(self._ours, *self.case.given, mask)
+        return partial(self._ours, *self.course.given, mask)
 
     def compile(self) -> None:
         """Compile before anything is timed; several benches compile side by side."""
@@ -68,10 +68,10 @@ class Bench:
         for asked, mask in self.masks.items():
             contestants = {"xsake": self.ours(mask), "cudnn": self.dense}
             if flex:
-                contestants["flex"] = flex.contestant(self.case, mask)
-            if asked == 1.0 and self.case.direction == FORWARD:
+                contestants["flex"] = flex.contestant(self.course, mask)
+            if asked == 1.0 and self.course.direction == FORWARD:
                 contestants |= self.pallas_peers()
-            flops = {"cudnn": self.case.flops()}
+            flops = {"cudnn": self.course.flops()}
             self.race(rows, contestants, dict.fromkeys(contestants, mask), rounds, flops, wait=wait, asked=asked)
         for asked, mask in self.small.items():
             self.race(rows, {"xsake block 64": self.ours(mask)}, {"xsake block 64": mask}, rounds, asked=asked)
@@ -79,7 +79,7 @@ class Bench:
             # Heads from 10% to 90% against a uniform mask of about as many blocks; compare time per block.
             masks = {"xsake uneven": self.uneven, "xsake uniform": self.masks[0.5]}
             self.race(rows, {who: self.ours(mask) for who, mask in masks.items()}, masks, rounds)
-        if (self.workload.name, self.case.direction) == ("gpt4k", BOTH):
+        if (self.workload.name, self.course.direction) == ("gpt4k", BOTH):
             self.measure_memory(rows)
 
     def race(
@@ -94,21 +94,21 @@ class Bench:
     ) -> None:
         """A row per contestant; `flops` are of those that do not compute their mask's blocks alone."""
         options: dict[str, Any] = dict(min_seconds=0.04, wait=wait)
-        about = {"workload": self.workload.name, "direction": self.case.direction}
-        for who, seconds in timings(contestants, rounds, self.case.calls, **options).items():
-            operations = (flops or {}).get(who, self.case.flops(masks[who]))
+        about = {"workload": self.workload.name, "direction": self.course.direction}
+        for who, seconds in timings(contestants, rounds, self.course.calls, **options).items():
+            operations = (flops or {}).get(who, self.course.flops(masks[who]))
             row = {"implementation": who, "seconds": seconds, "tflops": operations / seconds["median"] / 1e12}
             rows.add({**about, **row, **asked, "density": float(masks[who].density())})
             told = f"{seconds['median'] * 1e3:9.3f} ms {row['tflops']:7.1f} TFLOP/s"
             share = f"{rows[-1].get('asked', rows[-1]['density']):.0%}"
-            print(f"{self.workload.name:10} {self.case.direction:17} {who:14} {share:>6} {told}", flush=True)
+            print(f"{self.workload.name:10} {self.course.direction:17} {who:14} {share:>6} {told}", flush=True)
 
     def pallas_peers(self) -> dict[str, Callable[[], Any]]:
         from benchmarks.contestants import pallas
 
         able: dict[str, Callable[[], Any]] = {}
         for who, (attend, dtype) in pallas.contestants(self.workload).items():
-            peer = Case(self.workload, self.case.direction, dtype).contestant(attend)
+            peer = Course(self.workload, self.course.direction, dtype).contestant(attend)
             try:
                 jax.block_until_ready(peer())
             except Exception as error:  # another project's kernel: whatever it raises, the others are measured
@@ -119,12 +119,12 @@ class Bench:
 
     def measure_memory(self, rows: Record) -> None:
         """Bytes of forward and backward together, against unfused attention in XLA."""
-        once = Case(self.workload, self.case.direction, calls=1)
+        once = Course(self.workload, self.course.direction, calls=1)
         used = {
             "xsake": used_bytes(once.compiled(sparse, self.masks[0.43])),
             "xla dense": used_bytes(once.compiled(dense("xla"))),
         }
-        about = {"workload": self.workload.name, "direction": self.case.direction}
+        about = {"workload": self.workload.name, "direction": self.course.direction}
         rows.add({**about, "implementation": "memory", "bytes": used})
         print(f"{self.workload.name}: bytes {used}, {used['xsake'] / used['xla dense']:.1%}", flush=True)
 
@@ -160,7 +160,7 @@ def main() -> None:
         compiled = [pool.submit(bench.compile) for bench in benches]
         if flex:  # in this thread: torch compiles one program at a time
             for bench in benches:
-                flex.contestant(Case(bench.workload, bench.case.direction, calls=1), bench.masks[1.0])()
+                flex.contestant(Course(bench.workload, bench.course.direction, calls=1), bench.masks[1.0])()
         for job in compiled:
             job.result()
     turns.begin()

@@ -32,8 +32,8 @@ from benchmarks.harness.masks import hads_like
 from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
 from xsake._measure.nvidia_smi import Monitor
-from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
 from xsake._race.contestants import sparse
+from xsake._race.course import DIRECTIONS, FORWARD, Course, compile_all
 from xsake._race.sustained import sustained_race, sustained_row
 from xsake.autotune.workloads import WORKLOADS, Workload
 from xsake.hads.mask.block_mask import BlockMask
@@ -53,12 +53,12 @@ class Race:
 
     def __init__(self, name: str, direction: str, kind: str, peers: dict[str, ModuleType]):
         self.workload, self.kind = WORKLOADS[name], kind
-        self.case = Case(self.workload, direction)
+        self.course = Course(self.workload, direction)
         self.masks = {
             (q, kv): MASKS[kind](dataclasses.replace(self.workload, block=q, block_kv=kv), DENSITY)
             for q, kv in BLOCKS[name]
         }
-        self.runs = {("xsake", blocks): self.case.contestant(sparse, mask) for blocks, mask in self.masks.items()}
+        self.runs = {("xsake", blocks): self.course.contestant(sparse, mask) for blocks, mask in self.masks.items()}
         self.left_out: list[Row] = []
         ours = compile_all(self.runs.values())
         for (blocks, mask), result in zip(self.masks.items(), ours, strict=True):
@@ -68,14 +68,14 @@ class Race:
             }
             for who, peer in peers.items():
                 if takes[who]:
-                    self.enter(who, blocks, result, partial(peer.contestant, self.case, mask))
+                    self.enter(who, blocks, result, partial(peer.contestant, self.course, mask))
 
     def enter(self, who: str, blocks: tuple[int, int], ours: Any, make: Callable[[], Callable[[], Any]]) -> None:
         """Races the peer if it runs and, forward, agrees with us."""
         try:
             run = make()
             found = run()
-            if self.case.direction == FORWARD:
+            if self.course.direction == FORWARD:
                 out = jnp.asarray(found.detach().float().cpu().numpy())
                 out = out.swapaxes(1, 2) if who == "fastvideo" else out
                 if not (difference := relative_difference(out, ours)) <= WORST:
@@ -88,7 +88,7 @@ class Race:
     def about(self, who: str, blocks: tuple[int, int]) -> Row:
         return {
             "workload": self.workload.name,
-            "direction": self.case.direction,
+            "direction": self.course.direction,
             "mask": self.kind,
             "implementation": who,
             "block_q": blocks[0],
@@ -97,11 +97,11 @@ class Race:
         }
 
     def run(self, rounds: int, wait: Callable[[Any], Any], monitor: Monitor) -> list[Row]:
-        flops = {blocks: self.case.flops(mask) for blocks, mask in self.masks.items()}
+        flops = {blocks: self.course.flops(mask) for blocks, mask in self.masks.items()}
         named = {f"{who} {q} x {kv}": run for (who, (q, kv)), run in self.runs.items()}
         raced = sustained_race(named, rounds, wait, monitor).values()
         return self.left_out + [
-            self.about(who, blocks) | sustained_row(found, self.case.calls, flops[blocks])
+            self.about(who, blocks) | sustained_row(found, self.course.calls, flops[blocks])
             for (who, blocks), found in zip(self.runs, raced, strict=True)
         ]
 

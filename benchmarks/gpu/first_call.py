@@ -23,8 +23,8 @@ from jax import Array
 
 import xsake
 from benchmarks.harness.script import Record, listed, parser, show
-from xsake._race.case import BOTH, Case, in_direction
 from xsake._race.contestants import dense
+from xsake._race.course import BOTH, Course, in_direction
 from xsake.autotune.workloads import Workload
 
 AGAIN = 20  # calls of one shape, of which the median counts
@@ -51,10 +51,10 @@ def measure(
     sizes: dict[str, Any] = dict(batch=1, q_heads=heads, kv_heads=heads, head_dim=128)
     for length in lengths:
         attend = attention_at(length)
-        case = Case(Workload(name="first call", length=length, is_causal=True, **sizes), BOTH)
+        course = Course(Workload(name="first call", length=length, is_causal=True, **sizes), BOTH)
         both = in_direction(attend, BOTH)
-        jax.block_until_ready(case.given)
-        for what, function, given in (("forward", attend, case.inputs), ("gradient", both, case.given)):
+        jax.block_until_ready(course.given)
+        for what, function, given in (("forward", attend, course.inputs), ("gradient", both, course.given)):
             run = partial(function, *given)
             of_kinds = {
                 f"outside jit, first {what}": seconds(run),

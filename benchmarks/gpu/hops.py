@@ -24,8 +24,8 @@ import xsake
 from benchmarks.harness.contestants import largest_difference
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show
-from xsake._race.case import DIRECTIONS, FORWARD, Case
 from xsake._race.contestants import sparse
+from xsake._race.course import DIRECTIONS, FORWARD, Course
 from xsake._rewrites.head_pieces import wide
 from xsake._sequence.exchange import merge
 from xsake._sequence.sharded import Options, shard_of
@@ -109,14 +109,14 @@ def cut_both(shards: Shards, d_out: list[Array]) -> tuple[list[Array], ...]:
 
 
 def measure(workload: Workload, direction: str, density: float, n: int, rounds: int) -> Row:
-    case, mask = Case(workload, direction, calls=1), workload.mask(density)
-    shards = shards_of(*case.inputs, mask, n)
-    uncut = case.contestant(sparse, mask)
+    course, mask = Course(workload, direction, calls=1), workload.mask(density)
+    shards = shards_of(*course.inputs, mask, n)
+    uncut = course.contestant(sparse, mask)
     if direction == FORWARD:
         hops = partial(jax.jit(cut_forward), shards)
         found: Any = whole([out for out, _ in hops()])
     else:
-        hops = partial(jax.jit(cut_both), shards, cut(case.cotangent, n))
+        hops = partial(jax.jit(cut_both), shards, cut(course.cotangent, n))
         found = tuple(map(whole, hops()))
     return {
         "workload": workload.name,

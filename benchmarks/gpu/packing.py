@@ -25,8 +25,8 @@ from benchmarks.harness.contestants import largest_difference
 from benchmarks.harness.masks import pairs
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
-from xsake._race.case import BOTH, DIRECTIONS, Case, in_direction
 from xsake._race.contestants import sparse
+from xsake._race.course import BOTH, DIRECTIONS, Course, in_direction
 from xsake.autotune.workloads import Workload
 
 DIM = 128
@@ -41,9 +41,9 @@ def mask_of(tokens: int, kv_heads: int, block_q: int, block_kv: int, density: fl
     return xsake.patterns.random(tokens, tokens, density=density, seed=0, is_causal=True, **sizes)
 
 
-def error(case: Case, block_q: int, block_kv: int, density: float) -> float:
+def error(course: Course, block_q: int, block_kv: int, density: float) -> float:
     """The largest relative error of output and gradients against XLA in float32, over the first tokens."""
-    few = [x[:, :COMPARED] for x in (*case.inputs, case.cotangent)]
+    few = [x[:, :COMPARED] for x in (*course.inputs, course.cotangent)]
     mask = mask_of(few[0].shape[1], few[1].shape[2], block_q, block_kv, density)
     by_xla = in_direction(partial(xsake.attention, implementation="xla"), BOTH)
     exact = jax.jit(by_xla)(*(x.astype(jnp.float32) for x in few), mask)
@@ -54,12 +54,12 @@ def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: floa
     """A row per size of query blocks; all of them run in one race."""
     sizes: dict[str, Any] = dict(batch=1, q_heads=heads, kv_heads=kv_heads, length=tokens, head_dim=DIM)
     workload = Workload(name="packing", is_causal=True, **sizes)
-    cases = {direction: Case(workload, direction, calls=1) for direction in DIRECTIONS}
+    courses = {direction: Course(workload, direction, calls=1) for direction in DIRECTIONS}
     masks = {block_q: mask_of(tokens, kv_heads, block_q, block_kv, density) for block_q in BLOCK_Q}
     contestants = {
-        f"{block_q}, {direction}": case.compiled(sparse, mask)
+        f"{block_q}, {direction}": course.compiled(sparse, mask)
         for block_q, mask in masks.items()
-        for direction, case in cases.items()
+        for direction, course in courses.items()
     }
     times = timings(contestants, rounds)
     rows = []
@@ -76,7 +76,7 @@ def measure(tokens: int, heads: int, kv_heads: int, block_kv: int, density: floa
                 "asked": density,
                 "density": float(mask.density()),
                 "keys": keys,
-                "error": error(cases[BOTH], block_q, block_kv, density),
+                "error": error(courses[BOTH], block_q, block_kv, density),
                 "seconds": seconds,
                 "tflops": {d: PRODUCTS[d] * operations / time["median"] / 1e12 for d, time in seconds.items()},
             }

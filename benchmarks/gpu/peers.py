@@ -31,67 +31,67 @@ from benchmarks.harness.masks import CALLS, MLA, masks_of, with_small_blocks
 from benchmarks.harness.race import run_all
 from benchmarks.harness.script import Row, listed, need_gpu, parser
 from xsake._measure.nvidia_smi import Monitor
-from xsake._race.case import DIRECTIONS, FORWARD, Case, compile_all
 from xsake._race.contestants import dense
+from xsake._race.course import DIRECTIONS, FORWARD, Course, compile_all
 from xsake._race.sustained import sustained_race, sustained_row
 
 OURS, ANY_ORDER, SMALL_BLOCKS = "xsake", "xsake, any order", "xsake, blocks of 64"
 
 
-def ours(case: Case, mask: xsake.BlockMask, **options: Any) -> Callable[[], Any]:
-    return case.contestant(partial(xsake.attention, **options), mask)
+def ours(course: Course, mask: xsake.BlockMask, **options: Any) -> Callable[[], Any]:
+    return course.contestant(partial(xsake.attention, **options), mask)
 
 
-def with_mask(case: Case, mask: xsake.BlockMask, fa4: Any) -> dict[str, Callable[[], Any]]:
-    found = {OURS: ours(case, mask)}
-    if case.direction != FORWARD:
-        found[ANY_ORDER] = ours(case, mask, deterministic=False)
+def with_mask(course: Course, mask: xsake.BlockMask, fa4: Any) -> dict[str, Callable[[], Any]]:
+    found = {OURS: ours(course, mask)}
+    if course.direction != FORWARD:
+        found[ANY_ORDER] = ours(course, mask, deterministic=False)
     # Version 4.0.0b36 reads past its memory with a full mask of several sequences, and takes the process with it;
     # its backward for MLA's head dims has tiles of 96 keys, which divide no block of 128.
-    crashes = case.workload.batch > 1 and float(mask.density()) == 1.0
-    refuses = case.workload is MLA and case.direction != FORWARD
+    crashes = course.workload.batch > 1 and float(mask.density()) == 1.0
+    refuses = course.workload is MLA and course.direction != FORWARD
     if fa4 and not crashes and not refuses:
-        found["fa4"] = fa4.contestant(case, mask)
+        found["fa4"] = fa4.contestant(course, mask)
     return found
 
 
-def without_mask(case: Case, fa4: Any) -> dict[str, Callable[[], Any]]:
+def without_mask(course: Course, fa4: Any) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
-    if case.workload.value_dim is None:  # jax.nn asks cuDNN for equal head dims only
-        found["cudnn dense"] = case.contestant(dense(is_causal=case.workload.is_causal))
+    if course.workload.value_dim is None:  # jax.nn asks cuDNN for equal head dims only
+        found["cudnn dense"] = course.contestant(dense(is_causal=course.workload.is_causal))
     if fa4:
-        found["fa4 dense"] = fa4.contestant(case, None)
-        if case.direction != FORWARD:
-            found["fa4 dense, deterministic"] = fa4.contestant(case, None, deterministic=True)
+        found["fa4 dense"] = fa4.contestant(course, None)
+        if course.direction != FORWARD:
+            found["fa4 dense, deterministic"] = fa4.contestant(course, None, deterministic=True)
     return found
 
 
 class Race:
     """One workload, direction and mask, given by name."""
 
-    def __init__(self, case: Case, name: str, mask: xsake.BlockMask, fa4: Any):
-        self.case, self.name, self.workload = case, name, case.workload
-        self.contestants = with_mask(case, mask, fa4) | (without_mask(case, fa4) if name == "random 100%" else {})
+    def __init__(self, course: Course, name: str, mask: xsake.BlockMask, fa4: Any):
+        self.course, self.name, self.workload = course, name, course.workload
+        self.contestants = with_mask(course, mask, fa4) | (without_mask(course, fa4) if name == "random 100%" else {})
         self.masks = dict.fromkeys(self.contestants, mask)
-        if (small := with_small_blocks(case.workload, name)) is not None:
-            self.contestants[SMALL_BLOCKS], self.masks[SMALL_BLOCKS] = ours(case, small), small
+        if (small := with_small_blocks(course.workload, name)) is not None:
+            self.contestants[SMALL_BLOCKS], self.masks[SMALL_BLOCKS] = ours(course, small), small
 
     def compiled_by(self, *, torch: bool) -> list[Callable[[], Any]]:
         return [run for who, run in self.contestants.items() if who.startswith("fa4") == torch]
 
     def check(self) -> None:
         """FlashAttention-4 computes what we do, from the same data: also now, when all contestants have been made."""
-        where = f"{self.workload.name}, {self.case.direction}, {self.name}"
+        where = f"{self.workload.name}, {self.course.direction}, {self.name}"
         check_agreement(self.contestants, OURS, "fa4", where)
 
     def run(self, rounds: int, wait: Callable[[Any], Any], monitor: Monitor) -> list[Row]:
         self.check()
-        about = {"workload": self.workload.name, "direction": self.case.direction, "mask": self.name}
-        flops = {who: self.case.flops(mask) for who, mask in self.masks.items()}
+        about = {"workload": self.workload.name, "direction": self.course.direction, "mask": self.name}
+        flops = {who: self.course.flops(mask) for who, mask in self.masks.items()}
         return [
             about
             | {"density": float(self.masks[who].density()), "implementation": who}
-            | sustained_row(found, self.case.calls, flops[who])
+            | sustained_row(found, self.course.calls, flops[who])
             for who, found in sustained_race(self.contestants, rounds, wait, monitor).items()
         ]
 
@@ -119,9 +119,9 @@ def main() -> None:
     start = time.monotonic()
     found, wait = of_torch("fa4")
     races = [
-        Race(case, mask_name, mask, found.get("fa4"))
+        Race(course, mask_name, mask, found.get("fa4"))
         for workload in (CALLS[name] for name in args.only)
-        for case in (Case(workload, direction) for direction in DIRECTIONS)
+        for course in (Course(workload, direction) for direction in DIRECTIONS)
         for mask_name, mask in masks_of(workload).items()
         if mask_name.startswith(tuple(args.masks.split(",")))
     ]

@@ -51,18 +51,18 @@ METRICS = {
 
 def run_all(who: str) -> None:
     """Runs each call once, for the profiler."""
-    from xsake._race.case import BOTH, Case
     from xsake._race.contestants import sparse
+    from xsake._race.course import BOTH, Course
 
     for name, density, block in profiled(who):
         workload = dataclasses.replace(WORKLOADS[name], block=block)
-        case, mask = Case(workload, BOTH, calls=1), workload.mask(density)
+        course, mask = Course(workload, BOTH, calls=1), workload.mask(density)
         if who == "xsake":
-            jax.block_until_ready(case.contestant(sparse, mask)())
+            jax.block_until_ready(course.contestant(sparse, mask)())
         else:
             from xsake._race.peers import by_torch, fa4
 
-            by_torch.wait(fa4.contestant(case, mask)())
+            by_torch.wait(fa4.contestant(course, mask)())
 
 
 def profiled(who: str) -> list[tuple[str, float, int]]:

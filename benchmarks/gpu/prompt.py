@@ -43,7 +43,7 @@ from benchmarks.harness.models import MODELS, lent_profile, make, profile_of
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake._measure.timing import Timing, default_pause, in_turns, seconds_per_call
-from xsake._race.case import compile_all
+from xsake._race.course import compile_all
 from xsake.hads import HadsProfile
 from xsake.hads.study.texts import load_texts
 from xsake.model import HadsBudget, Transformer, load_pretrained

@@ -38,8 +38,8 @@ from benchmarks.harness.kernel_times import kernel_times
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
 from xsake import kernels_raw_triton
-from xsake._race.case import DIRECTIONS, FORWARD, in_direction
 from xsake._race.contestants import dense
+from xsake._race.course import DIRECTIONS, FORWARD, in_direction
 from xsake._selection.choose import choose_blocks, pooled
 from xsake._selection.selected import mask_of
 

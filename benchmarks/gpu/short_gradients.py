@@ -25,7 +25,7 @@ from benchmarks.harness.contestants import WORST, relative_difference
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, need_gpu, parser, spread
 from xsake._op.arguments import build_call
-from xsake._race.case import BOTH, Case, compile_all
+from xsake._race.course import BOTH, Course, compile_all
 from xsake.autotune.workloads import WORKLOADS
 from xsake.backend.contract import Call
 from xsake.kernels_pallas_gpu.hopper import backend as hopper
@@ -54,24 +54,24 @@ def by_triton(call: Call, lse: Array, minus_delta: Array, d_out: Array) -> Any:
     return triton.backward(call, triton.default_config(call), lse, -minus_delta, d_out, with_bias=False)[:3]
 
 
-def given_of(case: Case, mask: Any) -> Given:
-    call = build_call(*case.inputs, mask, default_blocks=(128, 128))
+def given_of(course: Course, mask: Any) -> Given:
+    call = build_call(*course.inputs, mask, default_blocks=(128, 128))
     out, lse = jax.jit(forward)(call)
-    delta = jnp.einsum("bthd,bthd->bht", *(x.astype(jnp.float32) for x in (out, case.cotangent)))
-    return call, lse, -delta, case.cotangent
+    delta = jnp.einsum("bthd,bthd->bht", *(x.astype(jnp.float32) for x in (out, course.cotangent)))
+    return call, lse, -delta, course.cotangent
 
 
 def measure(kind: str, rounds: int) -> list[Row]:
     """A row per size of blocks; all kernels of all sizes run in one race."""
     workload = WORKLOADS["llama32k"]
-    case = Case(workload, BOTH)
+    course = Course(workload, BOTH)
     rows, contestants = [], {}
     for block_q, block_kv in BLOCKS:
         mask = MASKS[kind](dataclasses.replace(workload, block=block_q, block_kv=block_kv), DENSITY)
         kernels: dict[str, Callable] = {"forward": forward, "dq": d_query, "dkv": d_key_value}
         if (block_q, block_kv) in BY_TRITON:
             kernels["triton"] = by_triton
-        given = given_of(case, mask)
+        given = given_of(course, mask)
         runs = {name: partial(jax.jit(kernel), *given) for name, kernel in kernels.items()}
         found = dict(zip(runs, compile_all(runs.values()), strict=True))
         if "triton" in found:

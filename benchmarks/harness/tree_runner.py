@@ -21,12 +21,12 @@ import xsake
 from benchmarks.harness.checkouts import of_this_checkout
 from benchmarks.harness.masks import CALLS, masks_of
 
-# The other checkout may be from before these, or have them elsewhere. `case` imports `chain`.
-_timing, _, _case = (
-    of_this_checkout(f"src/xsake/{name}.py") for name in ("_measure/timing", "_measure/chain", "_race/case")
+# The other checkout may be from before these, or have them elsewhere. The course imports `chain`.
+_timing, _, _course = (
+    of_this_checkout(f"src/xsake/{name}.py") for name in ("_measure/timing", "_measure/chain", "_race/course")
 )
 seconds_per_call = _timing.seconds_per_call
-FORWARD, Case, compile_all = _case.FORWARD, _case.Case, _case.compile_all
+FORWARD, Course, compile_all = _course.FORWARD, _course.Course, _course.compile_all
 SAMPLE = 2000  # numbers of each result
 
 
@@ -46,11 +46,11 @@ def calls_of(asked: dict[str, Any]) -> list[tuple[dict[str, Any], Callable[[], A
         if asked["length"]:
             workload = dataclasses.replace(workload, length=asked["length"])
         masks = {n: m for n, m in masks_of(workload).items() if n.startswith(tuple(asked["masks"].split(",")))}
-        for case in (Case(workload, direction) for direction in asked["directions"]):
-            options = {"deterministic": False} if asked["any_order"] and case.direction != FORWARD else {}
+        for course in (Course(workload, direction) for direction in asked["directions"]):
+            options = {"deterministic": False} if asked["any_order"] and course.direction != FORWARD else {}
             for name, mask in masks.items():
-                names = {"workload": workload.name, "direction": case.direction, "mask": name}
-                found.append((names, case.contestant(partial(xsake.attention, **options), mask), case.calls))
+                names = {"workload": workload.name, "direction": course.direction, "mask": name}
+                found.append((names, course.contestant(partial(xsake.attention, **options), mask), course.calls))
     return found
 
 

@@ -8,7 +8,7 @@ from benchmarks.report import attention, generation, ruler, selection
 from benchmarks.report.study import study
 from benchmarks.report.words import Run, median, table
 from xsake._ground.words import call, model
-from xsake._race.case import BOTH, DIRECTIONS, FORWARD
+from xsake._race.course import BOTH, DIRECTIONS, FORWARD
 
 DENSITIES = ("100%", "43%", "10%")
 # Throughput over FlashAttention-4's on the same random mask, by density.

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.report.words import Row, Run, facts, grid, listing, median, ms, section, span, times, unique
 from xsake._ground.words import CALLS, call, kernel
-from xsake._race.case import DIRECTIONS
+from xsake._race.course import DIRECTIONS
 from xsake.autotune.workloads import WORKLOADS
 
 Runs = dict[tuple[str, str, str, float | None], Row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.report.words import Row, Run, facts, grid, median, ms, section, span, times
 from xsake._ground.words import kernel
-from xsake._race.case import DIRECTIONS
+from xsake._race.course import DIRECTIONS
 
 MENDED = "ejkernel, mended"  # it counts the rows of a launch by NumPy, and not by a traced operation
 CAUSES = {  # what a failure's words begin with, and the words for it

@@ -14,7 +14,7 @@ from xsake._cli.options import duration
 
 if TYPE_CHECKING:
     from xsake.testing.checks import Check
-    from xsake.testing.runner import Plan
+    from xsake.testing.runner import Checklist
     from xsake.testing.verdict import Verdict
 
 
@@ -36,13 +36,13 @@ def check(
     with plain_errors("test"):
         from xsake._measure.isolation import Failed, Worker, reason
         from xsake._op import registry
-        from xsake.testing.runner import Checkers, plan
+        from xsake.testing.runner import Checkers, checklist
 
         name = registry.name_of(backend)
         registry.check_name(name)
         checkers = Checkers(name, quick=quick, limit=duration(limit), start=Worker)
         try:
-            planned = plan(checkers.target(), quick=quick, only=only.split(",") if only else [])
+            planned = checklist(checkers.target(), quick=quick, only=only.split(",") if only else [])
             console.print(_heading(planned))
             with console.status("") as status:
                 verdicts = {}
@@ -66,7 +66,7 @@ def check(
     raise typer.Exit(int(wrong > 0 or holds == 0))
 
 
-def _heading(planned: Plan) -> str:
+def _heading(planned: Checklist) -> str:
     target = planned.target
     how = ", interpreted" if target.interpret else ""
     return (
@@ -75,7 +75,7 @@ def _heading(planned: Plan) -> str:
     )
 
 
-def _table(planned: Plan, verdicts: dict[Check, Verdict]) -> Table:
+def _table(planned: Checklist, verdicts: dict[Check, Verdict]) -> Table:
     parts = [part for part in ("forward", "gradients") if part in planned.parts]
     table = Table("check", *parts, "")
     for check, verdict in verdicts.items():

@@ -14,7 +14,7 @@ from xsake._cli.errors import plain_errors
 from xsake._cli.options import duration
 
 if TYPE_CHECKING:
-    from xsake._race.gate import Gate, Measurer, Outcome
+    from xsake._race.gate import Compared, Gate, Measurer
 
 _COLOURS = {"ok": "green", "slower": "red", "failed": "red", "no verdict": "yellow"}
 
@@ -83,7 +83,7 @@ def _check_shapes(shapes: list[str]) -> None:
 
 
 def _gates(shapes: list[str], name: str, file: str | None, gradients: bool, dtype: str) -> list[Gate]:
-    from xsake._race.case import BOTH, FORWARD
+    from xsake._race.course import BOTH, FORWARD
     from xsake._race.gate import Gate
     from xsake._race.one import parsed
 
@@ -103,7 +103,7 @@ def _gates(shapes: list[str], name: str, file: str | None, gradients: bool, dtyp
 
 def _record(console: Console, gates: list[Gate], storage: Path, measure: Measurer) -> int:
     from xsake._race import gate
-    from xsake._race.verdict import Busy
+    from xsake._race.slowdown import Busy
 
     try:
         path, reasons = gate.record(gates, storage, measure)
@@ -119,26 +119,26 @@ def _record(console: Console, gates: list[Gate], storage: Path, measure: Measure
 def _compare(console: Console, storage: Path, measure: Measurer) -> int:
     from xsake._race import gate
 
-    outcomes = [gate.compare(recorded, measure) for recorded in gate.baseline(storage, measure.device())]
-    _show(console, storage, outcomes)
-    told = {_told(outcome) for outcome in outcomes}
+    found = [gate.compare(recorded, measure) for recorded in gate.baseline(storage, measure.device())]
+    _show(console, storage, found)
+    told = {_told(compared) for compared in found}
     return 1 if told & {"slower", "failed"} else 3 if "no verdict" in told else 0
 
 
-def _told(outcome: Outcome) -> str:
-    return "failed" if outcome.verdict is None else outcome.verdict.told
+def _told(compared: Compared) -> str:
+    return "failed" if compared.slowdown is None else compared.slowdown.told
 
 
-def _show(console: Console, storage: Path, outcomes: list[Outcome]) -> None:
+def _show(console: Console, storage: Path, found: list[Compared]) -> None:
     columns = ("call", "recorded", "in", "now over recorded", "")
     table = Table(*columns, title=f"Time over dense attention's; {storage}", title_justify="left")
-    for o in outcomes:
-        slowdown = o.verdict.slowdown if o.verdict is not None else None
-        now = "" if slowdown is None else f"{slowdown.median:.2f}x ({slowdown.low:.2f}-{slowdown.high:.2f})"
-        then = "" if o.recorded.ratio is None else f"{o.recorded.ratio.median:.3f}"
-        told = f"[{_COLOURS[_told(o)]}]{_told(o)}[/{_COLOURS[_told(o)]}]"
-        table.add_row(escape(o.recorded.gate.name), then, o.recorded.path.name[:4], now, told)
+    for one in found:
+        ratio = one.slowdown.ratio if one.slowdown is not None else None
+        now = "" if ratio is None else f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+        then = "" if one.recorded.ratio is None else f"{one.recorded.ratio.median:.3f}"
+        told = f"[{_COLOURS[_told(one)]}]{_told(one)}[/{_COLOURS[_told(one)]}]"
+        table.add_row(escape(one.recorded.gate.name), then, one.recorded.path.name[:4], now, told)
     console.print(table)
-    for o in outcomes:
-        if o.reason:
-            console.print(f"{escape(o.recorded.gate.name)}: {escape(o.reason)}", soft_wrap=True)
+    for one in found:
+        if one.reason:
+            console.print(f"{escape(one.recorded.gate.name)}: {escape(one.reason)}", soft_wrap=True)

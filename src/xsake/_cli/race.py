@@ -46,7 +46,7 @@ def race(
         from xsake._measure.isolation import Failed, Worker, reason
         from xsake._op import registry
         from xsake._race import contestants, one
-        from xsake._race.case import BOTH, FORWARD
+        from xsake._race.course import BOTH, FORWARD
 
         for path in filter(None, (out, chart)):
             check_file_out(path)

@@ -1,6 +1,6 @@
 """Whether results are right: as near to float64 as a plain computation in the same precision is, times a factor.
 
-`xsake check`, races and the tuner judge by this.
+`xsake check`, races and the tuner all ask this.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Yardstick:
 
     def problem(self, name: str, actual: Any) -> str | None:
         """What is wrong with a result, with its worst elements, or None."""
-        return self.judge(name, actual)[1]
+        return self.compare(name, actual)[1]
 
-    def judge(self, name: str, actual: Any) -> tuple[dict[str, float], str | None]:
+    def compare(self, name: str, actual: Any) -> tuple[dict[str, float], str | None]:
         """The errors of a result, and what is wrong; where the exact result is not finite, it must be the same."""
         actual = _doubles(actual)
         if actual.shape != self.exact.shape:
@@ -88,9 +88,9 @@ class Correctness:
 
     @classmethod
     def of(cls, results: Mapping[str, Any], yardsticks: Mapping[str, Yardstick]) -> Correctness:
-        judged = {name: yardsticks[name].judge(name, x) for name, x in results.items()}
-        problems = [problem for _, problem in judged.values() if problem is not None]
-        return cls({name: errors for name, (errors, _) in judged.items()}, "; ".join(problems) or None)
+        compared = {name: yardsticks[name].compare(name, x) for name, x in results.items()}
+        problems = [problem for _, problem in compared.values() if problem is not None]
+        return cls({name: errors for name, (errors, _) in compared.items()}, "; ".join(problems) or None)
 
 
 def _doubles(x: Any) -> np.ndarray:

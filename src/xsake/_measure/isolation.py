@@ -66,19 +66,20 @@ class Service:
 
 @runtime_checkable
 class Caller(Protocol):
-    """The interface of `Worker` and `Here`."""
+    """The interface of `Worker` and `InProcess`."""
 
     restarts: int
+    own_process: bool
 
     def call(self, method: str, *arguments: Any, limit: float) -> Any: ...
 
     def close(self) -> None: ...
 
 
-class Here:
+class InProcess:
     """A `Worker` without a process of its own, for a debugger: nothing is killed, and limits do not hold."""
 
-    restarts = 0
+    restarts, own_process = 0, False
 
     def __init__(self, factory: Callable[[], Service]):
         self._service = factory()
@@ -100,6 +101,8 @@ class Worker:
 
     `restarts` counts the processes before the current one: everything prepared in them is lost.
     """
+
+    own_process = True
 
     def __init__(self, factory: Callable[[], Service]):
         self._factory, self.restarts, self._ready = factory, 0, False

@@ -1,1 +1,1 @@
-"""Races between implementations of attention: cases, contestants, turns on a chip at its power cap."""
+"""Races between implementations of attention: courses, contestants, turns on a chip at its power cap."""

@@ -12,7 +12,7 @@ from jax import Array
 
 import xsake
 from xsake._op import registry
-from xsake._race.case import Case
+from xsake._race.course import Course
 
 OURS = registry.CONTESTANTS[0]  # what a call without a name runs
 # How to install what a peer needs.
@@ -48,17 +48,17 @@ def is_dense(name: str) -> bool:
     return name in _DENSE
 
 
-def contestant(name: str, case: Case, mask: xsake.BlockMask) -> Callable[[], Any]:
+def contestant(name: str, course: Course, mask: xsake.BlockMask) -> Callable[[], Any]:
     """A compiled contestant. ModuleNotFoundError, with how to install it, where a peer is not here."""
     if name in _OF_TORCH:
         try:
-            return importlib.import_module(f"xsake._race.peers.{name}").contestant(case, mask)
+            return importlib.import_module(f"xsake._race.peers.{name}").contestant(course, mask)
         except ImportError as error:
             raise ModuleNotFoundError(f"not here ({error}): {_PEERS[name]}") from error
     if name in _DENSE:
-        return case.compiled(_dense(name, is_causal=case.workload.is_causal))
+        return course.compiled(_dense(name, is_causal=course.workload.is_causal))
     implementation = None if name == OURS else name
-    return case.compiled(sparse if implementation is None else partial(xsake.attention, implementation=name), mask)
+    return course.compiled(sparse if implementation is None else partial(xsake.attention, implementation=name), mask)
 
 
 def _dense(name: str, *, is_causal: bool) -> Callable[..., Array]:

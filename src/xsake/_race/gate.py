@@ -22,10 +22,10 @@ from xsake._measure.ratio import Ratio
 from xsake._measure.timing import seconds_per_call
 from xsake._op import registry
 from xsake._race import contestants
-from xsake._race.case import Case
+from xsake._race.course import Course
 from xsake._race.one import usual_dtype
 from xsake._race.paired import Paired
-from xsake._race.verdict import RULED_OUT, Busy, Verdict, calm, judge
+from xsake._race.slowdown import RULED_OUT, Busy, Slowdown, calm, slowdown_since
 from xsake.autotune import problem
 
 _REFERENCE = "dense"
@@ -53,8 +53,8 @@ class Gate:
         given = problem.from_call(self.shape, self.dtype, [1.0], None)
         (density,) = given.densities
         assert density is not None
-        case, mask = Case(given.workload, self.direction, given.dtype, calls=1), given.workload.mask(density)
-        call, reference = (contestants.contestant(name, case, mask) for name in (self.implementation, _REFERENCE))
+        course, mask = Course(given.workload, self.direction, given.dtype, calls=1), given.workload.mask(density)
+        call, reference = (contestants.contestant(name, course, mask) for name in (self.implementation, _REFERENCE))
         return call, reference
 
 
@@ -77,11 +77,11 @@ class Recorded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A recorded gate now; without a verdict where the call does not run to its end, for this reason."""
+class Compared:
+    """A recorded gate now; without a slowdown where the call does not run to its end, for this reason."""
 
     recorded: Recorded
-    verdict: Verdict | None
+    slowdown: Slowdown | None
     reason: str
 
 
@@ -198,13 +198,13 @@ def _read(path: Path) -> tuple[str, list[Recorded]]:
         raise ValueError(f"{path} is no baseline of `xsake gate` ({error!r}): delete it, and record again") from error
 
 
-def compare(recorded: Recorded, measure: Measurer) -> Outcome:
+def compare(recorded: Recorded, measure: Measurer) -> Compared:
     assert recorded.ratio is not None
     try:
-        verdict = judge(partial(measure, recorded.gate), recorded.ratio)
+        slowdown = slowdown_since(recorded.ratio, partial(measure, recorded.gate))
     except Failed as failed:
-        return Outcome(recorded, None, reason(failed))
-    return Outcome(recorded, verdict, verdict.reason)
+        return Compared(recorded, None, reason(failed))
+    return Compared(recorded, slowdown, slowdown.reason)
 
 
 # -- pytest-benchmark's storage ----------------------------------------------------------------------------------------

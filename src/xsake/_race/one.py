@@ -18,7 +18,7 @@ from xsake._measure.isolation import Caller, Failed, Service, reason
 from xsake._measure.nvidia_smi import Monitor
 from xsake._measure.timing import race
 from xsake._race import contestants
-from xsake._race.case import BOTH, FORWARD, Case
+from xsake._race.course import BOTH, FORWARD, Course
 from xsake._race.sustained import Racer, Turn, raced, sustained_row
 from xsake.autotune.problem import Problem, from_call
 
@@ -76,7 +76,7 @@ class RaceService(Service):
         self._workload = problem.workload
         self._mask = problem.workload.mask(density)
         calls = 1 if self._on_cpu else None
-        self._cases = {d: Case(problem.workload, d, problem.dtype, calls=calls) for d in (FORWARD, BOTH)}
+        self._courses = {d: Course(problem.workload, d, problem.dtype, calls=calls) for d in (FORWARD, BOTH)}
         self._racers: dict[tuple[str, str], Racer] = {}
         self._yardsticks: dict[str, Yardstick] | None = None
 
@@ -84,21 +84,21 @@ class RaceService(Service):
         return environment.facts()
 
     def setting(self) -> Setting:
-        return Setting(environment.facts(), str(jnp.dtype(self._cases[FORWARD].dtype)), self._peak())
+        return Setting(environment.facts(), str(jnp.dtype(self._courses[FORWARD].dtype)), self._peak())
 
     def density(self) -> float:
         return float(self._mask.density())
 
     def prepare(self, name: str, direction: str, checked: bool) -> Ready:
         """Compile a contestant and run it."""
-        case, is_dense = self._cases[direction], contestants.is_dense(name)
-        run, wait = contestants.contestant(name, case, self._mask), contestants.waiter(name)
+        course, is_dense = self._courses[direction], contestants.is_dense(name)
+        run, wait = contestants.contestant(name, course, self._mask), contestants.waiter(name)
         results = run()
         wait(results)
         comparable = not is_dense or self.density() == 1
         found = self._correctness(direction, results) if checked and comparable else None
         self._racers[direction, name] = racer = Racer(run, wait)
-        return Ready(found, racer.turn_seconds, case.flops(None if is_dense else self._mask), case.calls)
+        return Ready(found, racer.turn_seconds, course.flops(None if is_dense else self._mask), course.calls)
 
     def _correctness(self, direction: str, results: Any) -> Correctness | None:
         """None where the call is too long for the oracle."""
@@ -107,8 +107,8 @@ class RaceService(Service):
         if elements > MOST_CHECKED.get(jax.default_backend(), _FEWER):
             return None
         if self._yardsticks is None:
-            case = self._cases[BOTH]
-            self._yardsticks = verify.yardsticks(*case.inputs, case.cotangent, self._mask)
+            course = self._courses[BOTH]
+            self._yardsticks = verify.yardsticks(*course.inputs, course.cotangent, self._mask)
         found = {}
         for name, x in zip(_RESULTS[direction], jax.tree.leaves(results), strict=True):
             _, tokens, heads, _ = self._yardsticks[name].exact.shape
@@ -121,7 +121,7 @@ class RaceService(Service):
     def _peak(self) -> float:
         """TFLOP/s of a large product of matrices in the race's precision."""
         size = 1024 if self._on_cpu else 8192
-        x = jnp.ones((size, size), self._cases[FORWARD].dtype)
+        x = jnp.ones((size, size), self._courses[FORWARD].dtype)
         product = jax.jit(lambda x: jnp.dot(x, x))
         return 2e-12 * size**3 / race({"product": lambda: product(x)}, rounds=5)["product"].low
 

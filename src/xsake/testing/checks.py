@@ -78,7 +78,7 @@ def _with_room(target: Target, case: Case) -> Results:
     return run(target, case, mask=case.mask_with_room())
 
 
-def twice(target: Target, case: Case) -> Results:
+def four_times(target: Target, case: Case) -> Results:
     """`Unsteady` where runs of one program differ in a bit."""
     first, *others = (run(target, case) for _ in range(4))
     for name, *found in zip(Results._fields, first, *others, strict=True):
@@ -326,7 +326,7 @@ def _checks() -> list[Check]:
     plain = partial(make, q_len=39, kv_len=70, density=0.8)
     halved = partial(plain, mask=(1, 4), mask_causal=True)
     made += [
-        check("determinism", "four runs", partial(make, density=0.8), how=twice, quick=True),
+        check("determinism", "four runs", partial(make, density=0.8), how=four_times, quick=True),
         check("vmap", "a mask per example", partial(plain, mask=(2, 4)), how=vmapped, quick=True),
         check("meshes", "heads over two devices", halved, how=on_mesh, quick=True),
         check("configurations", "the last of the search space", small, how=_last_configuration, quick=True),

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from xsake._measure.isolation import Caller, Failed, Worker
+from xsake._measure.isolation import Caller, Failed
 from xsake.testing.checks import GROUPS, Check, checks_of
 from xsake.testing.smallest import SECONDS, by_title
 from xsake.testing.target import Target
@@ -20,7 +20,7 @@ PARTS = ("forward", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Checklist:
     """The checks to run, and which parts of each are judged."""
 
     target: Target
@@ -28,7 +28,7 @@ class Plan:
     parts: frozenset[str]
 
 
-def plan(target: Target, *, quick: bool, only: list[str]) -> Plan:
+def checklist(target: Target, *, quick: bool, only: list[str]) -> Checklist:
     """`only` names parts or groups; none is all."""
     unknown = [name for name in only if name not in (*PARTS, *GROUPS)]
     if unknown:
@@ -36,7 +36,7 @@ def plan(target: Target, *, quick: bool, only: list[str]) -> Plan:
     groups = [name for name in only if name in GROUPS]
     parts = frozenset(name for name in only if name in PARTS) or frozenset(PARTS)
     found = [c for c in checks_of(target, quick=quick) if not groups or c.group in groups]
-    return Plan(target, tuple(found), parts)
+    return Checklist(target, tuple(found), parts)
 
 
 class Checkers:
@@ -60,33 +60,33 @@ class Checkers:
         self._on_cpu = platform == "cpu"
         return target
 
-    def run(self, plan: Plan) -> Iterator[tuple[Check, Verdict]]:
-        """Every check with its verdict, in the order of the plan."""
-        if self._on_cpu and self._start is Worker and len(plan.checks) > 3 and (os.cpu_count() or 1) > 1:
+    def run(self, listed: Checklist) -> Iterator[tuple[Check, Verdict]]:
+        """Every check with its verdict, in the order of the list."""
+        if self._on_cpu and self._all[0].own_process and len(listed.checks) > 3 and (os.cpu_count() or 1) > 1:
             self._add()
         with ThreadPoolExecutor(len(self._all)) as pool:
-            yield from zip(plan.checks, pool.map(partial(self._judge, plan), plan.checks), strict=True)
+            yield from zip(listed.checks, pool.map(partial(self._judge, listed), listed.checks), strict=True)
 
-    def _judge(self, plan: Plan, check: Check) -> Verdict:
+    def _judge(self, listed: Checklist, check: Check) -> Verdict:
         worker = self._idle.get()
         try:
             limit = self._limit * max(1, check.programs / 4)
-            verdict: Verdict = worker.call("check", check.title, plan.parts, limit=limit)
+            verdict: Verdict = worker.call("check", check.title, listed.parts, limit=limit)
             if verdict.holds:
                 return verdict
-            return dataclasses.replace(verdict, code=self._smallest(worker, plan, check, verdict))
+            return dataclasses.replace(verdict, code=self._smallest(worker, listed, check, verdict))
         except Failed as failed:
-            wrong: dict[str, Any] = dict.fromkeys(sorted(plan.parts), str(failed))
-            return Verdict(**wrong, code=by_title(plan.target, check))
+            wrong: dict[str, Any] = dict.fromkeys(sorted(listed.parts), str(failed))
+            return Verdict(**wrong, code=by_title(listed.target, check))
         finally:
             self._idle.put(worker)
 
-    def _smallest(self, worker: Caller, plan: Plan, check: Check, verdict: Verdict) -> str:
+    def _smallest(self, worker: Caller, listed: Checklist, check: Check, verdict: Verdict) -> str:
         """A small call that shows it; the check itself where the kernel hangs or dies in smaller calls."""
         try:
             return worker.call("smallest", check.title, verdict, limit=SECONDS + self._limit)
         except Failed:
-            return by_title(plan.target, check)
+            return by_title(listed.target, check)
 
     def close(self) -> None:
         for worker in self._all:

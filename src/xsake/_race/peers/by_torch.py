@@ -1,4 +1,4 @@
-"""What contestants in torch share: a case's data as tensors, the lists of a mask, and calls as a CUDA graph."""
+"""What contestants in torch share: a course's data as tensors, the lists of a mask, and calls as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import xsake
-from xsake._race.case import FORWARD, Case
+from xsake._race.course import FORWARD, Course
 
 
 def wait(result: Any) -> None:
@@ -18,18 +18,18 @@ def wait(result: Any) -> None:
     torch.cuda.synchronize()
 
 
-def contestant(case: Case, attend: Callable[..., torch.Tensor], *, heads_first: bool = False) -> Callable[[], Any]:
-    """The case's calls of `attend`, which takes query, key and value as [B, T, H, D], or as [B, H, T, D]."""
+def contestant(course: Course, attend: Callable[..., torch.Tensor], *, heads_first: bool = False) -> Callable[[], Any]:
+    """The course's calls of `attend`, which takes query, key and value as [B, T, H, D], or as [B, H, T, D]."""
 
     def tensor(array: jax.Array) -> torch.Tensor:
         given = torch.from_dlpack(array)
         return given.transpose(1, 2).contiguous() if heads_first else given.clone()
 
-    inputs = [tensor(array).requires_grad_(case.direction != FORWARD) for array in case.inputs]
-    if case.direction == FORWARD:
-        return graph(lambda: attend(*inputs), case.calls)
-    d_out = tensor(case.cotangent)
-    return graph(lambda: torch.autograd.grad(attend(*inputs), inputs, d_out), case.calls)
+    inputs = [tensor(array).requires_grad_(course.direction != FORWARD) for array in course.inputs]
+    if course.direction == FORWARD:
+        return graph(lambda: attend(*inputs), course.calls)
+    d_out = tensor(course.cotangent)
+    return graph(lambda: torch.autograd.grad(attend(*inputs), inputs, d_out), course.calls)
 
 
 def graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
@@ -58,14 +58,14 @@ def graph(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
     return replay
 
 
-def tested_and_full(case: Case, mask: xsake.BlockMask) -> tuple[np.ndarray, np.ndarray]:
+def tested_and_full(course: Course, mask: xsake.BlockMask) -> tuple[np.ndarray, np.ndarray]:
     """The mask's blocks, bool[H, rows, columns]: those on the causal diagonal are tested element by element, as in our
     kernels, and those below it are full."""
     blocks = np.asarray(mask.to_blocks())[0]
-    blocks = np.broadcast_to(blocks, (case.workload.q_heads, *blocks.shape[1:]))
+    blocks = np.broadcast_to(blocks, (course.workload.q_heads, *blocks.shape[1:]))
     first_query = np.arange(blocks.shape[1])[:, None] * mask.block_q
     last_key = np.arange(1, blocks.shape[2] + 1) * mask.block_kv - 1
-    diagonal = (last_key > first_query) & case.workload.is_causal
+    diagonal = (last_key > first_query) & course.workload.is_causal
     return blocks & diagonal, blocks & ~diagonal
 
 

@@ -1,4 +1,4 @@
-"""A case: one workload in one direction, and the data on which all contestants run."""
+"""A course: one workload in one direction, and the data on which all contestants run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_direction(attend: Callable[..., Array], direction: str) -> Callable[..., 
     return attend if direction == FORWARD else both
 
 
-class Case:
+class Course:
     """One program makes `calls` calls: by default several, if sequences are short; their kernels take less time than
     Python needs to launch them."""
 

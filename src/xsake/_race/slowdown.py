@@ -1,4 +1,4 @@
-"""Verdicts on speed that tell a slower call from a busy machine, and from times too far apart to tell anything."""
+"""Whether a call is slower than it was, told from a busy machine and from times too far apart to tell anything."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Busy(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """`slowdown` is the call's ratio now over the ratio then; None where no measurement was calm."""
+class Slowdown:
+    """`ratio` is the call's ratio now over the ratio then; None where no measurement was calm."""
 
     told: Literal["ok", "slower", "no verdict"]
-    slowdown: Ratio | None
+    ratio: Ratio | None
     reason: str
 
 
@@ -47,27 +47,24 @@ def calm(measure: Callable[[], Paired], enough: Callable[[Ratio], bool]) -> Pair
     return found
 
 
-def judge(measure: Callable[[], Paired], then: Ratio) -> Verdict:
+def slowdown_since(then: Ratio, measure: Callable[[], Paired]) -> Slowdown:
     """Whether a call takes longer, over its reference, than it took then.
 
     It is slower if the whole interval of the slowdown is above LEAST after all measurements, and as fast if the whole
     interval is below RULED_OUT. Everything else is no verdict: a busy machine, or an interval that is too wide.
     """
     try:
-        slowdown = calm(measure, lambda now: _is_as_fast(now.over(then))).ratio.over(then)
+        ratio = calm(measure, lambda now: _is_as_fast(now.over(then))).ratio.over(then)
     except Busy as busy:
-        return Verdict("no verdict", None, str(busy))
-    if slowdown.low > LEAST:
-        return Verdict("slower", slowdown, f"{slowdown.median:.2f}x of the recorded time, {_between(slowdown)}")
-    if _is_as_fast(slowdown):
-        return Verdict("ok", slowdown, "")
-    told = f"the rounds are too far apart: {_between(slowdown)} of the recorded time; give more --rounds"
-    return Verdict("no verdict", slowdown, told)
+        return Slowdown("no verdict", None, str(busy))
+    between = f"surely between {ratio.low:.2f}x and {ratio.high:.2f}x"
+    if ratio.low > LEAST:
+        return Slowdown("slower", ratio, f"{ratio.median:.2f}x of the recorded time, {between}")
+    if _is_as_fast(ratio):
+        return Slowdown("ok", ratio, "")
+    told = f"the rounds are too far apart: {between} of the recorded time; give more --rounds"
+    return Slowdown("no verdict", ratio, told)
 
 
-def _is_as_fast(slowdown: Ratio) -> bool:
-    return slowdown.low <= LEAST and slowdown.high < RULED_OUT
-
-
-def _between(slowdown: Ratio) -> str:
-    return f"surely between {slowdown.low:.2f}x and {slowdown.high:.2f}x"
+def _is_as_fast(ratio: Ratio) -> bool:
+    return ratio.low <= LEAST and ratio.high < RULED_OUT
