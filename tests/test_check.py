@@ -156,6 +156,7 @@ def test_faults_of_the_forward_are_plain_findings(planted, fault):
     body, says = FAULTS[fault]
     verdict = judge(target(planted(body)), small(), frozenset({"forward"}))
     assert verdict.forward.startswith(says) and "\n" not in verdict.forward and verdict.gradients is None
+    assert verdict.ended == says.startswith("raises")
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])

@@ -84,7 +84,7 @@ def _table(planned: Checklist, verdicts: dict[Check, Verdict]) -> Table:
             continue
         found = [getattr(verdict, part) for part in parts]
         marks = ["[green]holds[/green]" if problem is None else "[red]FAILS[/red]" for problem in found]
-        if verdict.no_gradients is not None:
+        if verdict.no_gradients is not None or (verdict.ended and verdict.forward is not None and len(parts) == 2):
             marks[-1] = "–"
         said = _short(next(filter(None, found), "")) or verdict.no_gradients or ""
         table.add_row(escape(check.title), *marks, escape(said))
@@ -104,7 +104,7 @@ def _tell_findings(console: Console, verdicts: dict[Check, Verdict]) -> None:
     for code, found in by_code.items():
         first, others = verdicts[found[0]], f" and {len(found) - 1} more" if len(found) > 1 else ""
         console.print(f"\n[red]{escape(found[0].title)}[/red]{others}")
-        for line in filter(None, (first.forward, first.gradients, first.at)):
+        for line in dict.fromkeys(filter(None, (first.forward, first.gradients, first.at))):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(f"\n{code}", markup=False, highlight=False, soft_wrap=True)
     if by_code:

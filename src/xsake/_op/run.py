@@ -86,13 +86,20 @@ class Runner:
 
     def run_forward(self, call: Call) -> tuple[Array, Array]:
         with interpret(self.interpret):
-            out, lse = registry.get(self.implementation).forward(call, self._config(call))
+            found = registry.get(self.implementation).forward(call, self._config(call))
+        out, lse = self._several(found, "out", "lse")
         batch, tokens, heads, _ = call.query.shape
         self._expect("out", out, (batch, tokens, heads, call.value_dim), wider_than=call.query.dtype)
         self._expect("lse", lse, (batch, heads, tokens), wider_than=jnp.dtype("float32"))
         if self.finite_lse:
             lse = jnp.maximum(lse, _LOWEST)
         return vary((out, lse), varying_axes(call))  # the types of a kernel's outputs may lack these axes
+
+    def _several(self, found: Any, *names: str) -> tuple:
+        if not isinstance(found, (tuple, list)) or len(found) != len(names):
+            given = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            raise TypeError(f"implementation {self.implementation!r} gave {given}; it must give {', '.join(names)}")
+        return tuple(found)
 
     def _expect(
         self, what: str, found: Any, shape: tuple, *, dtype: Any = None, wider_than: jnp.dtype | None = None
@@ -139,7 +146,10 @@ class Runner:
     def run_backward(self, with_bias: bool, call: Call, *given: Any) -> tuple:
         with interpret(self.interpret):
             backend = registry.get(self.implementation)
-            *grads, d_bias = backend.backward(call, self._config(call), *given, with_bias=with_bias)
+            found = backend.backward(call, self._config(call), *given, with_bias=with_bias)
+        *grads, d_bias = self._several(
+            found, *(f"the gradient of {name}" for name in ("query", "key", "value", "bias"))
+        )
         for name, grad in zip(("query", "key", "value"), grads, strict=True):
             like = getattr(call, name)
             self._expect(f"the gradient of {name}", grad, like.shape, dtype=like.dtype)

@@ -21,8 +21,9 @@ class Verdict:
     """What is wrong with the forward and with the gradients, each in a line or None; or why the check was not run:
     the backend `refused` the call, or this machine cannot run the check (`not_here`).
 
-    `results` are those that are wrong, `code` the smallest call that shows it, `at` the line of the backend that raised
-    an error, and `unsteady` says that runs of one program differ. `no_gradients` is why the backend has none for a call
+    `results` are those that are wrong, `code` the smallest call that shows it, and `unsteady` says that runs of one
+    program differ. `ended`: an error ended the check before it compared results, and `at` is the line of the backend
+    that raised it. `no_gradients` is why the backend has none for a call
     whose forward holds.
     """
 
@@ -33,6 +34,7 @@ class Verdict:
     no_gradients: str | None = None
     results: tuple[str, ...] = ()
     unsteady: bool = False
+    ended: bool = False
     at: str | None = None
     code: str = ""
 
@@ -70,6 +72,7 @@ def _judge(target: Target, check: Check, parts: frozenset[str]) -> tuple[Verdict
         no_gradients=found.no_gradients,
         results=tuple(results),
         unsteady=found.unsteady,
+        ended=found.ended is not None,
         at=found.at,
     )
     return verdict, found.ended
