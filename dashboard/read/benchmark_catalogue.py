@@ -32,6 +32,7 @@ TITLES = {
     "gpu_tests": "Tests on a GPU",
     "gpu_tests_since": "Tests on a GPU, of a later commit",
     "cpu_attention": "Attention on a CPU",
+    "cpu_workbench": "Seconds of a kernel author's commands on a CPU",
     "tpu_compile": "TPU kernels that compile",
     "tpu_schedule": "Schedules of the TPU compiler",
     "tpu_gather_shapes": "Gathering short blocks on a TPU",
