@@ -28,7 +28,7 @@ BRIEFLY = {
     "race": ["--rounds", "2"],
     "gate": ["--rounds", "8", "--round-seconds", "0.001"],
     "check": ["--quick", "--only", "determinism"],
-    "autotune": ["--from-call", f"{SIZES},causal,{DENSITY}", "--no-isolate", "--trials", "2"],
+    "autotune": ["--no-isolate", "--trials", "2"],
     "new-kernel": [],
     "tuning": [],
 }
@@ -61,7 +61,10 @@ def small(shape: str) -> str:
 
 def run(words: list[str], ends: tuple[int, ...] = (0,)) -> str:
     """What a command says, with small shapes."""
-    words = [small(word) if before == "--shape" else word for before, word in zip(["", *words], words, strict=False)]
+    shapes = ("--shape", "--from-call")
+    words = [small(word) if before in shapes else word for before, word in zip(["", *words], words, strict=False)]
+    if words[0] == "autotune" and "--from-call" not in words:
+        words += ["--from-call", f"{SIZES},causal,{DENSITY}"]
     said = CliRunner().invoke(app, [*words, *BRIEFLY[words[0]]], env={"COLUMNS": "150"})
     assert said.exit_code in ends, f"{words}: {said.output}"
     return said.output
@@ -78,7 +81,10 @@ def main() -> None:
     shape = "1x4096x8x64,causal"
     for words, says in (
         (["check", "simple_kernel"], "1 of 1 checks hold"),
-        (["autotune", "--implementation", "simple_kernel", "--budget", "30s"], "1 workload-density pairs"),
+        (
+            ["autotune", "--implementation", "simple_kernel", "--from-call", f"{shape},{DENSITY}"],
+            "1 workload-density pairs",
+        ),
         (["race", "--shape", shape, "--against", "simple_kernel"], "simple_kernel"),
         (gated(record=True), "recorded in"),
     ):

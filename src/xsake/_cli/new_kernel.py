@@ -44,7 +44,8 @@ def new_kernel(
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     typer.echo(f"{folder}: a package with a kernel for {_KINDS[kind][1]}. Next, in that folder:")
-    typer.echo(f"  pytest                              its tests\n  xsake check {name}/backend.py --quick")
+    typer.echo("  pip install -e '.[test]'     what tests, checks and the tuner need")
+    typer.echo(f"  pytest                       its tests\n  xsake check {name} --quick")
 
 
 def package(name: str, kind: str) -> dict[str, str]:
