@@ -16,7 +16,7 @@ from benchmarks import record
 from xsake._cli import app
 from xsake._measure.isolation import Worker
 from xsake._race import gate
-from xsake._race.gate import GateService, Measurer
+from xsake._race.gate import GateService
 from xsake.autotune.problem import DEFAULT_SETS
 from xsake.autotune.workloads import WORKLOADS
 
@@ -48,11 +48,10 @@ def main() -> None:
     args = options.parse_args()
     worker = Worker(GateService)
     try:
-        measure = Measurer(worker, rounds=0, round_seconds=0.0, limit=60.0)
-        platform, device = measure.platform(), measure.device()
+        facts = worker.call("facts", limit=60.0)
     finally:
         worker.close()
-    app(words(STORAGE, platform, device, record_anew=args.record))
+    app(words(STORAGE, facts.platform, facts.device_kind, record_anew=args.record))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from xsake._measure import environment
-from xsake._measure.interference import ATTEMPTS, Contention, contention, disturbance
+from xsake._measure.interference import ATTEMPTS, Contention, calm_first, contention, disturbance
 from xsake._measure.isolation import Caller, Service
 from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing, default_pause, in_turns, seconds_per_call
@@ -38,9 +38,6 @@ class HadsService(Service):
         self._runs: list[Callable[[], Any]] = []
         self._repeats, self._pause, self._order = 1, default_pause(), random.Random(0)
         self._round_seconds = 0.1 if jax.default_backend() == "cpu" else 0.02
-
-    def facts(self) -> environment.Facts:
-        return environment.facts()
 
     def open(self, call: HadsCall) -> str:
         """Compile the two programs; the name of the implementation that serves the call."""
@@ -130,12 +127,7 @@ def decided(call: HadsCall, worker: Caller, facts: environment.Facts, *, rounds:
     conditions = environment.conditions(facts.gpu)
     implementation = worker.call("open", call, limit=4 * limit)
     for _ in range(ATTEMPTS):
-        calm: list[Round] = []
-        crowded: list[Round] = []
-        while len(calm) < rounds and len(crowded) < rounds:
-            one = worker.call("race", limit=limit)
-            (crowded if one.contended.is_high else calm).append(one)
-        raced = calm if len(calm) == rounds else [*calm, *crowded]
+        raced = calm_first(lambda: worker.call("race", limit=limit), lambda one: one.contended.is_high, rounds)
         times = {name: Timing.of([one.seconds[i] for one in raced]) for i, name in enumerate(("dense", "sparse"))}
         contended = sum((one.contended for one in raced), Contention())
         gain = Ratio.of([one.seconds[0] / one.seconds[1] for one in raced])

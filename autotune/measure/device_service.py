@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 
 from xsake._ground.device import target_gpu
-from xsake._measure import environment
 from xsake._measure.closeness import Correctness
 from xsake._measure.isolation import Service
 from xsake.autotune.measure.contest import COMPILERS, Contest, Round
@@ -22,9 +21,6 @@ class DeviceService(Service):
         self._round_seconds = round_seconds or (0.1 if jax.default_backend() == "cpu" else 0.02)
         self._contest: Contest | None = None
         self._lowering: Lowering | None = None
-
-    def facts(self) -> environment.Facts:
-        return environment.facts()
 
     def close(self) -> None:
         if self._lowering is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xsake._measure.interference import Contention, disturbance
+from xsake._measure.interference import Contention, calm_first, disturbance
 from xsake._measure.isolation import Failed
 from xsake._measure.ratio import Ratio
 from xsake._measure.timing import Timing
@@ -19,18 +19,14 @@ from xsake.autotune.search.study import Study
 class Race:
     """Rounds in which every configuration has one turn; the first configuration is the heuristic's.
 
-    Ratios are taken within a round, heuristic's time / configuration's time, so that drift cancels. A round of high
-    contention is raced again, until as many were busy as are asked for; then busy rounds count too.
+    Ratios are taken within a round, heuristic's time / configuration's time, so that drift cancels.
     """
 
     def __init__(self, referee: Referee, plan: StudyPlan, parts: Sequence[Part], rounds: int):
         self._plan = plan
-        calm: list[list[Round]] = []
-        busy: list[list[Round]] = []
-        while len(calm) < rounds and len(busy) < rounds:
-            one = referee.race(plan, parts)
-            (busy if any(at.contended.is_high for at in one) else calm).append(one)
-        self._rounds = calm if len(calm) == rounds else [*calm, *busy]
+        self._rounds: list[list[Round]] = calm_first(
+            lambda: referee.race(plan, parts), lambda one: any(at.contended.is_high for at in one), rounds
+        )
         self.gains = [self._gain(i, range(len(plan.densities))) for i in range(len(parts))]
 
     def _gain(self, i: int, densities: Sequence[int]) -> Ratio:

@@ -119,7 +119,7 @@ def _record(console: Console, gates: list[Gate], storage: Path, measure: Measure
 def _compare(console: Console, storage: Path, measure: Measurer) -> int:
     from xsake._race import gate
 
-    found = [gate.compare(recorded, measure) for recorded in gate.baseline(storage, measure.device())]
+    found = [gate.compare(recorded, measure) for recorded in gate.baseline(storage, measure.facts().device_kind)]
     _show(console, storage, found)
     told = {_told(compared) for compared in found}
     return 1 if told & {"slower", "failed"} else 3 if "no verdict" in told else 0

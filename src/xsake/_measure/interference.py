@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -69,6 +69,16 @@ def disturbance(times: Mapping[str, Timing], contended: Contention) -> str | Non
     if _spread(timing) > SPREAD:
         return f"the quartiles of {name!r} are {_spread(timing):.0%} of its median apart"
     return None
+
+
+def calm_first[R](race: Callable[[], R], is_busy: Callable[[R], bool], rounds: int) -> list[R]:
+    """So many calm rounds. A busy round is raced again, until as many were busy as are asked for; then all count."""
+    calm: list[R] = []
+    busy: list[R] = []
+    while len(calm) < rounds and len(busy) < rounds:
+        one = race()
+        (busy if is_busy(one) else calm).append(one)
+    return calm if len(calm) == rounds else [*calm, *busy]
 
 
 def _spread(timing: Timing) -> float:

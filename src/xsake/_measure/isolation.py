@@ -18,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
+from xsake._measure import environment
+from xsake._measure.environment import Facts
 from xsake._op import registry
 
 _START = 180.0  # seconds for a new process to import everything and to find its device
@@ -49,6 +51,9 @@ def reason(failed: Failed) -> str:
 
 class Service:
     """The object in the worker's process that does the work: a request calls one of its methods by name."""
+
+    def facts(self) -> Facts:
+        return environment.facts()
 
     def healthy(self) -> bool:
         """Whether the device still answers after a request that raised an exception; if not, the worker is replaced.

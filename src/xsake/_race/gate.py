@@ -17,6 +17,7 @@ import jax
 import xsake
 from xsake._ground import atomic
 from xsake._ground.read import read_json
+from xsake._measure.environment import Facts
 from xsake._measure.isolation import Caller, Failed, Service, reason
 from xsake._measure.ratio import Ratio
 from xsake._measure.timing import seconds_per_call
@@ -91,12 +92,6 @@ class GateService(Service):
     def __init__(self) -> None:
         self._programs: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
-    def device(self) -> str:
-        return jax.devices()[0].device_kind
-
-    def platform(self) -> str:
-        return jax.default_backend()
-
     def usual_dtype(self) -> str:
         return usual_dtype()
 
@@ -122,11 +117,8 @@ class Measurer:
     round_seconds: float
     limit: float
 
-    def device(self) -> str:
-        return self.worker.call("device", limit=self.limit)
-
-    def platform(self) -> str:
-        return self.worker.call("platform", limit=self.limit)
+    def facts(self) -> Facts:
+        return self.worker.call("facts", limit=self.limit)
 
     def __call__(self, gate: Gate) -> Paired:
         once = self.worker.call("prepare", gate, limit=self.limit)
@@ -149,7 +141,7 @@ def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | 
             ratio = paired.ratio
             raise Busy(f"the rounds of {gate.name} are too far apart, from {ratio.low:.3f} to {ratio.high:.3f}")
         found.append(_benchmark(gate.name, paired.call, dataclasses.asdict(gate) | {"ratios": paired.ratios}))
-    return (save(found, storage, measure.device()) if found else None), reasons
+    return (save(found, storage, measure.facts().device_kind) if found else None), reasons
 
 
 def _tells(ratio: Ratio) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xsake._measure import environment, verify
+from xsake._measure import verify
 from xsake._measure.closeness import Correctness, Yardstick
 from xsake._measure.environment import Facts
 from xsake._measure.interference import Contention, disturbance
@@ -80,11 +80,8 @@ class RaceService(Service):
         self._racers: dict[tuple[str, str], Racer] = {}
         self._yardsticks: dict[str, Yardstick] | None = None
 
-    def facts(self) -> Facts:
-        return environment.facts()
-
     def setting(self) -> Setting:
-        return Setting(environment.facts(), str(jnp.dtype(self._courses[FORWARD].dtype)), self._peak())
+        return Setting(self.facts(), str(jnp.dtype(self._courses[FORWARD].dtype)), self._peak())
 
     def density(self) -> float:
         return float(self._mask.density())
