@@ -218,3 +218,19 @@ def test_smollm2(tmp_path, capsys):
         torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-4 * grad.abs().max().item())
     xsake_torch.hads(model, 0.2)
     assert "by a profile from" in capsys.readouterr().err
+
+
+def test_a_bias_learns():
+    """T5's bias of relative positions is made of weights."""
+    query, key, value = tensors(40)
+    bias = torch.randn(1, 4, 40, 40, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    down = torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(5))
+
+    def theirs() -> torch.Tensor:
+        both = (x.repeat_interleave(2, 1) for x in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(query, *both, attn_mask=bias).transpose(1, 2)
+
+    given = [query, key, value, bias]
+    wanted, got = (torch.autograd.grad(out, given, down) for out in (theirs(), call.attention(*given[:3], bias=bias)))
+    for theirs_, ours in zip(wanted, got, strict=True):
+        torch.testing.assert_close(ours, theirs_, rtol=1e-4, atol=2e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -11,18 +12,23 @@ import torch
 from jax import Array
 from jax._src.lib import _jax
 
+_NO_WAIT = -1  # what the array API's standard calls it
+_MOST_CALLS, _MOST_BYTES = 8, 1 << 26  # that are kept at least until they are computed, if the host is not far ahead
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def to_jax(tensor: torch.Tensor) -> Array:
+def to_jax(tensor: torch.Tensor, *, waits: bool = True) -> Array:
     """The contiguous tensor's memory as an array. torch must not write to it before a result of JAX is back.
 
-    `jax.dlpack.from_dlpack` does the same in several times as much of the host's time, which a layer pays three times.
+    A program that uses the array begins when torch has done all that was asked of it so far. One array that waits is
+    enough for a program. (`jax.dlpack.from_dlpack` takes the host several times as long, and a layer has many arrays.)
     """
     device, stream = _of_jax(tensor.device)
-    with torch.cuda.device_of(tensor):  # JAX waits for the current stream of the current device
-        shared = tensor.detach().__dlpack__(stream=stream)
-    return _jax.dlpack_managed_tensor_to_buffer(shared, device, stream)
+    shared = tensor.detach().__dlpack__(stream=None if stream is None else _NO_WAIT)
+    if stream is None or not waits:
+        return _jax.dlpack_managed_tensor_to_buffer(shared, device, None)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    return _jax.dlpack_managed_tensor_to_buffer(shared, device, stream.cuda_stream)
 
 
 def to_torch(array: Array) -> torch.Tensor:
@@ -30,13 +36,24 @@ def to_torch(array: Array) -> torch.Tensor:
     return torch.from_dlpack(array)
 
 
+_calls: deque[tuple[int, Any]] = deque()
+
+
+def keep_a_while(size: int, arrays: Any) -> None:
+    """To let go of an array of a program that still runs takes the host longer than to start the program. `size` is in
+    bytes, about."""
+    _calls.append((size, arrays))
+    while len(_calls) > _MOST_CALLS or sum(size for size, _ in _calls) > _MOST_BYTES:
+        _calls.popleft()
+
+
 @lru_cache
-def _of_jax(device: torch.device) -> tuple[Any, int | None]:
+def _of_jax(device: torch.device) -> tuple[Any, torch.cuda.ExternalStream | None]:
     """JAX's device, and its stream that waits for others' arrays, which a CPU lacks."""
     if device.type == "cpu":
         return jax.local_devices(backend="cpu")[0], None
     found = next(x for x in jax.local_devices(backend="gpu") if x.local_hardware_id == (device.index or 0))
-    return found, found.get_stream_for_external_ready_events()
+    return found, torch.cuda.ExternalStream(found.get_stream_for_external_ready_events(), device=device)
 
 
 @lru_cache

@@ -6,19 +6,19 @@ shape (an offset into a cache, which tokens are padding) is data: positions and 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array
 from torch.nn import functional
 
 import xsake
 from xsake.hads.attention.attention import Attention
-from xsake.torch.crossing import DTYPES, check_device, to_jax, to_torch
+from xsake.torch.crossing import DTYPES, check_device, keep_a_while, to_jax, to_torch
 
 _UNIT = 64  # tokens
 PADDING = -1  # the segment of a token that is not there
@@ -60,6 +60,7 @@ class _Static(NamedTuple):
     scale: float | None
     window: int | None
     soft_cap: float | None
+    implementation: str | None
     tokens_first: tuple[bool, bool, bool]  # of query, key and value: [B, T, H, D], else [B, H, T, D]
 
 
@@ -108,8 +109,7 @@ def attention(
         sparse = sparse._replace(text=(begins, ends, segments))
         if sparse.start:
             k_more = max(sparse.start + q_len + q_more - k_len, 0)
-    query, key, value = (_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more)))
-    layouts = tuple(_tokens_first(x) for x in (query, key, value))
+    padded = [_padded(x, more) for x, more in ((query, q_more), (key, k_more), (value, k_more))]
     layer = sparse.layer if sparse is not None and sparse.attention.profile.windowed else None
     static = _Static(
         sparse and sparse.attention,
@@ -119,15 +119,25 @@ def attention(
         scale,
         window,
         soft_cap,
-        layouts,  # type: ignore[arg-type]
+        _implementation(query.device.type),
+        tuple(first for _, first in padded),  # type: ignore[arg-type]
     )
     if where is not None:
         where = Where(
             *(functional.pad(x, (0, more)) for x, more in zip(where[:2], (q_more, k_more), strict=True)),
             *(functional.pad(x, (0, more), value=PADDING) for x, more in zip(where[2:], (q_more, k_more), strict=True)),
         )
-    out = _Attention.apply(static, where, bias, sparse, query, key, value, sinks)
-    return out[:, :q_len]
+    tensors = [*(x for x, _ in padded), sinks, None]
+    if bias is not None and bias.requires_grad:
+        bias, tensors[-1] = None, bias
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out = _Attention.apply(static, where, bias, sparse, *tensors)
+    else:
+        known, given = _arrays(static, where, bias, sparse, tensors)
+        array = _forward(static, known, given)
+        keep_a_while(2 * query.nbytes, (known, given, array))
+        out = to_torch(array)
+    return out[:, :q_len] if q_more else out
 
 
 def bucket(tokens: int) -> int:
@@ -146,7 +156,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: li
             f"query, key and value must be of one dtype, and are {query.dtype}, {key.dtype} and {value.dtype}: convert "
             "them"
         )
-    if len({x.device for x in (query, key, value, *more)}) > 1:
+    if any(x.device != query.device for x in (key, value, *more)):
         devices = sorted({str(x.device) for x in (query, key, value, *more)})
         raise ValueError(f"all tensors must be on one device, and are on {devices}")
     check_device(query.device)
@@ -160,14 +170,42 @@ def _numbered(query: torch.Tensor, k_len: int, is_causal: bool) -> Where:
     return Where(q, k, torch.zeros_like(q), torch.zeros_like(k))
 
 
-def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, more: int) -> tuple[torch.Tensor, bool]:
+    """The tensor with more tokens, and whether the memory of [B, H, T, D] is that of [B, T, H, D]."""
     x = functional.pad(x, (0, 0, 0, more)) if more else x
-    return x if x.is_contiguous() or _tokens_first(x) else x.contiguous()
+    if x.is_contiguous():
+        return x, False
+    first = x.transpose(1, 2).is_contiguous()
+    return (x if first else x.contiguous()), first
 
 
-def _tokens_first(x: torch.Tensor) -> bool:
-    """Whether the memory of [B, H, T, D] is that of [B, T, H, D]."""
-    return not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+@lru_cache
+def _implementation(platform: str) -> str | None:
+    """While JAX traces, it knows no device but its default one."""
+    return "xla" if platform == "cpu" and jax.default_backend() != "cpu" else None
+
+
+def _arrays(
+    static: _Static, where: Where | None, bias: Any, sparse: Sparse | None, tensors: Sequence[Any]
+) -> tuple[dict[str, Any], tuple[Array | None, ...]]:
+    """What a program gets: the query waits for torch, and so for all."""
+    given = tuple(
+        None if x is None else to_jax(x.transpose(1, 2) if first else x.contiguous(), waits=not number)
+        for number, (x, first) in enumerate(zip(tensors, (*static.tokens_first, False, False), strict=True))
+    )
+    ready = partial(to_jax, waits=False)
+    known: dict[str, Any] = {
+        "where": None if where is None else tuple(ready(x.contiguous()) for x in where),
+        "bias": None if bias is None else ready(bias.contiguous()),
+    }
+    if sparse is not None:
+        known["sparse"] = _number(sparse.layer), sparse.text and tuple(ready(x) for x in sparse.text)
+    return known, given
+
+
+@lru_cache
+def _number(layer: int) -> Array:
+    return jnp.int32(layer)
 
 
 class _Attention(torch.autograd.Function):
@@ -177,21 +215,10 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, static: _Static, where: Where | None, bias: Any, sparse: Sparse | None, *tensors: Any
     ) -> torch.Tensor:
-        known: dict[str, Any] = {
-            "where": None if where is None else tuple(to_jax(x.contiguous()) for x in where),
-            "bias": None if bias is None else to_jax(bias.contiguous()),
-        }
-        if sparse is not None:
-            known["sparse"] = np.int32(sparse.layer), sparse.text and tuple(to_jax(x) for x in sparse.text)
-        given = tuple(
-            None if x is None else to_jax(x.transpose(1, 2) if first else x)
-            for x, first in zip(tensors, (*static.tokens_first, False), strict=True)
-        )
+        known, given = _arrays(static, where, bias, sparse, tensors)
         ctx.static = static
-        if any(ctx.needs_input_grad):
-            out, ctx.backward_of = _forward_and_backward(static, known, given)
-        else:
-            out = _forward(static, known, given)
+        out, ctx.backward_of = _forward_and_backward(static, known, given)
+        keep_a_while(2 * tensors[0].nbytes, (known, given, out))
         return to_torch(out)
 
     @staticmethod
@@ -199,9 +226,11 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("xsake.torch has no second derivatives: leave out create_graph=True")
         (cotangent,) = cotangents
-        found = _backward(ctx.backward_of, to_jax(cotangent.contiguous()))
+        down = to_jax(cotangent.contiguous())
+        found = _backward(ctx.backward_of, down)
+        keep_a_while(3 * cotangent.nbytes, (down, found))
         gradients = [None if x is None else to_torch(x) for x in found]
-        first = (*ctx.static.tokens_first, False)
+        first = (*ctx.static.tokens_first, False, False)
         return (
             None,
             None,
@@ -212,10 +241,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> Array:
-    *qkv, sinks = given
+    *qkv, sinks, bias = given
     query, key, value = (x if at else x.swapaxes(1, 2) for x, at in zip(qkv, static.tokens_first, strict=True))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     options: dict[str, Any] = {"scale": static.scale, "sinks": sinks, "logits_soft_cap": static.soft_cap}
+    options["implementation"] = static.implementation
     if static.hads is not None:
         layer, text = known["sparse"]
         if static.window is not None:
@@ -233,7 +263,7 @@ def _attend(static: _Static, known: dict[str, Any], given: tuple[Any, ...]) -> A
         query,
         key,
         value,
-        bias=known["bias"],
+        bias=known["bias"] if bias is None else bias,
         is_causal=static.is_causal,
         local_window_size=None if static.window is None else (static.window - 1, 0),
         **options,
