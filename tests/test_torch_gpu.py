@@ -133,4 +133,4 @@ def test_tensors_of_a_cpu_beside_those_of_a_gpu_are_refused():
     here, there = torch.ones(1, 1, 64, 16), torch.ones(1, 1, 64, 16, device="cuda")
     with pytest.raises(ValueError, match="all tensors must be on one device"):
         attention(here, there, there)
-    torch.testing.assert_close(attention(here, here, here), here.transpose(1, 2))
+    torch.testing.assert_close(attention(here, here, here), here.transpose(1, 2))  # XLA's, for all that there is a GPU
