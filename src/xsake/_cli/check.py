@@ -28,7 +28,9 @@ def check(
     ] = "",
     limit: Annotated[
         str,
-        typer.Option(help="Time after which a check counts as hanging; a check that compiles many programs gets more."),
+        typer.Option(
+            help="Time after which a check counts as hanging; one that interprets a kernel or compiles much gets more."
+        ),
     ] = "60s",
 ) -> None:
     """Hold a backend to the contract: values and gradients beside float64, for every argument that it claims."""

@@ -17,6 +17,7 @@ from xsake.testing.target import Target
 from xsake.testing.verdict import Checker, Verdict
 
 PARTS = ("forward", "gradients")
+INTERPRETED = 4  # times as long may a check take whose kernel is interpreted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Checkers:
     def _judge(self, listed: Checklist, check: Check) -> Verdict:
         worker = self._idle.get()
         try:
-            limit = self._limit * max(1, check.programs / 4)
+            limit = self._limit * max(1, check.programs / 4) * (INTERPRETED if listed.target.interpret else 1)
             verdict: Verdict = worker.call("check", check.title, listed.parts, limit=limit)
             if verdict.holds:
                 return verdict
