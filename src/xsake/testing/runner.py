@@ -77,7 +77,8 @@ class Checkers:
                 return verdict
             return dataclasses.replace(verdict, code=self._smallest(worker, listed, check, verdict))
         except Failed as failed:
-            wrong: dict[str, Any] = dict.fromkeys(sorted(listed.parts), str(failed))
+            said = f"{failed}; --limit allows more" if isinstance(failed, Hung) else str(failed)
+            wrong: dict[str, Any] = dict.fromkeys(sorted(listed.parts), said)
             return Verdict(**wrong, code=by_title(listed.target, check))
         finally:
             self._idle.put(worker)
