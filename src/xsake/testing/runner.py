@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from xsake._measure.isolation import Caller, Failed
+from xsake._measure.isolation import Caller, Failed, Hung
 from xsake.testing.checks import GROUPS, Check, checks_of
 from xsake.testing.smallest import SECONDS, by_title
 from xsake.testing.target import Target
