@@ -91,6 +91,7 @@ def test_names_and_options_that_cannot_be(tmp_path):
         (["my-kernel"], "must be a lower-case identifier"),
         (["xla"], "exists already, as an implementation or as a package"),
         (["json"], "exists already, as an implementation or as a package"),
+        (["fa4"], "exists already, as an implementation or as a package"),
         (["there"], "there exists already"),
         (["mine", "--for", "amd"], "--for 'amd' must be one of ['gpu', 'tpu', 'xla']"),
     ):

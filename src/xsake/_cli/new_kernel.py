@@ -68,7 +68,7 @@ def _check(name: str, kind: str, folder: Path) -> None:
         raise ValueError(f"--for {kind!r} must be one of {sorted(_KINDS)}")
     if not name.isidentifier() or not name.isascii() or name != name.lower() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} must be a lower-case identifier, such as my_kernel")
-    if name in registry.names() or importlib.util.find_spec(name) is not None:
+    if name in (*registry.CONTESTANTS, *registry.names()) or importlib.util.find_spec(name) is not None:
         raise ValueError(f"{name!r} exists already, as an implementation or as a package: choose another name")
     if folder.exists():
         raise ValueError(f"{folder} exists already")

@@ -128,7 +128,7 @@ class Measurer:
 
 def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | None, dict[str, str]]:
     """Measure, and write the next file of the storage, if anything could be measured. The second result is why the
-    others could not. Raises `Busy` where the machine gives no calm measurement.
+    others could not. Raises `Busy` where the machine gives no calm measurement, or rounds too far apart.
     """
     found, reasons = [], {}
     for gate in gates:
@@ -139,7 +139,8 @@ def record(gates: list[Gate], storage: Path, measure: Measurer) -> tuple[Path | 
             continue
         if not _tells(paired.ratio):
             ratio = paired.ratio
-            raise Busy(f"the rounds of {gate.name} are too far apart, from {ratio.low:.3f} to {ratio.high:.3f}")
+            apart = f"the rounds of {gate.name} are too far apart, from {ratio.low:.3f} to {ratio.high:.3f}"
+            raise Busy(f"{apart}; give more --rounds")
         found.append(_benchmark(gate.name, paired.call, dataclasses.asdict(gate) | {"ratios": paired.ratios}))
     return (save(found, storage, measure.facts().device_kind) if found else None), reasons
 
