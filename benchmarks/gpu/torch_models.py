@@ -37,7 +37,7 @@ from benchmarks.gpu.prompt import reader
 from benchmarks.harness.models import MODELS, lent_profile, make, profile_of
 from benchmarks.harness.race import timings
 from benchmarks.harness.script import Record, Row, listed, parser, show, spread
-from xsake._race.case import compile_all
+from xsake._race.course import compile_all
 from xsake.hads import HadsMask, HadsProfile
 from xsake.model import HadsBudget, ModelConfig, Transformer
 from xsake.model.training.loss import next_token_loss
