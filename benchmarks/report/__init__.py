@@ -31,6 +31,7 @@ from benchmarks.report import (
 PARTS: dict[str, Callable[[], str]] = {
     "aims": aims.aims,
     "cpu_attention": attention.cpu_attention,
+    "cpu_workbench": workbench.cpu_workbench,
     "gpu_attention": attention.gpu_attention,
     "gpu_blocks": attention.gpu_blocks,
     "gpu_decode": generation.gpu_decode,

@@ -88,3 +88,15 @@ def _seconds(rows: list[Row]) -> str:
         f"From a command to its table, `xsake check` took {of['check'][0]} s, a race {min(races):.0f} to "
         f"{max(races):.0f} s, and `xsake gate` {of['gate'][-1]} s."
     )
+
+
+def cpu_workbench() -> str:
+    run = Run.load("cpu_workbench")
+    least = {step: min(row["seconds"] for row in run.results if row["step"] == step) for step in ("check", "race")}
+    cores, loads = run.content["environment"]["cores"], [row["load"] for row in run.results]
+    return section(
+        f"On {cores} cores of a CPU, from command to table, `xsake check xla --quick` takes {least['check']:.0f} s "
+        f"and such a race of three contestants {least['race']:.0f} s: the least of {len(run.results) // 2} runs each, "
+        f"with a load of {span(loads, '{:.0f}')} before them.",
+        run.source("jax"),
+    )
