@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,28 +20,35 @@ def kernel_hash(module: ModuleType) -> str:
     bring is not hashed, so that code may move there without a new hash.
     """
     room = room_of(module.__name__)
-    trees = _imported_modules(module, room)
-    text = "\n".join(f"{name} {_canonical(_Stripped(room).visit(tree))}" for name, tree in sorted(trees.items()))
+    text = "\n".join(f"{name} {code}" for name, code in sorted(_imported_modules(module, room).items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _imported_modules(module: ModuleType, room: str) -> dict[str, ast.Module]:
-    """The syntax trees of `module` and of the modules it imports, by their path inside the folder of `room`."""
+def _imported_modules(module: ModuleType, room: str) -> dict[str, str]:
+    """The code of `module` and of the modules it imports, by their path inside the folder of `room`."""
     assert module.__file__ is not None
     first = Path(module.__file__)
     above = max(0, module.__name__.count(".") - room.count(".") - (not hasattr(module, "__path__")))
-    folder, waiting, trees = first.parents[above], [first], {}
+    folder, waiting, found = first.parents[above], [first], {}
     while waiting:
         file = waiting.pop()
         name = file.relative_to(folder).as_posix()
-        if name in trees:
+        if name in found:
             continue
-        trees[name] = ast.parse(file.read_bytes())
-        imports = [node for node in ast.walk(trees[name]) if isinstance(node, ast.Import | ast.ImportFrom)]
-        for inner in [m for node in imports for m in _modules_of(node, room)]:
+        found[name], imports = _code_and_imports(file.read_bytes(), room)
+        for inner in imports:
             stem = folder.joinpath(*inner.split("."))
             waiting += [path for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if path.is_file()]
-    return trees
+    return found
+
+
+@cache  # several kernels of a room, and all choices of HADS, import the same modules
+def _code_and_imports(source: bytes, room: str) -> tuple[str, list[str]]:
+    """What of a module's source counts, and the modules of the room that it may import."""
+    tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    inside = [name for node in imports for name in _modules_of(node, room)]
+    return _canonical(_Stripped(room).visit(tree)), inside
 
 
 def _modules_of(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
