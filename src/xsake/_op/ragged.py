@@ -77,7 +77,7 @@ def ragged_attention(
     >>> import jax, jax.numpy as jnp, xsake
     >>> query, cache = jnp.ones((8, 4, 64)), jnp.ones((3, 16, 4, 64))  # 2 K/V heads: K0, V0, K1, V1
     >>> table = jnp.array([[2, 0], [1, -1]])
-    >>> xsake.ragged_attention(query, cache, jnp.array([0, 5, 6]), jnp.array([20, 7]), table).shape
+    >>> jax.jit(xsake.ragged_attention)(query, cache, jnp.array([0, 5, 6]), jnp.array([20, 7]), table).shape
     (8, 4, 64)
     """
     return by_blocks(
