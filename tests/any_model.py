@@ -21,8 +21,8 @@ def weights(seed: int = 0) -> dict[str, Any]:
     """`layers` are stacked; the scale is far from that of an initial model, so that attention is not uniform."""
     rng = np.random.default_rng(seed)
 
-    def draw(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape) * 1.5 * shape[-2] ** -0.5, jnp.float32)
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape) * 1.5 * shape[-2] ** -0.5
 
     layers = {
         "qkv": draw(LAYERS, WIDTH, (HEADS + 2 * KV_HEADS) * DIM),
@@ -30,7 +30,8 @@ def weights(seed: int = 0) -> dict[str, Any]:
         "up": draw(LAYERS, WIDTH, 2 * WIDTH),
         "down": draw(LAYERS, 2 * WIDTH, WIDTH),
     }
-    return {"layers": layers, "embed": draw(VOCAB, WIDTH) * 4, "place": draw(LENGTH, WIDTH) * 8}
+    given = {"layers": layers, "embed": draw(VOCAB, WIDTH) * 4, "place": draw(LENGTH, WIDTH) * 8}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), given)
 
 
 def start(w: dict[str, Any], tokens: Array) -> tuple[Array, tuple]:

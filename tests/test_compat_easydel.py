@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import normal
 from jax.sharding import Mesh
 from sweep import sweep
 
@@ -27,17 +28,21 @@ METADATA = OperationMetadata(blocksize_q=16, blocksize_k=32)
 
 
 def inputs(t=T, s=T, heads=H, kv_heads=K, value_dim=D, batch=B):
-    keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((batch, t, heads, D), (batch, s, kv_heads, D), (batch, s, kv_heads, value_dim))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [normal(i, shape) for i, shape in enumerate(shapes)]
 
 
 def operation(metadata=METADATA) -> BlockSparseAttn:
     return OperationRegistry.create("blocksparse", metadata)
 
 
-LAST = dict(positions=(jnp.arange(30, 50)[None].repeat(B, 0), jnp.arange(T)[None].repeat(B, 0)))
-ONE = dict(positions=(jnp.array([[49]] * B), jnp.arange(T)[None].repeat(B, 0)))
+def ones(*shape):
+    return jnp.asarray(np.ones(shape, np.float32))
+
+
+EACH = np.arange(T, dtype=np.int32)[None].repeat(B, 0)
+LAST = dict(positions=(jnp.asarray(EACH[:, 30:]), jnp.asarray(EACH)))
+ONE = dict(positions=(jnp.asarray(EACH[:, 49:]), jnp.asarray(EACH)))
 SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), -1), jnp.int32)
 CASES = {
     "a length that 128 does not divide": (dict(), dict(), dict(is_causal=True)),
@@ -53,8 +58,19 @@ CASES = {
     ),
     "window, cap and sinks": (
         dict(),
-        dict(sliding_window=(9, 0), logits_soft_cap=2.0, softmax_aux=jnp.ones((K, 2)), softmax_scale=0.5),
-        dict(is_causal=True, local_window_size=(9, 0), logits_soft_cap=2.0, sinks=jnp.ones((H, 2)), scale=0.5),
+        dict(
+            sliding_window=(9, 0),
+            logits_soft_cap=2.0,
+            softmax_aux=ones(K, 2),
+            softmax_scale=0.5,
+        ),
+        dict(
+            is_causal=True,
+            local_window_size=(9, 0),
+            logits_soft_cap=2.0,
+            sinks=ones(H, 2),
+            scale=0.5,
+        ),
     ),
 }
 IN_CI = ["one query: decoding"]

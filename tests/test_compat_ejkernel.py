@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import normal
 from jax.sharding import Mesh, PartitionSpec
 from sweep import sweep
 
@@ -39,7 +40,7 @@ def dense(q, k, v, attends, *, cap=None, bias=None, sinks=None):
 
 def assert_same(ours, theirs, *given):
     """Outputs, and gradients with random cotangents, of functions of the same inputs."""
-    d_out = jax.random.normal(jax.random.key(3), jax.eval_shape(theirs, *given).shape)
+    d_out = normal(3, jax.eval_shape(theirs, *given).shape)
 
     def everything(function):
         def run(*given):
@@ -58,8 +59,7 @@ PER_HEAD = np.random.default_rng(1).random((B, H, T, T)) < 0.5
 POSITIONS = np.random.default_rng(2).permutation(T)[None].repeat(B, 0).astype(np.int32)
 SEGMENTS = np.sort(np.random.default_rng(3).integers(-1, 3, (B, T)), -1).astype(np.int32)
 LAYOUT = SparseMask(lower_bounds=np.array([[[0, 0, 1]]]), upper_bounds=np.array([[[1, 2, 3]]]))
-BIAS = jax.random.normal(jax.random.key(1), (1, H, T, T))
-AUX = jax.random.normal(jax.random.key(2), (3,))
+BIAS, AUX = normal(1, (1, H, T, T)), normal(2, (3,))
 
 
 class Local:
@@ -88,7 +88,7 @@ CASES = {
         ((lambda past: (past >= 0) & (past <= 40))(POSITIONS[:, :, None] - POSITIONS[:, None]))[:, None],
         {},
     ),
-    "softmax_aux": (dict(softmax_aux=AUX), CAUSAL, dict(sinks=jnp.broadcast_to(AUX, (H, 3)))),
+    "softmax_aux": (dict(softmax_aux=AUX), CAUSAL, dict(sinks=jnp.asarray(np.tile(AUX, (H, 1))))),
     "attention_mask": (dict(attention_mask=PER_HEAD), CAUSAL & PER_HEAD, {}),
     "sliding_window": (dict(sliding_window=13, causal=False), (np.abs(Q - S) <= 13)[None, None], {}),
     "logits_soft_cap": (dict(logits_soft_cap=1.5), CAUSAL, dict(cap=1.5)),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import normal
 from sweep import sweep
 
 from xsake.compat.flex import and_masks, create_block_mask, flex_attention, or_masks
@@ -13,10 +14,9 @@ from xsake.compat.score_rule import Recognised, at_places
 
 B, H, K, T, D = 2, 4, 2, 40, 16
 SIZES = (B, H, T, T)
-KEYS = jax.random.split(jax.random.key(0), 6)
-TABLE = jax.random.normal(KEYS[0], (H, 2 * T))
-SLOPES = 2.0 ** -jnp.arange(1, H + 1, dtype=jnp.float32)
-DOCUMENTS = jnp.sort(jax.random.randint(KEYS[1], (B, T), 0, 4), -1)
+TABLE = normal(0, (H, 2 * T))
+SLOPES = jnp.asarray(2.0 ** -np.arange(1, H + 1, dtype=np.float32))
+DOCUMENTS = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, (B, T), np.int32), -1))
 PREFIX = jnp.array([3, 11])
 
 
@@ -87,7 +87,7 @@ def promotion_as_users_have_it():
 
 def arrays():
     shapes = (H, K, K)
-    return [jax.random.normal(key, (B, n, T, D)) for key, n in zip(KEYS[2:], shapes, strict=False)]
+    return [normal(2 + i, (B, n, T, D)) for i, n in enumerate(shapes)]
 
 
 def places():
@@ -118,7 +118,7 @@ def test_a_score_mod_is_recognised(name):
         got = at_places(lambda *at: found.rule_at(*at).apply(scores[at]), *places())
         return got, modified(scores, SCORES[name])
 
-    np.testing.assert_allclose(*both(3 * jax.random.normal(KEYS[5], SIZES)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*both(3 * normal(5, SIZES)), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -149,7 +149,7 @@ def test_every_mod(name):
 
 
 def _check(score_mod, mask_mod, table):
-    cotangent = jax.random.normal(KEYS[4], (B, H, T, D)), jax.random.normal(KEYS[5], (B, H, T))
+    cotangent = normal(4, (B, H, T, D)), normal(5, (B, H, T))
 
     def both(attend):
         def loss(*given):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import normal
 from sweep import sweep
 
 import xsake
@@ -17,17 +18,21 @@ MASK = xsake.BlockMask.from_blocks(
 )
 ARGUMENTS = {
     "mask": dict(mask=MASK),
-    "bias and soft cap": dict(is_causal=True, bias=jnp.linspace(-1, 1, T)[None, None, None], logits_soft_cap=2.0),
+    "bias and soft cap": dict(
+        is_causal=True,
+        bias=jnp.asarray(np.linspace(-1, 1, T, dtype=np.float32).reshape(1, 1, 1, T)),
+        logits_soft_cap=2.0,
+    ),
     "sinks and empty rows": dict(sinks=jnp.array([0.3, -0.4]), query_seq_lengths=jnp.array([5])),
 }
 
 
 def inputs():
-    return tuple(jax.random.normal(jax.random.key(i), (1, T, H, D)) for i in range(3))
+    return tuple(normal(i, (1, T, H, D)) for i in range(3))
 
 
 def loss(attention, **arguments):
-    weight = jax.random.normal(jax.random.key(9), (1, T, H, D))
+    weight = normal(9, (1, T, H, D))
 
     def of(inputs):
         out, lse = attention(*inputs, **arguments, return_lse=True)

@@ -70,9 +70,10 @@ def test_logits_of_later_blocks_with_values_of_96(options):
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     """The second query's logits rise so far that its tile is weighed again; the first query's rise less."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, 64)), jnp.bfloat16) for n in (64, 256, 256))
-    q = q.at[..., 0].set(0.0).at[:, 0, :, 0].set(1.0)
-    k = k.at[..., 0].set(0.0).at[:, 128:, :, 0].set(64.0)  # logits of 8
+    q, k, v = (rng.standard_normal((1, n, 1, 64)) for n in (64, 256, 256))
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    q[:, 0, :, 0], k[:, 128:, :, 0] = 1.0, 64.0  # logits of 8
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
     mask = xsake.BlockMask.full(64, 256, block_q=64, block_kv=128)
     with xsake.interpret():
         for_small, for_large = (

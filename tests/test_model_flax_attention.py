@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import chances, normal
 from flax import linen, nnx
 from sweep import sweep
 
@@ -17,13 +18,13 @@ from xsake.hads import select
 from xsake.model import attention_fn
 
 LENGTH, WIDTH, HEADS = 48, 32, 4
-X = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
+X = normal(0, (2, LENGTH, WIDTH))
 BLOCKS = np.random.default_rng(0).random((HEADS, 3, 3)) < 0.5
 SPARSE = xsake.BlockMask.from_blocks(
     BLOCKS | np.eye(3, dtype=bool), block_q=16, block_kv=16, q_len=LENGTH, kv_len=LENGTH, is_causal=True
 )
 ELEMENTS = jnp.asarray(SPARSE.to_elements())  # [1, heads, T, S], as Flax takes it
-CAUSAL = linen.make_causal_mask(X[..., 0])
+CAUSAL = jnp.asarray(np.tri(LENGTH, dtype=np.float32)[None, None].repeat(2, 0))  # as linen.make_causal_mask's
 
 
 def of_nnx(x, fn=None, **call):
@@ -42,7 +43,7 @@ def of_linen(x, fn=None, **call):
     return jax.jit(lambda x: layer.apply(layer.init(jax.random.key(0), x), x, **call))(x)
 
 
-MASKS = {"none": None, "causal": CAUSAL, "prefix": (CAUSAL > 0) | (jnp.arange(LENGTH) < 3)[None, None, None]}
+MASKS = {"none": None, "causal": CAUSAL, "prefix": jnp.asarray((np.asarray(CAUSAL) > 0) | (np.arange(LENGTH) < 3))}
 
 
 @pytest.mark.parametrize("layer", sweep([of_nnx, of_linen], slow=[of_linen]))  # which the next test has
@@ -60,7 +61,7 @@ def test_block_masks_are_flaxs_with_the_same_elements(layer):
 
 
 def test_a_function_chooses_the_blocks_by_the_layers_queries_and_keys():
-    x, head_dim = jax.random.normal(jax.random.key(1), (2, 160, WIDTH)), WIDTH // HEADS
+    x, head_dim = normal(1, (2, 160, WIDTH)), WIDTH // HEADS
     profile = hads_case.random_profile(q_heads=HEADS, kv_heads=HEADS, head_dim=head_dim)
     choose = partial(select, profile=profile, budget=0.7, layer=1)
     found = []
@@ -91,9 +92,9 @@ def test_causality_by_argument():
 
 @pytest.mark.parametrize("lead", sweep([(), (3,), (2, 3)], slow=[(), (3,)]))
 def test_any_number_of_batch_dimensions(lead):
-    query, key, value = (jax.random.normal(jax.random.key(i), (*lead, 8, HEADS, 16)) for i in range(3))
-    bias = jax.random.normal(jax.random.key(3), (*lead[-1:], HEADS, 8, 8))
-    mask = jax.random.bernoulli(jax.random.key(4), 0.7, (*lead[:1], *(1,) * len(lead[1:]), 1, 8, 8))
+    query, key, value = (normal(i, (*lead, 8, HEADS, 16)) for i in range(3))
+    bias = normal(3, (*lead[-1:], HEADS, 8, 8))
+    mask = chances(4, (*lead[:1], *(1,) * len(lead[1:]), 1, 8, 8), 0.7)
     with jax.numpy_rank_promotion("allow"):  # as linen does it
         expected = linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
     found = jax.jit(attention_fn)(query, key, value, bias, mask)
@@ -145,8 +146,8 @@ def one_query(**options):
 
 
 def test_each_batch_entry_decodes_at_its_own_position():
-    query = jax.random.normal(jax.random.key(1), (2, 1, HEADS, 16))
-    key, value = (jax.random.normal(jax.random.key(i), (2, LENGTH, HEADS, 16)) for i in (2, 3))
+    query = normal(1, (2, 1, HEADS, 16))
+    key, value = (normal(i, (2, LENGTH, HEADS, 16)) for i in (2, 3))
     decode = jax.jit(lambda *arrays, at: attention_fn(*arrays, block_mask=SPARSE, input_positions=at))
     found = decode(query, key, value, at=jnp.array([[3], [37]]))
     rows = jnp.stack([ELEMENTS[0, :, i : i + 1] for i in (3, 37)])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import chances, integers, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sweep import sweep
@@ -140,8 +141,8 @@ def test_a_sequence_that_is_cut_is_gathered_with_a_warning(kind):
 
 def test_heads_that_cannot_be_cut_are_gathered_with_a_warning():
     mesh = mesh_of("explicit", (4,), ("model",))
-    q = jax.random.normal(jax.random.key(0), (1, 32, 12, 16))
-    k = jax.random.normal(jax.random.key(1), (1, 32, 6, 16))
+    q = normal(0, (1, 32, 12, 16))
+    k = normal(1, (1, 32, 6, 16))
     sharded = jax.device_put(q, NamedSharding(mesh, P(None, None, "model", None)))
     replicated = jax.device_put(k, NamedSharding(mesh, P()))
     with pytest.warns(UserWarning, match="sharded along heads: cut batch and heads"):
@@ -152,8 +153,8 @@ def test_heads_that_cannot_be_cut_are_gathered_with_a_warning():
 @pytest.mark.parametrize("kind", sweep(KINDS, slow=["auto"]))
 def test_a_mask_that_was_made_inside_jit_follows(kind):
     mesh = mesh_of(kind)
-    q = jax.random.normal(jax.random.key(0), (2, 64, 4, 16))
-    blocks = jax.random.uniform(jax.random.key(1), (2, 4, 4, 4)) < 0.6
+    q = normal(0, (2, 64, 4, 16))
+    blocks = chances(1, (2, 4, 4, 4), 0.6)
 
     def made(blocks):
         options = dict(block_q=16, block_kv=16, q_len=64, kv_len=64, is_causal=True, capacity=10)
@@ -170,7 +171,7 @@ BLOCKS = dict(block_q=8, block_kv=8, q_len=LENGTH, kv_len=LENGTH)
 
 
 def indices(i, n=2, heads=4):
-    return jax.random.randint(jax.random.key(i), (2, heads, LENGTH // 8, n), -1, LENGTH // 8)
+    return integers(i, -1, LENGTH // 8, (2, heads, LENGTH // 8, n))
 
 
 def with_sinks(q, k, v, sinks):
@@ -220,11 +221,11 @@ def mapped(q, k, v, sinks):
 
 
 def drawn(*shape):
-    return jax.random.normal(jax.random.key(7), shape)
+    return normal(7, shape)
 
 
-SEGMENTS = (jnp.broadcast_to(jnp.arange(LENGTH) // 12, (2, LENGTH)), jnp.array([32, 20]))
-SOME = jax.random.uniform(jax.random.key(3), (2, 8, LENGTH // 8, LENGTH // 8)) < 0.6
+SEGMENTS = tuple(map(jnp.asarray, (np.arange(LENGTH, dtype=np.int32)[None].repeat(2, 0) // 12, np.int32([32, 20]))))
+SOME = chances(3, (2, 8, LENGTH // 8, LENGTH // 8), 0.6)
 # function, arguments besides query, key and value, and how these lie
 EXPLICIT = {
     "sinks": (with_sinks, (drawn(8),), (P(),)),
@@ -264,7 +265,7 @@ def differentiated(function, arrays):
 def test_gradients_on_explicit_axes(name, axes):
     function, rest, specs = EXPLICIT[name]
     arrays = (
-        *(jax.random.normal(jax.random.key(i), (2, LENGTH, heads, 8)) for i, heads in enumerate((8, 4, 4))),
+        *(normal(i, (2, LENGTH, heads, 8)) for i, heads in enumerate((8, 4, 4))),
         *rest,
     )
     mesh = mesh_of("explicit", {"batch": (2, 1), "heads": (1, 4), "both": (2, 4)}[axes])
@@ -310,7 +311,7 @@ def test_views_of_a_mask_that_is_made_on_explicit_axes():
 
 
 def test_heads_that_choose_together_are_gathered_where_devices_would_part_them():
-    q, k = (jax.random.normal(jax.random.key(heads), (1, 16, heads, 8)) for heads in (8, 2))
+    q, k = (normal(heads, (1, 16, heads, 8)) for heads in (8, 2))
     mesh = mesh_of("explicit", (4,), ("model",))
     cut = jax.device_put(q, NamedSharding(mesh, P(None, None, "model")))
     whole = jax.device_put(k, NamedSharding(mesh, P()))
@@ -330,7 +331,7 @@ def test_the_flax_adapter_is_cut_too():
         nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
         for attend in (attention_fn, nnx.dot_product_attention)
     )
-    x = jnp.ones((2, 32, 64)) * jax.random.normal(jax.random.key(0), (2, 32, 64))
+    x = jnp.ones((2, 32, 64)) * normal(0, (2, 32, 64))
     state = nnx.state(layer)
     cut = jax.tree.map(lambda p: jax.device_put(p, NamedSharding(mesh, P(None, "model") if p.ndim > 1 else P())), state)
     graph = nnx.graphdef(layer)

@@ -18,10 +18,14 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 B, T, S, H, K, D = 2, 32, 48, 4, 2, 8
 
 
+def ones(shape, dtype=np.float32):
+    return jnp.asarray(np.ones(shape, dtype))  # jnp.ones compiles a program for every shape
+
+
 def arrays(**changes):
     shapes = dict(query=(B, T, H, D), key=(B, S, K, D), value=(B, S, K, D))
     given = {
-        name: jnp.ones(changes.pop(name, shape)) if not hasattr(changes.get(name), "dtype") else changes.pop(name)
+        name: ones(changes.pop(name, shape)) if not hasattr(changes.get(name), "dtype") else changes.pop(name)
         for name, shape in shapes.items()
     }
     return given | changes
@@ -35,7 +39,7 @@ def mask(**changes):
 
 
 def int32(*shape):
-    return jnp.zeros(shape, jnp.int32)
+    return jnp.asarray(np.zeros(shape, np.int32))
 
 
 # By error: changes of a right call, and the words of the message that name what is wrong.
@@ -48,7 +52,7 @@ CALLS = {
         "key of five dimensions": (dict(key=(1, B, S, K, D)), "key ... (1, 2, 48, 2, 8)"),
         "value of two dimensions": (dict(value=(S, D)), "value ... (48, 8)"),
         "mixed dtypes": (
-            dict(key=jnp.ones((B, S, K, D), jnp.bfloat16)),
+            dict(key=ones((B, S, K, D), jnp.bfloat16)),
             "one dtype ... query.dtype=float32 ... key.dtype=bfloat16",
         ),
         "other batch": (dict(key=(3, S, K, D)), "batch ... 2 ... 3"),
@@ -69,14 +73,14 @@ CALLS = {
         ),
         "mask of other batch": (dict(mask=mask(batch=3)), "mask has batch 3 ... 1 ... batch=2"),
         "bias that does not broadcast": (
-            dict(bias=jnp.ones((B, H, T, S - 1))),
+            dict(bias=ones((B, H, T, S - 1))),
             "bias ... (2, 4, 32, 47) ... [2, 4, 32, 48]",
         ),
-        "bias of three dimensions": (dict(bias=jnp.ones((H, T, S))), "bias ... (4, 32, 48) ... [2, 4, 32, 48]"),
-        "bias per kv head": (dict(bias=jnp.ones((1, K, 1, 1))), "bias ... (1, 2, 1, 1)"),
-        "sinks of other heads": (dict(sinks=jnp.ones(3)), "sinks ... [4] or [4, n] ... (3,)"),
-        "sinks of three dimensions": (dict(sinks=jnp.ones((4, 1, 1))), "sinks ... [4] or [4, n] ... (4, 1, 1)"),
-        "no sinks": (dict(sinks=jnp.ones((4, 0))), "sinks ... (4, 0)"),
+        "bias of three dimensions": (dict(bias=ones((H, T, S))), "bias ... (4, 32, 48) ... [2, 4, 32, 48]"),
+        "bias per kv head": (dict(bias=ones((1, K, 1, 1))), "bias ... (1, 2, 1, 1)"),
+        "sinks of other heads": (dict(sinks=ones(3)), "sinks ... [4] or [4, n] ... (3,)"),
+        "sinks of three dimensions": (dict(sinks=ones((4, 1, 1))), "sinks ... [4] or [4, n] ... (4, 1, 1)"),
+        "no sinks": (dict(sinks=ones((4, 0))), "sinks ... (4, 0)"),
         "one segment_ids for two lengths": (
             dict(segment_ids=int32(B, T)),
             "segment_ids ... q_len=32 ... kv_len=48 ... (query, key) pair",
@@ -111,18 +115,18 @@ CALLS = {
     TypeError: {
         "integer query": (dict(query=int32(B, T, H, D)), "query ... floating ... int32"),
         "integer key": (dict(key=int32(B, S, K, D)), "key ... floating ... int32"),
-        "boolean value": (dict(value=jnp.ones((B, S, K, D), bool)), "value ... floating ... bool"),
-        "complex query": (dict(query=jnp.ones((B, T, H, D), jnp.complex64)), "query ... floating ... complex64"),
-        "array for a mask": (dict(mask=jnp.ones((T, S), bool)), "mask must be a BlockMask or None ... from_blocks"),
+        "boolean value": (dict(value=ones((B, S, K, D), bool)), "value ... floating ... bool"),
+        "complex query": (dict(query=ones((B, T, H, D), jnp.complex64)), "query ... floating ... complex64"),
+        "array for a mask": (dict(mask=ones((T, S), bool)), "mask must be a BlockMask or None ... from_blocks"),
         "integer bias": (dict(bias=int32(1, 1, T, S)), "bias ... floating ... int32"),
         "integer sinks": (dict(sinks=int32(4)), "sinks ... floating ... int32"),
         "segment_ids of floats": (
-            dict(segment_ids=(jnp.ones((B, T)), int32(B, S))),
+            dict(segment_ids=(ones((B, T)), int32(B, S))),
             "segment_ids ... integers ... float32",
         ),
-        "positions of floats": (dict(positions=(jnp.ones((B, T)), int32(B, S))), "positions ... integers ... float32"),
+        "positions of floats": (dict(positions=(ones((B, T)), int32(B, S))), "positions ... integers ... float32"),
         "lengths of floats": (
-            dict(key_value_seq_lengths=jnp.ones(2)),
+            dict(key_value_seq_lengths=ones(2)),
             "key_value_seq_lengths ... integers ... float32",
         ),
         "window of floats": (dict(local_window_size=2.5), "local_window_size ... 2.5 ... (left, right)"),
