@@ -8,7 +8,7 @@ from sweep import sweep
 
 import xsake
 from xsake.testing.case import check, make, run
-from xsake.testing.checks import CHECKS, small, space_of, twice
+from xsake.testing.checks import CHECKS, four_times, small, space_of
 
 PARTS = 8  # of a search space: each in a process of its own, within the time of a test
 
@@ -65,4 +65,4 @@ def test_two_backward_runs_give_the_same_bits(implementation, dtype):
     if dtype not in implementation.dtypes:
         pytest.skip(f"{implementation.name} does not claim {dtype}")
     case = make(implementation, dtype=dtype, bias=(1, 1, 0, 0), sinks=(4,), density=0.8)
-    twice(implementation, case)
+    four_times(implementation, case)
