@@ -13,7 +13,7 @@ import pytest
 import xsake
 from xsake import hads
 from xsake.hads.attention import ragged
-from xsake.hads.attention.policy import ALWAYS
+from xsake.hads.attention.policy import ALWAYS, AUTO
 
 PROFILE = case.random_profile()
 BLOCK, BUDGET, PAGE, PAGES, LAYER = PROFILE.block, 0.8, 16, 8, 1
@@ -37,6 +37,10 @@ def test_the_policy_decides_by_the_prompt():
     policy = dataclasses.replace(ALWAYS, prompt=128)
     assert (counts(0, 64, 127, policy=policy) == ragged.DENSE).all()
     assert (counts(0, 64, 128, policy=policy) > 0).all()
+
+
+def test_by_default_requests_are_dense():
+    assert (counts(0, 64, 1 << 17, policy=AUTO) == ragged.DENSE).all()
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,27 @@ from xsake._ground.kinds import maybe, number, whole
 from xsake.hads.profile.profile import HadsProfile
 from xsake.tuning_db import Found, Key
 
-Kind = Literal["prompt", "chunk", "training", "decode"]
+Kind = Literal["prompt", "chunk", "training", "decode", "request"]
 _MANY = 1 << 40
 
 # By kind: from how many tokens on a call is sparse where no race of such calls is known; new tokens by the cached
-# tokens of all sequences. A guess from an H200's larger models.
-HEURISTIC = {"prompt": 4096, "chunk": 4096, "training": 8192, "decode": 1 << 19}
+# tokens of all sequences. A guess from an H200's larger models. Requests of a server choose among their pages by an XLA
+# program, which was slower than dense attention wherever it was measured.
+HEURISTIC = {"prompt": 4096, "chunk": 4096, "training": 8192, "decode": 1 << 19, "request": None}
 _DOING = {
     "prompt": "a sparse prompt",
     "chunk": "a sparse chunk",
     "training": "sparse training",
     "decode": "sparse writing",
+    "request": "a request's sparse prompt",
 }
 
 
 class Situation(NamedTuple):
     """What is known of a call when it is traced.
 
-    - `kind`: a whole prompt, a chunk of it, a training step, or a few new tokens.
+    - `kind`: a whole prompt, a chunk of it, a training step, a few new tokens, or the prompt of one of a server's
+      requests.
     - `batch`, `queries`, `keys`: sequences; tokens that ask; tokens of each sequence up to the last of them, or the
       slots of a cache.
     - `budget`: the share of the blocks that the user allows.
@@ -74,9 +77,9 @@ class Policy:
     """From which size on a call is sparse, and how many blocks it keeps at least.
 
     Args:
-      prompt, training: keys of a sequence from which on a prompt, in chunks or not, or a training step is sparse. None
-        asks the tuning database, which holds races of sparse and dense attention on this device (`xsake autotune
-        --hads`), and without such a race a heuristic.
+      prompt, training: keys of a sequence from which on a prompt, in chunks or not, a server's or not, or a training
+        step is sparse. None asks the tuning database, which holds races of sparse and dense attention on this device
+        (`xsake autotune --hads`), and without such a race a heuristic.
       decode: keys of all sequences together from which on new tokens are sparse; None as above.
       spare: the blocks kept are at least so many times those that are always on: with fewer, the answer suffers.
       most: with a larger share of the blocks, dense attention is as fast.
@@ -115,12 +118,14 @@ class Policy:
 
     def _pays(self, one: Situation, budget: float) -> tuple[bool, str]:
         """Whether sparse attention is faster, and why."""
-        least = getattr(self, "prompt" if one.kind == "chunk" else one.kind)
+        least = getattr(self, "prompt" if one.kind in ("chunk", "request") else one.kind)
         if least is not None:
             return _from(one, least)
         if found := tuning_db.find_race(one.device, one.key(budget)):
             return bool(found.entry.config["sparse"]), told(found, one.device)
-        pays, why = _from(one, HEURISTIC[one.kind])
+        if (guess := HEURISTIC[one.kind]) is None:
+            return False, f"{_DOING[one.kind]} was slower wherever it was raced"
+        pays, why = _from(one, guess)
         return pays, f"{why}: a guess, for no race of such calls on {one.device!r} is known (xsake autotune --hads)"
 
 

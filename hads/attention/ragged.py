@@ -41,7 +41,7 @@ def counts_of_chunk(
     chunks share counts in both.
     """
     forced = forced_share(profile.grid(length))
-    situation = Situation("prompt", 1, length, length, float(budget), forced, device, dtype, profile)
+    situation = Situation("request", 1, length, length, float(budget), forced, device, dtype, profile)
     share = policy.decide(situation).budget
     if share is None:
         return np.full(profile.layers, DENSE, np.int32)
