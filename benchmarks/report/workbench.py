@@ -7,7 +7,13 @@ import re
 from benchmarks.report.words import Row, Run, facts, grid, ms, section, span, times
 from xsake.autotune import problem
 
-NAMES = {"xsake": "XSAKE", "jax_mosaic": "JAX's kernel", "cudnn": "cuDNN", "flex": "FlexAttention"}
+NAMES = {
+    "xsake": "XSAKE",
+    "jax_mosaic": "JAX's kernel",
+    "cudnn": "cuDNN",
+    "tokamax": "tokamax",
+    "flex": "FlexAttention",
+}
 BACKEND = "jax_mosaic"
 
 
@@ -27,7 +33,7 @@ def gpu_workbench() -> str:
     calls = {at: (_call(at[0], density[at]), at[1]) for at in by}
     return section(
         grid(("call in float16", "direction"), calls, {who: NAMES[who] for who in NAMES if who in raced}, cell),
-        facts(*_checked(run.results), _faster(by), _tuned(run.results), _seconds(run.results)),
+        facts(*_checked(run.results), _faster(by), _tuned(run.results), _refreshed(run.results), _seconds(run.results)),
         run.source("jax", "torch", "nvidia-cudnn-cu13"),
     )
 
@@ -77,6 +83,15 @@ def _tuned(rows: list[Row]) -> str | None:
     gains = f"{found[1].rstrip('x')} to {found[2].rstrip('x')} times as fast"
     return (
         f"The choices of `xsake autotune` are {gains} as its first configuration, after {row['seconds']:.0f} s{late}."
+    )
+
+
+def _refreshed(rows: list[Row]) -> str | None:
+    (row,) = (row for row in rows if row["step"] == "refresh")
+    renewed, dropped, left = re.findall(r"\d+", row["said"][-1])
+    return (
+        f"`xsake autotune --refresh` raced {int(renewed) + int(dropped) + int(left)} entries of older kernels again in "
+        f"{row['seconds']:.0f} s: {renewed} renewed, {dropped} dropped, {left} left."
     )
 
 
