@@ -7,7 +7,8 @@ Attention: XSAKE's calls of `gpu_attention`, but for those within the densities 
 where runs are sustained and in random order. TPUs: cycles of the compiler's schedules (`tpu_schedule`). All other work
 of a training step: the steps of `train_gpu`, less their attention by the throughput of the kernel that they ran; not
 HADS's steps, which also choose blocks, nor steps that are mostly attention, nor those kept from an older commit, whose
-kernels ran at another throughput.
+kernels ran at another throughput. All other work of a prefill, and the choice of blocks: the prompts that HADS read in
+`gpu_prompt_long`, whose record has the time of each kernel of a layer.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from typing import Any
 from benchmarks import record
 from xsake._ground import atomic
 from xsake._plan.attention import blocks_per_row, forward_flops
-from xsake._plan.models import matmul_weights
-from xsake._plan.rates import BOTH, BOTH_FLOPS, FILE, FORWARD, Point, Rest, attention_rate
+from xsake._plan.models import PUBLISHED, block_weights, matmul_weights
+from xsake._plan.rates import BOTH, BOTH_FLOPS, FILE, FORWARD, Point, Prompt, Rest, attention_rate
 from xsake.autotune.workloads import WORKLOADS
 from xsake.model.network.config import PRESETS
 from xsake.model.training.watch.mfu import PEAK_FLOPS
 
-RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "tpu_schedule")
+RECORDS = ("gpu_attention", *record.load_all("gpu_peers_"), "train_gpu", "gpu_prompt_long", "tpu_schedule")
 BLOCKS = {"xsake": 128, "xsake block 64": 64}  # of the calls of gpu_attention, by the name of the contestant
 # TPU chips: JAX's name, and how many multiply-adds its matrix units do per cycle.
 TPUS = {"v5e:2x2": ("TPU v5 lite", 4 * 128 * 128), "v6e:2x2": ("TPU v6 lite", 2 * 256 * 256)}
 # Share of a step's time: where attention takes more, the rest is mostly the error of the subtraction.
 MOST_ATTENTION = 2 / 3
+ATTENTION_KERNEL = "entry_mosaic_gpu_kernel"  # the forward's
 LOGITS = 512 * 512  # the schedules' cycles are for as many
 
 
@@ -151,6 +153,38 @@ def _rest(result: dict[str, Any], device: str, points: list[Point]) -> Rest | No
     )
 
 
+def prompts() -> list[Prompt]:
+    run = record.load("gpu_prompt_long")
+    return [
+        _prompt(row, way, run["environment"]["device"])
+        for row in run["results"]
+        for way in row["kernels"]
+        if way.startswith("HADS") and row["kernels"][way]
+    ]
+
+
+def _prompt(row: dict[str, Any], way: str, device: str) -> Prompt:
+    config, length, layers = PUBLISHED[row["model"]], row["length"], row["layers"]
+    kernels, seconds = row["kernels"][way]["kernels"], row["seconds"][way]["median"]
+    attention = kernels[ATTENTION_KERNEL]["seconds"]
+    choice = sum(kernel["seconds"] for name, kernel in kernels.items() if name.startswith("hads_"))
+    others = seconds - layers * (attention + choice)
+    return Prompt(
+        device=device,
+        record="gpu_prompt_long",
+        model=row["model"],
+        width=config.width,
+        layers=layers,
+        q_heads=config.q_heads,
+        density=float(way.removeprefix("HADS ").removesuffix("%")) / 100,
+        length=length,
+        seconds=round(seconds, 6),
+        attention_seconds=round(attention, 6),
+        choice_seconds=round(choice, 6),
+        tflops=round(2 * layers * block_weights(config) * length / others / 1e12, 2),
+    )
+
+
 def _cudnn(head_dim: int) -> float:
     """Dense causal attention by cuDNN, both directions: of the recorded call with this head_dim."""
     return next(
@@ -174,6 +208,7 @@ def made() -> str:
         "records": "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sources.items()) + "\n }",
         "attention": _lines(points),
         "rest_of_step": _lines(rest_of_steps(points)),
+        "prompts": _lines(prompts()),
     }
     return "{\n" + ",\n".join(f" {json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
 

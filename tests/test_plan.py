@@ -25,7 +25,16 @@ from xsake._plan.meshes import Mesh, every_mesh
 from xsake._plan.models import MODELS, block_weights, matmul_weights
 from xsake._plan.plan import make_plan
 from xsake._plan.question import Question
-from xsake._plan.rates import BOTH, FILE, FORWARD, Point, attention_rate, shipped_points
+from xsake._plan.rates import (
+    BOTH,
+    FILE,
+    FORWARD,
+    Point,
+    attention_rate,
+    choice_seconds,
+    shipped_points,
+    shipped_prompts,
+)
 from xsake.autotune.workloads import WORKLOADS
 from xsake.model.network.config import PRESETS, ModelConfig
 from xsake.model.network.transformer import Transformer
@@ -44,9 +53,21 @@ def test_rates_are_what_the_records_say():
     assert FILE.read_text() == plan_rates.made(), "run: python -m benchmarks.plan_rates"
 
 
-def test_recorded_steps_come_out_near():
-    for run, predicted in plan_report.checks():
+def test_recorded_runs_come_out_near():
+    for run, predicted in [*plan_report.checks(), *plan_report.prompt_checks()]:
         assert 0.9 < predicted / run.seconds < 1.1, run
+
+
+def test_choosing_blocks_takes_a_share_of_the_heads_and_rows():
+    asked = dataclasses.replace(CASE, prefill=True, batch=1, devices=8)
+    mesh = Mesh(1, 2, 4)
+    (without,), (chosen,) = (
+        make_plan(dataclasses.replace(asked, hads=hads), mesh).predictions[:1] for hads in (False, True)
+    )
+    whole = choice_seconds(shipped_prompts(), device="NVIDIA H200", tokens=asked.tokens, q_heads=32)
+    assert math.isclose(chosen.choice, 32 * whole / 8) and without.choice == 0
+    assert math.isclose(chosen.seconds, without.seconds + chosen.choice)
+    assert math.isclose(sum(chosen.shares.values()), 1)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +352,13 @@ def run(*options, asked=ASKED, columns=220):
 def test_command(tmp_path):
     result = run("--json", str(tmp_path / "plan.json"), "--link", "outside=25")
     assert result.exit_code == 0, result.output
-    for said in ("Predicted, not measured", "sparse is a what-if: 60%", "Best: ", "InfiniBand 25 beyond"):
+    for said in (
+        "Predicted, not measured",
+        "sparse is a what-if: 60%",
+        "Best: ",
+        "InfiniBand 25 beyond",
+        "time goes to",
+    ):
         assert said in result.output
     assert "gather" in result.output and "ring" in result.output
     values = json.loads((tmp_path / "plan.json").read_text())
@@ -368,6 +395,8 @@ def test_help_lists_what_there_is():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--hads"], "for a prefill (--prefill)"),
+        (["--hads", "--prefill", "--device", "tpu-v5e"], "recorded is NVIDIA H200"),
         (["--model", "llama"], "known are tiny"),
         (["--device", "b200"], "known are h200"),
         (["--tokens", "1000"], "multiple of block=128"),

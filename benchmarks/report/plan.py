@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from typing import Any
+
 from benchmarks.report.words import section, table
 from xsake._plan.devices import DEVICES
 from xsake._plan.exchanges import EXCHANGES
@@ -10,7 +14,7 @@ from xsake._plan.models import MODELS
 from xsake._plan.plan import make_plan
 from xsake._plan.predict import predict
 from xsake._plan.question import Question
-from xsake._plan.rates import Rest, rest_rate, shipped_points, shipped_rest
+from xsake._plan.rates import Prompt, Rest, rest_rate, shipped_points, shipped_prompts, shipped_rest
 
 
 def example() -> str:
@@ -54,6 +58,59 @@ def checks() -> list[tuple[Rest, float]]:
         for run in runs
         if run.attention == "sparse"
     ]
+
+
+def predicted_prompt(run: Prompt, others: list[Prompt]) -> float:
+    """The seconds of a recorded prompt, by the throughputs of attention and what other prompts took beside it."""
+    config = dataclasses.replace(MODELS[run.model], layers=run.layers)
+    device = next(d for d in DEVICES.values() if d.kind == run.device)
+    asked: dict[str, Any] = dict(devices=1, tokens=run.length, density=run.density, batch=1, prefill=True, hads=True)
+    question = Question(config=config, device=device, **asked)
+    rest = rest_rate(others, width=run.width)
+    return predict(question, Mesh(1, 1, 1), "none", remat=False, points=shipped_points(), rest=rest).seconds
+
+
+def prompt_checks() -> list[tuple[Prompt, float]]:
+    """Each recorded prompt that HADS read, and what the model's other prompts predict for it."""
+    runs = shipped_prompts()
+    return [(run, predicted_prompt(run, [r for r in runs if r.model == run.model and r != run])) for run in runs]
+
+
+def check_prompts() -> str:
+    rows = [
+        [
+            f"{run.model}, {run.layers} layers",
+            str(run.length),
+            f"{run.density:.0%}",
+            f"{run.seconds * 1e3:.0f} ms",
+            f"{seconds * 1e3:.0f} ms",
+            f"{seconds / run.seconds:.2f}",
+        ]
+        for run, seconds in prompt_checks()
+    ]
+    heads = ["model", "tokens", "HADS's blocks", "recorded", "predicted", "predicted over recorded"]
+    run = shipped_prompts()[0]
+    return section(table(heads, rows), f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}.")
+
+
+def long_prompts() -> str:
+    """The best plan of one prompt of a million tokens and of ten, on growing numbers of devices."""
+    rows = []
+    for tokens, devices in itertools.product((1 << 20, 10 << 20), (8, 32, 128, 256)):
+        asked: dict[str, Any] = dict(devices=devices, tokens=tokens, density=0.05, batch=1, prefill=True, hads=True)
+        best = make_plan(Question(config=MODELS["llama-8b"], device=DEVICES["h200"], **asked)).best
+        found = ["none fits", "", "", ""]
+        if best is not None:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in best.shares.items())
+            found = [
+                f"{best.exchange} on {best.mesh}",
+                f"{best.seconds:.1f} s",
+                shares,
+                f"{best.total_memory / 1e9:.0f} GB",
+            ]
+        rows.append([f"{tokens:,}", str(devices), *found])
+    heads = ["tokens", "devices", "best", "to the first token", "the time goes to", "memory per device"]
+    return section(table(heads, rows), "Predicted, not measured.")
 
 
 def check() -> str:

@@ -34,6 +34,7 @@ def plan(
     density: Annotated[float, typer.Option(help="Active blocks over the causal rule's blocks; 1 is dense.")] = 1.0,
     batch: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 8,
     prefill: Annotated[bool, typer.Option(help="Plan a prefill (a forward alone) instead of a training step.")] = False,
+    hads: Annotated[bool, typer.Option(help="HADS chooses the blocks of the prefill, which takes time.")] = False,
     block: Annotated[int, typer.Option(help="Tokens per mask block.")] = 128,
     mesh: Annotated[str | None, typer.Option(help="Only this mesh, data x model x sequence, such as 8x1x8.")] = None,
     union: Annotated[
@@ -119,14 +120,14 @@ def _show(plan: Plan, model: str, top: int, console: Console) -> None:
         f"{q.batch} x {q.tokens} tokens, density {q.density:g}, on {q.devices} {q.device.name}"
     )
     unit = ("s", 1.0) if plan.predictions[0].seconds >= 1 else ("ms", 1e3)
-    best = _table(f"The best mesh (data x model x sequence) of each exchange, in {unit[0]}")
+    best = _table(f"The best mesh (data x model x sequence) of each exchange, in {unit[0]}", q.hads)
     for exchange in EXCHANGES:
         prediction = plan.best_of(exchange)
         best.add_row(exchange, *(["no mesh can"] if prediction is None else _cells(prediction, unit[1])))
     console.print(best)
     if top:
         shown = plan.predictions[:top]
-        meshes = _table(f"Meshes, the best first: {len(shown)} of {len(plan.predictions)}, in {unit[0]}")
+        meshes = _table(f"Meshes, the best first: {len(shown)} of {len(plan.predictions)}, in {unit[0]}", q.hads)
         for prediction in shown:
             meshes.add_row(prediction.exchange, *_cells(prediction, unit[1]))
         console.print(meshes)
@@ -152,6 +153,8 @@ def _show_best(plan: Plan, best: Prediction, console: Console) -> None:
         f"[bold]Best: {best.exchange} on {best.mesh}[/bold], {_seconds(best.seconds)}, "
         f"{tokens_per_second(plan, best):,.0f} tokens per second and device"
     )
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in best.shares.items())
+    console.print(f"  the time goes to: {shares}", highlight=False)
     names = {"exchange": "exchange of K and V", "model": "sums over model", "weights": "weights and gradients"}
     for name, part in best.traffic.items():
         if part.bytes:
@@ -169,7 +172,7 @@ def _show_best(plan: Plan, best: Prediction, console: Console) -> None:
         )
 
 
-def _table(title: str) -> Table:
+def _table(title: str, hads: bool) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -177,13 +180,15 @@ def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for name in ("exchange", "mesh"):
         table.add_column(name, no_wrap=True)
-    for name in ("time", "attention", "other\nwork", "exposed", "hidden", "memory", "remat", "fits"):
+    choice = ["choice"] if hads else []
+    for name in ("time", "attention", *choice, "other\nwork", "exposed", "hidden", "memory", "remat", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _cells(p: Prediction, times: float) -> list[str]:
-    seconds = [f"{s * times:.2f}" for s in (p.seconds, p.attention, p.matmuls, p.exposed, p.hidden)]
+    choice = [p.choice] if p.choice else []
+    seconds = [f"{s * times:.2f}" for s in (p.seconds, p.attention, *choice, p.matmuls, p.exposed, p.hidden)]
     return [str(p.mesh), *seconds, _bytes(p.total_memory), "yes" if p.remat else "no", "yes" if p.fits else "no"]
 
 

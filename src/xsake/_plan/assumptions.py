@@ -5,7 +5,8 @@ from __future__ import annotations
 from xsake._plan.attention import TILE
 from xsake._plan.memory import LOSS_CHUNK, USABLE
 from xsake._plan.plan import Plan
-from xsake._plan.rates import shipped, shipped_points, shipped_rest
+from xsake._plan.question import Question
+from xsake._plan.rates import shipped, shipped_points, shipped_prompts, shipped_rest
 
 CHECKED = (
     "Checked, for the H200 alone: attention throughputs are recorded runs, and whole training steps on one device come "
@@ -47,7 +48,7 @@ def _compute(plan: Plan) -> list[str]:
     used = dict.fromkeys(rate for p in plan.predictions[:8] for rate in p.rates[: 1 if q.prefill else 2])
     rates = "; ".join(f"{rate.tflops:.0f} TFLOP/s ({rate.source})" for rate in used)
     names = {point.record for point in shipped_points() if point.device == q.device.recorded_as}
-    names |= set() if q.mfu else {rest.record for rest in shipped_rest()}
+    names |= set() if q.mfu else {rest.record for rest in (shipped_prompts() if q.prefill else shipped_rest())}
     records = shipped()["records"]
     dates = ", ".join(f"{name} {records[name]['date'][:10]} at {records[name]['commit']}" for name in sorted(names))
     flattered = " Runs of gpu_attention are short and in a fixed order, which may flatter by a tenth."
@@ -61,11 +62,24 @@ def _compute(plan: Plan) -> list[str]:
         f"ring also adds up partial results: 10 bytes of memory traffic per number and hop, at "
         f"{q.device.bandwidth:.0f} GB/s.",
         f"Shards are balanced (zigzag, or equal counts): the busiest device walks {q.imbalance:g} times the mean "
-        f"(--imbalance). The time of choosing blocks (HADS) is not in the plan.",
+        f"(--imbalance).",
+        _choosing(q),
         f"All other work runs at {plan.rest.tflops:.0f} TFLOP/s of matrix products, {share:.0%} of the peak: "
         f"{plan.rest.source} (--mfu). That is the same on every mesh. Models wider than the recorded ones are likely "
         f"faster, and matrices split over many devices slower.",
     ]
+
+
+def _choosing(q: Question) -> str:
+    if not q.hads:
+        return "The masks are given: the time in which HADS would choose blocks is not in the plan (--hads, --prefill)."
+    here = [p for p in shipped_prompts() if p.device == q.device.recorded_as]
+    lengths = sorted({p.length for p in here})
+    return (
+        f"HADS chooses blocks for a device's own rows and heads among all keys, in a time that grows with the pairs of "
+        f"tokens: {here[0].record}.json, prompts of {' and '.join(map(str, lengths))} tokens in blocks of 128 x 32. "
+        "Longer prompts would take blocks of more keys, and less time."
+    )
 
 
 def _links(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from xsake._plan.exchanges import EXCHANGES, WHAT_IF
 from xsake._plan.meshes import Mesh, every_mesh, mesh_problem
 from xsake._plan.predict import Prediction, predict
 from xsake._plan.question import Question
-from xsake._plan.rates import Rate, rest_rate, shipped_points, shipped_rest
+from xsake._plan.rates import Rate, rest_rate, shipped_points, shipped_prompts, shipped_rest
 from xsake.model.training.watch.mfu import peak_flops
 
 
@@ -67,7 +67,7 @@ def rest_of_step(question: Question) -> Rate:
     device = question.device
     if question.mfu is not None:
         return Rate(question.mfu * device.peak / 1e12, "given by --mfu")
-    recorded = shipped_rest()
+    recorded = shipped_prompts() if question.prefill else shipped_rest()
     found = rest_rate(recorded, width=question.config.width)
     here = recorded[0].device
     if here == device.recorded_as:

@@ -13,7 +13,7 @@ from xsake._plan.memory import USABLE, prefill_memory, training_memory
 from xsake._plan.meshes import Mesh
 from xsake._plan.models import block_weights, matmul_weights
 from xsake._plan.question import Question
-from xsake._plan.rates import Point, Rate
+from xsake._plan.rates import Point, Rate, choice_seconds, shipped_prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Prediction:
       mesh: data x model x sequence.
       remat: whether activations are recomputed in the backward.
       attention: seconds of attention, with the sums between a ring's hops.
+      choice: seconds in which HADS chooses blocks.
       matmuls: seconds of all other work.
       traffic: by what it is for: the exchange of K and V, the model axis, weights and gradients.
       memory: by what it holds.
@@ -37,6 +38,7 @@ class Prediction:
     mesh: Mesh
     remat: bool
     attention: float
+    choice: float
     matmuls: float
     traffic: dict[str, Traffic]
     memory: dict[str, float]
@@ -54,7 +56,14 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        return self.attention + self.matmuls + self.exposed
+        return self.attention + self.choice + self.matmuls + self.exposed
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What the time goes to, the longest first."""
+        parts = {"attention": self.attention, "choosing blocks": self.choice, "other products": self.matmuls}
+        parts["transfers"] = self.exposed
+        return {name: part / self.seconds for name, part in sorted(parts.items(), key=lambda x: -x[1]) if part}
 
     @property
     def total_memory(self) -> float:
@@ -84,6 +93,7 @@ def predict(
         mesh=mesh,
         remat=remat,
         attention=sequences * layers * attention,
+        choice=sequences * layers * _choice(q, mesh),
         matmuls=sequences * matmuls,
         traffic={name: part * sequences for name, part in traffic.items()},
         memory=memory,
@@ -122,6 +132,15 @@ def _attention(q: Question, mesh: Mesh, exchange: str, points: Sequence[Point]) 
         blocks_per_row=blocks_per_row(q.tokens, q.block, q.density) / hops,
         hops=hops,
     )
+
+
+def _choice(q: Question, mesh: Mesh) -> float:
+    """One layer of one sequence: a device chooses for its own rows and heads, among the keys of all devices."""
+    if not q.hads:
+        return 0.0
+    heads = q.config.q_heads // mesh.model
+    whole = choice_seconds(shipped_prompts(), device=q.device.recorded_as, tokens=q.tokens, q_heads=heads)
+    return whole / mesh.sequence
 
 
 def _exchange(q: Question, mesh: Mesh, exchange: str, time: AttentionTime, *, backward: bool) -> Traffic:

@@ -26,6 +26,7 @@ class Question:
       batch: sequences per step, or per prefill.
       block: tokens per mask block.
       prefill: a forward that fills a cache, instead of a training step.
+      hads: HADS chooses the blocks of a prefill, which takes time.
       union: for `sparse`, the share of the other devices' K and V that the lists of a device's rows name.
       fsdp: weights, gradients and optimiser are split over "all" devices, over the "data" axis, or "none".
       remat: whether activations are recomputed; None: where they do not fit otherwise.
@@ -42,6 +43,7 @@ class Question:
     batch: int = field(whole(), default=8)
     block: int = field(whole(), default=128)
     prefill: bool = field(FLAG, default=False)
+    hads: bool = field(FLAG, default=False)
     union: float = field(_SHARE, default=0.6)
     fsdp: str = field(one_of("all", "data", "none"), default="all")
     remat: bool | None = field(maybe(FLAG), default=None)
@@ -57,6 +59,10 @@ class Question:
                 f"block={self.block}: on {self.device.recorded_as} throughputs are recorded for blocks of "
                 f"{' and '.join(map(str, known))}"
             )
+        if self.hads and not self.prefill:
+            raise ValueError("hads=True is for a prefill (--prefill): no choice of blocks in training is recorded")
+        if self.hads and self.density == 1:
+            raise ValueError("hads=True with density=1: HADS chooses nothing where all blocks are kept")
         if self.tokens % self.block:
             raise ValueError(f"tokens={self.tokens} must be a multiple of block={self.block}: blocks are never cut")
         least = 2 / (self.tokens // self.block + 1)

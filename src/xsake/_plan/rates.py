@@ -75,6 +75,36 @@ class Rest:
     tflops: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A recorded prompt that HADS read, by a whole model or by some of its layers.
+
+    Args:
+      device: its kind.
+      record: the file in benchmarks/results.
+      model: its name.
+      width, layers, q_heads: of what was run.
+      density: the budget.
+      length: tokens.
+      seconds: to the first token.
+      attention_seconds, choice_seconds: of one layer's attention, and of its choice of blocks, recorded kernels.
+      tflops: the other matrix products over the other seconds, in 1e12 operations per second.
+    """
+
+    device: str
+    record: str
+    model: str
+    width: int
+    layers: int
+    q_heads: int
+    density: float
+    length: int
+    seconds: float
+    attention_seconds: float
+    choice_seconds: float
+    tflops: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Rate:
     tflops: float
@@ -94,6 +124,11 @@ def shipped_points() -> tuple[Point, ...]:
 @cache
 def shipped_rest() -> tuple[Rest, ...]:
     return tuple(Rest(**values) for values in shipped()["rest_of_step"])
+
+
+@cache
+def shipped_prompts() -> tuple[Prompt, ...]:
+    return tuple(Prompt(**values) for values in shipped()["prompts"])
 
 
 def recorded_blocks(points: Sequence[Point], device: str) -> list[int]:
@@ -180,14 +215,26 @@ def _beyond(curve: list[tuple[float, Point]], blocks_per_row: float) -> float:
     return blocks_per_row / (time + more / (most - before) * (blocks_per_row - most))
 
 
-def rest_rate(rest: Sequence[Rest], *, width: int) -> Rate:
-    """The median throughput of the other matrix products over the recorded steps of the model nearest in width."""
+def choice_seconds(prompts: Sequence[Prompt], *, device: str, tokens: int, q_heads: int) -> float:
+    """How long HADS chooses blocks in a layer of one prompt: by pairs of tokens, as recorded on this device.
+
+    Blocks of more keys, which longer prompts than the recorded ones may have, take less time.
+    """
+    found = [p.choice_seconds / p.q_heads / p.length**2 for p in prompts if p.device == device]
+    if not found:
+        known = ", ".join(sorted({p.device for p in prompts}))
+        raise ValueError(f"hads=True: no choice of blocks is recorded on {device}; recorded is {known}")
+    return statistics.median(found) * q_heads * tokens**2
+
+
+def rest_rate(rest: Sequence[Rest] | Sequence[Prompt], *, width: int) -> Rate:
+    """The median throughput of the other matrix products over the recorded runs of the model nearest in width."""
     closest = min((r.width for r in rest), key=lambda size: (abs(math.log(size / width)), size))
     near = [r for r in rest if r.width == closest]
     middle = statistics.median(r.tflops for r in near)
     low, high = min(r.tflops for r in near), max(r.tflops for r in near)
     source = (
-        f"{near[0].record}.json, the steps of {near[0].model} (width {closest}) without their attention: median of "
-        f"{len(near)}, from {low:.0f} to {high:.0f}"
+        f"{near[0].record}.json, the {'steps' if isinstance(near[0], Rest) else 'prompts'} of {near[0].model} (width "
+        f"{closest}) without their attention: median of {len(near)}, from {low:.0f} to {high:.0f}"
     )
     return Rate(middle, source)
