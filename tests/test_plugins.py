@@ -165,11 +165,11 @@ def test_a_platform_is_needed_as_of_our_own(write):
 
 
 LIES = {
-    r"gave out as float32\[1, 2, 32, 16\]; it must be float32 or wider\[1, 32, 2, 16\]": (
+    r"gave out as \[1, 2, 32, 16\] in float32; it must be \[1, 32, 2, 16\] in float32 or wider": (
         "forward",
         "return forward_(call, config)[0].swapaxes(1, 2), forward_(call, config)[1]",
     ),
-    r"gave lse as bfloat16\[1, 2, 32\]; it must be float32 or wider": (
+    r"gave lse as \[1, 2, 32\] in bfloat16; it must be \[1, 2, 32\] in float32 or wider": (
         "forward",
         "return forward_(call, config)[0], forward_(call, config)[1].astype('bfloat16')",
     ),
@@ -178,7 +178,7 @@ LIES = {
         "backward",
         "return d_out, d_out, d_out",
     ),
-    r"gave the gradient of key as float32\[1, 32, 1, 16\]; it must be float32\[1, 32, 2, 16\]": (
+    r"gave the gradient of key as \[1, 32, 1, 16\] in float32; it must be \[1, 32, 2, 16\] in float32": (
         "backward",
         "g = backward_(call, config, lse, delta, d_out, with_bias=with_bias); return g[0], g[1][:, :, :1], *g[2:]",
     ),

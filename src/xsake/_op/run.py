@@ -110,8 +110,8 @@ class Runner:
         if given[0] != shape or not fits:
             must = dtype if wider_than is None else f"{wider_than} or wider"
             raise TypeError(
-                f"implementation {self.implementation!r} gave {what} as {given[1]}{list(given[0] or ())}; "
-                f"it must be {must}{list(shape)}"
+                f"implementation {self.implementation!r} gave {what} as {list(given[0] or ())} in {given[1]}; "
+                f"it must be {list(shape)} in {must}"
             )
 
     def _config(self, call: Call) -> Any:
