@@ -106,7 +106,9 @@ def run(
         console.print("`xsake info` shows what a call now runs")
     if report_folder is not None:
         console.print(f"report: {report.write(tuner.ledger.results, tuner.facts, report_folder)}", soft_wrap=True)
-    return 130 if interrupted else 0 if tuner.ledger.has_written else 1
+    if interrupted:
+        return 130
+    return 0 if tuner.ledger.has_written else 3 if tuner.ledger.is_disturbed else 1
 
 
 def refresh(*, out: Path | None, isolate: bool) -> int:
