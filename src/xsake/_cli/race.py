@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from xsake._cli.errors import plain_errors
 from xsake._cli.options import SHAPE, check_file_out, duration
@@ -81,8 +81,8 @@ def race(
 def _show(console: Console, shape: str, finished: Finished, setting: Setting) -> None:
     ours = next((r["sustained"]["median"] for r in finished.rows if r["contestant"] == "xsake"), None)
     title = f"{shape}, {finished.density:.0%} of the blocks, {finished.direction} in {setting.dtype}"
-    columns = ("contestant", "ms per call", "quartiles", "TFLOP/s", "of peak", "xsake is", "error (allowed)")
-    table = Table(*columns, title=title, title_justify="left")
+    whole = [Column(name, no_wrap=True) for name in ("contestant", "ms per call", "quartiles", "TFLOP/s")]
+    table = Table(*whole, "of peak", "xsake is", "error (allowed)", title=title, title_justify="left", padding=(0, 0))
     for row in sorted(finished.rows, key=lambda row: row["sustained"]["median"]):
         time = row["sustained"]
         table.add_row(
