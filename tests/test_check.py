@@ -13,11 +13,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 from test_plugins import NAMES, WHOLE
 from typer.testing import CliRunner
 
 import xsake
 from xsake._cli import app
+from xsake._cli.check import _tell_findings
 from xsake._measure import isolation
 from xsake._measure.isolation import Died, Hung
 from xsake._op import registry
@@ -242,6 +244,27 @@ def test_a_kernel_that_hangs_or_ends_the_process_is_a_finding_and_the_rest_runs(
     assert died.code.splitlines()[-1] == f'CHECKS["{check.title}"].run(target_of("xla"))'
 
 
+def test_the_signal_that_ended_a_process_is_named():
+    assert isolation._signal(-11) == " (SIGSEGV)"
+    assert not isolation._signal(7) and not isolation._signal(0) and not isolation._signal(None)
+
+
+def test_checks_that_end_the_process_alike_are_one_finding(capsys):
+    first, second, other = list(CHECKS.values())[:3]
+    died = "the process ended during check with exit code -11 (SIGSEGV)"
+    _tell_findings(
+        Console(),
+        {
+            first: Verdict(forward=died, code="first"),
+            second: Verdict(forward=died, code="second"),
+            other: Verdict(forward="out: wrong", results=("out",), code="other"),
+        },
+    )
+    said = capsys.readouterr().out
+    assert f"{first.title} and 1 more" in said and said.count(died) == 1
+    assert "second" not in said and "other" in said
+
+
 def test_sizes_that_suit_a_backend(any_jax, planted):
     assert target(planted("HONOURS = frozenset()")).dtypes == Target("xla").dtypes  # no causal call either
     assert target_of("xla") == Target("xla")
@@ -266,6 +289,7 @@ def test_wrong_words(planted, tmp_path, monkeypatch):
         (["nothing"], "implementation='nothing' is unknown"),
         (["no/such.py"], "there is no file no/such.py"),
         ([str(path)], "is no backend: it has no Config, HONOURS, backward"),
+        ([f"{path.parent}/"], "is a folder: give the file of a backend"),
     ):
         said = CliRunner().invoke(app, ["check", *words])
         assert said.exit_code == 1 and says in said.output, said.output

@@ -98,16 +98,22 @@ def _short(problem: str) -> str:
 
 
 def _tell_findings(console: Console, verdicts: dict[Check, Verdict]) -> None:
-    """Each call that shows a fault, once, with what the first of the checks that it explains found."""
-    by_code: dict[str, list[Check]] = {}
+    """Each fault once, with the call that shows it and what the first of its checks found.
+
+    Checks have a fault in common if one call shows it, or, where the kernel hangs or ends the process, if it is told in
+    the same words.
+    """
+    faults: dict[tuple[str | None, ...], list[Check]] = {}
     for check, verdict in verdicts.items():
         if not verdict.holds:
-            by_code.setdefault(verdict.code, []).append(check)
-    for code, found in by_code.items():
+            lost = not verdict.results and not verdict.ended
+            faults.setdefault((verdict.forward, verdict.gradients) if lost else (verdict.code,), []).append(check)
+    for found in faults.values():
+        code = verdicts[found[0]].code
         first, others = verdicts[found[0]], f" and {len(found) - 1} more" if len(found) > 1 else ""
         console.print(f"\n[red]{escape(found[0].title)}[/red]{others}")
         for line in dict.fromkeys(filter(None, (first.forward, first.gradients, first.at))):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(f"\n{code}", markup=False, highlight=False, soft_wrap=True)
-    if by_code:
+    if faults:
         console.print()

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -131,7 +132,7 @@ class Worker:
             self._process.join(5)
             code, said = self._process.exitcode, self._last_words()
             self._restart()
-            raise Died(f"the process ended during {method} with exit code {code}{said}") from None
+            raise Died(f"the process ended during {method} with exit code {code}{_signal(code)}{said}") from None
         if kind == "result":
             return result
         if kind == "poisoned":
@@ -167,6 +168,14 @@ class Worker:
         """The last lines that the process wrote to stderr, where a crash in C++ gives its reason."""
         lines = self._errors.read().strip().splitlines()
         return f": {' | '.join(lines[-3:])}" if lines else ""
+
+
+def _signal(code: int | None) -> str:
+    """The name of the signal that ended a process, such as SIGSEGV."""
+    try:
+        return f" ({signal.Signals(-(code or 0)).name})"
+    except ValueError:
+        return ""
 
 
 def _told(error: Exception) -> str:

@@ -99,6 +99,8 @@ def name_of(backend: str) -> str:
         return backend
     if not path.exists():
         raise ValueError(f"there is no file {backend}")
+    if path.is_dir() and not (path / "__init__.py").exists():
+        raise ValueError(f"{backend} is a folder: give the file of a backend, such as my_kernel/backend.py")
     inner = path.stem in ("__init__", "backend", "kernel") and path.resolve().parent.name.isidentifier()
     name = path.resolve().parent.name if inner else path.stem
     register_backend(name, path)
