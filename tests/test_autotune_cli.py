@@ -135,7 +135,7 @@ def test_ctrl_c_has_its_exit_code(home, monkeypatch):
     monkeypatch.setattr(command, "InProcess", lambda factory: InProcess(Service))
     monkeypatch.setattr(command.Tuner, "tune", interrupted)
     result = CliRunner().invoke(app, ["autotune", "--no-isolate"])
-    assert result.exit_code == 130 and "Nothing was measured." in result.output
+    assert result.exit_code == 130 and "No race was decided." in result.output
 
 
 @pytest.mark.parametrize(

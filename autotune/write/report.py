@@ -57,7 +57,7 @@ def rejected(results: Sequence[Result]) -> list[str]:
 def summary(results: Sequence[Result]) -> str:
     gains = [m.gain.median for r in results for m in r.measured]
     if not gains:
-        return "Nothing was measured."
+        return "No race was decided."
     return (
         f"{len(gains)} workload-density pairs: {sum(g >= FASTER for g in gains)} are at least 5% faster than the "
         f"heuristic, for {sum(g <= SAME for g in gains)} the heuristic is within 3% of the best found; the speed-ups "
