@@ -17,6 +17,7 @@ from rich.console import Console
 import xsake
 from xsake._cli import info
 from xsake._op import plugins, registry, tuned
+from xsake._op.kernel_hash import kernel_hash
 from xsake.backend import Call
 
 NAMES = (
@@ -93,7 +94,7 @@ def test_the_hash_of_a_file_does_not_depend_on_its_folder(write, tmp_path):
     for path in (first, moved):
         sys.modules.pop(path.stem, None)
         sys.path.insert(0, str(path.parent))
-        hashes.append(tuned.op_kernel_hash.kernel_hash(plugins.load(str(path))))
+        hashes.append(kernel_hash(plugins.load(str(path))))
     assert hashes[0] == hashes[1]
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
-from xsake._ground import room
 from xsake._ground.trace import interpreting
 from xsake.backend.contract import Backend, Call
 
@@ -167,6 +166,8 @@ def get(name: str) -> Backend:
 
 def raised_in(name: str, error: BaseException) -> str | None:
     """The innermost line of a backend's own code that led to an error."""
+    from xsake._ground import room
+
     return room.raised_in(room.room_of(cast("ModuleType", get(name)).__name__), error)
 
 

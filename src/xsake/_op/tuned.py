@@ -16,7 +16,6 @@ from xsake import tuning_db
 from xsake._ground.buckets import density_bucket
 from xsake._ground.device import device_kind
 from xsake._ground.fields import from_stored, hints
-from xsake._op import kernel_hash as op_kernel_hash
 from xsake._op import registry
 from xsake.backend.contract import Backend, Call
 from xsake.hads.mask.block_mask import BlockMask
@@ -112,7 +111,9 @@ def _density(mask: BlockMask) -> float | None:
 @cache
 def kernel_hash(name: str) -> str:
     """The hash of an implementation's code."""
-    return op_kernel_hash.kernel_hash(typing.cast(ModuleType, registry.get(name)))
+    from xsake._op import kernel_hash as of_code  # calls need none
+
+    return of_code.kernel_hash(typing.cast(ModuleType, registry.get(name)))
 
 
 # -- who listens -----------------------------------------------------------------------------------------------------
