@@ -86,7 +86,7 @@ def test_chunks_of_a_prompt(budget: float, dense: Any):
     room = ((0, 0), (0, 20), (0, 0), (0, 0))  # slots that are left hold anything
     cache = [jnp.pad(x, room, constant_values=9.0) for x in (key, value)]
     attention = always(budget)
-    ends = [0, 96, 200]
+    ends = [0, 96, 176, 200]  # the first, one in between, the last
     parts = [
         jax.jit(partial(attention, layer=1, start=start))(query[:, start:end], *cache)
         for start, end in itertools.pairwise(ends)
