@@ -84,9 +84,8 @@ def compile_parts(model: Any) -> Any:
 
 def twin(model: Any) -> Any:
     """The same weights in modules of their own."""
-    made = copy.copy(model)
     kept = {id(x): x for x in model.parameters()} | {id(x): x for x in model.buffers()}
-    return copy.deepcopy(made, kept)
+    return copy.deepcopy(model, kept)
 
 
 def wait(result: Any) -> None:

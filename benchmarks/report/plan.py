@@ -76,23 +76,6 @@ def prompt_checks() -> list[tuple[Prompt, float]]:
     return [(run, predicted_prompt(run, [r for r in runs if r.model == run.model and r != run])) for run in runs]
 
 
-def check_prompts() -> str:
-    rows = [
-        [
-            f"{run.model}, {run.layers} layers",
-            str(run.length),
-            f"{run.density:.0%}",
-            f"{run.seconds * 1e3:.0f} ms",
-            f"{seconds * 1e3:.0f} ms",
-            f"{seconds / run.seconds:.2f}",
-        ]
-        for run, seconds in prompt_checks()
-    ]
-    heads = ["model", "tokens", "HADS's blocks", "recorded", "predicted", "predicted over recorded"]
-    run = shipped_prompts()[0]
-    return section(table(heads, rows), f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}.")
-
-
 def long_prompts() -> str:
     """The best plan of one prompt of a million tokens and of ten, on growing numbers of devices."""
     rows = []
@@ -114,17 +97,30 @@ def long_prompts() -> str:
 
 
 def check() -> str:
+    heads = ("tokens per sequence", "active blocks", "recorded step")
+    return _checked(heads, [(run.model, run, seconds) for run, seconds in checks()])
+
+
+def check_prompts() -> str:
+    heads = ("tokens", "HADS's blocks", "recorded")
+    return _checked(heads, [(f"{run.model}, {run.layers} layers", run, seconds) for run, seconds in prompt_checks()])
+
+
+def _checked(heads: tuple[str, ...], found: list[tuple[str, Any, float]]) -> str:
+    """A line for each recorded run, by its model's words, and the seconds that are predicted for it."""
     rows = [
         [
-            run.model,
+            model,
             str(run.length),
             f"{run.density:.0%}",
             f"{run.seconds * 1e3:.0f} ms",
             f"{seconds * 1e3:.0f} ms",
             f"{seconds / run.seconds:.2f}",
         ]
-        for run, seconds in checks()
+        for model, run, seconds in found
     ]
-    heads = ["model", "tokens per sequence", "active blocks", "recorded step", "predicted", "predicted over recorded"]
-    run = shipped_rest()[0]
-    return section(table(heads, rows), f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}.")
+    run = found[0][1]
+    return section(
+        table(["model", *heads, "predicted", "predicted over recorded"], rows),
+        f"Recorded in `benchmarks/results/{run.record}.json`: one {run.device}.",
+    )

@@ -21,7 +21,7 @@ def to_jax(tensor: torch.Tensor, *, waits: bool = True) -> Array:
     """The contiguous tensor's memory as an array. torch must not write to it before a result of JAX is back.
 
     A program that uses the array begins when torch has done all that was asked of it so far. One array that waits is
-    enough for a program. (`jax.dlpack.from_dlpack` takes the host several times as long, and a layer has many arrays.)
+    enough for a program. (`jax.dlpack.from_dlpack` takes the host longer, and a layer has many arrays.)
     """
     device, stream = _of_jax(tensor.device)
     shared = tensor.detach().__dlpack__(stream=None if stream is None else _NO_WAIT)
@@ -40,8 +40,7 @@ _calls: deque[tuple[int, Any]] = deque()
 
 
 def keep_a_while(size: int, arrays: Any) -> None:
-    """To let go of an array of a program that still runs takes the host longer than to start the program. `size` is in
-    bytes, about."""
+    """To let go of an array costs the host more while its program runs than afterwards. `size` is in bytes, about."""
     _calls.append((size, arrays))
     while len(_calls) > _MOST_CALLS or sum(size for size, _ in _calls) > _MOST_BYTES:
         _calls.popleft()
